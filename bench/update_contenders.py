@@ -200,7 +200,7 @@ def temper(
     from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
     from temper_engine_fsdp.config import FSDPConfig
     from temper_engine_fsdp.engine import FSDPEngine
-    from temper_trainer.algorithms.policy_losses import PpoObjective
+    from temper_trainer.algorithms.policy_objective import PolicyObjective
     from temper_trainer.algorithms.supervised_losses import SftObjective
 
     engine = FSDPEngine(
@@ -213,7 +213,7 @@ def temper(
         )
     )
     engine.init_model()
-    engine.set_loss_fn(PpoObjective() if is_policy else SftObjective())
+    engine.set_loss_fn(PolicyObjective() if is_policy else SftObjective())
     outputs = (HeadOutput.LOGPROB, HeadOutput.ENTROPY) if is_policy else ()
 
     def to_sequences(batch: Sequence[Example]) -> SequenceBatch:

@@ -13,8 +13,9 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.help_text import read_field_docstrings
 from temper_trainer.config_loading.resolved_config import format_value
-from temper_trainer.config_loading.schema import ANY_NAME, Entry, iterate_entries
+from temper_trainer.config_loading.schema import ANY_NAME, Entry, iterate_entries, list_classes
 from temper_trainer.config_loading.structuring import describe_type
+from temper_trainer.settings.variants import Custom, Variant
 
 UNITS = {
     "_bytes": "bytes",
@@ -107,12 +108,12 @@ NO_UNIT = frozenset(
         ),
         *("scale", "low", "high", "penalty", "clip_low", "clip_high", "dual_clip"),
         *(
-            "cov_fraction",
-            "cov_low",
-            "cov_high",
+            "fraction",
+            "min_covariance",
+            "max_covariance",
             "kl_cov_coef",
-            "sapo_positive_temperature",
-            "sapo_negative_temperature",
+            "positive_temperature",
+            "negative_temperature",
             "entropy_coef",
         ),
         *(
@@ -233,12 +234,18 @@ def _iterate_block_lines(
     """Yield the heading and table of a block, then those of its nested blocks."""
     entries = list(iterate_entries(cls, engine_class=engine_class))
     meanings = read_field_docstrings(cls)
-    leaves = [entry for entry in entries if entry.block is None and entry.item is None]
+    leaves = [
+        entry
+        for entry in entries
+        if entry.block is None and entry.item is None and entry.choice is None
+    ]
     if leaves:
         # The title of the page already names a block at the top.
         yield f"\n## {prefix.removesuffix('.')}\n" if prefix.count(".") > 1 else ""
         yield from _iterate_table_lines(prefix, leaves, meanings)
     for entry in entries:
+        if entry.choice is not None:
+            yield from _iterate_variant_lines(f"{prefix}{entry.name}", entry, meanings)
         nested = entry.block or entry.item
         if nested is None:
             continue
@@ -250,6 +257,22 @@ def _iterate_block_lines(
             continue
         seen[nested] = inner
         yield from _iterate_block_lines(inner, nested, engine_class=engine_class, seen=seen)
+
+
+def _iterate_variant_lines(key: str, entry: Entry, meanings: Mapping[str, str]) -> Iterator[str]:
+    """Yield the heading of a tagged union, then the table of each variant."""
+    assert entry.choice is not None
+    default = f"`{entry.default.name}`" if isinstance(entry.default, Variant) else "null"
+    yield f"\n## {key}\n\n{meanings.get(entry.name, '')} The default is {default}."
+    for name, cls in list_classes(entry.choice).items():
+        yield f"\n### {key}: {name}\n\n{(inspect.getdoc(cls) or '').partition(chr(10))[0]}\n"
+        own = [
+            setting
+            for setting in iterate_entries(cls, engine_class=EngineConfig)
+            if cls is not Custom or setting.name != "name"
+        ]
+        if own:
+            yield from _iterate_table_lines(f"{key}.", own, read_field_docstrings(cls))
 
 
 def _iterate_table_lines(

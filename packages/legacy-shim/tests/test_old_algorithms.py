@@ -14,6 +14,7 @@ from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.objective_factory import build_policy_objective
 from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.settings.variants import Custom
 
 HERE = "temper_legacy_shim.old_algorithms"
 NUM_TOKENS = 64
@@ -61,7 +62,7 @@ def theirs(settings: PolicyLossSettings, new: torch.Tensor, old: torch.Tensor, a
 @pytest.mark.parametrize("seed", range(3))
 def test_an_old_loss_has_its_old_value_and_gradient(old_name: str, new_name: str, arguments: dict[str, str | float], seed: int) -> None:
     new, old, advantages = rows(seed)
-    config = AlgorithmConfig(policy_loss=f"{HERE}:{new_name}", policy_loss_arguments=arguments)
+    config = AlgorithmConfig(policy_loss=Custom(name=f"{HERE}:{new_name}", arguments=arguments))
     settings = PolicyLossSettings(loss_mode=old_name, clip_low=0.15, clip_high=0.1, clip_ratio_c=2.0)
     mine, my_gradient = ours(config, new, old, advantages)
     other, other_gradient = theirs(settings, new, old, advantages)

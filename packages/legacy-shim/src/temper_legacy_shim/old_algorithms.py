@@ -4,14 +4,14 @@ Translated configurations name them in ``algorithm.advantage`` and ``algorithm.p
 every objective's are: only their formula is the old one, not how micro-batches were averaged.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_trainer.algorithms.policy_losses import SurrogateObjective
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.settings.variants import settings
 
 EPSILON = 1e-8
 """Keeps a logarithm finite, as the old loss did."""
@@ -34,8 +34,8 @@ def bare_reward(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
     return rewards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainGradient(SurrogateObjective):
+@settings
+class PlainGradient(PolicyLoss):
     """-A log p per trained token, whatever the ratio to the old policy; nothing is clipped.
 
     Source: Chu et al. 2025, arXiv:2504.02546; verl's loss_mode gpg.
@@ -46,8 +46,8 @@ class PlainGradient(SurrogateObjective):
         return -advantages * logprobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WithinDivergence(SurrogateObjective):
+@settings
+class WithinDivergence(PolicyLoss):
     """-A min(rho, max_ratio) log p, rho without gradient.
 
     Tokens that moved too far in the direction of A are dropped.

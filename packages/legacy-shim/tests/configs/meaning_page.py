@@ -27,7 +27,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "algorithm.aggregation",
     ),
     "KL: loss, reward, estimator": ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef", "algorithm.kl_estimator"),
-    "clip: low, high, dual": ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
+    "clip: low, high, dual": ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high", "algorithm.policy_loss.dual_clip"),
     "prompts, updates, passes": ("batching.prompts_per_step", "batching.num_mini_batches", "batching.num_passes"),
     "lr, decay, warm-up": (
         "actor.engine.optimizer.lr",
@@ -38,7 +38,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "actor.engine.schedule.kind",
         "actor.engine.schedule.warmup_ratio",
         "actor.engine.optimizer.clip_grad_norm",
-        "algorithm.policy_loss",
+        "algorithm.policy_loss.name",
     ),
     "LoRA: rank, alpha": ("actor.engine.lora.rank", "actor.engine.lora.alpha"),
     "temperature, top-p, top-k, tokens": ("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_tokens"),

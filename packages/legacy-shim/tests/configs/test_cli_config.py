@@ -51,7 +51,7 @@ def test_a_file_and_overrides_become_one_file_with_the_origin_of_every_value(old
     written = yaml.safe_load(text)
     assert written["batching"]["num_mini_batches"] == 4  # 256 prompts in mini-batches of 64
     assert written["actor"]["engine"]["optimizer"]["lr"] == 3e-6
-    assert written["algorithm"]["dual_clip"] == 3.0
+    assert written["algorithm"]["policy_loss"]["dual_clip"] == 3.0
     assert "lr: 3.0e-06  # actor_rollout_ref.actor.optim.lr [lr]" in text
     assert "dual_clip: 3.0  # default of v0.4.0: actor_rollout_ref.actor.clip_ratio_c [dual-clip]" in text
 

@@ -107,9 +107,9 @@ def test_later_asynchronous_trainers_evaluated_by_weight_syncs(version: str) -> 
 def test_clip_is_kept_where_the_ratio_is_to_the_sampler() -> None:
     one_update = ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "actor_rollout_ref.actor.clip_ratio_high=0.28")
     bypassed = translated("v0.8.0", *one_update, f"{CORRECTION}.bypass_mode=True")
-    assert effective(bypassed, "algorithm.clip_high") == 0.28
-    assert effective(bypassed, "algorithm.dual_clip") == 3.0
-    assert effective(translated("v0.8.0", *one_update), "algorithm.dual_clip") is None  # the ratio is 1
+    assert effective(bypassed, "algorithm.policy_loss.clip_high") == 0.28
+    assert effective(bypassed, "algorithm.policy_loss.dual_clip") == 3.0
+    assert effective(translated("v0.8.0", *one_update), "algorithm.policy_loss.dual_clip") is None  # the ratio is 1
 
 
 @pytest.mark.parametrize("rejection", ["token_k1", "seq_sum_k1"])
@@ -223,4 +223,4 @@ def test_penalty_of_zero_on_long_completions_is_left_out() -> None:
 
 def test_kl_cov_has_no_clip_to_keep() -> None:
     run = translated("v0.7.0", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "actor_rollout_ref.actor.clip_ratio_high=0.28")
-    assert "algorithm.clip_high" not in values(run)
+    assert "algorithm.policy_loss.clip_high" not in values(run)

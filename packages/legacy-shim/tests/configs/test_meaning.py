@@ -160,9 +160,9 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         "algorithm.kl_loss_coef": loss_coef,
         "algorithm.kl_reward_coef": reward_coef,
         "algorithm.kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(estimator) if loss_coef or reward_coef else "k3",
-        "algorithm.clip_low": (low if low is not None else whole) if can_clip else 0.2,
-        "algorithm.clip_high": (high if high is not None else whole) if can_clip else 0.2,
-        "algorithm.dual_clip": old(f"{A}.clip_ratio_c") if can_clip else None,
+        "algorithm.policy_loss.clip_low": (low if low is not None else whole) if can_clip else 0.2,
+        "algorithm.policy_loss.clip_high": (high if high is not None else whole) if can_clip else 0.2,
+        "algorithm.policy_loss.dual_clip": old(f"{A}.clip_ratio_c") if can_clip else None,
         "algorithm.entropy_coef": old(f"{A}.entropy_coeff"),
         "algorithm.aggregation": AGGREGATIONS[old(f"{A}.loss_agg_mode")],
         "batching.prompts_per_step": prompts,
@@ -187,7 +187,7 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         found["actor.engine.lora.alpha"] = old(f"{adapter}alpha")
     found |= optimisation(old, row, role=A, new="actor.engine", adam=lambda: old(f"{A}.optim.optimizer"))
     mode = old(f"{A}.policy_loss.loss_mode") or "vanilla"
-    found["algorithm.policy_loss"] = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}.get(str(mode))
+    found["algorithm.policy_loss.name"] = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}.get(str(mode))
     if reward_coef and old("algorithm.kl_ctrl.type") == "adaptive":
         found["algorithm.kl_target"] = old("algorithm.kl_ctrl.target_kl")
     if int(number(warmup or 0)) > 0:
@@ -292,10 +292,10 @@ FIRST_RATE = "actor.engine.schedule: first step's share of the peak"
 REASONS = {
     FIRST_RATE: "the old warm-up started at rate 0; step k of N now has k / N of the peak, one step earlier",
     "run.eval_sampling.temperature": "without held-out prompts there is no evaluation, so the key is not written",
-    "algorithm.dual_clip": "only the vanilla loss has a dual clip",
+    "algorithm.policy_loss.dual_clip": "only the vanilla loss has a dual clip",
     "algorithm.advantage": "with only teachers as signal no advantage is estimated; a group of one keeps its unnormalized reward",
-    "algorithm.clip_low": "gpg has no ratio to clip; the bounds of dppo are arguments of that loss",
-    "algorithm.clip_high": "the same",
+    "algorithm.policy_loss.clip_low": "gpg has no ratio to clip; the bounds of dppo are arguments of that loss",
+    "algorithm.policy_loss.clip_high": "the same",
 }
 """The differences that are explained."""
 
@@ -308,9 +308,9 @@ def is_explained(key: str, old: Old, new: Mapping[str, object]) -> bool:
     if key == "algorithm.advantage":
         alone = old("actor_rollout_ref.rollout.n") == 1 and str(new.get(key)).endswith(":bare_reward")
         return alone or (bool(old("distillation.enabled")) and old("distillation.distillation_loss.use_task_rewards") is False)
-    if key in ("algorithm.clip_low", "algorithm.clip_high"):
-        return ":" in str(new.get("algorithm.policy_loss", ""))
-    return key == "algorithm.dual_clip" and new.get("algorithm.policy_loss", "ppo") != "ppo"
+    if key in ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high"):
+        return ":" in str(new.get("algorithm.policy_loss.name", ""))
+    return key == "algorithm.policy_loss.dual_clip" and new.get("algorithm.policy_loss.name", "ppo") != "ppo"
 
 
 def comparable(row: Mapping[str, object]) -> bool:

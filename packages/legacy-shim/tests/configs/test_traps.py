@@ -13,7 +13,7 @@ from temper_legacy_shim.configs.mapping import images
 
 from .conftest import BASE, pinned, rules_found, translated, values
 
-NO_CLIP = {"algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"}
+NO_CLIP = {"algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high", "algorithm.policy_loss.dual_clip"}
 
 
 def test_trap_a_the_reward_carried_kl_before_v0_4_unless_the_loss_did() -> None:
@@ -34,7 +34,7 @@ def test_trap_a_is_said_where_nobody_names_the_release_and_the_keys_fit_both_kin
     assert inferred.source.version == "v0.9.1"
     assert message.startswith("its keys fit v0.2 to v0.9.1, and v0.9.1 was taken; v0.2 to v0.3.0.post1 would have meant ")
     assert "algorithm.kl_reward_coef=0.02 (here 0.0)" in message
-    assert "algorithm.dual_clip=null (here 3.0)" in message
+    assert "algorithm.policy_loss.dual_clip=null (here 3.0)" in message
     assert message.endswith(": say --from-version where you know it.")
     given = translate(overrides, entry="verl.trainer.main_ppo", version="v0.9.0")
     assert "release-unsure" not in rules_found(given, "hazard")
@@ -47,16 +47,16 @@ def test_releases_that_fit_and_mean_the_same_are_not_mentioned() -> None:
 
 def test_trap_b_clip_ratio_alone_is_not_read_since_v0_4() -> None:
     old = values(translated("v0.3.0.post1", "actor_rollout_ref.actor.clip_ratio=0.3"))
-    assert (old["algorithm.clip_low"], old["algorithm.clip_high"]) == (0.3, 0.3)
+    assert (old["algorithm.policy_loss.clip_low"], old["algorithm.policy_loss.clip_high"]) == (0.3, 0.3)
     new = translated("v0.5.0", "actor_rollout_ref.actor.clip_ratio=0.3")
-    assert "algorithm.clip_low" not in values(new)  # 0.2 is our default
+    assert "algorithm.policy_loss.clip_low" not in values(new)  # 0.2 is our default
     assert "clip-ratio-ignored" in rules_found(new, "hazard")
 
 
 def test_trap_c_dual_clip_is_on_since_v0_4_and_was_absent_before() -> None:
-    assert "algorithm.dual_clip" not in values(translated("v0.3.0.post1"))
-    assert values(translated("v0.4.0"))["algorithm.dual_clip"] == 3.0
-    assert "algorithm.dual_clip" in pinned(translated("v0.4.0"))
+    assert "algorithm.policy_loss.dual_clip" not in values(translated("v0.3.0.post1"))
+    assert values(translated("v0.4.0"))["algorithm.policy_loss.dual_clip"] == 3.0
+    assert "algorithm.policy_loss.dual_clip" in pinned(translated("v0.4.0"))
 
 
 def test_trap_d_the_critics_mini_batch_counted_completions_before_v0_4() -> None:
@@ -421,11 +421,11 @@ def test_an_estimator_that_did_something_else_with_a_group_of_one_is_asked_about
 def test_losses_that_the_trainer_has_no_name_for_are_the_old_ones_by_import_path() -> None:
     mode = "actor_rollout_ref.actor.policy_loss.loss_mode"
     plain = values(translated("v0.7.0", f"{mode}=gpg"))
-    assert plain["algorithm.policy_loss"] == "temper_legacy_shim.old_algorithms:PlainGradient"
+    assert plain["algorithm.policy_loss.name"] == "temper_legacy_shim.old_algorithms:PlainGradient"
     assert not NO_CLIP & plain.keys()
     bounds = ("actor_rollout_ref.actor.clip_ratio_low=0.15", "actor_rollout_ref.actor.clip_ratio_c=50.0")
     held = translated("v0.7.1", f"{mode}=dppo_tv", *bounds)
-    block = "algorithm.policy_loss_arguments"
+    block = "algorithm.policy_loss.arguments"
     found = values(held)
     assert (found[f"{block}.distance"], found[f"{block}.low"], found[f"{block}.max_ratio"]) == ("tv", 0.15, 50.0)
     assert found[f"{block}.high"] == 0.2

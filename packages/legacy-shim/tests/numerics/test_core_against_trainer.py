@@ -16,7 +16,8 @@ from temper_trainer.algorithms.adaptive_coefficients import KlController
 from temper_trainer.algorithms.advantage_estimators import compute_gae, compute_reinforce_plus_plus_advantages, whiten
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.kl import estimate_kl
-from temper_trainer.algorithms.policy_losses import PpoObjective
+from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
+from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.config.algorithm import AlgorithmConfig
 
@@ -153,7 +154,9 @@ def test_the_clipped_policy_loss_and_its_gradient_agree(call: str) -> None:
     case, mask = case_of("policy_loss_vanilla", call)
     config = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, **case["config"]}
     low, high = (config["clip_ratio"] if config[name] is None else config[name] for name in ("clip_ratio_low", "clip_ratio_high"))
-    objective = PpoObjective(clip_low=low, clip_high=high, dual_clip=config["clip_ratio_c"], aggregation=MODES[case["loss_agg_mode"]])
+    objective = PolicyObjective(
+        loss=Ppo(clip_low=low, clip_high=high, dual_clip=config["clip_ratio_c"]), aggregation=MODES[case["loss_agg_mode"]]
+    )
     samples = samples_of(mask, advantages=column(case["advantages"]), old_logprobs=column(case["old_log_prob"]))
     logprobs = samples_of(mask, x=column(case["log_prob"])).columns["x"].clone().requires_grad_()
     terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: logprobs}), samples)

@@ -19,15 +19,9 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.covariance_losses import IS_SELECTED, ClipCovObjective, KlCovObjective
-from temper_trainer.algorithms.policy_losses import (
-    CORRECTION_WEIGHTS,
-    CispoObjective,
-    GmpoObjective,
-    GspoObjective,
-    SapoObjective,
-    SurrogateObjective,
-)
+from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Sapo
+from temper_trainer.algorithms.policy_losses.covariance_losses import IS_SELECTED, ClipCov, KlCov
+from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS, PolicyObjective
 from temper_trainer.algorithms.rollout_correction import compute_rollout_correction
 from temper_trainer.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 
@@ -53,7 +47,7 @@ def samples_for(group: str, call: str) -> SequenceBatch:
     return samples_of(mask, **columns)
 
 
-def computed(objective: SurrogateObjective, samples: SequenceBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def computed(objective: PolicyObjective, samples: SequenceBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Loss, and its gradient [B, width]."""
     leaf = logprobs.clone().requires_grad_()
     terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: leaf}), samples)
@@ -71,8 +65,8 @@ def logprobs_of(group: str, call: str) -> Tensor:
 @pytest.mark.parametrize("call", calls("policy_loss_cispo"))
 def test_cispo_agrees(call: str) -> None:
     case, samples = case_of("policy_loss_cispo", call)[0], samples_for("policy_loss_cispo", call)
-    objective = CispoObjective(
-        **clips(case), uses_correction_weights=CORRECTION_WEIGHTS in samples.columns, aggregation=MODES[case["loss_agg_mode"]]
+    objective = PolicyObjective(
+        loss=Cispo(**clips(case)), uses_correction_weights=CORRECTION_WEIGHTS in samples.columns, aggregation=MODES[case["loss_agg_mode"]]
     )
     loss, gradient = computed(objective, samples, logprobs_of("policy_loss_cispo", call))
     assert_close(loss, old("policy_loss_cispo", f"{call}.loss"))
@@ -82,8 +76,8 @@ def test_cispo_agrees(call: str) -> None:
 @pytest.mark.parametrize("call", calls("policy_loss_gspo"))
 def test_gspo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_whatever_was_asked_for(call: str) -> None:
     case, samples = case_of("policy_loss_gspo", call)[0], samples_for("policy_loss_gspo", call)
-    objective = GspoObjective(
-        **clips(case), uses_correction_weights=CORRECTION_WEIGHTS in samples.columns, aggregation=MODES["seq-mean-token-mean"]
+    objective = PolicyObjective(
+        loss=Gspo(**clips(case)), uses_correction_weights=CORRECTION_WEIGHTS in samples.columns, aggregation=MODES["seq-mean-token-mean"]
     )
     loss, gradient = computed(objective, samples, logprobs_of("policy_loss_gspo", call))
     assert_close(loss, old("policy_loss_gspo", f"{call}.loss"))
@@ -93,9 +87,8 @@ def test_gspo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_wha
 @pytest.mark.parametrize("call", calls("policy_loss_sapo"))
 def test_sapo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_whatever_was_asked_for(call: str) -> None:
     config, samples = case_of("policy_loss_sapo", call)[0]["config"], samples_for("policy_loss_sapo", call)
-    objective = SapoObjective(
-        positive_temperature=config.get("tau_pos", 1.0),
-        negative_temperature=config.get("tau_neg", 1.05),
+    objective = PolicyObjective(
+        loss=Sapo(positive_temperature=config.get("tau_pos", 1.0), negative_temperature=config.get("tau_neg", 1.05)),
         uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
         aggregation=MODES["seq-mean-token-mean"],
     )
@@ -108,7 +101,9 @@ def test_sapo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_wha
 def test_gmpo_agrees_but_for_completions_without_a_trained_token_and_the_place_of_correction_weights(call: str) -> None:
     case, samples = case_of("policy_loss_geo_mean", call)[0], samples_for("policy_loss_geo_mean", call)
     uses_correction_weights = CORRECTION_WEIGHTS in samples.columns
-    objective = GmpoObjective(**clips(case), uses_correction_weights=uses_correction_weights, aggregation=MODES["seq-mean-token-mean"])
+    objective = PolicyObjective(
+        loss=Gmpo(**clips(case)), uses_correction_weights=uses_correction_weights, aggregation=MODES["seq-mean-token-mean"]
+    )
     loss, gradient = computed(objective, samples, logprobs_of("policy_loss_geo_mean", call))
     expected, expected_gradient = (old("policy_loss_geo_mean", f"{call}.{name}") for name in ("loss", "grad_log_prob"))
     if uses_correction_weights:  # here each token's loss is weighted; there a completion's, by the geometric mean of its weights
@@ -120,7 +115,7 @@ def test_gmpo_agrees_but_for_completions_without_a_trained_token_and_the_place_o
     assert_close(share * gradient, expected_gradient)
 
 
-def held_by_old_rule(group: str, call: str, objective: ClipCovObjective | KlCovObjective, samples: SequenceBatch) -> SequenceBatch:
+def held_by_old_rule(group: str, call: str, objective: PolicyObjective, samples: SequenceBatch) -> SequenceBatch:
     """Tokens by the covariance with the current log-probs, which the old losses took; ours take those before the update."""
     current = replace(samples, columns={**samples.columns, "old_logprobs": logprobs_of(group, call)})
     return replace(samples, columns={**samples.columns, **objective.prepare(current, seed=0)})
@@ -131,9 +126,8 @@ def test_kl_cov_agrees_when_it_is_told_the_current_log_probs_for_the_covariance(
     group = "policy_loss_kl_cov"
     case, samples = case_of(group, call)[0], samples_for(group, call)
     chosen = case["config"].get("policy_loss", {})
-    objective = KlCovObjective(
-        fraction=chosen.get("kl_cov_ratio", 2e-4),
-        kl_cov_coef=chosen.get("ppo_kl_coef", 0.1),
+    objective = PolicyObjective(
+        loss=KlCov(fraction=chosen.get("kl_cov_ratio", 2e-4), kl_cov_coef=chosen.get("ppo_kl_coef", 0.1)),
         uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
         aggregation=MODES[case["loss_agg_mode"]],
     )
@@ -147,11 +141,13 @@ def test_clip_cov_has_the_old_gradient_when_it_is_told_the_current_log_probs_for
     group = "policy_loss_clip_cov"
     case, samples = case_of(group, call)[0], samples_for(group, call)
     chosen = case["config"].get("policy_loss", {})
-    objective = ClipCovObjective(
-        **clips(case),
-        fraction=chosen.get("clip_cov_ratio", 2e-4),
-        min_covariance=chosen.get("clip_cov_lb", 1.0),
-        max_covariance=chosen.get("clip_cov_ub", 5.0),
+    objective = PolicyObjective(
+        loss=ClipCov(
+            **clips(case),
+            fraction=chosen.get("clip_cov_ratio", 2e-4),
+            min_covariance=chosen.get("clip_cov_lb", 1.0),
+            max_covariance=chosen.get("clip_cov_ub", 5.0),
+        ),
         uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
         aggregation=MODES[case["loss_agg_mode"]],
     )

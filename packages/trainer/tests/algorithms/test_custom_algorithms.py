@@ -1,6 +1,5 @@
 """Test estimators and objectives of users, which replace the built-in ones or are refused."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,10 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError, ConfigError
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.objective_factory import build_policy_objective, needs_old_logprobs
-from temper_trainer.algorithms.policy_losses import SurrogateObjective
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
+from temper_trainer.settings.ranges import PositiveFloat
+from temper_trainer.settings.variants import Custom, settings
 
 HERE = "test_custom_algorithms"
 SAMPLES = from_sequences(
@@ -36,9 +37,9 @@ def endless(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
     return rewards / 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plain(SurrogateObjective):
-    factor: float = 1.0
+@settings
+class Plain(PolicyLoss):
+    factor: PositiveFloat = 1.0
 
     def surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
@@ -75,46 +76,38 @@ def test_invalid_results_of_a_custom_estimator_are_refused(name: str, complaint:
 
 def test_custom_objective_gets_its_arguments_and_the_common_keys() -> None:
     config = AlgorithmConfig(
-        policy_loss=f"{HERE}:Plain", policy_loss_arguments={"factor": 3.0}, entropy_coef=0.1
+        policy_loss=Custom(name=f"{HERE}:Plain", arguments={"factor": 3.0}), entropy_coef=0.1
     )
     objective = build_policy_objective(config)
-    assert type(objective).__name__ == "Plain"
-    assert (objective.factor, objective.entropy_coef) == (3.0, 0.1)  # type: ignore[attr-defined]
+    assert type(objective.loss).__name__ == "Plain"
+    assert (objective.loss.factor, objective.entropy_coef) == (3.0, 0.1)  # type: ignore[attr-defined]
     assert not needs_old_logprobs(config, BatchingConfig())
 
 
-@pytest.mark.parametrize(
-    ("fields", "complaint"),
-    [
-        ({"advantage": "grop"}, "did you mean 'grpo'"),
-        (
-            {"policy_loss": "ppo", "policy_loss_arguments": {"factor": 1.0}},
-            "algorithm.policy_loss_arguments are set, but the built-in ppo takes none",
-        ),
-    ],
-)
-def test_unknown_import_paths_are_refused_with_the_nearest_name(
-    fields: dict[str, object], complaint: str
-) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        AlgorithmConfig(**fields)  # type: ignore[arg-type]
+def test_unknown_estimator_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
+        AlgorithmConfig(advantage="grop")
 
 
 @pytest.mark.parametrize(
-    ("fields", "complaint"),
+    ("custom", "complaint"),
     [
-        ({"policy_loss": f"{HERE}:half"}, "does not derive from .*SurrogateObjective"),
-        ({"policy_loss": f"{HERE}:Plaine"}, "did you mean 'Plain'"),
+        (Custom(name=f"{HERE}:half"), "does not derive from .*PolicyLoss"),
+        (Custom(name=f"{HERE}:Plaine"), "did you mean 'Plain'"),
         (
-            {"policy_loss": f"{HERE}:Plain", "policy_loss_arguments": {"width": 1.0}},
+            Custom(name=f"{HERE}:Plain", arguments={"width": 1.0}),
             "names width, but the arguments of .* are factor",
         ),
-        ({"policy_loss": "no_such_module:Loss"}, "add the folder that contains it to PYTHONPATH"),
+        (
+            Custom(name=f"{HERE}:Plain", arguments={"factor": -1.0}),
+            "arguments: factor of Plain is -1.0, but must be above 0",
+        ),
+        (Custom(name="no_such_module:Loss"), "add the folder that contains it to PYTHONPATH"),
     ],
 )
-def test_invalid_custom_objective_is_refused(fields: dict[str, object], complaint: str) -> None:
+def test_invalid_custom_loss_is_refused(custom: Custom, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        build_policy_objective(AlgorithmConfig(**fields))  # type: ignore[arg-type]
+        build_policy_objective(AlgorithmConfig(policy_loss=custom))
 
 
 def test_unknown_arguments_of_a_custom_estimator_are_refused() -> None:

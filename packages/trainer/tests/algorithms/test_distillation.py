@@ -14,7 +14,7 @@ from temper_trainer.algorithms.distillation_losses import (
     compute_teacher_reward,
 )
 from temper_trainer.algorithms.objective_factory import CombinedObjective
-from temper_trainer.algorithms.policy_losses import PpoObjective
+from temper_trainer.algorithms.policy_objective import PolicyObjective
 
 LOG = math.log
 
@@ -140,7 +140,7 @@ def test_distillation_loss_is_added_to_the_policy_loss() -> None:
         {"advantages": torch.tensor([0.0, 2.0]), "old_logprobs": torch.tensor([0.0, -1.0])}
     )
     objective = CombinedObjective(
-        parts=(PpoObjective(), ReverseKlObjective()), coefs=(1.0, 0.5), aggregation=Aggregation()
+        parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.5), aggregation=Aggregation()
     )
     head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.0])})
     assert float(objective(head_outputs, batch).loss[1].detach()) == pytest.approx(-1.75)
@@ -149,4 +149,4 @@ def test_distillation_loss_is_added_to_the_policy_loss() -> None:
 
 def test_parts_with_different_aggregations_are_refused() -> None:
     with pytest.raises(ConfigError, match="the same aggregation everywhere"):
-        CombinedObjective(parts=(PpoObjective(),), coefs=(1.0, 2.0), aggregation=Aggregation())
+        CombinedObjective(parts=(PolicyObjective(),), coefs=(1.0, 2.0), aggregation=Aggregation())

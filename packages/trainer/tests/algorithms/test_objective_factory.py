@@ -11,6 +11,7 @@ from temper_trainer.algorithms.objective_factory import (
     build_value_objective,
     needs_old_logprobs,
 )
+from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.config.algorithm import AggregationName, AlgorithmConfig, BatchingConfig
 
 
@@ -69,9 +70,7 @@ def test_old_logprobs_are_measured_unless_the_step_makes_one_update(
 def test_every_coefficient_of_the_configuration_reaches_its_objective() -> None:
     config = AlgorithmConfig(
         advantage="gae",
-        clip_low=0.1,
-        clip_high=0.3,
-        dual_clip=2.0,
+        policy_loss=Ppo(clip_low=0.1, clip_high=0.3, dual_clip=2.0),
         entropy_coef=0.01,
         kl_loss_coef=0.02,
         kl_estimator="k2",
@@ -81,7 +80,7 @@ def test_every_coefficient_of_the_configuration_reaches_its_objective() -> None:
         build_policy_objective(config, old_is_current=True),
         build_value_objective(config),
     )
-    assert (actor.clip_low, actor.clip_high, actor.dual_clip) == (0.1, 0.3, 2.0)
+    assert actor.loss == Ppo(clip_low=0.1, clip_high=0.3, dual_clip=2.0)
     assert (actor.entropy_coef, actor.kl_coef, actor.kl_estimator, actor.old_is_current) == (
         0.01,
         0.02,

@@ -23,16 +23,12 @@ from temper_engine_api.objective import (
 )
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss, sum_per_sequence
-from temper_trainer.algorithms.covariance_losses import ClipCovObjective, KlCovObjective
 from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
 from temper_trainer.algorithms.objective_factory import CombinedObjective
-from temper_trainer.algorithms.policy_losses import (
-    CispoObjective,
-    GmpoObjective,
-    GspoObjective,
-    PpoObjective,
-    SapoObjective,
-)
+from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Ppo, Sapo
+from temper_trainer.algorithms.policy_losses.covariance_losses import ClipCov, KlCov
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.prompt_mean import PromptMeanObjective
 from temper_trainer.algorithms.supervised_losses import (
     DpoObjective,
@@ -40,6 +36,7 @@ from temper_trainer.algorithms.supervised_losses import (
     SftObjective,
 )
 from temper_trainer.algorithms.value_loss import ValueObjective
+from temper_trainer.settings.variants import list_variants
 
 TOKEN_LEVEL = (
     Aggregation(mode=AggregationMode.TOKEN_MEAN),
@@ -52,21 +49,24 @@ OBJECTIVES: tuple[Objective, ...] = (
     *(SftObjective(aggregation=a) for a in TOKEN_LEVEL),
     *(ValueObjective(clip=0.2, aggregation=a) for a in TOKEN_LEVEL),
     *(
-        PpoObjective(entropy_coef=0.1, kl_coef=0.1, dual_clip=2.0, aggregation=a)
+        PolicyObjective(loss=Ppo(dual_clip=2.0), entropy_coef=0.1, kl_coef=0.1, aggregation=a)
         for a in TOKEN_LEVEL
     ),
     ValueObjective(),
-    PpoObjective(old_is_current=True),
-    PpoObjective(kl_coef=0.5, kl_estimator="k2"),
-    PpoObjective(uses_correction_weights=True, reports_entropy=True),
-    *(GspoObjective(aggregation=a) for a in TOKEN_LEVEL),
-    *(GmpoObjective(clip_low=0.1, clip_high=0.1, aggregation=a) for a in TOKEN_LEVEL),
-    CispoObjective(aggregation=TOKEN_LEVEL[1]),
-    ClipCovObjective(
-        fraction=0.2, min_covariance=0.0, max_covariance=9.0, uses_correction_weights=True
+    PolicyObjective(old_is_current=True),
+    PolicyObjective(kl_coef=0.5, kl_estimator="k2"),
+    PolicyObjective(uses_correction_weights=True, reports_entropy=True),
+    # All with their defaults, so that a new one is covered.
+    *(PolicyObjective(loss=cls()) for cls in list_variants(PolicyLoss).values()),
+    *(PolicyObjective(loss=Gspo(), aggregation=a) for a in TOKEN_LEVEL),
+    *(PolicyObjective(loss=Gmpo(clip_low=0.1, clip_high=0.1), aggregation=a) for a in TOKEN_LEVEL),
+    PolicyObjective(loss=Cispo(), aggregation=TOKEN_LEVEL[1]),
+    PolicyObjective(
+        loss=ClipCov(fraction=0.2, min_covariance=0.0, max_covariance=9.0),
+        uses_correction_weights=True,
     ),
-    KlCovObjective(fraction=0.2),
-    SapoObjective(kl_coef=0.1),
+    PolicyObjective(loss=KlCov(fraction=0.2)),
+    PolicyObjective(loss=Sapo(), kl_coef=0.1),
     *(ReverseKlObjective(clamp=0.5, aggregation=a) for a in TOKEN_LEVEL),
     *(TopKObjective(divergence=d) for d in ("forward_kl", "jensen_shannon")),
     TopKObjective(tail=False, clamp=0.5),
@@ -74,9 +74,9 @@ OBJECTIVES: tuple[Objective, ...] = (
     DpoObjective(loss="ipo"),
     RewardModelObjective(center_coef=0.1),
     CombinedObjective(
-        parts=(PpoObjective(), ReverseKlObjective()), coefs=(1.0, 0.3), aggregation=Aggregation()
+        parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.3), aggregation=Aggregation()
     ),
-    PromptMeanObjective(objective=PpoObjective(aggregation=TOKEN_LEVEL[-1], kl_coef=0.1)),
+    PromptMeanObjective(objective=PolicyObjective(aggregation=TOKEN_LEVEL[-1], kl_coef=0.1)),
 )
 LENGTHS = (7, 2, 9, 4, 9, 5)
 PAIRS = (0, 0, 1, 1, 2, 2)

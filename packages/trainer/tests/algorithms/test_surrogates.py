@@ -11,19 +11,14 @@ from packages.trainer.tests.algorithms.surrogates_for_tests import (
 )
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, AggregationMode
-from temper_trainer.algorithms.covariance_losses import (
+from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Sapo
+from temper_trainer.algorithms.policy_losses.covariance_losses import (
     IS_SELECTED,
-    ClipCovObjective,
-    KlCovObjective,
+    ClipCov,
+    KlCov,
     compute_covariances,
 )
-from temper_trainer.algorithms.policy_losses import (
-    CispoObjective,
-    GmpoObjective,
-    GspoObjective,
-    PpoObjective,
-    SapoObjective,
-)
+from temper_trainer.algorithms.policy_objective import PolicyObjective
 
 PER_SEQUENCE = Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN)
 
@@ -31,7 +26,7 @@ PER_SEQUENCE = Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN)
 def test_gspo_clips_the_geometric_mean_of_a_completions_ratios() -> None:
     # Log-ratios 0.1 and 0.3: mean 0.2, s = e^0.2 = 1.221403 on both tokens. A = 1: min(1.221403,
     # 1.1). A = -1: -min(-1.221403, -1.1).
-    objective = GspoObjective(clip_low=0.1, clip_high=0.1, aggregation=PER_SEQUENCE)
+    objective = PolicyObjective(loss=Gspo(clip_low=0.1, clip_high=0.1), aggregation=PER_SEQUENCE)
     up, down = (
         {"advantages": [1.0, 1.0], "old_logprobs": [-1.0, -1.0]},
         {"advantages": [-1.0, -1.0], "old_logprobs": [-1.0, -1.0]},
@@ -50,7 +45,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     # rho = e^1 = 2.718 is clipped to 1.5; A = 2, log p = -0.5: loss -1.5 * 2 * -0.5 = 1.5, gradient
     # -3.
     objective, batch = (
-        CispoObjective(clip_high=0.5),
+        PolicyObjective(loss=Cispo(clip_high=0.5)),
         batch_of({"advantages": [2.0], "old_logprobs": [-1.5]}),
     )
     answers = answers_of([-0.5])
@@ -61,7 +56,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
 def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
     # A = 1: c = min(0.6, 0.4), -0.2, mean 0.1, e^0.1 = 1.105171. A = -1: c = max(0.6, 0.4), -0.2,
     # mean 0.2, e^0.2 = 1.221403.
-    objective = GmpoObjective(aggregation=PER_SEQUENCE)
+    objective = PolicyObjective(loss=Gmpo(), aggregation=PER_SEQUENCE)
     up, down = (
         {"advantages": [1.0, 1.0], "old_logprobs": [-1.0, -1.0]},
         {"advantages": [-1.0, -1.0], "old_logprobs": [-1.0, -1.0]},
@@ -80,7 +75,7 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
 def test_sapo_gradient_decays_and_equals_the_unclipped_one_at_ratio_one() -> None:
     # rho = 1: -(4 / 1) * 0.5 * 3 = -6, and for A = -3, tau = 2: (4 / 2) * 0.5 * 3 = 3. Gradients -A
     # / 2 tokens.
-    objective = SapoObjective(negative_temperature=2.0)
+    objective = PolicyObjective(loss=Sapo(negative_temperature=2.0))
     answers, batch = (
         answers_of([-1.0, -1.0]),
         batch_of({"advantages": [3.0, -3.0], "old_logprobs": [-1.0, -1.0]}),
@@ -94,8 +89,8 @@ def test_sapo_gradient_decays_and_equals_the_unclipped_one_at_ratio_one() -> Non
 
 
 def test_sapo_refuses_a_temperature_of_zero() -> None:
-    with pytest.raises(ConfigError, match="temperatures of sapo are"):
-        SapoObjective(positive_temperature=0.0)
+    with pytest.raises(ConfigError, match=r"positive_temperature of Sapo is 0\.0, but must be"):
+        PolicyObjective(loss=Sapo(positive_temperature=0.0))
 
 
 def test_clip_cov_removes_the_loss_of_tokens_with_high_covariance() -> None:
@@ -103,7 +98,7 @@ def test_clip_cov_removes_the_loss_of_tokens_with_high_covariance() -> None:
     # 1. Half of 4 tokens: both candidates are held.
     columns = {"advantages": [1.0, -1.0, 1.0, -1.0], "old_logprobs": [-1.0, -1.0, -3.0, -3.0]}
     objective, batch = (
-        ClipCovObjective(fraction=0.5, min_covariance=0.5, max_covariance=2.0),
+        PolicyObjective(loss=ClipCov(fraction=0.5, min_covariance=0.5, max_covariance=2.0)),
         batch_of(columns),
     )
     assert compute_covariances(batch)[1:].tolist() == pytest.approx([1.0, -1.0, -1.0, 1.0])
@@ -116,7 +111,7 @@ def test_kl_cov_penalizes_the_token_with_the_highest_covariance() -> None:
     # Deviations 2, 1, 0, -3 and 1, 1, -1, -1: compute_covariances 2, 1, 0, 3; a quarter of 4 is the
     # last. rho = e^0.2 = 1.221403; 0.5 * 0.2 = 0.1.
     columns = {"advantages": [1.0, 1.0, -1.0, -1.0], "old_logprobs": [-1.0, -2.0, -3.0, -6.0]}
-    objective = KlCovObjective(fraction=0.25, kl_cov_coef=0.5)
+    objective = PolicyObjective(loss=KlCov(fraction=0.25, kl_cov_coef=0.5))
     token_losses = losses(objective, answers_of([-0.8, -1.8, -2.8, -5.8]), batch_of(columns))
     assert token_losses == pytest.approx([-1.221403, -1.221403, 1.221403, 1.321403], abs=1e-6)
 
@@ -130,8 +125,8 @@ def test_selected_tokens_do_not_depend_on_the_order_of_samples() -> None:
     batch = batch_of(*sequences)
     turned = batch.select([4, 0, 5, 2, 1, 3])
     for objective in (
-        ClipCovObjective(fraction=0.2, min_covariance=0.0, max_covariance=9.0),
-        KlCovObjective(fraction=0.2),
+        PolicyObjective(loss=ClipCov(fraction=0.2, min_covariance=0.0, max_covariance=9.0)),
+        PolicyObjective(loss=KlCov(fraction=0.2)),
     ):
         is_selected, is_selected_permuted = (
             objective.prepare(b, seed=9)[IS_SELECTED] for b in (batch, turned)
@@ -149,7 +144,7 @@ def test_correction_weights_multiply_only_the_surrogate() -> None:
     # rho = 1, A = 2, weight 0.5: -1; less 0.1 * entropy 0.5.
     columns = {"advantages": [2.0], "old_logprobs": [-1.0], "correction_weights": [0.5]}
     token_losses = losses(
-        PpoObjective(entropy_coef=0.1, uses_correction_weights=True),
+        PolicyObjective(entropy_coef=0.1, uses_correction_weights=True),
         answers_of([-1.0]),
         batch_of(columns),
     )

@@ -6,7 +6,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import reduce_loss
-from temper_trainer.algorithms.policy_losses import PpoObjective
+from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.batching.step_plan import (
     RoleLayout,
     StepPlan,
@@ -40,7 +40,7 @@ def make_plan(samples: SequenceBatch) -> StepPlan:
 def update(samples: SequenceBatch, plan: StepPlan) -> tuple[Tensor, Tensor, list[int]]:
     """Return gradient and loss of log-probs old + theta * position, and the run samples."""
     theta = torch.tensor(0.01, requires_grad=True)
-    objective, loss, ran = PpoObjective(), torch.zeros(()), []
+    objective, loss, ran = PolicyObjective(), torch.zeros(()), []
     for part in pack_mini_batch(samples, plan.mini_batches[0], "actor", objective=objective):
         for micro in part.micro_batches():
             logprobs = micro.columns["old_logprobs"] + theta * micro.tokens

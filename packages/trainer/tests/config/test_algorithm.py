@@ -3,6 +3,7 @@
 import pytest
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.config.algorithm import AdvantageName, AlgorithmConfig, BatchingConfig
 
 
@@ -56,7 +57,7 @@ def test_adaptive_kl_needs_an_initial_coefficient() -> None:
 
 def test_dual_clip_must_be_above_one() -> None:
     with pytest.raises(ConfigError, match="above 1"):
-        AlgorithmConfig(dual_clip=1.0)
+        Ppo(dual_clip=1.0)
 
 
 def test_sizes_of_zero_are_refused() -> None:

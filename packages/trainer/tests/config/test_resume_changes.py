@@ -114,12 +114,15 @@ def test_settings_of_the_tokenizer_have_no_effect_once_weights_were_trained(key:
 
 def test_setting_that_was_renamed_since_the_last_start_is_compared_under_its_new_name() -> None:
     before: dict[str, object] = {
+        "algorithm.policy_loss": "clip_cov",
         "algorithm.cov_share": 0.1,
+        "algorithm.kl_cov_coef": 1.0,
         "actor.engine.residency.offload_optimizer": True,
         "critic.engine.residency.offload_optimizer": True,
     }
     after: dict[str, object] = {
-        "algorithm.cov_fraction": 0.2,
+        "algorithm.policy_loss.name": "clip_cov",
+        "algorithm.policy_loss.fraction": 0.2,
         "actor.engine.offload.optimizer": True,
         "critic.engine.offload.optimizer": False,
     }
@@ -127,6 +130,6 @@ def test_setting_that_was_renamed_since_the_last_start_is_compared_under_its_new
         before, after, restored_parts=(), has_warm_start_model=False, has_saved_tokenizer=False
     )
     assert lines == [
-        "  algorithm.cov_fraction: 0.1 -> 0.2",
+        "  algorithm.policy_loss.fraction: 0.1 -> 0.2",
         "  critic.engine.offload.optimizer: True -> False",
     ]

@@ -1,27 +1,18 @@
 """Test that configurations of released versions keep their values, or name the keys to rename."""
 
-import re
 from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.removed_keys import rename_settings
 from temper_trainer.config_loading import load
 from temper_trainer.config_loading.schema import flatten
 
 FOLDER = Path(__file__).parents[1] / "golden"
 GOLDEN = sorted(FOLDER.glob("*/*/config.yaml"))
-
-RENAMED = {
-    "residency": "offload",
-    "offload_parameters": "parameters",
-    "offload_gradients": "gradients",
-    "offload_optimizer": "optimizer",
-    "max_failure_share": "max_failure_fraction",
-    "cov_share": "cov_fraction",
-}
-"""Names of 0.1.0 in these files, and their names since 0.2."""
 
 
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: f"{file.parts[-3]}-{file.parts[-2]}")
@@ -29,15 +20,19 @@ def test_released_configuration_has_the_same_values_under_the_new_keys(
     file: Path, tmp_path: Path
 ) -> None:
     text = file.read_text()
-    for old, new in RENAMED.items():
-        text = re.sub(rf"\b{old}:", f"{new}:", text)
-    (tmp_path / "config.yaml").write_text(text)
-    written = yaml.safe_load(text)
-    del written["defaults"]
+    released = yaml.safe_load(text)
+    defaults = released.pop("defaults")
+    written = rename_settings(flatten(released))
+    tree = OmegaConf.create({"defaults": defaults})
+    for key, value in written.items():
+        OmegaConf.update(tree, key, value, force_add=True)
+    # The first line marks the file as that of a run, in which every value is written out.
+    first_line = text.partition("\n")[0]
+    (tmp_path / "config.yaml").write_text(f"{first_line}\n{OmegaConf.to_yaml(tree)}")
     now = flatten(load([], config_dir=str(tmp_path), config_name="config").resolved)
     changed = {
         key: (value, now.get(key))
-        for key, value in flatten(written).items()
+        for key, value in written.items()
         if now.get(key, "is gone") != value
     }
     assert changed == {}
@@ -53,11 +48,12 @@ def test_configuration_of_0_1_is_refused_with_the_new_name_of_each_key(
     with pytest.raises(ConfigError) as caught:
         load([], config_dir=str(folder), config_name="config")
     lines = str(caught.value).splitlines()
-    assert len(lines) == 5 * num_engines + 2  # the offload policy has five keys
+    # The offload policy has five keys, the policy loss ten, and one is of the rewards.
+    assert len(lines) == 5 * num_engines + 10 + 1
     assert all("was renamed in 0.2 to" in line for line in lines)
     assert (
-        "algorithm.cov_share was renamed in 0.2 to algorithm.cov_fraction; its values mean the "
-        f"same. Write the new name. (set by: run {folder / 'config.yaml'})"
+        "algorithm.cov_share was renamed in 0.2 to algorithm.policy_loss.fraction; its values mean "
+        f"the same. Write the new name. (set by: run {folder / 'config.yaml'})"
     ) in lines
     assert any(
         line.startswith(

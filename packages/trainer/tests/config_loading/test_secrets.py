@@ -11,7 +11,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading import load, write_resolved
-from temper_trainer.config_loading.schema import flatten, iterate_entries
+from temper_trainer.config_loading.schema import flatten, iterate_entries, list_classes
 from temper_trainer.config_loading.secrets import (
     _is_secret,
     _names_secret,
@@ -376,7 +376,8 @@ def list_keys(cls: type) -> set[str]:
     keys: set[str] = set()
     for entry in iterate_entries(cls, engine_class=FSDPConfig):
         keys.add(entry.name)
-        for block in (entry.block, entry.item):
+        variants = [] if entry.choice is None else list_classes(entry.choice).values()
+        for block in (entry.block, entry.item, *variants):
             if block is not None:
                 keys |= list_keys(block)
     return keys

@@ -33,7 +33,7 @@ def _in(modules: tuple[str, ...], *names: str) -> tuple[str, ...]:
     return tuple(f"{PACKAGE}.{module}.{name}" for module in modules for name in names)
 
 
-_OBJECTIVE = "give it a PpoObjective with set_loss_fn(), and call forward_backward_batch() and optimizer_step()"
+_OBJECTIVE = "give it a PolicyObjective with set_loss_fn(), and call forward_backward_batch() and optimizer_step()"
 _VALUES = "configure it with model_type value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch()"
 _ROLES = (
     "make one for each role; temper_trainer.rollout.hf_sampler.HfSampler samples, "
@@ -91,7 +91,7 @@ _row(
     "rewards are one number a sample",
 )
 _policy = tuple(f"{_CORE}.{name}" for name in ("compute_policy_loss", "compute_policy_loss_vanilla"))
-_row(_policy, f"{_ALGORITHMS}.policy_losses:PpoObjective", "an engine calls it; it returns losses by token, which the engine reduces")
+_row(_policy, f"{_ALGORITHMS}.policy_objective:PolicyObjective", "an engine calls it; it returns losses by token, which the engine reduces")
 _row((f"{_CORE}.compute_value_loss",), f"{_ALGORITHMS}.value_loss:ValueObjective", "an engine calls it, as a loss of a value_model")
 
 WITHOUT: tuple[tuple[str, str], ...] = (

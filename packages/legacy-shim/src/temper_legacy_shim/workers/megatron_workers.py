@@ -24,7 +24,7 @@ _ENGINE = "temper_engine_megatron.engine:MegatronEngine"
 
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.MegatronPPOActor is deprecated since temper-legacy-shim 0.2 and will be "
-    "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; give it a PpoObjective with set_loss_fn() "
+    "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; give it a PolicyObjective with set_loss_fn() "
     "and call forward_backward_batch() and optimizer_step().",
     category=None,
 )
@@ -32,7 +32,7 @@ _ENGINE = "temper_engine_megatron.engine:MegatronEngine"
     since="0.2",
     removed_in="0.4",
     instead=_ENGINE,
-    how="give it a PpoObjective with set_loss_fn() and call forward_backward_batch() and optimizer_step()",
+    how="give it a PolicyObjective with set_loss_fn() and call forward_backward_batch() and optimizer_step()",
 )
 class MegatronPPOActor(MegatronActor):
     """The old Megatron actor on an engine; see docs/migration/workers.md.

@@ -19,7 +19,8 @@ from temper_legacy_shim.workers.replica import of_replicas
 from temper_legacy_shim.workers.rows import read_rows
 from temper_legacy_shim.workers.settings import ActorSettings, CriticSettings
 from temper_legacy_shim.workers.updates import append_metrics, scheduled
-from temper_trainer.algorithms.policy_losses import PpoObjective
+from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
+from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 
 _MODES = {
@@ -77,17 +78,15 @@ def update_critic_with_objective(critic: OnEngine, mini_batches: Iterable[DataPr
     return metrics
 
 
-def _policy_objective(settings: ActorSettings, loss: PolicyLossSettings, *, width: int) -> PpoObjective:
+def _policy_objective(settings: ActorSettings, loss: PolicyLossSettings, *, width: int) -> PolicyObjective:
     if loss.loss_mode != "vanilla":
         raise ConfigError(f"policy_loss.loss_mode is {loss.loss_mode!r}, which numerics temper lacks: use vanilla, or numerics legacy.")
     if settings.use_kl_loss and settings.kl_loss_type not in _ESTIMATORS:
         raise ConfigError(
             f"kl_loss_type is {settings.kl_loss_type!r}, which is no loss of the KL: use mse or low_var_kl, or numerics legacy."
         )
-    return PpoObjective(
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        dual_clip=loss.clip_ratio_c,
+    return PolicyObjective(
+        loss=Ppo(clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.clip_ratio_c),
         entropy_coef=settings.entropy_coeff,
         kl_coef=settings.kl_loss_coef if settings.use_kl_loss else 0.0,
         kl_estimator="k2" if _ESTIMATORS.get(settings.kl_loss_type) == "k2" else "k3",

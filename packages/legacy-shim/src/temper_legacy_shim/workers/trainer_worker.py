@@ -30,7 +30,8 @@ from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker, Criti
 from temper_legacy_shim.workers.packed import PaddedPart, pad_part
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_trainer.algorithms.policy_losses import PpoObjective
+from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
+from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.runtime.worker_group import TrainingWorker, UpdateResult
 
@@ -138,7 +139,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
             self._engine.close()
 
     def _columns(self) -> tuple[str, ...]:
-        assert isinstance(self._objective, PpoObjective)
+        assert isinstance(self._objective, PolicyObjective)
         columns: tuple[str, ...] = ("advantages",)
         columns += () if self._objective.old_is_current else ("old_logprobs",)
         return (*columns, "ref_logprobs") if self._objective.kl_coef else columns
@@ -182,7 +183,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
         }
         dp_size = self._engine.topology.dp.size
         loss = float(cast("float", found["critic/vf_loss" if self._role == "critic" else "actor/pg_loss"]))
-        if isinstance(self._objective, PpoObjective):
+        if isinstance(self._objective, PolicyObjective):
             kl_loss = float(cast("float", found["actor/kl_loss"]))
             metrics["actor/kl_loss"] = Metric(value=kl_loss)
             loss += self._objective.kl_coef * kl_loss
@@ -232,12 +233,14 @@ def _old_settings(objective: Objective) -> dict[str, object]:
     mode = _AGGREGATIONS[objective.aggregation.mode]
     if isinstance(objective, ValueObjective):
         return {"cliprange_value": _NEVER_CLIPPED if objective.clip is None else objective.clip, "loss_agg_mode": mode}
-    if not isinstance(objective, PpoObjective):
-        raise ConfigError(f"objective {objective.name!r} has no deprecated counterpart: set use_legacy_worker_impl=disable.")
+    loss = objective.loss if isinstance(objective, PolicyObjective) else None
+    if not (isinstance(objective, PolicyObjective) and isinstance(loss, Ppo)):
+        name = objective.name if loss is None else loss.name
+        raise ConfigError(f"objective {name!r} has no deprecated counterpart: set use_legacy_worker_impl=disable.")
     return {
-        "clip_ratio_low": objective.clip_low,
-        "clip_ratio_high": objective.clip_high,
-        "clip_ratio_c": _NEVER_CLIPPED if objective.dual_clip is None else objective.dual_clip,
+        "clip_ratio_low": loss.clip_low,
+        "clip_ratio_high": loss.clip_high,
+        "clip_ratio_c": _NEVER_CLIPPED if loss.dual_clip is None else loss.dual_clip,
         "entropy_coeff": objective.entropy_coef,
         "use_kl_loss": objective.kl_coef > 0,
         "kl_loss_coef": objective.kl_coef,

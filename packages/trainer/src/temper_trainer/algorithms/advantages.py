@@ -29,7 +29,7 @@ from temper_trainer.algorithms.advantage_estimators import (
 )
 from temper_trainer.algorithms.custom_algorithms import compute_custom_advantages
 from temper_trainer.config.algorithm import AlgorithmConfig
-from temper_trainer.config.import_path import is_import_path
+from temper_trainer.settings.import_path import is_import_path
 from temper_trainer.types import Advantages
 
 

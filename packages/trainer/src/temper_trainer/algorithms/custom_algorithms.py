@@ -1,20 +1,14 @@
-"""Load and call advantage estimators and policy losses that users give by import path."""
+"""Load and call advantage estimators that users give by import path."""
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
 
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, ConfigError
-from temper_trainer.algorithms.policy_losses import SurrogateObjective
 from temper_trainer.config.algorithm import AlgorithmConfig
-from temper_trainer.config.import_path import import_object
-
-SHARED_FIELDS = frozenset(field.name for field in fields(SurrogateObjective))
-"""Fields that keys of the configuration fill in every objective."""
+from temper_trainer.settings.import_path import import_object
 
 
 def load_advantage_function(config: AlgorithmConfig) -> Callable[..., object]:
@@ -70,27 +64,5 @@ def compute_custom_advantages(
             f"algorithm.advantage {config.advantage} returned {got}, but must return finite "
             f"numbers: [{samples.num_sequences}], one per sequence, or [{samples.num_tokens}], "
             "one per token."
-        )
-    return loaded
-
-
-def load_policy_loss_class(config: AlgorithmConfig) -> type[SurrogateObjective]:
-    """Import the class named by ``config.policy_loss`` and check its arguments against its fields.
-
-    Raises:
-        ConfigError: If it cannot be imported, is not a SurrogateObjective, or lacks a field.
-    """
-    loaded: Any = import_object(config.policy_loss, key="algorithm.policy_loss")
-    if not (isinstance(loaded, type) and issubclass(loaded, SurrogateObjective)):
-        raise ConfigError(
-            f"algorithm.policy_loss is {config.policy_loss}, which does not derive from "
-            "temper_trainer.algorithms.policy_losses.SurrogateObjective: make it a subclass that "
-            "implements surrogate()."
-        )
-    own_fields = {field.name for field in fields(loaded)} - SHARED_FIELDS
-    if unknown := sorted(config.policy_loss_arguments.keys() - own_fields):
-        raise ConfigError(
-            f"algorithm.policy_loss_arguments names {', '.join(unknown)}, but the arguments of "
-            f"{config.policy_loss} are {', '.join(sorted(own_fields)) or 'none'}."
         )
     return loaded

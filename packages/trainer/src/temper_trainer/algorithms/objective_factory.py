@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -19,18 +18,9 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
-from temper_trainer.algorithms.covariance_losses import ClipCovObjective, KlCovObjective
-from temper_trainer.algorithms.custom_algorithms import load_policy_loss_class
 from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
-from temper_trainer.algorithms.kl import KlEstimator
-from temper_trainer.algorithms.policy_losses import (
-    CispoObjective,
-    GmpoObjective,
-    GspoObjective,
-    PpoObjective,
-    SapoObjective,
-    SurrogateObjective,
-)
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.supervised_losses import (
     DpoObjective,
     RewardModelObjective,
@@ -39,8 +29,8 @@ from temper_trainer.algorithms.supervised_losses import (
 from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.config.distillation import DistillationConfig
-from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.tasks import PreferenceConfig
+from temper_trainer.settings.variants import Custom
 
 
 @register_objective("combined")
@@ -103,17 +93,6 @@ class CombinedObjective(Objective):
         return LossTerms(loss=total, metrics=metrics)
 
 
-_POLICY_LOSSES: Mapping[str, type[SurrogateObjective]] = {
-    "ppo": PpoObjective,
-    "gspo": GspoObjective,
-    "cispo": CispoObjective,
-    "gmpo": GmpoObjective,
-    "clip_cov": ClipCovObjective,
-    "kl_cov": KlCovObjective,
-    "sapo": SapoObjective,
-}
-
-
 def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> bool:
     """Return True if a forward pass must measure old log-probs before the update.
 
@@ -132,22 +111,26 @@ def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> boo
     needs_numbers = (
         config.kl_reward_coef > 0
         or correction is not None
-        or _find_policy_loss_class(config).always_needs_old_logprobs
+        or build_policy_loss(config).always_needs_old_logprobs
     )
     return not is_single_update or needs_numbers
 
 
-def _find_policy_loss_class(config: AlgorithmConfig) -> type[SurrogateObjective]:
-    return (
-        load_policy_loss_class(config)
-        if is_import_path(config.policy_loss)
-        else _POLICY_LOSSES[config.policy_loss]
-    )
+def build_policy_loss(config: AlgorithmConfig) -> PolicyLoss:
+    """Return the policy loss; a custom one is imported and constructed.
+
+    Raises:
+        ConfigError: If a custom one cannot be imported, or does not accept its arguments.
+    """
+    loss = config.policy_loss
+    if isinstance(loss, Custom):
+        return loss.build(PolicyLoss, key="algorithm.policy_loss")  # type: ignore[type-abstract]
+    return loss
 
 
 def build_policy_objective(
     config: AlgorithmConfig, *, old_is_current: bool = False, entropy_coef: float | None = None
-) -> SurrogateObjective:
+) -> PolicyObjective:
     """Return the actor's objective.
 
     Args:
@@ -156,7 +139,8 @@ def build_policy_objective(
         entropy_coef: Weight of the entropy if a controller sets it; None takes config.entropy_coef.
     """
     correction = config.rollout_correction
-    shared = _SharedFields(
+    return PolicyObjective(
+        loss=build_policy_loss(config),
         entropy_coef=config.entropy_coef if entropy_coef is None else entropy_coef,
         kl_coef=config.kl_loss_coef,
         kl_estimator=config.kl_estimator,
@@ -167,54 +151,6 @@ def build_policy_objective(
         reports_entropy=config.entropy_target is not None,
         aggregation=build_aggregation(config),
     )
-    match config.policy_loss:
-        case "ppo":
-            return PpoObjective(
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                dual_clip=config.dual_clip,
-                **shared,
-            )
-        case "gspo":
-            return GspoObjective(clip_low=config.clip_low, clip_high=config.clip_high, **shared)
-        case "cispo":
-            return CispoObjective(clip_low=config.clip_low, clip_high=config.clip_high, **shared)
-        case "gmpo":
-            return GmpoObjective(clip_low=config.clip_low, clip_high=config.clip_high, **shared)
-        case "clip_cov":
-            return ClipCovObjective(
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                fraction=config.cov_fraction,
-                min_covariance=config.cov_low,
-                max_covariance=config.cov_high,
-                **shared,
-            )
-        case "kl_cov":
-            return KlCovObjective(
-                fraction=config.cov_fraction, kl_cov_coef=config.kl_cov_coef, **shared
-            )
-        case "sapo":
-            return SapoObjective(
-                positive_temperature=config.sapo_positive_temperature,
-                negative_temperature=config.sapo_negative_temperature,
-                **shared,
-            )
-        case _:
-            return load_policy_loss_class(config)(**config.policy_loss_arguments, **shared)
-
-
-class _SharedFields(TypedDict):
-    """Constructor arguments that all policy losses have."""
-
-    entropy_coef: float
-    kl_coef: float
-    kl_estimator: KlEstimator
-    kl_clamp: float | None
-    old_is_current: bool
-    uses_correction_weights: bool
-    reports_entropy: bool
-    aggregation: Aggregation
 
 
 def add_distillation_loss(

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.import_path import is_import_path
+from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.config.ranges import check_range
+from temper_trainer.settings.import_path import is_import_path
+from temper_trainer.settings.variants import Custom
 
 REJECTION_RULES = tuple(
     f"{statistic}_{over}"
@@ -161,9 +164,6 @@ AdvantageName = Literal[
 ]
 
 
-PolicyLossName = Literal["ppo", "gspo", "cispo", "gmpo", "clip_cov", "kl_cov", "sapo"]
-
-
 AggregationName = Literal[
     "token_mean",
     "sequence_mean_token_mean",
@@ -184,44 +184,8 @@ class AlgorithmConfig:
     """Keyword arguments of a custom estimator."""
     group_size: int = 8
     """Number of completions that are sampled for each prompt, at least 1."""
-    policy_loss: str = "ppo"
-    """Policy loss: a name from docs/algorithms.md, or the import path ``package.module:Class`` of a
-    custom one.
-    """
-    policy_loss_arguments: Mapping[str, str | int | float | bool | None] = field(
-        default_factory=dict
-    )
-    """Fields of a custom policy loss."""
-    clip_low: float = 0.2
-    """Lower clip: the ratio is clipped at 1 - clip_low (gmpo: the log-ratio at -clip_low). At least
-    0.
-    """
-    clip_high: float = 0.2
-    """Upper clip: the ratio is clipped at 1 + clip_high (gmpo: the log-ratio at clip_high). At
-    least 0.
-    """
-    dual_clip: float | None = None
-    """ppo only: bound the loss of negative advantages to -dual_clip * advantage. Above 1; None is
-    off.
-    """
-    cov_fraction: float = 2e-4
-    """clip_cov and kl_cov only: fraction of a mini-batch's trained tokens that are selected by
-    covariance, in (0, 1].
-    """
-    cov_low: float = 1.0
-    """clip_cov only: select among tokens whose covariance of log-prob and advantage is above this.
-    """
-    cov_high: float = 5.0
-    """clip_cov only: select among tokens whose covariance of log-prob and advantage is below this.
-    """
-    kl_cov_coef: float = 1.0
-    """kl_cov only: weight of |log ratio| at the selected tokens, above 0."""
-    sapo_positive_temperature: float = 1.0
-    """sapo only: steepness of the soft gate for positive advantages, above 0."""
-    sapo_negative_temperature: float = 1.05
-    """sapo only: steepness of the soft gate for negative advantages, above 0. A larger value makes
-    gradients decay faster.
-    """
+    policy_loss: PolicyLoss | Custom = field(default_factory=Ppo)
+    """Loss of each trained token, from docs/algorithms.md, or of your own."""
     aggregation: AggregationName = "token_mean"
     """Reduction of the per-token losses to a scalar."""
     horizon: int | None = None
@@ -297,14 +261,8 @@ class AlgorithmConfig:
             known=get_args(AdvantageName),
             arguments=self.advantage_arguments,
         )
-        _check_name(
-            "policy_loss",
-            self.policy_loss,
-            known=get_args(PolicyLossName),
-            arguments=self.policy_loss_arguments,
-        )
         self._check_advantage()
-        self._check_policy_loss()
+        self._check_entropy()
         self._check_kl()
         # No default: the divisor scales the learning rate, and the right one depends on max_tokens.
         if (self.aggregation == "sequence_mean_token_sum_norm") != (self.horizon is not None):
@@ -316,16 +274,7 @@ class AlgorithmConfig:
 
     def _check_ranges(self) -> None:
         check_range("algorithm.group_size", self.group_size, at_least=1)
-        check_range("algorithm.clip_low", self.clip_low, at_least=0)
-        check_range("algorithm.clip_high", self.clip_high, at_least=0)
-        check_range("algorithm.dual_clip", self.dual_clip, above=1)
         check_range("algorithm.horizon", self.horizon, at_least=1)
-        check_range("algorithm.cov_fraction", self.cov_fraction, above=0, at_most=1)
-        check_range("algorithm.cov_low", self.cov_low)
-        check_range("algorithm.cov_high", self.cov_high)
-        check_range("algorithm.kl_cov_coef", self.kl_cov_coef, above=0)
-        check_range("algorithm.sapo_positive_temperature", self.sapo_positive_temperature, above=0)
-        check_range("algorithm.sapo_negative_temperature", self.sapo_negative_temperature, above=0)
         check_range("algorithm.entropy_coef", self.entropy_coef)
         check_range("algorithm.entropy_target", self.entropy_target, above=0)
         check_range("algorithm.entropy_coef_step", self.entropy_coef_step, above=0)
@@ -370,17 +319,7 @@ class AlgorithmConfig:
                 f"{self.advantage}, which always whitens: remove it."
             )
 
-    def _check_policy_loss(self) -> None:
-        if self.dual_clip is not None and self.policy_loss != "ppo":
-            raise ConfigError(
-                f"algorithm.dual_clip is {self.dual_clip}, but has no effect with "
-                f"algorithm.policy_loss {self.policy_loss}: remove it, or use ppo."
-            )
-        if self.cov_low >= self.cov_high:
-            raise ConfigError(
-                f"algorithm.cov_low is {self.cov_low} and algorithm.cov_high is {self.cov_high}: "
-                "the first must be smaller than the second."
-            )
+    def _check_entropy(self) -> None:
         for name, default in (("entropy_coef_step", 0.001), ("entropy_coef_max", 1.0)):
             if self.entropy_target is None and getattr(self, name) != default:
                 raise ConfigError(

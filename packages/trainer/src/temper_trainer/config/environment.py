@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.import_path import import_object, is_import_path
 from temper_trainer.config.ranges import check_range
+from temper_trainer.settings.import_path import import_object, is_import_path
 
 BUILT_IN_ENVIRONMENTS = ("calculator", "python")
 """Environments that the trainer provides."""

@@ -1,6 +1,11 @@
 """Removed and renamed keys, each with its replacement; they are rejected with a hint."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.settings.variants import Custom, Variant, list_variants
 
 SINCE = "0.1"
 """First release that rejects these keys."""
@@ -114,9 +119,11 @@ REMOVED_KEYS = (
     RemovedKey(key="actor_rollout_ref.actor.ppo_epochs", replacement="batching.num_passes"),
     RemovedKey(
         key="actor_rollout_ref.actor.clip_ratio",
-        replacement="algorithm.clip_low and algorithm.clip_high",
+        replacement="algorithm.policy_loss.clip_low and algorithm.policy_loss.clip_high",
     ),
-    RemovedKey(key="actor_rollout_ref.actor.clip_ratio_c", replacement="algorithm.dual_clip"),
+    RemovedKey(
+        key="actor_rollout_ref.actor.clip_ratio_c", replacement="algorithm.policy_loss.dual_clip"
+    ),
     RemovedKey(key="actor_rollout_ref.actor.entropy_coeff", replacement="algorithm.entropy_coef"),
     RemovedKey(
         key="actor_rollout_ref.actor.use_kl_loss",
@@ -210,7 +217,16 @@ RENAMED_SINCE = "0.2"
 """First release with the new names below."""
 
 RENAMED_KEYS = {
-    "algorithm.cov_share": "algorithm.cov_fraction",
+    "algorithm.policy_loss_arguments": "algorithm.policy_loss.arguments",
+    "algorithm.clip_low": "algorithm.policy_loss.clip_low",
+    "algorithm.clip_high": "algorithm.policy_loss.clip_high",
+    "algorithm.dual_clip": "algorithm.policy_loss.dual_clip",
+    "algorithm.cov_share": "algorithm.policy_loss.fraction",
+    "algorithm.cov_low": "algorithm.policy_loss.min_covariance",
+    "algorithm.cov_high": "algorithm.policy_loss.max_covariance",
+    "algorithm.kl_cov_coef": "algorithm.policy_loss.kl_cov_coef",
+    "algorithm.sapo_positive_temperature": "algorithm.policy_loss.positive_temperature",
+    "algorithm.sapo_negative_temperature": "algorithm.policy_loss.negative_temperature",
     "reward.max_failure_share": "reward.max_failure_fraction",
 }
 """New keys by the key of 0.1; the values kept their meaning."""
@@ -334,11 +350,42 @@ def describe_removed_key(key: str) -> str | None:
 
 def find_new_key(key: str) -> str | None:
     """Return the present name of a key of 0.1 that was renamed, else None."""
-    if key in RENAMED_KEYS:
-        return RENAMED_KEYS[key]
+    for old, new in RENAMED_KEYS.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key.removeprefix(old)
     role, engine, engine_key = key.partition(".engine.")
-    new = RENAMED_ENGINE_KEYS.get(engine_key)
-    return None if new is None else f"{role}{engine}{new}"
+    engine_key = RENAMED_ENGINE_KEYS.get(engine_key, "")
+    return f"{role}{engine}{engine_key}" if engine_key else None
+
+
+UNIONS: Mapping[str, type[Variant]] = {"algorithm.policy_loss": PolicyLoss}
+"""Settings that were a name in 0.1, with those of all names next to it."""
+
+
+def rename_settings(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings of a run of 0.1 under their present keys.
+
+    Args:
+        settings: By dotted key; present ones are returned unchanged.
+
+    Returns:
+        Without the settings of variants that the run did not use.
+    """
+    renamed = {find_new_key(key) or key: value for key, value in settings.items()}
+    for block, union in UNIONS.items():
+        if block in renamed:
+            renamed[f"{block}.name"] = renamed.pop(block)
+        if f"{block}.name" not in renamed:
+            continue
+        chosen: Any = list_variants(union).get(str(renamed[f"{block}.name"]), Custom)
+        own = {"name", *(field.name for field in fields(chosen))}
+        renamed = {
+            key: value
+            for key, value in renamed.items()
+            if not key.startswith(f"{block}.")
+            or key.removeprefix(f"{block}.").partition(".")[0] in own
+        }
+    return renamed
 
 
 def describe_renamed_key(key: str) -> str | None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from temper_trainer.config.removed_keys import find_new_key
+from temper_trainer.config.removed_keys import rename_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def describe_changes(
         has_warm_start_model: True if this start uses the model of a warm start that is done.
         has_saved_tokenizer: True if this start uses the tokenizer of existing weights.
     """
-    before = {find_new_key(key) or key: value for key, value in before.items()}
+    before = rename_settings(before)
     changed = [
         key
         for key in sorted(before.keys() | after.keys())

@@ -6,8 +6,8 @@ process.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -25,8 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.removed_keys import OLD_CONFIG_HINT, OLD_CONFIG_NAMES
-from temper_trainer.config_loading.schema import Plain, flatten, to_plain
+from temper_trainer.config_loading.schema import Entry, Plain, flatten, to_plain
 from temper_trainer.config_loading.secrets import redact_override
+from temper_trainer.config_loading.variant_choice import (
+    collect_choices,
+    drop_former_variants,
+    expand_names,
+    find_names,
+    is_choice,
+)
 
 BUILTIN_CONFIGS = "pkg://temper_trainer.conf"
 """Package with the config groups of the trainer."""
@@ -63,7 +70,9 @@ class Composition:
     values: dict[str, Plain]
     """Nested values with unresolved interpolations."""
     layers: tuple[Layer, ...]
-    """Layers in order of precedence; later ones win."""
+    """Layers in order of precedence; later ones win. Without the settings of variants that a later
+    layer replaces.
+    """
 
 
 def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: str) -> Composition:
@@ -80,7 +89,8 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
             f"--config-dir {config_dir} is not a directory: give the folder with your YAML files."
         )
     repository = _repository(config_dir)
-    parsed = [_parse(text) for text in overrides]
+    choices = collect_choices()
+    parsed = [_name_variant(_parse(text), choices=choices) for text in overrides]
     rewritten = [
         _parse(text)
         for override in parsed
@@ -92,7 +102,12 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
         chosen = create_defaults_list(
             repository, config_name, rewritten, prepend_hydra=False, skip_missing=False
         )
-        files = [_load_file(default, repository=repository) for default in chosen.defaults]
+        files = [
+            _load_file(default, repository=repository, choices=choices)
+            for default in chosen.defaults
+        ]
+        set_by_overrides = [each for each in parsed if _sets_key(each, repository=repository)]
+        file_layers = _drop_former_variants(files, overrides=set_by_overrides, choices=choices)
         composed = OmegaConf.merge({}, *(tree for tree, _ in files))
         ConfigLoaderImpl._apply_overrides_to_config(chosen.config_overrides, composed)
     except yaml.YAMLError as error:
@@ -104,7 +119,8 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
     for override in parsed:
         if _is_bare_engine(override, repository=repository):
             values[ENGINE_GROUP] = str(override.value())
-    layers = (*(layer for _, layer in files), *_override_layers(parsed, repository=repository))
+    expand_names(values, choices=choices)
+    layers = (*file_layers, *map(_make_override_layer, set_by_overrides))
     return Composition(values=values, layers=layers)
 
 
@@ -180,7 +196,10 @@ def _is_bare_engine(override: Override, *, repository: CachingConfigRepository) 
 
 
 def _load_file(
-    default: ResultDefault, *, repository: CachingConfigRepository
+    default: ResultDefault,
+    *,
+    repository: CachingConfigRepository,
+    choices: Mapping[str, Entry],
 ) -> tuple[dict[str, Plain], Layer]:
     """Load one file and return its values below the block that its location or header names."""
     loaded = repository.load_config(default.config_path)
@@ -189,6 +208,7 @@ def _load_file(
     tree = to_plain_tree(loaded.config)
     for part in reversed(default.package.split(".") if default.package else []):
         tree = {part: tree}
+    expand_names(tree, choices=choices)
     return tree, Layer(
         origin=_origin(loaded.path, default.config_path), leaves=tuple(flatten(tree))
     )
@@ -208,21 +228,71 @@ def _is_written_by_run(file: Path) -> bool:
         return lines.readline().startswith(DIGEST_PREFIX)
 
 
-def _override_layers(
-    parsed: Sequence[Override], *, repository: CachingConfigRepository
+def _sets_key(override: Override, *, repository: CachingConfigRepository) -> bool:
+    """Return True unless an override chooses a file of a group."""
+    return not _is_group(override, repository=repository) or _is_bare_engine(
+        override, repository=repository
+    )
+
+
+def _make_override_layer(override: Override) -> Layer:
+    key, value = override.key_or_group, override.value()
+    leaves = flatten({key: value}) if isinstance(value, dict) else {key: value}
+    return Layer(origin=COMMAND_LINE, leaves=tuple(leaves), is_deletion=override.is_delete())
+
+
+def _name_variant(override: Override, *, choices: Mapping[str, Entry]) -> Override:
+    """Rewrite KEY=NAME of a variant to KEY.name=NAME, which keeps the variant's other settings."""
+    value = None if override.is_delete() else override.value()
+    if not (isinstance(value, str) and is_choice(override.key_or_group, choices=choices)):
+        return override
+    key, _, text = str(override.input_line).partition("=")
+    return override if value.startswith("${") else _parse(f"{key}.name={text}")
+
+
+def _drop_former_variants(
+    files: Sequence[tuple[dict[str, Plain], Layer]],
+    *,
+    overrides: Sequence[Override],
+    choices: Mapping[str, Entry],
 ) -> list[Layer]:
-    layers = []
-    for override in parsed:
-        if _is_group(override, repository=repository) and not _is_bare_engine(
-            override, repository=repository
-        ):
-            continue
-        key = override.key_or_group
-        value = override.value()
-        leaves = flatten({key: value}) if isinstance(value, dict) else {key: value}
-        layers.append(
-            Layer(origin=COMMAND_LINE, leaves=tuple(leaves), is_deletion=override.is_delete())
-        )
+    """Drop the settings of variants that a later file or an override replaces.
+
+    The names on the command line count before its other keys, so their order does not matter.
+
+    Args:
+        files: Values of each file, which are changed, and its layer.
+        overrides: Those that set keys.
+        choices: See ``collect_choices``.
+
+    Returns:
+        The layers without the dropped keys.
+    """
+    on_command_line: dict[str, Plain] = {}
+    for override in overrides:
+        if not override.is_delete():
+            tree: Plain = to_plain(override.value())
+            for part in reversed(override.key_or_group.split(".")):
+                tree = {part: tree}
+            assert isinstance(tree, dict)
+            on_command_line |= find_names(tree, choices=choices)
+    names = [find_names(tree, choices=choices) for tree, _ in files]
+    layers: list[Layer] = []
+    for position, given in enumerate([*names, on_command_line]):
+        earlier = [tree for tree, _ in files[:position]]
+        dropped = drop_former_variants(earlier, names=given, choices=choices)
+        layers = [
+            replace(
+                layer,
+                leaves=tuple(
+                    leaf
+                    for leaf in layer.leaves
+                    if not any(f"{leaf}.".startswith(f"{key}.") for key in dropped)
+                ),
+            )
+            for layer in layers
+        ]
+        layers += [layer for _, layer in files[position : position + 1]]
     return layers
 
 

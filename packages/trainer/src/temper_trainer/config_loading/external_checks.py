@@ -22,6 +22,7 @@ from temper_engine_api.checkpoint.manifest import read_manifest
 from temper_engine_api.errors import CheckpointError, ConfigError, TemperError
 from temper_engine_api.settings_check import find_write_error
 from temper_engine_api.specs import EngineConfig
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.environment import (
@@ -29,7 +30,6 @@ from temper_trainer.config.environment import (
     EnvironmentConfig,
     load_environment_class,
 )
-from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.run import RunConfig, RuntimeConfig
 from temper_trainer.config.run_folder_checks import (
     contains_run,
@@ -47,6 +47,8 @@ from temper_trainer.reward.registry import check_rewards, find_rewards
 from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
+from temper_trainer.settings.import_path import is_import_path
+from temper_trainer.settings.variants import Custom
 
 logger = logging.getLogger(__name__)
 
@@ -276,18 +278,13 @@ def _check_custom_environment(config: EnvironmentConfig) -> None:
 
 
 def _check_custom_algorithm(config: AlgorithmConfig) -> None:
-    if not (is_import_path(config.advantage) or is_import_path(config.policy_loss)):
-        return
-    # Imported here because it imports torch, which no other check needs.
-    from temper_trainer.algorithms.custom_algorithms import (
-        load_advantage_function,
-        load_policy_loss_class,
-    )
-
     if is_import_path(config.advantage):
+        # Imported here because it imports torch, which no other check needs.
+        from temper_trainer.algorithms.custom_algorithms import load_advantage_function
+
         load_advantage_function(config)
-    if is_import_path(config.policy_loss):
-        load_policy_loss_class(config)
+    if isinstance(config.policy_loss, Custom):
+        config.policy_loss.build(PolicyLoss, key="algorithm.policy_loss")  # type: ignore[type-abstract]
 
 
 def _find_run_problems(config: TrainerConfig) -> Iterator[str]:

@@ -24,9 +24,11 @@ from temper_trainer.config_loading.schema import (
     collect_keys,
     is_optional,
     iterate_entries,
+    list_classes,
 )
 from temper_trainer.config_loading.structuring import describe_type
 from temper_trainer.config_loading.unknown_keys import suggest_keys
+from temper_trainer.settings.variants import Choice, Custom, Variant
 
 USAGE = """\
 temper-train: post-training of language models (SFT, PPO, GRPO, ...) on any Temper engine.
@@ -114,6 +116,11 @@ def _find_description(key: str, *, engine_class: type[EngineConfig]) -> str:
             entries = iterate_entries(owner, engine_class=engine_class)
             entry = next(entry for entry in entries if entry.name == parent)
             owner = entry.block or entry.item or owner
+            if entry.choice is not None:
+                # Several variants may have the key; the help of the block shows all.
+                classes = list_classes(entry.choice).values()
+                has_key = (each for each in classes if name in read_field_docstrings(each))
+                owner = next(has_key, owner)
     return read_field_docstrings(owner).get(name, "")
 
 
@@ -190,6 +197,11 @@ def _entry_lines(
             entry.item, prefix=f"{key}.{ANY_NAME}.", engine_class=engine_class, seen=seen
         )
         return
+    if entry.choice is not None:
+        yield from _choice_of_variant_lines(
+            entry, entry.choice, key=key, description=description, engine_class=engine_class
+        )
+        return
     if entry.block is None:
         yield f"  {key}{_default_text(entry)}   [{describe_type(entry.annotation)}]"
         yield from _wrapped(description)
@@ -206,6 +218,35 @@ def _entry_lines(
     seen[entry.block] = key
     yield from _wrapped(description)
     yield from _block_lines(entry.block, prefix=f"{key}.", engine_class=engine_class, seen=seen)
+
+
+def _choice_of_variant_lines(
+    entry: Entry,
+    choice: Choice,
+    *,
+    key: str,
+    description: str,
+    engine_class: type[EngineConfig],
+) -> Iterator[str]:
+    """Yield the names of a tagged union, then the settings of each variant."""
+    default = entry.default.name if isinstance(entry.default, Variant) else None
+    names = " | ".join(list_classes(choice))
+    yield f"  {key}={default or 'null'}   [{names}]"
+    yield from _wrapped(f"{description} Each has settings of its own:")
+    for name, cls in list_classes(choice).items():
+        yield f"  {key} of {name}"
+        yield from _wrapped(_class_description(cls))
+        entries = iterate_entries(cls, engine_class=engine_class)
+        descriptions = read_field_docstrings(cls)
+        for setting in entries:
+            if cls is not Custom or setting.name != "name":
+                yield from _entry_lines(
+                    setting,
+                    prefix=f"{key}.",
+                    description=descriptions.get(setting.name, ""),
+                    engine_class=engine_class,
+                    seen={},
+                )
 
 
 def _class_description(cls: type) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
-from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.reward import REWARD_MODEL
 from temper_trainer.config.trainer_config import TrainerConfig
 
@@ -122,37 +121,6 @@ RULES = (
         keys=("generate",),
         applies=lambda config: config.task != "generate",
         reason="in a task other than generate: remove it",
-    ),
-    Rule(
-        keys=("algorithm.cov_fraction",),
-        applies=lambda config: config.algorithm.policy_loss not in ("clip_cov", "kl_cov"),
-        reason="with an algorithm.policy_loss other than clip_cov and kl_cov: remove it",
-    ),
-    Rule(
-        keys=("algorithm.cov_low", "algorithm.cov_high"),
-        applies=lambda config: config.algorithm.policy_loss != "clip_cov",
-        reason="with an algorithm.policy_loss other than clip_cov: remove it",
-    ),
-    Rule(
-        keys=("algorithm.kl_cov_coef",),
-        applies=lambda config: config.algorithm.policy_loss != "kl_cov",
-        reason="with an algorithm.policy_loss other than kl_cov: remove it",
-    ),
-    Rule(
-        keys=("algorithm.sapo_positive_temperature", "algorithm.sapo_negative_temperature"),
-        applies=lambda config: config.algorithm.policy_loss != "sapo",
-        reason="with an algorithm.policy_loss other than sapo: remove it",
-    ),
-    Rule(
-        keys=("algorithm.clip_low", "algorithm.clip_high"),
-        applies=lambda config: (
-            config.algorithm.policy_loss in ("kl_cov", "sapo")
-            or is_import_path(config.algorithm.policy_loss)
-        ),
-        reason=(
-            "with algorithm.policy_loss kl_cov and sapo, which do not clip, or a custom one, "
-            "which has policy_loss_arguments: remove it"
-        ),
     ),
     Rule(
         keys=("run.prometheus_address",),
@@ -278,7 +246,9 @@ RULES = (
         ),
     ),
     Rule(
-        keys=("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
+        keys=tuple(
+            f"algorithm.policy_loss.{name}" for name in ("clip_low", "clip_high", "dual_clip")
+        ),
         applies=lambda config: (
             config.task == "rl"
             and config.batching.num_mini_batches * config.batching.num_passes == 1

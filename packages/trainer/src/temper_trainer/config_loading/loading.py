@@ -105,7 +105,8 @@ def load(
     composition = compose(overrides, config_dir=config_dir, config_name=config_name)
     # Before keys are checked, because the engine's class defines the keys below each role's engine.
     engine_class = _engine_config(composition.values.get("model_engine"))
-    check_keys(composition.layers, known=collect_keys(TrainerConfig, engine_class=engine_class))
+    known = collect_keys(TrainerConfig, engine_class=engine_class)
+    check_keys(composition.layers, known=known, values=composition.values)
     # Before interpolations are resolved: afterwards a secret and a reference to one look alike.
     check_secrets(composition.values)
     _check_optional_roles(composition)

@@ -5,9 +5,10 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Union, get_args, get_origin
+from typing import Literal, Union, get_args, get_origin
 
 from temper_engine_api.specs import EngineConfig
+from temper_trainer.settings.variants import Choice, Custom, Variant, find_choice, list_variants
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 """Values that YAML and JSON can represent."""
@@ -29,26 +30,39 @@ class Entry:
     """True for a mapping with arbitrary keys."""
     item: type | None
     """Dataclass of a mapping's values, if its keys are user-chosen names of blocks."""
+    choice: Choice | None = None
+    """Variants that it chooses from, if it is a tagged union."""
     has_default: bool
     """True if it may be left out."""
     default: object
     """A fresh copy of the default; None if there is none."""
 
 
-def iterate_entries(cls: type, *, engine_class: type[EngineConfig]) -> Iterator[Entry]:
-    """Yield the fields of a dataclass in order of definition."""
+def iterate_entries(
+    cls: type, *, engine_class: type[EngineConfig], instance: object = None
+) -> Iterator[Entry]:
+    """Yield the fields of a dataclass in order of definition.
+
+    Args:
+        cls: The dataclass.
+        engine_class: Class of the fields with the type EngineConfig.
+        instance: Object of the class whose values are the defaults; None takes those of the class.
+    """
     # Resolved, because an annotation may be a string.
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         annotation = engine_class if hints[field.name] is EngineConfig else hints[field.name]
         # A new object each time: a caller may change the lists and mappings in it.
         default = field.default_factory() if field.default_factory is not MISSING else field.default
+        default = default if instance is None else getattr(instance, field.name)
+        choice = find_choice(annotation)
         yield Entry(
             name=field.name,
             annotation=annotation,
-            block=find_block_class(annotation),
+            block=find_block_class(annotation) if choice is None else None,
             is_open=get_origin(annotation) in (dict, Mapping),
             item=find_item_class(annotation),
+            choice=choice,
             has_default=default is not MISSING,
             default=None if default is MISSING else default,
         )
@@ -97,48 +111,101 @@ def collect_keys(
             collected |= collect_keys(
                 entry.item, engine_class=engine_class, prefix=f"{prefix}{entry.name}.{ANY_NAME}."
             )
+        if entry.choice is not None:
+            block = f"{prefix}{entry.name}."
+            collected[f"{block}name"] = _make_name_entry(entry, entry.choice)
+            for variant in list_classes(entry.choice).values():
+                inner = collect_keys(variant, engine_class=engine_class, prefix=block)
+                collected |= {key: each for key, each in inner.items() if key not in collected}
     return collected
 
 
+def list_classes(choice: Choice) -> dict[str, type]:
+    """Return the dataclasses of all variants by name; that of import paths is the last."""
+    custom = {"package.module:Name": Custom} if choice.is_open else {}
+    return {**list_variants(choice.union), **custom}
+
+
+def _make_name_entry(entry: Entry, choice: Choice) -> Entry:
+    """Return the key that chooses the variant."""
+    return Entry(
+        name="name",
+        annotation=str if choice.is_open else Literal[choice.names],
+        block=None,
+        is_open=False,
+        item=None,
+        has_default=isinstance(entry.default, Variant),
+        default=entry.default.name if isinstance(entry.default, Variant) else None,
+    )
+
+
 def collect_defaults(
-    cls: type, *, engine_class: type[EngineConfig], given: Mapping[str, Plain]
+    cls: type,
+    *,
+    engine_class: type[EngineConfig],
+    given: Mapping[str, Plain],
+    instance: object = None,
 ) -> dict[str, Plain]:
     """Return defaults as plain values; keys without a default are absent.
 
-    An optional block is filled only if ``given`` sets a key in it.
+    An optional block is filled only if ``given`` sets a key in it, and a variant's block has the
+    defaults of the variant that ``given`` names.
+
+    Args:
+        cls: The dataclass.
+        engine_class: Class of the fields with the type EngineConfig.
+        given: Values that are set.
+        instance: Object of the class whose values are the defaults; None takes those of the class.
     """
     defaults: dict[str, Plain] = {}
-    for entry in iterate_entries(cls, engine_class=engine_class):
-        given_block = given.get(entry.name)
-        if entry.item is not None and isinstance(given_block, dict):
+    for entry in iterate_entries(cls, engine_class=engine_class, instance=instance):
+        is_given, block = entry.name in given, given.get(entry.name)
+        if is_given and block is None:
+            # An explicit null switches a block off.
+            defaults |= {entry.name: None} if entry.has_default else {}
+        elif entry.item is not None and isinstance(block, dict):
             defaults[entry.name] = {
                 name: collect_defaults(
                     entry.item,
                     engine_class=engine_class,
-                    given=block if isinstance(block, dict) else {},
+                    given=item if isinstance(item, dict) else {},
                 )
-                for name, block in given_block.items()
-                if block is not None
+                for name, item in block.items()
+                if item is not None
             }
-            continue
-        # An explicit null switches a block off; a block that is not mentioned keeps its default.
-        is_off = entry.name in given and given_block is None
-        is_unset = is_optional(entry.annotation) and not isinstance(given_block, dict)
-        if entry.has_default and (entry.default is not None or entry.block is None or is_unset):
-            defaults[entry.name] = None if is_off else to_plain(entry.default)
-        elif entry.block is not None and not is_off:
-            defaults[entry.name] = collect_defaults(
-                entry.block,
+        elif (cls_of_block := _find_block(entry, given=block)) is not None and (
+            isinstance(block, dict) or not entry.has_default
+        ):
+            defaults[entry.name] = _get_name(entry, given=block) | collect_defaults(
+                cls_of_block,
                 engine_class=engine_class,
-                given=given_block if isinstance(given_block, dict) else {},
+                given=block if isinstance(block, dict) else {},
+                instance=entry.default if type(entry.default) is cls_of_block else None,
             )
+        elif entry.has_default:
+            defaults[entry.name] = to_plain(entry.default)
     return defaults
+
+
+def _find_block(entry: Entry, *, given: Plain) -> type | None:
+    """Return the dataclass of a field's keys; of a variant, that of the name in force."""
+    if entry.choice is None:
+        return entry.block
+    return entry.choice.find_class(_get_name(entry, given=given).get("name"))
+
+
+def _get_name(entry: Entry, *, given: Plain) -> dict[str, Plain]:
+    """Return the key that chooses a variant, and its value; empty if nothing chooses one."""
+    default = entry.default.name if isinstance(entry.default, Variant) else None
+    name = given.get("name", default) if isinstance(given, dict) else default
+    return {} if entry.choice is None or name is None else {"name": name}
 
 
 def to_plain(value: object) -> Plain:
     """Convert settings to plain values: dataclasses and mappings to dicts, tuples to lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
+        name: dict[str, Plain] = {"name": value.name} if isinstance(value, Variant) else {}
+        return name | {
             field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
     if isinstance(value, Mapping):

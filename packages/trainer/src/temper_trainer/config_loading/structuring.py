@@ -3,7 +3,7 @@
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin
 
 from cattrs import (
     AttributeValidationNote,
@@ -17,6 +17,8 @@ from cattrs.gen import make_dict_structure_fn
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config_loading.schema import Plain, find_block_class, find_item_class
+from temper_trainer.settings.ranges import Range, find_range
+from temper_trainer.settings.variants import Custom, find_choice
 
 T = TypeVar("T")
 
@@ -50,6 +52,10 @@ def describe_type(annotation: object) -> str:
     if annotation in words:
         return words[annotation]
     arguments = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        bounds = find_range(annotation)
+        has_bounds = bounds is not None and bounds != Range()
+        return describe_type(arguments[0]) + (f", {bounds}" if has_bounds else "")
     if get_origin(annotation) is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if get_origin(annotation) in (Union, types.UnionType):
@@ -78,6 +84,10 @@ def _converter(engine_class: type[EngineConfig]) -> Converter:
         _is_mapping_of_blocks,
         lambda value, annotation: _structure_mapping_of_blocks(converter, value, annotation),
     )
+    converter.register_structure_hook_func(
+        lambda annotation: find_choice(annotation) is not None,
+        lambda value, annotation: _structure_variant(converter, value, annotation),
+    )
     converter.register_structure_hook_factory(
         _is_block, lambda annotation: _block_hook(converter, annotation, engine_class=engine_class)
     )
@@ -102,7 +112,11 @@ def _block_hook(
 
 
 def _is_block(annotation: object) -> bool:
-    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+    return (
+        isinstance(annotation, type)
+        and dataclasses.is_dataclass(annotation)
+        and find_choice(annotation) is None
+    )
 
 
 def _is_optional_block(annotation: object) -> bool:
@@ -119,6 +133,7 @@ def _is_mapping_of_blocks(annotation: object) -> bool:
 def _is_value(annotation: object) -> bool:
     return (
         not _is_block(annotation)
+        and find_choice(annotation) is None
         and find_block_class(annotation) is None
         and find_item_class(annotation) is None
     )
@@ -130,6 +145,23 @@ def _structure_optional(converter: Converter, value: object, annotation: object)
     block = find_block_class(annotation)
     assert block is not None
     return converter.structure(value, block)
+
+
+def _structure_variant(converter: Converter, value: object, annotation: object) -> object:
+    """Structure the variant that a block names; a name alone is a variant with its defaults."""
+    choice = find_choice(annotation)
+    assert choice is not None
+    if value is None and choice.is_optional:
+        return None
+    block = {"name": value} if isinstance(value, str) else value
+    if not isinstance(block, dict):
+        raise ConfigError(f"is {_show(value)}, but must be a name, or a block of keys with a name.")
+    cls = choice.find_class(block.get("name"))
+    if cls is None:
+        raise ConfigError(choice.describe_unknown(block.get("name")))
+    if cls is not Custom:  # whose own field is the name
+        block = {key: each for key, each in block.items() if key != "name"}
+    return converter.structure(block, cls)
 
 
 def _structure_mapping_of_blocks(converter: Converter, value: object, annotation: object) -> object:
@@ -169,6 +201,9 @@ def _structure_value(value: object, annotation: object) -> object:
         if isinstance(value, str) and describe_type(annotation).startswith(("list", "text | list")):
             hint = f" A list is written [{value}]."
         raise ConfigError(f"is {_show(value)}, but must be: {describe_type(annotation)}.{hint}")
+    bounds = find_range(annotation)
+    if bounds is not None and isinstance(read, (int, float)) and read not in bounds:
+        raise ConfigError(f"is {read}, but must be {bounds}.")
     return read
 
 
@@ -198,6 +233,8 @@ def _read(value: object, annotation: object) -> object:
     1.5 is not an int, 1 is a float, and "true" is not a bool.
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _read(value, arguments[0])
     # bool is a subclass of int, so `true` would become 1.0.
     if annotation is float:
         return (

@@ -10,9 +10,10 @@ from temper_trainer.config.removed_keys import (
     describe_renamed_key,
 )
 from temper_trainer.config_loading.composition import Layer
-from temper_trainer.config_loading.schema import ANY_NAME, Entry
+from temper_trainer.config_loading.schema import ANY_NAME, Entry, Plain
+from temper_trainer.config_loading.variant_choice import describe_foreign_key
 
-MAX_LISTED_PROBLEMS = 12
+MAX_LISTED_PROBLEMS = 25
 """Maximum number of listed problems: a configuration of another program would have hundreds."""
 _TYPO_SIMILARITY = 0.85
 """Names at least this similar are taken for typing errors.
@@ -21,25 +22,29 @@ difflib's similarity of path and paths, which differ by one letter, is 2 * 4 / 9
 """
 
 
-def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
-    """Raise if a key does not exist.
+def check_keys(
+    layers: Sequence[Layer], *, known: Mapping[str, Entry], values: dict[str, Plain]
+) -> None:
+    """Raise if a key does not exist, or belongs to another variant than the chosen one.
 
     Args:
         layers: The set keys and their origins.
         known: Every dotted key.
+        values: The chosen values.
 
     Raises:
         ConfigError: One line per key, with its origin.
     """
-    wrong = {
-        key: layer.origin
-        for layer in layers
-        for key in layer.leaves
-        if not is_known_key(key, known=known)
+    choices = {key: entry for key, entry in known.items() if entry.choice is not None}
+    origins = {key: layer.origin for layer in layers for key in layer.leaves}
+    described = {
+        key: describe_foreign_key(key, values=values, choices=choices)
+        if is_known_key(key, known=known)
+        else _describe_problem(key, known=known)
+        for key in origins
     }
     problems = [
-        (f"{_describe_problem(key, known=known)} (set by: {origin})")
-        for key, origin in wrong.items()
+        f"{problem} (set by: {origins[key]})" for key, problem in described.items() if problem
     ]
     if len(problems) > MAX_LISTED_PROBLEMS:
         problems[MAX_LISTED_PROBLEMS:] = [f"and {len(problems) - MAX_LISTED_PROBLEMS} more."]

@@ -12,7 +12,7 @@ from temper_trainer.algorithms.advantage_estimators import discount_by_turn
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.distillation_losses import compute_teacher_reward
 from temper_trainer.algorithms.kl import estimate_kl, mean_sequence_kl
-from temper_trainer.algorithms.policy_losses import CORRECTION_WEIGHTS
+from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS
 from temper_trainer.algorithms.rollout_correction import (
     RATIO_SQUARE_MEAN,
     compute_effective_sample_fraction,

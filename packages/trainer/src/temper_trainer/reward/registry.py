@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.import_path import import_object, is_import_path
 from temper_trainer.config.reward import REWARD_MODEL, Argument, RewardConfig, RewardFunctionConfig
 from temper_trainer.reward.builtin_rewards import (
     exact_match,
@@ -16,6 +15,7 @@ from temper_trainer.reward.builtin_rewards import (
     math_verify,
 )
 from temper_trainer.reward.judge_endpoint import check_judge
+from temper_trainer.settings.import_path import import_object, is_import_path
 from temper_trainer.types import Prompt
 
 

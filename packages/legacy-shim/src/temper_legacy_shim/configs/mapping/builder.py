@@ -65,7 +65,8 @@ class Draft:
         """Add a new setting, unless it was not set by the user and equals the trainer's default."""
         sources = self.old.sources(*old)
         is_asked = bool(sources)
-        if not is_asked and not group and is_our_default(key, value):
+        loss = self.settings.get("algorithm.policy_loss.name")
+        if not is_asked and not group and is_our_default(key, value, policy_loss="ppo" if loss is None else loss.value):
             return
         comment = self._comment(old, is_asked=is_asked, rule=rule)
         self.settings[key] = Setting(

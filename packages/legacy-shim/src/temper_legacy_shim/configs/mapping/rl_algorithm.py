@@ -117,14 +117,14 @@ def _clip(draft: Draft) -> None:
         for key in (low, high, whole):
             draft.say(key, "this policy loss clips no ratio")
         return
-    draft.copy("algorithm.clip_low", low, rule="clip", expected="number")
-    draft.copy("algorithm.clip_high", high, rule="clip", expected="number")
+    draft.copy("algorithm.policy_loss.clip_low", low, rule="clip", expected="number")
+    draft.copy("algorithm.policy_loss.clip_high", high, rule="clip", expected="number")
     _dual_clip(draft)
 
 
 def _dual_clip(draft: Draft) -> None:
     key = f"{ACTOR}.clip_ratio_c"
-    loss = draft.settings.get("algorithm.policy_loss")
+    loss = draft.settings.get("algorithm.policy_loss.name")
     if loss is not None and loss.value != "ppo":
         draft.say(key, f"the policy loss {loss.value} has no dual clip")
         return
@@ -134,7 +134,7 @@ def _dual_clip(draft: Draft) -> None:
     if bound <= 1:
         draft.find("dual-clip", key, bound=bound)
         return
-    draft.put("algorithm.dual_clip", float(bound), rule="dual-clip", old=[key], verbatim=True)
+    draft.put("algorithm.policy_loss.dual_clip", float(bound), rule="dual-clip", old=[key], verbatim=True)
 
 
 def _aggregation(draft: Draft) -> None:
@@ -245,15 +245,15 @@ def build_policy_loss(draft: Draft) -> None:
     if ours is None:
         draft.find("policy-loss", key, old=old, names=", ".join(_LOSSES))
         return
-    draft.put("algorithm.policy_loss", ours, rule="policy-loss", old=[key])
+    draft.put("algorithm.policy_loss.name", ours, rule="policy-loss", old=[key])
     block = key.rpartition(".")[0]
     if ours == "clip_cov":
-        draft.copy("algorithm.cov_fraction", f"{block}.clip_cov_ratio", rule="covariance", expected="number")
-        draft.copy("algorithm.cov_low", f"{block}.clip_cov_lb", rule="covariance", expected="number")
-        draft.copy("algorithm.cov_high", f"{block}.clip_cov_ub", rule="covariance", expected="number")
+        draft.copy("algorithm.policy_loss.fraction", f"{block}.clip_cov_ratio", rule="covariance", expected="number")
+        draft.copy("algorithm.policy_loss.min_covariance", f"{block}.clip_cov_lb", rule="covariance", expected="number")
+        draft.copy("algorithm.policy_loss.max_covariance", f"{block}.clip_cov_ub", rule="covariance", expected="number")
     if ours == "kl_cov":
-        draft.copy("algorithm.cov_fraction", f"{block}.kl_cov_ratio", rule="covariance", expected="number")
-        draft.copy("algorithm.kl_cov_coef", f"{block}.ppo_kl_coef", rule="covariance", expected="number")
+        draft.copy("algorithm.policy_loss.fraction", f"{block}.kl_cov_ratio", rule="covariance", expected="number")
+        draft.copy("algorithm.policy_loss.kl_cov_coef", f"{block}.ppo_kl_coef", rule="covariance", expected="number")
     if ours == "sapo":
         apply_rules(draft, "sapo")
     if old.startswith("dppo_"):
@@ -262,7 +262,7 @@ def build_policy_loss(draft: Draft) -> None:
 
 def _divergence(draft: Draft, *, distance: str, key: str) -> None:
     """Set the largest moves from the clip's bounds, and the largest ratio from the dual clip."""
-    new = "algorithm.policy_loss_arguments"
+    new = "algorithm.policy_loss.arguments"
     low, high = clip_bounds(draft)
     draft.put(f"{new}.distance", distance, rule="policy-loss", old=[key])
     draft.copy(f"{new}.low", low, rule="policy-loss", expected="number")
@@ -272,7 +272,7 @@ def _divergence(draft: Draft, *, distance: str, key: str) -> None:
 
 def has_clip(draft: Draft) -> bool:
     """Return whether the loss has a clip of the ratio."""
-    loss = draft.settings.get("algorithm.policy_loss")
+    loss = draft.settings.get("algorithm.policy_loss.name")
     return loss is None or (loss.value not in ("kl_cov", "sapo") and ":" not in str(loss.value))
 
 

@@ -111,16 +111,16 @@ DEFAULTS: dict[str, Plain] = {
     "rollout.vllm.sleep_level": 0,
     "algorithm.advantage": "grpo",
     "algorithm.group_size": 8,
-    "algorithm.policy_loss": "ppo",
-    "algorithm.clip_low": 0.2,
-    "algorithm.clip_high": 0.2,
-    "algorithm.dual_clip": None,
-    "algorithm.cov_fraction": 2e-4,
-    "algorithm.cov_low": 1.0,
-    "algorithm.cov_high": 5.0,
-    "algorithm.kl_cov_coef": 1.0,
-    "algorithm.sapo_positive_temperature": 1.0,
-    "algorithm.sapo_negative_temperature": 1.05,
+    "algorithm.policy_loss.name": "ppo",
+    "algorithm.policy_loss.clip_low": 0.2,
+    "algorithm.policy_loss.clip_high": 0.2,
+    "algorithm.policy_loss.dual_clip": None,
+    "algorithm.policy_loss.fraction": 2e-4,
+    "algorithm.policy_loss.min_covariance": 1.0,
+    "algorithm.policy_loss.max_covariance": 5.0,
+    "algorithm.policy_loss.kl_cov_coef": 1.0,
+    "algorithm.policy_loss.positive_temperature": 1.0,
+    "algorithm.policy_loss.negative_temperature": 1.05,
     "algorithm.aggregation": "token_mean",
     "algorithm.horizon": None,
     "algorithm.entropy_coef": 0.0,
@@ -164,6 +164,14 @@ DEFAULTS: dict[str, Plain] = {
 """Defaults by dotted key; other keys are always written."""
 
 
-def is_our_default(key: str, value: Plain) -> bool:
+_CLIPS: dict[Plain, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4)}
+LOSS_DEFAULTS: dict[Plain, dict[str, Plain]] = {
+    loss: {"algorithm.policy_loss.clip_low": low, "algorithm.policy_loss.clip_high": high} for loss, (low, high) in _CLIPS.items()
+}
+"""Defaults of policy losses where they differ from those of ppo, by the name of the loss."""
+
+
+def is_our_default(key: str, value: Plain, *, policy_loss: Plain = "ppo") -> bool:
     """Return whether leaving the key out means the same."""
-    return key in DEFAULTS and DEFAULTS[key] == value and isinstance(value, bool) == isinstance(DEFAULTS[key], bool)
+    defaults = DEFAULTS | LOSS_DEFAULTS.get(policy_loss, {})
+    return key in defaults and defaults[key] == value and isinstance(value, bool) == isinstance(defaults[key], bool)

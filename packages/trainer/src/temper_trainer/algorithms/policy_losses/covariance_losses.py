@@ -4,18 +4,24 @@ These tokens drive entropy collapse. Clip-Cov removes a few of them from the gra
 KL penalty to them.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import torch
-from torch import Tensor
+from temper_engine_api.errors import ConfigError
+from temper_trainer.algorithms.policy_losses.clipped_losses import ClippedLoss
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.settings.lazy_torch import torch, weighted_mean
+from temper_trainer.settings.ranges import FiniteFloat, PositiveFloat, Range
+from temper_trainer.settings.variants import variant
 
-from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.metrics import Metric, weighted_mean
-from temper_engine_api.objective import register_objective
-from temper_trainer.algorithms.policy_losses import ClippedObjective, SurrogateObjective
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from temper_engine_api.batch import SequenceBatch
+    from temper_engine_api.metrics import Metric
 
 IS_SELECTED = "is_selected"
 """Name of the [T] float32 column from ``prepare``: 1 at the tokens selected by covariance."""
@@ -41,9 +47,8 @@ def compute_covariances(batch: SequenceBatch) -> Tensor:
     )
 
 
-@register_objective("clip_cov")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipCovObjective(ClippedObjective):
+@variant("clip_cov")
+class ClipCov(ClippedLoss):
     """PPO loss without the gradient of a few random tokens of high covariance.
 
     Selects max(1, fraction * N) of the mini-batch's N trained tokens at random among those with
@@ -55,12 +60,19 @@ class ClipCovObjective(ClippedObjective):
     always_needs_old_logprobs: ClassVar[bool] = True
     prepared_columns: ClassVar[frozenset[str]] = frozenset({IS_SELECTED})
 
-    fraction: float = 2e-4
-    """Fraction of the mini-batch's trained tokens to select, in (0, 1]."""
-    min_covariance: float = 1.0
+    fraction: Annotated[float, Range(above=0, at_most=1)] = 2e-4
+    """Fraction of the mini-batch's trained tokens to select."""
+    min_covariance: FiniteFloat = 1.0
     """Tokens with a covariance above this may be selected."""
-    max_covariance: float = 5.0
+    max_covariance: FiniteFloat = 5.0
     """Tokens with a covariance below this may be selected."""
+
+    def __post_init__(self) -> None:
+        if self.min_covariance >= self.max_covariance:
+            raise ConfigError(
+                f"min_covariance is {self.min_covariance} and max_covariance is "
+                f"{self.max_covariance}: the first must be smaller than the second."
+            )
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
         """Select tokens once for the mini-batch, independent of its split into micro-batches."""
@@ -81,7 +93,7 @@ class ClipCovObjective(ClippedObjective):
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return the clipped surrogate, 0 at selected tokens."""
-        loss = ClippedObjective.surrogate(
+        loss = ClippedLoss.surrogate(
             self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
         )
         return torch.where(batch.columns[IS_SELECTED] > 0, 0.0, loss)
@@ -90,7 +102,7 @@ class ClipCovObjective(ClippedObjective):
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
         """Return the clip fractions and the fraction of selected tokens."""
-        metrics = ClippedObjective.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
+        metrics = ClippedLoss.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         return {
             **metrics,
             "policy/cov_selected_fraction": weighted_mean(
@@ -99,9 +111,8 @@ class ClipCovObjective(ClippedObjective):
         }
 
 
-@register_objective("kl_cov")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KlCovObjective(SurrogateObjective):
+@variant("kl_cov")
+class KlCov(PolicyLoss):
     """Unclipped surrogate with a KL penalty on the tokens of highest covariance.
 
         loss = -rho * A + kl_cov_coef * |log rho|   (the second term only at selected tokens)
@@ -115,9 +126,9 @@ class KlCovObjective(SurrogateObjective):
     always_needs_old_logprobs: ClassVar[bool] = True
     prepared_columns: ClassVar[frozenset[str]] = frozenset({IS_SELECTED})
 
-    fraction: float = 2e-4
-    """Fraction of the mini-batch's trained tokens to select, in (0, 1]."""
-    kl_cov_coef: float = 1.0
+    fraction: Annotated[float, Range(above=0, at_most=1)] = 2e-4
+    """Fraction of the mini-batch's trained tokens to select."""
+    kl_cov_coef: PositiveFloat = 1.0
     """Weight of |log rho| at selected tokens."""
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
@@ -144,9 +155,7 @@ class KlCovObjective(SurrogateObjective):
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
         """Return the fraction of selected tokens."""
-        metrics = SurrogateObjective.clip_metrics(
-            self, log_ratio, advantages=advantages, batch=batch
-        )
+        metrics = PolicyLoss.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         return {
             **metrics,
             "policy/cov_selected_fraction": weighted_mean(

@@ -1,0 +1,39 @@
+"""Stand-ins for torch and for functions that import it; the import happens at the first use.
+
+The configuration is read in less than a second because that does not import torch, which takes two.
+The settings of an algorithm are next to its formula, so such a module imports torch from here:
+
+    from temper_trainer.settings.lazy_torch import torch, weighted_mean
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["sum_per_sequence", "torch", "weighted_mean"]
+
+if TYPE_CHECKING:
+    import torch
+
+    from temper_engine_api.metrics import weighted_mean
+    from temper_engine_api.reduction import sum_per_sequence
+else:
+
+    class _LazyModule:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(importlib.import_module(self._name), attribute)
+
+    class _LazyFunction:
+        def __init__(self, module: str, name: str) -> None:
+            self._module, self._name = _LazyModule(module), name
+
+        def __call__(self, *args: object, **kwargs: object) -> Any:
+            return getattr(self._module, self._name)(*args, **kwargs)
+
+    torch = _LazyModule("torch")
+    weighted_mean = _LazyFunction("temper_engine_api.metrics", "weighted_mean")
+    sum_per_sequence = _LazyFunction("temper_engine_api.reduction", "sum_per_sequence")

@@ -1,0 +1,124 @@
+"""Test how files and overrides choose the variants of tagged unions."""
+
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gspo, Ppo, Sapo
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.config_loading import load
+from temper_trainer.config_loading.resolved_config import LoadedConfig, write_resolved
+from temper_trainer.settings.variants import Custom, list_variants
+
+LOSS = "algorithm.policy_loss"
+BASE = ("experiment=quickstart", "batching.num_mini_batches=2")
+
+
+def load_with(*overrides: str, **where: str) -> LoadedConfig:
+    return load([*BASE, *overrides], **where)  # type: ignore[arg-type]
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_with(*overrides)
+    return str(caught.value)
+
+
+def origins(loaded: LoadedConfig) -> dict[str, str]:
+    prefix = f"{LOSS}."
+    return {
+        key.removeprefix(prefix): origin
+        for key, origin in loaded.origins.items()
+        if key.startswith(prefix)
+    }
+
+
+@pytest.mark.parametrize("name", list_variants(PolicyLoss))
+def test_bare_name_is_the_variant_with_its_defaults(name: str) -> None:
+    loss = load_with(f"{LOSS}={name}").config.algorithm.policy_loss
+    assert loss == list_variants(PolicyLoss)[name]()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([f"{LOSS}.clip_high=0.28"], Ppo(clip_high=0.28)),
+        ([f"{LOSS}={{name: ppo, clip_high: 0.28}}"], Ppo(clip_high=0.28)),
+        ([f"{LOSS}.name=gspo"], Gspo()),
+        (["algorithm=gspo", f"{LOSS}.clip_low=0.1"], Gspo(clip_low=0.1)),
+        ([f"{LOSS}.clip_high=5", "algorithm=cispo"], Cispo(clip_high=5.0)),
+        # In either order: the name counts first.
+        ([f"{LOSS}=gspo", f"{LOSS}.clip_high=0.1"], Gspo(clip_high=0.1)),
+        ([f"{LOSS}.clip_high=0.1", f"{LOSS}=gspo"], Gspo(clip_high=0.1)),
+        # The name in force keeps its settings, another one starts with its own defaults.
+        (["algorithm=dapo", f"{LOSS}=ppo"], Ppo(clip_high=0.28)),
+        (["algorithm=dapo", f"{LOSS}=cispo"], Cispo()),
+        (["algorithm=dapo", f"{LOSS}=sapo"], Sapo()),
+        (["algorithm=dapo", f"~{LOSS}"], Ppo()),
+    ],
+)
+def test_overrides_choose_and_set(overrides: list[str], expected: PolicyLoss) -> None:
+    assert load_with(*overrides).config.algorithm.policy_loss == expected
+
+
+def test_settings_of_a_replaced_variant_have_no_origin() -> None:
+    assert origins(load_with("algorithm=dapo", f"{LOSS}=gspo")) == {
+        "name": "command line",
+        "clip_low": "default",
+        "clip_high": "default",
+    }
+
+
+def test_own_file_replaces_the_variant_of_a_group_and_is_replaced_by_an_override(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [temper, {override experiment: quickstart}, _self_]\n"
+        "algorithm: {policy_loss: {name: clip_cov, fraction: 0.01}}\n"
+        "batching: {num_mini_batches: 2}\n"
+    )
+    where = {"config_dir": str(tmp_path), "config_name": "mine"}
+    loss = load(["algorithm=dapo"], **where).resolved["algorithm"]["policy_loss"]  # type: ignore[index, call-overload]
+    assert (loss["name"], loss["fraction"], loss["clip_high"]) == ("clip_cov", 0.01, 0.2)
+    replaced = load(["algorithm=dapo", f"{LOSS}=kl_cov"], **where).resolved["algorithm"][
+        "policy_loss"
+    ]  # type: ignore[index, call-overload]
+    assert replaced == {"name": "kl_cov", "fraction": 2e-4, "kl_cov_coef": 1.0}
+
+
+def test_configuration_of_a_run_loads_again_and_accepts_another_variant(tmp_path: Path) -> None:
+    first = load_with("algorithm=gspo", f"{LOSS}.clip_low=0.1")
+    write_resolved(first, tmp_path)
+    again = {"config_dir": str(tmp_path), "config_name": "config"}
+    assert load([], **again).config == first.config  # type: ignore[arg-type]
+    other = load([f"{LOSS}=cispo"], **again)  # type: ignore[arg-type]
+    assert other.config.algorithm.policy_loss == Cispo()
+
+
+def test_custom_loss_is_read_from_its_import_path_and_arguments() -> None:
+    loaded = load_with(f"{LOSS}=my_losses:Mine", f"{LOSS}.arguments.width=0.3")
+    custom = Custom(name="my_losses:Mine", arguments={"width": 0.3})
+    assert loaded.config.algorithm.policy_loss == custom
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (
+            ["algorithm=sapo", f"{LOSS}.clip_high=0.28"],
+            f"clip_high is a setting of ppo, gspo, cispo, gmpo, clip_cov, but {LOSS} is sapo: ",
+        ),
+        ([f"{LOSS}.arguments.x=1"], "arguments.x is a setting of package.module:Name, but"),
+        ([f"{LOSS}=gpso"], f"{LOSS} is 'gpso', but must be one of ppo, gspo, "),
+        ([f"{LOSS}=gpso"], "Did you mean 'gspo'?"),
+        ([f"{LOSS}=null"], f"{LOSS} is null, but must be a name, or a block of keys"),
+        ([f"{LOSS}.clip_hgih=1"], f"did you mean {LOSS}.clip_high?"),
+        ([f"{LOSS}.clip_high=-1"], f"{LOSS}.clip_high is -1.0, but must be at least 0."),
+        ([f"{LOSS}=clip_cov", f"{LOSS}.min_covariance=7"], f"{LOSS}: min_covariance is 7.0 and"),
+        (["algorithm.clip_high=0.3"], f"renamed in 0.2 to {LOSS}.clip_high"),
+        (["+algorithm.policy_loss_arguments.x=1"], f"renamed in 0.2 to {LOSS}.arguments.x"),
+    ],
+)
+def test_wrong_choices_and_settings_are_refused(overrides: list[str], complaint: str) -> None:
+    assert complaint in refusal(*overrides)
