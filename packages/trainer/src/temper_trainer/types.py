@@ -57,6 +57,10 @@ class Prompt:
     """Fields of the row listed in the source's ``extra_keys``, for reward functions."""
     route: str = ""
     """Value of the routing key, which selects a teacher."""
+    reward: str = ""
+    """Name of its completions' reward; empty for reward.function or reward.components."""
+    source: str = ""
+    """Key of its training source, such as `data.train`; set if there are several."""
     category: str = ""
     """Category of a held-out problem, if its source has categories."""
 

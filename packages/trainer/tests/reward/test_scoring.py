@@ -333,3 +333,22 @@ def test_each_component_has_its_arguments_and_its_metrics() -> None:
 def test_wrong_names_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Scorer(replace(PATIENT, **changes))  # type: ignore[arg-type]
+
+
+def test_each_prompt_is_scored_by_the_reward_that_it_selects() -> None:
+    follow = "functions_for_tests:follow_text"
+    bonus = RewardFunctionConfig(function=follow, arguments={"bonus": 0.5})
+    config = replace(PATIENT, functions={"plus": bonus}, sums={"both": {follow: 1.0, "plus": 10.0}})
+    names = ["", "plus", "both", "both"]
+    selecting = [
+        (replace(prompt, reward=name), text)
+        for (prompt, text), name in zip(items("1", "1", "2", "raise"), names, strict=True)
+    ]
+    with Scorer(config, selected=names) as scorer:
+        scores = scorer.score(selecting)
+        metrics = scorer.metrics()
+    assert [score.reward for score in scores] == [1.0, 1.5, 2 + 10 * 2.5, None]
+    assert [score.components for score in scores] == [(), (), (2.0, 2.5), ()]
+    assert metrics["reward/plus/mean"] == 2.0  # 1.5 and 2.5
+    assert metrics["reward/plus/failed"] == 1.0
+    assert metrics["reward/both/mean"] == 27.0

@@ -47,6 +47,19 @@ class SourceConfig:
     """Held-out data only: field with the category of a problem, text or an integer; evaluations
     report each category. arithmetic has one such field: operations (one or two).
     """
+    reward: str | None = None
+    """Reward of the source's completions, named as in reward.function, or a name in reward.sums;
+    None uses reward.function or reward.components.
+    """
+    reward_key: str | None = None
+    """Field with the name of a row's reward, in place of ``reward``: a name in reward.functions,
+    reward.judges or reward.sums, or that of a registered function. An empty text or null stands
+    for reward.function or reward.components.
+    """
+    weight: float | None = None
+    """Weight of a training source with data.train_sets: its fraction of the prompts of every step,
+    relative to the other sources. None, for all of them, mixes all rows in one order.
+    """
     max_rows: int | None = None
     """Use only the first rows; None uses all. arithmetic: number of problems to generate, required.
     """
@@ -59,6 +72,12 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         check_range("max_rows", self.max_rows, at_least=1)
+        check_range("weight", self.weight, above=0)
+        if self.reward is not None and self.reward_key is not None:
+            raise ConfigError(
+                f"reward is {self.reward} and reward_key is {self.reward_key}: remove one of them. "
+                "The first selects the reward of the source, the second that of each row."
+            )
         check_range("wrong_first_operation", self.wrong_first_operation, at_least=0, at_most=1)
         if self.kind == "arithmetic":
             if self.split not in ("train", "test"):
@@ -74,6 +93,11 @@ class SourceConfig:
                 raise ConfigError(
                     f"category_key is {self.category_key!r}, but must be operations for kind "
                     "arithmetic, which has the categories one and two."
+                )
+            if self.reward_key not in (None, "operations"):
+                raise ConfigError(
+                    f"reward_key is {self.reward_key!r}, but must be operations for kind "
+                    "arithmetic, which has the values one and two."
                 )
             if self.paths or self.max_rows is None:
                 raise ConfigError(
@@ -134,6 +158,10 @@ class DataConfig:
     """Training and evaluation data, and how prompts are tokenized."""
 
     train: SourceConfig
+    train_sets: Mapping[str, SourceConfig] = field(default_factory=dict)
+    """Tasks rl and distill only: more training data by name, such as train_sets.code.paths; every
+    step has prompts of all sources.
+    """
     eval: SourceConfig | None = None
     """Held-out data to evaluate on; None evaluates only on eval_sets."""
     eval_sets: Mapping[str, SourceConfig] = field(default_factory=dict)
@@ -178,12 +206,24 @@ class DataConfig:
                     "use letters, digits and . _ -, and none of "
                     f"{', '.join(RESERVED_SET_NAMES)}."
                 )
+        weights = [source.weight for source in self.train_sources.values()]
+        if len({weight is None for weight in weights}) > 1:
+            raise ConfigError(
+                f"the weights of data.train and data.train_sets are {weights}: set all of them, or "
+                "none."
+            )
         check_range("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)
         check_range("data.streaming_buffer", self.streaming_buffer, at_least=1)
         if "{prompt}" not in self.prompt_template:
             raise ConfigError(
                 f"data.prompt_template is {self.prompt_template!r}, but must contain {{prompt}}."
             )
+
+    @property
+    def train_sources(self) -> dict[str, SourceConfig]:
+        """All training data by the key that sets it: data.train, then data.train_sets.NAME."""
+        named = {f"data.train_sets.{name}": each for name, each in self.train_sets.items()}
+        return {"data.train": self.train} | named
 
     @property
     def eval_sources(self) -> dict[str, SourceConfig]:

@@ -40,6 +40,7 @@ UNCOMPARED_KEYS = ("run.resume", "run.dir")
 
 DATA_ORDER_KEYS = (
     "data.train",
+    "data.train_sets",
     "data.shuffle",
     "data.streaming",
     "data.streaming_buffer",

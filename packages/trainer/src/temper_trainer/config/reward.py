@@ -168,6 +168,10 @@ class RewardConfig:
             return self.components or {self.function: 1.0}
         return self.sums.get(name, {name: 1.0})
 
+    def is_sum(self, name: str = "") -> bool:
+        """Return True if a reward has weighted parts; an empty name is the main reward."""
+        return name in self.sums or (not name and bool(self.components))
+
     def _check_names(self) -> None:
         names = self.defined_names
         for name in names:

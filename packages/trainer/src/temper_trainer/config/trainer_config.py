@@ -166,16 +166,23 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
         conflicts.append("warm_start has no effect in task sft: remove it.")
     conflicts += _find_role_conflicts(config)
     conflicts += _find_task_conflicts(config)
+    sources = config.data.train_sources | config.data.eval_sources
+    source_rewards = {
+        f"{key}.reward": source.reward
+        for key, source in sources.items()
+        if source.reward is not None
+    }
+    has_reward_key = any(source.reward_key is not None for source in sources.values())
     conflicts += find_reward_conflicts(
         config.reward,
-        source_rewards={},
-        has_reward_key=False,
+        source_rewards=source_rewards,
+        has_reward_key=has_reward_key,
         generates_completions=config.generates_completions,
     )
     conflicts += find_reward_model_conflicts(
         config.reward,
-        source_rewards={},
-        has_reward_key=False,
+        source_rewards=source_rewards,
+        has_reward_key=has_reward_key,
         loop=config.loop,
         is_ray=config.runtime.kind == "ray",
         generates_completions=config.generates_completions,
@@ -429,19 +436,38 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "reward.shaping has no effect with algorithm.advantage gdpo, which uses the unshaped "
             "rewards: remove it."
         )
+    if config.algorithm.advantage == "gdpo" and any(
+        source.reward is not None or source.reward_key is not None
+        for source in config.data.train_sources.values()
+    ):
+        yield (
+            "algorithm.advantage is gdpo, which needs the same reward.components for all "
+            "completions, but a source of training data has reward or reward_key: remove it."
+        )
     yield from _find_data_conflicts(config)
     yield from find_teacher_conflicts(
         config.teachers,
         pools=_name_pools(config),
         is_ray=config.runtime.kind == "ray",
         temperature=config.sampling.temperature,
-        has_route_key=config.data.train.route_key is not None,
+        has_route_key=all(
+            source.route_key is not None for source in config.data.train_sources.values()
+        ),
     )
 
 
 def _find_data_conflicts(config: TrainerConfig) -> Iterator[str]:
     """Yield data settings that only task sft supports."""
     data = config.data
+    if data.train_sets and config.task not in ("rl", "distill"):
+        yield (
+            f"data.train_sets is set in task {config.task}: only tasks rl and distill mix several "
+            "sources. List all files in data.train.paths."
+        )
+    if data.train.weight is not None and not data.train_sets:
+        yield (
+            "data.train.weight has no effect without data.train_sets, the other sources: remove it."
+        )
     if config.task != "sft":
         only = {
             "data.streaming": data.streaming,

@@ -38,7 +38,7 @@ def find_data_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield problems with local data files; remote paths are left to the run."""
     warm_start = None if config.warm_start is None else config.warm_start.data
     sources: dict[str, SourceConfig | None] = {
-        "data.train": config.data.train,
+        **config.data.train_sources,
         **config.data.eval_sources,
         "warm_start.data": warm_start,
     }
@@ -94,10 +94,17 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
         config.data, model_path=config.actor.engine.model.path
     ):
         yield f"{name} has chat messages, but {NO_TEMPLATE}"
-    route_key = config.data.train.route_key
-    if name == "data.train" and route_key is not None and len(config.teachers) > 1:
+    if name in config.data.train_sources and len(config.teachers) > 1:
         routes = frozenset().union(*(rows.routes for rows in first_rows))
-        yield from _route_problems(routes, route_key=route_key, teachers=config.teachers)
+        if source.route_key is not None:
+            yield from _route_problems(routes, name=name, source=source, teachers=config.teachers)
+    if source.reward_key is not None and config.generates_completions:
+        from temper_trainer.reward.row_rewards import check_row_rewards
+
+        try:
+            check_row_rewards(config.reward, [row for part in first_rows for row in part.rows])
+        except TemperError as error:
+            yield f"{name}.reward_key: {error}"
     # The run trains it neither on evaluation data nor on a stream.
     if first_rows and name not in config.data.eval_sources and not config.data.streaming:
         rows = [row for part in first_rows for row in part.rows]
@@ -127,14 +134,18 @@ def _read_first_rows(source: SourceConfig, *, has_pairs: bool) -> FirstRows:
 
 
 def _route_problems(
-    routes: frozenset[str], *, route_key: str, teachers: Mapping[str, TeacherConfig]
+    routes: frozenset[str],
+    *,
+    name: str,
+    source: SourceConfig,
+    teachers: Mapping[str, TeacherConfig],
 ) -> Iterator[str]:
     """Yield routes of training rows that no teacher has."""
     known = {name if teacher.route is None else teacher.route for name, teacher in teachers.items()}
     if unknown := sorted(routes - known):
         yield (
-            f"data.train.route_key is {route_key}, and rows have the route {unknown[0]!r}, which "
-            "no teacher has: correct the rows, or set teachers.NAME.route to it. Routes are "
+            f"{name}.route_key is {source.route_key}, and rows have the route {unknown[0]!r}, "
+            "which no teacher has: correct the rows, or set teachers.NAME.route to it. Routes are "
             f"{', '.join(sorted(known))}."
         )
 

@@ -44,6 +44,7 @@ from temper_trainer.config_loading.resolved_config import LoadedConfig
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.judge_endpoint import warn_if_unreachable
 from temper_trainer.reward.registry import check_rewards, find_rewards
+from temper_trainer.reward.row_rewards import iterate_selected_rewards
 from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
@@ -78,7 +79,7 @@ def check_external_objects(config: TrainerConfig) -> None:
     ]:
         raise ConfigError("\n".join(problems))
     if config.generates_completions:
-        check_rewards(config.reward, [""])
+        check_rewards(config.reward, iterate_selected_rewards(config))
     if config.environment is not None and config.environment.name not in BUILT_IN_ENVIRONMENTS:
         _check_custom_environment(config.environment)
     elif config.environment is not None and config.environment.name == "python":
@@ -91,7 +92,7 @@ def warn_about_judges(config: TrainerConfig) -> None:
     """Log a warning for each judge whose endpoint cannot be reached or does not know its model."""
     if not config.generates_completions:
         return
-    for name in find_rewards(config.reward, [""]):
+    for name in find_rewards(config.reward, iterate_selected_rewards(config)):
         if name in config.reward.judges:
             warn_if_unreachable(config.reward.judges[name], name=name)
 
@@ -156,7 +157,7 @@ def check_libraries(config: TrainerConfig) -> None:
         ConfigError: If Ray, peft, datasets or vLLM is not installed, or the vLLM version does not
             work.
     """
-    for name, source in {"data.train": config.data.train, **config.data.eval_sources}.items():
+    for name, source in {**config.data.train_sources, **config.data.eval_sources}.items():
         if source.kind == "datasets" and not _is_installed("datasets"):
             raise ConfigError(
                 f"{name}.kind is datasets, but datasets is not installed: pip install "

@@ -68,6 +68,9 @@ def check_first_rows(config: TrainerConfig) -> None:
 def _iterate_samples(config: TrainerConfig) -> Iterator[_Sample]:
     """Yield the first rows of each source that the task reads, by their use."""
     train = ("data.train", config.data.train)
+    all_train: list[tuple[tuple[str, SourceConfig], _Use]] = [
+        (item, "prompts") for item in config.data.train_sources.items()
+    ]
     eval_uses: list[tuple[tuple[str, SourceConfig], _Use]] = [
         (item, "prompts") for item in config.data.eval_sources.items()
     ]
@@ -80,7 +83,7 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[_Sample]:
         case "eval" | "generate":
             uses = eval_uses or [(train, "prompts")]
         case "rl" | "distill":
-            uses = [(train, "prompts"), *eval_uses]
+            uses = [*all_train, *eval_uses]
             if config.warm_start is not None and not _has_warm_start(config):
                 own = config.warm_start.data
                 uses.append((train if own is None else ("warm_start.data", own), "demonstrations"))

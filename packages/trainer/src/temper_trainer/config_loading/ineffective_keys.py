@@ -409,7 +409,7 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
 def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
     warm_start = None if config.warm_start is None else config.warm_start.data
     sources: dict[str, SourceConfig | None] = {
-        "data.train": config.data.train,
+        **config.data.train_sources,
         **config.data.eval_sources,
         "warm_start.data": warm_start,
     }
@@ -441,6 +441,15 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             yield _make_unconditional_rule(
                 (f"{name}.category_key",),
                 "with data to train on: categories are for data.eval and data.eval_sets. Remove it",
+            )
+        if not config.generates_completions or name == "warm_start.data":
+            yield _make_unconditional_rule(
+                (f"{name}.reward", f"{name}.reward_key"),
+                "with data whose completions are not scored: remove it",
+            )
+        if name not in config.data.train_sources:
+            yield _make_unconditional_rule(
+                (f"{name}.weight",), "with data that is not mixed with other sources: remove it"
             )
         if not config.teachers:
             yield _make_unconditional_rule(

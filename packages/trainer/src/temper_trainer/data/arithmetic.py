@@ -139,6 +139,9 @@ def generate_arithmetic_rows(config: SourceConfig) -> list[Row]:
                 location=f"arithmetic[{config.split}] row {len(rows)}",
                 route="" if config.route_key is None else _count_operations(problem),
                 category="" if config.category_key is None else _count_operations(problem),
+                reward=config.reward or ""
+                if config.reward_key is None
+                else _count_operations(problem),
             )
         )
     return rows

@@ -216,6 +216,8 @@ def _encode(
             extra=row.extra,
             route=row.route,
             category=row.category,
+            reward=row.reward,
+            source=row.source,
         )
         if _fits(prompt, config=config):
             encoded.append((row, prompt))

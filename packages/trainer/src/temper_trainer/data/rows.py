@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.import_path import is_import_path
 
 
 class DataError(TemperError, ValueError):
@@ -40,6 +41,10 @@ class Row:
     """Value of the field that the source's `route_key` names; selects a reward or teacher."""
     category: str = ""
     """Value of the field that the source's `category_key` names; evaluations report each one."""
+    reward: str = ""
+    """Name of the reward; empty for the main one."""
+    source: str = ""
+    """Key of its training source, such as `data.train`; set if there are several."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Values of the source's extra_keys; None if the row lacks the field."""
 
@@ -125,6 +130,9 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, location: st
         category=""
         if config.category_key is None
         else _parse_category(record, key=config.category_key, location=location),
+        reward=config.reward or ""
+        if config.reward_key is None
+        else _parse_reward(record, key=config.reward_key, location=location),
         extra=extra,
     )
 
@@ -203,6 +211,23 @@ def _parse_route(record: Mapping[object, object], *, key: str, location: str) ->
             f"{value!r:.80}: correct the row."
         )
     return value
+
+
+def _parse_reward(record: Mapping[object, object], *, key: str, location: str) -> str:
+    value = get_field(record, key)
+    if value is not None and not isinstance(value, str):
+        description = "absent" if value is ABSENT else f"{value!r:.80}"
+        raise DataError(
+            f"{location}: field {key!r}, which reward_key names, must be text or null, but is "
+            f"{description}: correct the row."
+        )
+    if is_import_path(value or ""):
+        # Data must not decide which code is run.
+        raise DataError(
+            f"{location}: field {key!r}, which reward_key names, is the import path {value!r}, but "
+            "must be a name: define it in reward.functions."
+        )
+    return value or ""
 
 
 def _parse_category(record: Mapping[object, object], *, key: str, location: str) -> str:

@@ -48,7 +48,9 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
         if source.messages_key is None
         else (source.messages_key,)
     )
-    fields += tuple(key for key in (source.route_key, source.category_key) if key is not None)
+    fields += tuple(
+        key for key in (source.route_key, source.category_key, source.reward_key) if key is not None
+    )
     # Numbered over all files, so that an id names one row of the source in every epoch.
     for i, (location, record) in enumerate(
         iterate_records(source, fields=fields, base_dir=base_dir)

@@ -1,7 +1,7 @@
 """Streams of training items that resume from a cursor."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from temper_trainer.data.rows import DataError
@@ -90,6 +90,88 @@ class InMemoryStream(Generic[Item]):
             )
             self._order_epoch = cursor.epoch
         self._cursor = cursor
+
+
+class MixedStream(Generic[Item]):
+    """Endless stream that draws from several sources in fixed fractions; see ``InMemoryStream``.
+
+    Every source is repeated as often as its fraction needs, in an order of its own. Any stretch of
+    the stream has the fractions to within one item. The source of an item depends only on its
+    position, so a cursor of two numbers is enough to resume.
+
+    Example:
+        >>> stream = MixedStream(
+        ...     {"a": [1, 2, 3], "b": [10]}, weights={"a": 2.0, "b": 1.0}, seed=0, shuffle=False
+        ... )
+        >>> stream.take(7)
+        [1, 10, 2, 3, 10, 1, 2]
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Sequence[Item]],
+        *,
+        weights: Mapping[str, float],
+        seed: int,
+        shuffle: bool,
+        cursor: DataCursor | None = None,
+    ) -> None:
+        """Start a stream at a cursor; None starts at the first item.
+
+        Args:
+            sources: Items by source.
+            weights: Weight of each source, relative to the others.
+            seed: Determines the order together with the epoch of a source.
+            shuffle: False keeps the order of each source.
+            cursor: An epoch has as many items as all sources together.
+
+        Raises:
+            DataError: If a source has no items.
+        """
+        if empty := sorted(name for name, items in sources.items() if not items):
+            raise DataError(
+                f"{empty[0]} has no training items: its data is empty, or all its prompts were "
+                "dropped."
+            )
+        total = sum(weights[name] for name in sources)
+        self._fractions = {name: weights[name] / total for name in sources}
+        self._counts = dict.fromkeys(sources, 0)
+        self._epoch_size = sum(map(len, sources.values()))
+        self._position = 0
+        start = DataCursor() if cursor is None else cursor
+        for _ in range(start.epoch * self._epoch_size + start.index):
+            self._choose_source()
+        self._streams = {
+            name: InMemoryStream(
+                items,
+                seed=seed,
+                shuffle=shuffle,
+                cursor=DataCursor(
+                    epoch=self._counts[name] // len(items), index=self._counts[name] % len(items)
+                ),
+            )
+            for name, items in sources.items()
+        }
+
+    @property
+    def cursor(self) -> DataCursor:
+        """Position of the next item."""
+        epoch, index = divmod(self._position, self._epoch_size)
+        return DataCursor(epoch=epoch, index=index)
+
+    def take(self, count: int) -> list[Item]:
+        """Return the next ``count`` items."""
+        return [self._streams[self._choose_source()].take(1)[0] for _ in range(count)]
+
+    def _choose_source(self) -> str:
+        """Advance by one item, and return the source that is furthest behind its fraction."""
+        self._position += 1
+        name = max(
+            self._fractions,
+            key=lambda each: self._fractions[each] * self._position - self._counts[each],
+        )
+        self._counts[name] += 1
+        return name
 
 
 class BufferedStream(Generic[Item]):

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -22,6 +22,7 @@ from temper_trainer.metrics.evaluation_estimators import (
 from temper_trainer.metrics.run_log import SampleRow
 from temper_trainer.progress import track_progress
 from temper_trainer.reward.builtin_rewards import ANSWER_EXTRACTORS
+from temper_trainer.reward.registry import find_rewards, get_function_config
 from temper_trainer.types import Prompt, SamplingRequest
 
 
@@ -107,7 +108,9 @@ def evaluate(
             scored, 0, run.num_table_rows * num_completions, num_completions
         )
     ]
-    extract_answer = _find_answer_extractor(components.config)
+    extract_answer = _find_answer_extractor(
+        components.config, rewards={prompt.reward for prompt in prompts}
+    )
     problems = [
         ProblemResult(
             rewards=tuple(completions.rewards[i : i + num_completions]),
@@ -121,13 +124,22 @@ def evaluate(
     return Evaluation(problems=problems, num_completions=num_completions, rows=rows)
 
 
-def _find_answer_extractor(config: TrainerConfig) -> Callable[[str], str | None] | None:
+def _find_answer_extractor(
+    config: TrainerConfig, *, rewards: Collection[str]
+) -> Callable[[str], str | None] | None:
     """Return the function that reads the answer of a completion for maj@k; None if there is none.
 
     With several reward functions, ``run.eval_answer_pattern`` must say what the answer is.
+
+    Args:
+        config: The configuration.
+        rewards: Names of the rewards of the held-out prompts.
     """
     if config.run.eval_answer_pattern is None:
-        return None if config.reward.components else ANSWER_EXTRACTORS.get(config.reward.function)
+        parts = find_rewards(config.reward, rewards)
+        if len(parts) != 1 or any(map(config.reward.is_sum, rewards)):
+            return None
+        return ANSWER_EXTRACTORS.get(get_function_config(config.reward, parts[0]).function)
     pattern = re.compile(config.run.eval_answer_pattern)
 
     def extract(text: str) -> str | None:

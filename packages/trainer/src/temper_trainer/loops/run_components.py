@@ -4,7 +4,7 @@
 generate need. Both close everything when the context ends.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.data.streams import InMemoryStream
+from temper_trainer.data.streams import InMemoryStream, MixedStream
 from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.metrics.run_log import RunLog
@@ -32,7 +32,7 @@ from temper_trainer.runtime.runtime_factory import Runtime
 from temper_trainer.runtime.teacher_factory import build_teachers
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.teacher.teacher_client import TeacherClient
-from temper_trainer.types import Prompt
+from temper_trainer.types import DataCursor, Prompt
 from temper_trainer.weight_sync.publisher import Canary, Publisher
 from temper_trainer.weight_sync.transport import NullTransport
 from temper_trainer.weight_sync.transport_factory import build_transport
@@ -57,7 +57,7 @@ class RunComponents:
     log: RunLog
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of all roles."""
-    prompts: InMemoryStream[Prompt]
+    prompts: InMemoryStream[Prompt] | MixedStream[Prompt]
     """Training prompts in the order of the run."""
     eval_sets: Mapping[str, EvalSet]
     """Held-out prompts by name; data.eval has the empty name. May be empty."""
@@ -115,6 +115,11 @@ def build_components(
         scorer = stack.enter_context(
             _open_scorer(
                 config.reward,
+                selected={
+                    prompt.reward
+                    for each in (prompts, *(each.prompts for each in eval_sets.values()))
+                    for prompt in each
+                },
                 max_tokens=config.batching.max_tokens,
                 runtime=runtime,
                 tokenizer=tokenizer,
@@ -133,9 +138,7 @@ def build_components(
             config=config,
             log=log,
             tokenizer=tokenizer,
-            prompts=InMemoryStream(
-                prompts, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor
-            ),
+            prompts=_open_prompts(prompts, config=config, cursor=state.cursor),
             eval_sets=eval_sets,
             sampler=_make_pausable(sampler, interrupts=config.asynchrony.partial_rollouts)
             if config.loop == "async"
@@ -158,6 +161,22 @@ def build_components(
             if config.rollout.canary
             else None,
         )
+
+
+def _open_prompts(
+    prompts: Sequence[Prompt], *, config: TrainerConfig, cursor: DataCursor
+) -> InMemoryStream[Prompt] | MixedStream[Prompt]:
+    """Return the stream of training prompts, mixed by the weights of the sources if any."""
+    data, seed = config.data, config.run.seed
+    if data.train.weight is None:
+        return InMemoryStream(prompts, seed=seed, shuffle=data.shuffle, cursor=cursor)
+    return MixedStream(
+        {key: [prompt for prompt in prompts if prompt.source == key] for key in data.train_sources},
+        weights={key: source.weight or 0.0 for key, source in data.train_sources.items()},
+        seed=seed,
+        shuffle=data.shuffle,
+        cursor=cursor,
+    )
 
 
 @contextmanager
@@ -192,6 +211,7 @@ def _open_roles(
 def _open_scorer(
     config: RewardConfig,
     *,
+    selected: Collection[str],
     max_tokens: int,
     runtime: Runtime,
     tokenizer: PreTrainedTokenizerBase,
@@ -203,7 +223,7 @@ def _open_scorer(
         )
         if model is not None:
             stack.callback(model.close)
-        yield stack.enter_context(Scorer(config, model=model))
+        yield stack.enter_context(Scorer(config, model=model, selected=selected))
 
 
 def _make_pausable(sampler: Sampler, *, interrupts: bool) -> Sampler:
@@ -228,6 +248,7 @@ def build_inference_components(
         scorer = stack.enter_context(
             _open_scorer(
                 config.reward,
+                selected={prompt.reward for each in eval_sets.values() for prompt in each.prompts},
                 max_tokens=config.batching.max_tokens,
                 runtime=runtime,
                 tokenizer=tokenizer,

@@ -17,6 +17,7 @@ from temper_trainer.data.sources import load_pairs, load_rows
 from temper_trainer.loops.run_folder import RunFolder
 from temper_trainer.loops.run_tokenizer import load_or_train_tokenizer, uses_saved_tokenizer
 from temper_trainer.metrics.run_log import RunLog
+from temper_trainer.reward.row_rewards import check_row_rewards
 from temper_trainer.runtime.checkpoint_verification import make_checkpoint_verifier
 
 
@@ -43,16 +44,27 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
         read elsewhere.
     """
     is_read_elsewhere = config.data.streaming or config.task in ("dpo", "rm")
-    sources: dict[str, SourceConfig | None] = {
-        "train": None if is_read_elsewhere else config.data.train,
-        **config.data.eval_sources,
-    }
+    sources: dict[str, SourceConfig] = dict(config.data.eval_sources)
     if config.warm_start is not None and config.warm_start.data is not None:
         sources["warm_start"] = config.warm_start.data
-    return {
-        "train": [],
-        **{name: load_rows(source) for name, source in sources.items() if source is not None},
+    problems = {
+        "train": [] if is_read_elsewhere else _load_training_rows(config.data),
+        **{name: load_rows(source) for name, source in sources.items()},
     }
+    if config.generates_completions:
+        for rows in problems.values():
+            check_row_rewards(config.reward, rows)
+    return problems
+
+
+def _load_training_rows(data: DataConfig) -> list[Row]:
+    if not data.train_sets:
+        return load_rows(data.train)
+    return [
+        replace(row, source=key)
+        for key, source in data.train_sources.items()
+        for row in load_rows(source)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

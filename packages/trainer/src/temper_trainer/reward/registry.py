@@ -61,6 +61,11 @@ def register_reward(name: str) -> Callable[[Function], Function]:
     return register
 
 
+def list_registered_names() -> list[str]:
+    """Return the names of all registered functions."""
+    return list(_REGISTERED)
+
+
 def get_function_config(config: RewardConfig, name: str) -> RewardFunctionConfig:
     """Return function and arguments of a reward by its name.
 

@@ -126,12 +126,14 @@ class Scorer:
             RewardFailureError: If a larger fraction failed than reward.max_failure_fraction.
         """
         assert self._scorings, "a Scorer can only score inside its `with` block"
-        parts = [self._config.get_parts() for _ in items]
+        parts = [self._config.get_parts(prompt.reward) for prompt, _ in items]
         max_failures = int(self._config.max_failure_fraction * len(items))
         by_item: list[dict[str, Outcome]] = [{} for _ in items]
         with track_progress("rewards", total=sum(map(len, parts))):
             for name, scoring in self._scorings.items():
                 indices = [i for i, names in enumerate(parts) if name in names]
+                if items and not indices:
+                    continue
                 chosen = [items[i] for i in indices]
                 if scoring is None:
                     assert tokens is not None
@@ -145,10 +147,12 @@ class Scorer:
                     by_item[i][name] = outcome
         self._check_failures(list(map(_find_failure, by_item)), num_items=len(items))
         self._means = _measure_parts(by_item) if len(self._parts) > 1 else {}
-        return [
-            _combine(outcomes, weights, is_sum=bool(self._config.components))
-            for outcomes, weights in zip(by_item, parts, strict=True)
+        scores = [
+            _combine(outcomes, weights, is_sum=self._config.is_sum(prompt.reward))
+            for (prompt, _), outcomes, weights in zip(items, by_item, parts, strict=True)
         ]
+        self._means |= _measure_sums(items, scores, names=self._config.sums)
+        return scores
 
     def _check_failures(
         self, outcomes: Sequence[Outcome], *, num_items: int, num_left: int = 0
@@ -182,6 +186,8 @@ class Scorer:
     @property
     def _name(self) -> str:
         parts = self._config.components
+        if self._parts != find_rewards(self._config, [""]):
+            return f"the rewards {', '.join(self._parts)}"
         return (
             f"reward.components {', '.join(parts)}"
             if parts
@@ -234,6 +240,22 @@ def _measure_parts(by_item: Sequence[Mapping[str, Outcome]]) -> dict[str, float]
         metrics[f"{key}/failed"] = float(len(outcomes) - len(rewards))
         if rewards:
             metrics[f"{key}/mean"] = math.fsum(rewards) / len(rewards)
+    return metrics
+
+
+def _measure_sums(
+    items: Sequence[Item], scores: Sequence[Score], *, names: Iterable[str]
+) -> dict[str, float]:
+    """Return the mean of each of reward.sums over the completions that it scored."""
+    metrics: dict[str, float] = {}
+    for name in names:
+        chosen = [
+            score.reward
+            for (prompt, _), score in zip(items, scores, strict=True)
+            if prompt.reward == name and score.reward is not None
+        ]
+        if chosen:
+            metrics[f"reward/{name}/mean"] = math.fsum(chosen) / len(chosen)
     return metrics
 
 

@@ -1,0 +1,38 @@
+"""The rewards that data sources and their rows select."""
+
+from collections.abc import Iterable, Iterator
+
+from temper_trainer.config.import_path import is_import_path
+from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.rows import DataError, Row
+from temper_trainer.reward.registry import list_registered_names
+
+
+def check_row_rewards(config: RewardConfig, rows: Iterable[Row]) -> None:
+    """Raise if a row selects an unknown reward.
+
+    An import path is that of its source, which is checked with the configuration.
+
+    Raises:
+        DataError: With the row and the known names.
+    """
+    known = {"", *config.defined_names, *list_registered_names()}
+    if config.model is not None:
+        known.add(REWARD_MODEL)
+    for row in rows:
+        if row.reward not in known and not is_import_path(row.reward):
+            raise DataError(
+                f"{row.location}: the row's reward is {row.reward!r}, which is not a reward: "
+                f"correct the row, or define it. There are {', '.join(sorted(known - {''}))}."
+            )
+
+
+def iterate_selected_rewards(config: TrainerConfig) -> Iterator[str]:
+    """Yield the names of the rewards that the configuration mentions; rows may select others."""
+    yield ""
+    for source in (*config.data.train_sources.values(), *config.data.eval_sources.values()):
+        if source.reward is not None:
+            yield source.reward
+        if source.reward_key is not None:
+            yield from config.reward.defined_names
