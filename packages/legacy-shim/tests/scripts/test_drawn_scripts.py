@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -110,6 +111,10 @@ def _count_accepted(name: str, text: str, migration: Migration, folder: Path, mo
         return
     asked = "asks a person" if "asks a person" in outcomes or migration.script.persons else "asks nobody"
     environment, arguments, _ = surroundings(text)
+    # Unset variables have a number, which is no path.
+    environment = {
+        key: f"/m/{value}" if re.search("MODEL|PATH|DIR|FILE", key) and value.isdigit() else value for key, value in environment.items()
+    }
     commands = run_in_bash(migration.script.text, environment=environment, arguments=arguments).commands
     launched = {tuple(command[command.index(COMMAND) + 1 :]) for command in commands if COMMAND in command}
     if not launched:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from temper_legacy_shim.configs import Outcome
+from temper_legacy_shim.scripts.launch_translation import Options
 from temper_legacy_shim.scripts.migrate import migrate_script
 from temper_legacy_shim.scripts.script_reading import read_script
 from temper_legacy_shim.scripts.script_report import persons, remarks
@@ -355,3 +356,18 @@ def test_a_variable_that_holds_a_list_stays_that_list(files: str) -> None:
 
 
 REST = ("actor_rollout_ref.model.path=/m", "actor_rollout_ref.rollout.name=vllm", "algorithm.adv_estimator=grpo", "data.train_batch_size=8")
+
+
+@pytest.mark.parametrize(
+    ("switch", "override", "says"),
+    [
+        ("LORA_RANK=${LORA_RANK:-0}", "actor_rollout_ref.model.lora_rank=$LORA_RANK", "LORA_RANK=37 would set actor.engine.lora.rank"),
+        ("USE_KL=${USE_KL:-False}", "actor_rollout_ref.actor.use_kl_loss=$USE_KL", "USE_KL=True would set ref, algorithm.kl_loss_coef"),
+        ("OFF=${OFF:-0}", "actor_rollout_ref.nccl_timeout=$OFF", ""),
+    ],
+)
+def test_switch_of_the_environment_that_is_off_by_default_is_named(switch: str, override: str, says: str) -> None:
+    text = f"{switch}\npython3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.model.path=/m {override}\n"
+    migration = migrate_script(text, options=Options(version="v0.7.0"))
+    found = [remark for remark in remarks(migration) if "switches nothing on" in remark]
+    assert [says in remark for remark in found] == ([True] if says else [])

@@ -64,7 +64,7 @@ def migrate_script(
             script.persons.append(f"{key}: the new script would not give the value that was meant: write it by hand.")
     script.persons += [] if script.persons else _still_there(script.text, reading, settings or {})
     script.persons += dict.fromkeys(sentence for each in launches if (sentence := each.missing_config()))
-    script.notes += held_fixed(reading, launches, settings or {})
+    script.notes += held_fixed(reading, launches, settings or {}, options=options, folder=folder)
     script.persons += decisions
     outcome = worst([each.translation.outcome for each in launches])
     return Migration(
