@@ -338,7 +338,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def mutation(session: nox.Session) -> None:
-    """Run the conformance kit on mutants of engine-fsdp's arithmetic; see tools/mutation.py.
+    """Run the conformance kit on mutants of engine-fsdp's arithmetic; see tools/mutation.
 
     Arguments go to its `run`. A run that was stopped continues; a complete one begins again.
     """

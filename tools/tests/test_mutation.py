@@ -6,19 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutation import (
-    MODULES,
-    SESSIONS,
-    SOURCES,
-    Mutant,
+from tools.mutation.__main__ import main
+from tools.mutation.page import render_page
+from tools.mutation.sample import Mutant, read_equivalents, read_sample
+from tools.mutation.sessions import MODULES, SESSIONS, SOURCES
+from tools.mutation.state import (
     MutantResult,
     has_finished,
     hash_sources,
-    main,
-    read_equivalents,
-    read_sample,
     read_states,
-    render_page,
     write_state,
 )
 

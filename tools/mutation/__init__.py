@@ -1,0 +1,1 @@
+"""Test whether the conformance kit detects changes of FSDPEngine's arithmetic; see __main__.py."""
