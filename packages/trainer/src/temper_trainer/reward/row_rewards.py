@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
-from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import DataError, Row
 from temper_trainer.reward.registry import list_registered_names
+from temper_trainer.settings.import_path import is_import_path
 
 
 def check_row_rewards(config: RewardConfig, rows: Iterable[Row]) -> None:
