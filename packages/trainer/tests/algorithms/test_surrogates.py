@@ -41,6 +41,22 @@ def test_gspo_clips_the_geometric_mean_of_a_completions_ratios() -> None:
     )
 
 
+def test_gspo_with_a_dual_clip_bounds_the_loss_of_negative_completions() -> None:
+    # s = e^0.2 = 1.221403 as above, above the dual clip of 1.2; e^0.1 = 1.105171 is below it.
+    objective = PolicyObjective(
+        loss=Gspo(clip_low=0.1, clip_high=0.1, dual_clip=1.2), aggregation=PER_SEQUENCE
+    )
+    down = {"advantages": [-1.0, -1.0], "old_logprobs": [-1.0, -1.0]}
+    answers, batch = answers_of([-0.9, -0.7], [-0.9, -0.9]), batch_of(down, down)
+    assert losses(objective, answers, batch) == pytest.approx(
+        [1.2, 1.2, 1.105171, 1.105171], abs=1e-6
+    )
+    assert gradient(objective, answers, batch) == pytest.approx(
+        [0.0, 0.0, 0.276293, 0.276293], abs=1e-6
+    )
+    assert objective(answers, batch).metrics["policy/dual_clip_fraction"].result == 0.5
+
+
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     # rho = e^1 = 2.718 is clipped to 1.5; A = 2, log p = -0.5: loss -1.5 * 2 * -0.5 = 1.5, gradient
     # -3.

@@ -93,18 +93,20 @@ class Ppo(ClippedLoss):
 
 
 @variant("gspo")
-class Gspo(ClippedLoss):
-    """PPO's clip on the geometric mean of a completion's ratios.
+class Gspo(Ppo):
+    """PPO's loss with the geometric mean of a completion's ratios.
 
         s = exp(mean over the completion of (log p - log p_old))
         s_t = sg(s) * p_t / sg(p_t)
         loss_t = -min(s_t * A_t, clip(s_t, 1 - clip_low, 1 + clip_high) * A_t)
+        loss_t = min(loss_t, -dual_clip * A_t)   if A_t < 0 and dual_clip is set
 
     sg is stop-gradient; s_t lets advantages differ within a completion. With
     sequence_mean_token_mean and equal advantages this is the published sequence-level loss and its
     gradient.
 
-    Source: Zheng et al. 2025, arXiv:2507.18071, equations 5, 7, 13 and 14 (GSPO-token).
+    Source: Zheng et al. 2025, arXiv:2507.18071, equations 5, 7, 13 and 14 (GSPO-token);
+    the dual clip as in `Ppo`.
     """
 
     clip_low: NonNegativeFloat = 3e-4
