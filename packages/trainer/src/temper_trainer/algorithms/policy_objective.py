@@ -76,7 +76,8 @@ class PolicyObjective(Objective):
     def columns(self) -> frozenset[str]:
         """Columns of the batch that the loss reads, given its settings."""
         read = {"advantages", "rollout_logprobs" if self.old_is_current else "old_logprobs"}
-        read |= self.loss.prepared_columns | ({"ref_logprobs"} if self.kl_coef else set())
+        read |= self.loss.prepared_columns | self.loss.own_columns
+        read |= {"ref_logprobs"} if self.kl_coef else set()
         return frozenset(read | {CORRECTION_WEIGHTS} if self.uses_correction_weights else read)
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
@@ -109,6 +110,7 @@ class PolicyObjective(Objective):
             else _ratio_metrics(log_ratio.detach(), mask)
             | self.loss.clip_metrics(log_ratio.detach(), advantages=advantages, batch=batch)
         )
+        metrics |= self.loss.mask_metrics(logprobs.detach(), advantages=advantages, batch=batch)
         if HeadOutput.ENTROPY in self.required_outputs:
             entropy = torch.where(mask, head_outputs[HeadOutput.ENTROPY], 0.0)
             loss = loss - self.entropy_coef * entropy if self.entropy_coef else loss

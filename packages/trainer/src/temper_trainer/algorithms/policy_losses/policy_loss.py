@@ -28,6 +28,8 @@ class PolicyLoss(Variant):
     """True if it reads old_logprobs even if a step makes only one update."""
     prepared_columns: ClassVar[frozenset[str]] = frozenset()
     """Names of the columns that ``prepare`` returns."""
+    own_columns: ClassVar[frozenset[str]] = frozenset()
+    """Names of the columns that it reads in addition to those of every policy loss."""
 
     @abstractmethod
     def surrogate(
@@ -50,7 +52,13 @@ class PolicyLoss(Variant):
     def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
-        """Return clip-fraction metrics; empty by default."""
+        """Return clip-fraction metrics; empty by default, and left out if the ratio is always 1."""
+        return {}
+
+    def mask_metrics(
+        self, logprobs: Tensor, *, advantages: Tensor, batch: SequenceBatch
+    ) -> dict[str, Metric]:
+        """Return fractions of masked tokens, reported in every step; empty by default."""
         return {}
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
