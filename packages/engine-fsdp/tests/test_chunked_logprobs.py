@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from temper_engine_fsdp.model import token_logprobs
 from temper_engine_fsdp.model.token_logprobs import TokenLogprobs, chunked_logprobs
 
 
@@ -110,6 +111,30 @@ def test_entropy_without_gradient_leaves_the_other_gradients_as_they_are() -> No
         gradients(case, mixed_loss(columns)), gradients(case, mixed_loss(naive))
     ):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_entropy_that_the_loss_ignores_costs_no_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the entropy's gradient was computed")
+
+    case = make_case()
+    expected = gradients(case, case.fused(entropy_has_gradient=False).logprob.sum())
+    monkeypatch.setattr(token_logprobs, "_entropy_coefficient", refuse)
+    for actual, plain in zip(gradients(case, case.fused().logprob.sum()), expected, strict=True):
+        assert torch.equal(actual, plain)
+
+
+def test_log_probs_have_the_same_bits_with_and_without_entropy() -> None:
+    """A row of 300,000 tokens exceeds the cache, so that rows are computed one by one."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=draw) for n in (9, 300_000))
+    labels = torch.arange(9)
+    plain = chunked_logprobs(hidden, weight, labels)
+    measured = chunked_logprobs(hidden, weight, labels, needs_entropy=True)
+    assert torch.equal(measured.logprob, plain.logprob)
+    assert torch.equal(measured.logsumexp, plain.logsumexp)
 
 
 def test_peaked_logits_stay_finite_and_exact() -> None:

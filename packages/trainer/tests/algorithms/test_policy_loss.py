@@ -100,12 +100,16 @@ def test_old_is_current_reports_the_mismatch_and_no_ratio() -> None:
     assert not [name for name in metrics if name.startswith("policy/")]
 
 
-def test_entropy_is_computed_only_if_it_has_a_weight() -> None:
-    assert PolicyObjective().required_outputs == {HeadOutput.LOGPROB}
-    assert PolicyObjective(entropy_coef=0.01).required_outputs == {
-        HeadOutput.LOGPROB,
-        HeadOutput.ENTROPY,
-    }
+def test_entropy_without_a_weight_is_reported_and_has_no_gradient() -> None:
+    batch = batch_of(advantages=[1.0, 1.0], old_logprobs=[-1.0, -1.0])
+    answers = answers_of([-1.0, -1.0], entropy=[2.0, 4.0])
+    entropy = answers[HeadOutput.ENTROPY].requires_grad_()
+    objective = PolicyObjective()
+    assert objective.required_outputs == {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
+    terms = objective(answers, batch)
+    assert terms.metrics["policy/entropy"].result == pytest.approx(3.0)
+    terms.loss.sum().backward()
+    assert entropy.grad is None
 
 
 def test_entropy_bonus_lowers_the_loss() -> None:

@@ -55,7 +55,7 @@ OBJECTIVES: tuple[Objective, ...] = (
     ValueObjective(),
     PolicyObjective(old_is_current=True),
     PolicyObjective(kl_coef=0.5, kl_estimator="k2"),
-    PolicyObjective(uses_correction_weights=True, reports_entropy=True),
+    PolicyObjective(uses_correction_weights=True),
     # All with their defaults, so that a new one is covered.
     *(PolicyObjective(loss=cls()) for cls in list_variants(PolicyLoss).values()),
     *(PolicyObjective(loss=Gspo(), aggregation=a) for a in TOKEN_LEVEL),

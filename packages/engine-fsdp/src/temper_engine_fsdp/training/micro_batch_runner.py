@@ -138,11 +138,14 @@ class MicroBatchRunner:
         )
         on_device = micro if self._device.type == "cpu" else micro.to(self._device)
         *columns, zero_loss = self._sharded.root(on_device, request, packing)
-        for column in columns:
-            # Connect every output to the graph, even if the loss ignores it.
-            zero_loss = zero_loss + column[:0].sum()
+        by_output = dict(zip(sorted(requested_outputs), columns, strict=True))
+        for head_output, column in by_output.items():
+            # Connect the outputs to the graph, even if the loss ignores them. Not the entropy: its
+            # backward pass is costly, and most objectives only report it.
+            if head_output != HeadOutput.ENTROPY or len(by_output) == 1:
+                zero_loss = zero_loss + column[:0].sum()
         return (
-            HeadOutputs(columns=dict(zip(sorted(requested_outputs), columns, strict=True))),
+            HeadOutputs(columns=by_output),
             zero_loss,
             on_device,
         )

@@ -136,11 +136,17 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 entropy[chunk] = chunk_entropy
         ctx.save_for_backward(hidden, weight, all_ids, temperature, logsumexp, entropy)
         ctx.shard = shard  # type: ignore[attr-defined]
+        # The backward pass then sees that the loss does not differentiate the entropy, as when an
+        # objective only reports it.
+        ctx.set_materialize_grads(False)
         return logprobs, logsumexp, entropy
 
     @staticmethod
     def backward(
-        ctx: FunctionCtx, grad_logprobs: Tensor, grad_logsumexp: Tensor, grad_entropy: Tensor
+        ctx: FunctionCtx,
+        grad_logprobs: Tensor | None,
+        grad_logsumexp: Tensor | None,
+        grad_entropy: Tensor | None,
     ) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, all_ids, temperature, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
         shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
@@ -148,6 +154,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         # Sums over chunks are accumulated in float32.
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(all_ids, dtype=torch.float32)
+        if grad_logsumexp is None:
+            grad_logsumexp = torch.zeros_like(logsumexp)
         # Coefficient of p: every log-prob contributes -p, the logsumexp +p.
         p_coefficient = grad_logsumexp - grad_logprobs.sum(1)
         for chunk in shard.chunks(hidden.shape[0]):
@@ -160,7 +170,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 grad_logprobs[chunk, 0],
                 entropy[chunk],
             )
-            chunk_grad_entropy = grad_entropy[chunk] if shard.needs_entropy else None
+            chunk_grad_entropy = None if grad_entropy is None else grad_entropy[chunk]
             _maybe_compile(_logits_to_gradient_, shard)(grad, *columns, chunk_grad_entropy)
             if all_ids.shape[1] > 1:
                 local_ids, is_local = _to_local_ids(all_ids[chunk, 1:], shard)

@@ -20,7 +20,7 @@ from temper_engine_api.objective import (
 )
 from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
-from temper_trainer.algorithms.policy_objective import PolicyObjective
+from temper_trainer.algorithms.policy_objective import PolicyObjective, measure_entropy
 from temper_trainer.algorithms.supervised_losses import (
     DpoObjective,
     RewardModelObjective,
@@ -57,8 +57,9 @@ class CombinedObjective(Objective):
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        """Union of the parts' required outputs."""
-        return frozenset().union(*(part.required_outputs for part in self.parts))
+        """Union of the parts' required outputs, and the entropy, which is reported."""
+        required = (part.required_outputs for part in self.parts)
+        return frozenset({HeadOutput.ENTROPY}).union(*required)
 
     @property
     def columns(self) -> frozenset[str]:
@@ -76,7 +77,7 @@ class CombinedObjective(Objective):
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """Return the weighted sum [T] of the parts' losses for one micro-batch."""
         total = torch.zeros(batch.num_tokens, device=batch.tokens.device)
-        metrics: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = dict(measure_entropy(head_outputs, mask=batch.loss_mask))
         for part, coef in zip(self.parts, self.coefs, strict=True):
             terms = part(head_outputs, batch)
             if terms.level != "token":
@@ -148,7 +149,6 @@ def build_policy_objective(
         old_is_current=old_is_current,
         uses_correction_weights=correction is not None
         and (correction.level != "none" or bool(correction.reject)),
-        reports_entropy=config.entropy_target is not None,
         aggregation=build_aggregation(config),
     )
 

@@ -39,8 +39,7 @@ class PolicyObjective(Objective):
     loss: PolicyLoss = field(default_factory=Ppo)
     """Computes the surrogate."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus; 0 skips computing the entropy unless ``reports_entropy`` is set.
-    """
+    """Weight of the entropy bonus; with 0 the entropy is only reported."""
     kl_coef: float = 0.0
     """Weight of KL(policy, reference); above 0 it reads ref_logprobs."""
     kl_estimator: KlEstimator = "k3"
@@ -55,8 +54,6 @@ class PolicyObjective(Objective):
     """
     uses_correction_weights: bool = False
     """True to multiply the surrogate with the column correction_weights."""
-    reports_entropy: bool = False
-    """True to measure the entropy even if it has no weight."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
@@ -65,12 +62,8 @@ class PolicyObjective(Objective):
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        """Log-probs, and the entropy if it has a weight or is reported."""
-        return frozenset(
-            {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
-            if self.entropy_coef or self.reports_entropy
-            else {HeadOutput.LOGPROB}
-        )
+        """Log-probs and entropy."""
+        return frozenset({HeadOutput.LOGPROB, HeadOutput.ENTROPY})
 
     @property
     def columns(self) -> frozenset[str]:
@@ -111,10 +104,10 @@ class PolicyObjective(Objective):
             | self.loss.clip_metrics(log_ratio.detach(), advantages=advantages, batch=batch)
         )
         metrics |= self.loss.mask_metrics(logprobs.detach(), advantages=advantages, batch=batch)
-        if HeadOutput.ENTROPY in self.required_outputs:
+        if self.entropy_coef:
             entropy = torch.where(mask, head_outputs[HeadOutput.ENTROPY], 0.0)
-            loss = loss - self.entropy_coef * entropy if self.entropy_coef else loss
-            metrics["policy/entropy"] = weighted_mean(entropy, mask)
+            loss = loss - self.entropy_coef * entropy
+        metrics |= measure_entropy(head_outputs, mask=mask)
         if self.kl_coef:
             reference = torch.where(mask, batch.columns["ref_logprobs"], 0.0)
             kl = estimate_kl(
@@ -126,6 +119,15 @@ class PolicyObjective(Objective):
             loss = loss + self.kl_coef * kl
             metrics["policy/ref_kl"] = weighted_mean(kl, mask)
         return LossTerms(loss=loss, metrics=metrics)
+
+
+def measure_entropy(head_outputs: HeadOutputs, *, mask: Tensor) -> dict[str, Metric]:
+    """Return the mean entropy of the trained tokens; empty if the head did not compute it."""
+    if HeadOutput.ENTROPY not in head_outputs.columns:
+        return {}
+    # Detached, so that the head can skip the entropy's backward pass.
+    entropy = head_outputs[HeadOutput.ENTROPY].detach()
+    return {"policy/entropy": weighted_mean(torch.where(mask, entropy, 0.0), mask)}
 
 
 def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Metric]:

@@ -79,6 +79,7 @@ PANELS = (
         phase="rl",
         metrics=("rollout/length_mean", "rollout/length_max"),
     ),
+    Panel(title="entropy, nats per token", phase="rl", metrics=("policy/entropy",)),
     Panel(title="ratio of new to old policy", phase="rl", metrics=("policy/ratio_mean",)),
     Panel(
         title="divergence, nats per token",

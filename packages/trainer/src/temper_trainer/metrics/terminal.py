@@ -55,6 +55,7 @@ LINE_METRICS = (
     LineMetric(metric="actor/loss", label="loss", format=_digits(4)),
     LineMetric(metric="critic/loss", label="value loss", format=_digits(4)),
     LineMetric(metric="actor/grad_norm", label="grad", format=_digits(3)),
+    LineMetric(metric="policy/entropy", label="entropy", format=_digits(3)),
     LineMetric(metric="policy/ratio_mean", label="ratio", format=_digits(4)),
     LineMetric(metric="policy/ref_kl", label="kl", format=_digits(4)),
     LineMetric(metric="rollout/length_mean", label="length", format=_digits(1)),
