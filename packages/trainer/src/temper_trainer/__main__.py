@@ -10,10 +10,12 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +34,8 @@ from temper_trainer.config_loading.first_rows import check_first_rows
 from temper_trainer.config_loading.help_text import USAGE, build_help_text
 from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.sizes import describe_sizes
+from temper_trainer.metrics.run_files import METRICS_FILE, read_latest_rows
+from temper_trainer.metrics.run_starts import record_start
 from temper_trainer.redaction import (
     RedactingFormatter,
     print_redacted_traceback,
@@ -249,6 +253,11 @@ def _print_missing_libraries(loaded: LoadedConfig) -> None:
 
 
 def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) -> int:
+    begin = time.monotonic()
+    # Importing torch may take ten seconds and more, in which a user should see that it has started.
+    print(
+        f"temper-train {version('temper-trainer')}: starting in {loaded.config.run.dir}", flush=True
+    )
     # Imported here, because they import torch, which --help and --check do not need.
     from temper_trainer.loops import train
     from temper_trainer.loops.interrupts import RunInterrupted, end_process_at
@@ -258,7 +267,7 @@ def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) 
         result = train(
             loaded.config,
             digest=loaded.digest,
-            write_config=partial(write_resolved, loaded),
+            write_config=partial(_write_start, loaded, options),
             lock=lock,
         )
     except RunInterrupted as error:
@@ -277,8 +286,28 @@ def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) 
             )
         point = f"at step {error.step}" if error.checkpoint else "before the first checkpoint"
         return _fail(f"interrupted {point}, resume with: {command}", code=code)
-    print(f"done: {_list_results(result.directory)}")
+    print(_describe_end(result.directory, seconds=time.monotonic() - begin))
     return 0
+
+
+def _write_start(loaded: LoadedConfig, options: argparse.Namespace, directory: Path) -> None:
+    """Write the configuration of a start, and record its command line."""
+    write_resolved(loaded, directory)
+    record_start(directory, command=redact_secrets(_format_command(options)))
+
+
+def _describe_end(directory: Path, *, seconds: float) -> str:
+    """Return the last line of a run: its duration and result, the report and the model."""
+    from temper_trainer.metrics.headline import describe_result, format_duration  # slow
+
+    result = describe_result(read_latest_rows(directory / METRICS_FILE))
+    paths = {
+        name: directory / file
+        for name, file in (("report", "report.html"), ("model", "huggingface"))
+        if (directory / file).exists()
+    }
+    parts = [result or f"results in {directory}", *(f"{k} {path}" for k, path in paths.items())]
+    return f"done in {format_duration(seconds)}: {'; '.join(parts)}"
 
 
 def _report(directory: Path) -> int:
@@ -292,22 +321,6 @@ def _report(directory: Path) -> int:
         )
     print(f"wrote {path} and {directory / 'curves.png'}")
     return 0
-
-
-def _list_results(directory: Path) -> str:
-    """Return which results of a finished run the folder contains."""
-    names = (
-        "config.yaml",
-        "metrics.jsonl",
-        "tensorboard",
-        "samples.jsonl",
-        "curves.png",
-        "report.html",
-        "checkpoints",
-        "huggingface",
-    )
-    present = [name for name in names if (directory / name).exists()]
-    return f"{directory} holds {', '.join(present)}"
 
 
 def _format_resume_command(options: argparse.Namespace) -> str:

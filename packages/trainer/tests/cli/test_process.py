@@ -1,6 +1,7 @@
 """Test the command in its own process: its imports, its start and its interruption."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,7 +155,10 @@ def test_run_writes_all_documented_results(story: Story) -> None:
         "huggingface",
     }
     assert promised <= {path.name for path in story.folder.iterdir()}
-    assert story.out.splitlines()[-1].startswith("done: out holds config.yaml, metrics.jsonl")
+    assert re.fullmatch(
+        r"done in .* s: .*; report out/report.html; model out/huggingface",
+        story.out.splitlines()[-1],
+    )
 
 
 @pytest.mark.slow

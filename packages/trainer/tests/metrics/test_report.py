@@ -9,6 +9,7 @@ from rich.console import Console
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.metrics.run_files import last_lines
 from temper_trainer.metrics.run_log import RunLog, SampleRow
+from temper_trainer.metrics.run_starts import record_start
 
 
 @pytest.fixture
@@ -16,6 +17,7 @@ def page(tmp_path: Path) -> tuple[Path, str]:
     """The run folder and the report of a run of three steps."""
     folder = tmp_path / "my <run>"
     write_resolved(load(["experiment=quickstart", "run.seed=7"]), folder)
+    record_start(folder, command="temper-train run.seed=7")
     with RunLog(
         folder, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())
     ) as log:
@@ -41,7 +43,9 @@ def page(tmp_path: Path) -> tuple[Path, str]:
 
 def row(*cells: str) -> str:
     return "".join(
-        f"<td class=number>{c[1:]}</td>" if c.startswith("#") else f"<td class=text>{c}</td>"
+        f"<td class=number>{c[1:]}</td>"
+        if c.startswith("#")
+        else f"<td class=text><div>{c}</div></td>"
         for c in cells
     )
 
@@ -57,15 +61,15 @@ def test_report_is_self_contained(page: tuple[Path, str]) -> None:
 def test_completions_are_escaped_in_the_report(page: tuple[Path, str]) -> None:
     _, text = page
     assert row("#3", "2 &lt; 3", "&lt;script&gt;alert(1)&lt;/script&gt;", "&amp;", "#0.125") in text
-    assert "<script" not in text
+    assert "<script>alert" not in text
     assert "<h1>my &lt;run&gt;</h1>" in text
 
 
 def test_report_shows_the_time_of_each_operation(page: tuple[Path, str]) -> None:
     _, text = page
     # rollout: 0.5 + 1 + 1.5 = 3 of 3 x 2 = 6 seconds.
-    assert row("rl", "step", "#3", "#6", "#2", "100 %") in text
-    assert row("rl", "rollout", "#3", "#3", "#1", "50 %") in text
+    assert row("rl", "step", "#3", "6 s", "2 s", "100 %") in text
+    assert row("rl", "rollout", "#3", "3 s", "1 s", "50 %") in text
 
 
 def test_report_shows_settings_with_origin_evaluations_and_versions(
@@ -75,8 +79,8 @@ def test_report_shows_settings_with_origin_evaluations_and_versions(
     assert row("run.seed", "7", "command line") in text
     assert row("data.train.kind", "arithmetic", "group experiment=quickstart") in text
     assert row("#3", "data.eval", "greedy", "", "0.625") in text
-    assert row("rl", "reward/mean", "#1", "#0.25", "#3", "#0.75") in text
-    assert "<td class=text>torch</td>" in text
+    assert row("rl", "reward/mean", "#1", "#0.250", "#3", "#0.750") in text
+    assert "<td class=text><div>torch</div></td>" in text
 
 
 def test_run_without_logged_steps_has_no_report(tmp_path: Path) -> None:
@@ -103,3 +107,27 @@ def test_failure_to_write_the_report_is_printed_and_not_raised(tmp_path: Path) -
         (tmp_path / "report.html").mkdir()
         log.try_report()
     assert "the report was not written: IsADirectoryError" in text.getvalue()
+
+
+def test_report_begins_with_result_command_and_duration(page: tuple[Path, str]) -> None:
+    _, text = page
+    headline, summary = text.split("<h2>")[:2]
+    assert '<p class="result">greedy 0.625</p>' in headline
+    assert row("command", "temper-train run.seed=7") in summary
+    assert re.search(
+        r"last metrics</div></td><td class=text><div>20\d\d-.* UTC, after [\d.e-]+ s", summary
+    )
+    assert row("steps", "rl 3") in summary
+
+
+def test_long_completions_are_shortened_and_name_the_file(tmp_path: Path) -> None:
+    with RunLog(
+        tmp_path, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())
+    ) as log:
+        log.log_metrics(1, {"reward/mean": 0.5}, phase="rl")
+        log.show_samples(1, [SampleRow(prompt="?", completion="y" * 5000, answer="", reward=0.0)])
+        path = log.report()
+    assert path is not None
+    text = path.read_text(encoding="utf-8")
+    assert f"{'y' * 4000} ... 1000 more characters in samples.jsonl" in text
+    assert "y" * 4001 not in text

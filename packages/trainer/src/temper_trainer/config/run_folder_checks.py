@@ -22,7 +22,14 @@ START_FILES = ("config.yaml", "config_origins.yaml", "tokenizer")
 
 
 _FOLDERS = ("checkpoints", "warm_start", "warm_start/checkpoints")
-_FILES = ("config.yaml", "config_origins.yaml", "metrics.jsonl", "samples.jsonl", "run_id")
+_FILES = (
+    "config.yaml",
+    "config_origins.yaml",
+    "metrics.jsonl",
+    "run_id",
+    "samples.jsonl",
+    "starts.jsonl",
+)
 
 
 UNTRAINED = ".untrained"

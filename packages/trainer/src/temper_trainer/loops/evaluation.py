@@ -174,7 +174,8 @@ def evaluate_all(components: RunComponents, *, step: int, label: str) -> dict[st
             f"eval/{name}/{key}" if name else f"eval/{key}": measured[key] for key in measured
         }
     if metrics:
-        log.log_metrics(step, metrics, phase="eval")
+        # The lines above have the results.
+        log.log_metrics(step, metrics, phase="eval", prints_line=False)
     return metrics
 
 

@@ -32,6 +32,7 @@ from temper_trainer.loops.run_components import EvalSet, RunComponents, build_co
 from temper_trainer.loops.run_folder import RunFolder, export_model
 from temper_trainer.loops.run_setup import open_checkpointer
 from temper_trainer.loops.step_boundary import StepBoundary
+from temper_trainer.metrics.learning_watch import LearningWatch
 from temper_trainer.metrics.run_log import RunLog, SampleRow
 from temper_trainer.progress import Watchdog
 from temper_trainer.reward.scoring import RunningStats
@@ -197,6 +198,7 @@ def _run_steps(
                 ),
             )
 
+        watch = LearningWatch(uses_rewards=not config.teachers)
         for step in range(state.step + 1, run.total_steps + 1):
             # Made before the step, which moves the cursor of the data even if it fails.
             previous_state = make_state(step - 1)
@@ -217,6 +219,8 @@ def _run_steps(
             else:
                 writer.commit_if_written()
             log.log_metrics(step, result.metrics, phase="rl")
+            if warning := watch.observe(step, result.metrics):
+                log.print_line(warning)
             # Before a save is decided: a process that has lost the lock of the folder must save
             # nothing.
             boundary.end_step()

@@ -46,6 +46,7 @@ from temper_trainer.loops.run_setup import (
 )
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.step_boundary import StepBoundary
+from temper_trainer.metrics.run_files import WARM_START_PHASE
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.runtime.runtime_factory import Runtime
 from temper_trainer.runtime.worker_group import WorkerGroup
@@ -286,7 +287,14 @@ def run_supervised(
                     writer.wait()
                 else:
                     writer.commit_if_written()
-                log.log_metrics(step, metrics, phase=stage.phase)
+                log.log_metrics(
+                    step,
+                    metrics,
+                    phase=stage.phase,
+                    # A warm start has hundreds of short updates, and is only a preparation.
+                    prints_line=stage.phase != WARM_START_PHASE
+                    or _ends_tenth(step, total=stage.total_steps),
+                )
                 boundary.end_step()
                 bar.advance()
                 is_last = step == stage.total_steps or stop.is_set
@@ -420,3 +428,8 @@ def _run_update(
         "data/examples": float(len(examples)),
         "time/step_s": seconds,
     }
+
+
+def _ends_tenth(step: int, *, total: int) -> bool:
+    """Return True for the first step, and for the last one of each tenth of the steps."""
+    return step == 1 or step * 10 // total > (step - 1) * 10 // total

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
 from temper_trainer.checkpoint.checkpoint_messages import (
     describe_deletion,
@@ -82,6 +84,8 @@ def train(
     if lock is None:
         with RunLock(Path(config.run.dir)) as lock:
             return train(config, digest=digest, write_config=write_config, lock=lock)
+    # The log has its own bars; those of transformers would appear at each load and save.
+    disable_progress_bar()
     # A killed process leaves its temporary folders behind, so each start removes the folders of
     # processes that no longer exist.
     remove_leftovers()

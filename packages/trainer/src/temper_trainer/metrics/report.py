@@ -1,7 +1,7 @@
 """Write ``report.html``: one self-contained page with the results and settings of a run.
 
-It is made from the files of the run folder: curves, evaluations, times, sampled completions,
-settings with their origins, and the versions of the installed packages.
+It is made from the files of the run folder: result, command and duration, evaluations, curves,
+sampled completions, times, settings with their origins, and versions.
 """
 
 import base64
@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from temper_trainer.metrics.evaluation_report import (
     list_evaluations,
     tabulate_evaluations,
 )
+from temper_trainer.metrics.headline import describe_result, format_duration
 from temper_trainer.metrics.run_files import (
     METRICS_FILE,
     Row,
@@ -30,11 +32,14 @@ from temper_trainer.metrics.run_files import (
     read_latest_rows,
     read_settings,
 )
+from temper_trainer.metrics.run_starts import read_starts
 from temper_trainer.versions import list_installed_versions
 
 REPORT_FILE = "report.html"
-NUM_SAMPLES = 24
+NUM_SAMPLES = 100
 """Number of completions shown; the newest ones."""
+MAX_SAMPLE_CHARACTERS = 4000
+"""Longest text of a sample; samples.jsonl has the rest."""
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #22262c; }
 body { max-width: 1100px; margin: 2em auto; padding: 0 1em; }
@@ -46,7 +51,21 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 td.text { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 30em; }
 td.text { font-family: ui-monospace, monospace; font-size: 12.5px; }
 img { max-width: 100%; }
+.result { font-size: 1.35em; font-weight: 600; margin: 0.2em 0 1em; }
+code { font-size: 12.5px; overflow-wrap: anywhere; }
+input { font: inherit; padding: 4px 8px; width: 24em; margin-bottom: 0.6em; }
+td div { max-height: 16em; overflow-y: auto; }
 """
+SEARCH = """
+document.getElementById("search").addEventListener("input", event => {
+  const words = event.target.value.toLowerCase().split(" ").filter(Boolean);
+  for (const row of document.querySelectorAll("#samples tr:not(:first-child)")) {
+    const text = row.textContent.toLowerCase();
+    row.hidden = !words.every(word => text.includes(word));
+  }
+});
+"""
+"""Hides the samples that lack one of the words in the search field."""
 
 Cells = Sequence[object]
 
@@ -62,25 +81,66 @@ def write_report(directory: Path) -> Path | None:
     rows = read_latest_rows(directory / METRICS_FILE)
     if not rows:
         return None
+    result = describe_result(rows)
     sections = {
+        "Run": _summary(directory, rows),
         "Evaluations": _evaluations(rows),
         "Curves": _curves(draw_curves(directory)),
-        "First and last step": _first_and_last(rows),
-        "Time": _format_times(rows),
         "Samples": _samples(directory / "samples.jsonl"),
+        "Time": _format_times(rows),
+        "First and last step": _first_and_last(rows),
         "Configuration": _configuration(directory),
         "Environment": _environment(),
     }
     body = "".join(f"<h2>{title}</h2>{text}" for title, text in sections.items() if text)
     title = escape(directory.resolve().name)
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-    page = f'<!doctype html><html lang="en">{head}<h1>{title}</h1>{body}</html>'
+    headline = f'<p class="result">{escape(result)}</p>' if result else ""
+    page = f'<!doctype html><html lang="en">{head}<h1>{title}</h1>{headline}{body}</html>'
     path = directory / REPORT_FILE
     # Renamed when complete, so that neither a reader nor a killed process gets half a page.
     partial = path.with_name(f".{REPORT_FILE}.partial")
     partial.write_text(page, encoding="utf-8")
     partial.rename(path)
     return path
+
+
+def _summary(directory: Path, rows: Sequence[Row]) -> str:
+    """Return a table of when and how the run was started, and how long it took."""
+    starts = read_starts(directory)
+    times = [row.time_s for row in rows]
+    if starts:
+        times.append(float(str(starts[0]["time_s"])))
+    steps = [f"{phase} {step}" for phase, step in _count_steps(rows).items()]
+    lines: list[Cells] = [
+        ("started", _format_time(min(times))),
+        (
+            "last metrics",
+            f"{_format_time(max(times))}, after {format_duration(max(times) - min(times))}",
+        ),
+        ("steps", ", ".join(steps)),
+    ]
+    if len(starts) > 1:
+        resumed = (_format_time(float(str(start["time_s"]))) for start in starts[1:])
+        lines.append(("resumed", ", ".join(resumed)))
+    if starts:
+        lines.append(("command", starts[-1]["command"]))
+        if commit := starts[-1].get("commit"):
+            lines.append(("commit", commit))
+    return _table(("", ""), lines)
+
+
+def _count_steps(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the last step of each phase except evaluations."""
+    last: dict[str, int] = {}
+    for row in rows:
+        if row.phase != "eval":
+            last[row.phase] = max(row.step, last.get(row.phase, 0))
+    return last
+
+
+def _format_time(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _evaluations(rows: Sequence[Row]) -> str:
@@ -130,12 +190,12 @@ def _format_times(rows: Sequence[Row]) -> str:
                     phase,
                     name.removeprefix("time/").removesuffix("_s"),
                     len(values),
-                    sum(values),
-                    statistics.median(values),
+                    format_duration(sum(values)),
+                    format_duration(statistics.median(values)),
                     percentage,
                 )
             )
-    heading = ("phase", "operation", "steps", "seconds", "median per step", "of the step")
+    heading = ("phase", "operation", "steps", "total", "median per step", "of the step")
     return _table(heading, lines)
 
 
@@ -145,7 +205,17 @@ def _samples(path: Path) -> str:
     parsed = [parse_line(line) for line in last_lines(path, NUM_SAMPLES)]
     rows = [fields for fields in parsed if fields is not None]
     names = ("step", "prompt", "completion", "answer", "reward")
-    return _table(names, [tuple(row[name] for name in names) for row in rows])
+    lines = [tuple(_shorten(row[name]) for name in names) for row in reversed(rows)]
+    field = '<input id="search" type="search" placeholder="search these samples">'
+    table = f'<div id="samples">{_table(names, lines)}</div>'
+    return f"{field}{table}<script>{SEARCH}</script>"
+
+
+def _shorten(value: object) -> object:
+    if not isinstance(value, str) or len(value) <= MAX_SAMPLE_CHARACTERS:
+        return value
+    num_left = len(value) - MAX_SAMPLE_CHARACTERS
+    return f"{value[:MAX_SAMPLE_CHARACTERS]} ... {num_left} more characters in samples.jsonl"
 
 
 def _configuration(directory: Path) -> str:
@@ -195,8 +265,25 @@ def _table_row(cells: Cells) -> str:
     columns = []
     for cell in cells:
         if isinstance(cell, (int, float)):
-            columns.append(f"<td class=number>{cell:.6g}</td>")
+            columns.append(f"<td class=number>{_format_number(cell)}</td>")
         else:
             # Escaped: completions of a model may contain any markup.
-            columns.append(f"<td class=text>{escape('' if cell is None else str(cell))}</td>")
+            text = escape("" if cell is None else str(cell))
+            columns.append(f"<td class=text><div>{text}</div></td>")
     return f"<tr>{''.join(columns)}</tr>"
+
+
+def _format_number(value: float) -> str:
+    """Return a number with at least four digits where it has them, and no long tail.
+
+    Example:
+        >>> [_format_number(each) for each in (3, 0.9, 0.84412, 163.639, 15234.7, 0.000102259, 0.0)]
+        ['3', '0.900', '0.844', '163.6', '15,235', '1.02e-04', '0']
+    """
+    if value == int(value) if math.isfinite(value) else True:
+        return f"{value:,.0f}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) >= 100:
+        return f"{value:.1f}"
+    return f"{value:.3f}" if abs(value) >= 0.01 else f"{value:.2e}"

@@ -135,13 +135,17 @@ class RunLog(AbstractContextManager["RunLog"]):
         for tracker in self._trackers:
             tracker.close(has_failed=error is not None)
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
+    def log_metrics(
+        self, step: int, metrics: Mapping[str, float], *, phase: str, prints_line: bool = True
+    ) -> None:
         """Record the metrics of a step and print its line; docs/metrics.md explains all names."""
         for tracker in self._trackers:
             tracker.log(step, metrics, phase=phase)
         if self._dashboard is not None:
             self._dashboard.update(metrics)
-        self.print_line(format_step_line(step, metrics, phase=phase, total=self._totals.get(phase)))
+        if prints_line:
+            total = self._totals.get(phase)
+            self.print_line(format_step_line(step, metrics, phase=phase, total=total))
 
     @contextmanager
     def progress_bar(self, phase: str, total: int, start: int = 0) -> Iterator[ProgressBar]:

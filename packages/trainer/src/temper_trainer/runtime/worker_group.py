@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
@@ -58,6 +59,7 @@ class TrainingWorker:
     def __init__(self, *, engine_name: str, config: EngineConfig, num_threads: int | None) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        disable_progress_bar()  # of transformers, which each rank would show when it loads a model
         self._engine: BaseEngine = load_engine_class(engine_name)(config)
         self._advances_per_update = config.schedule.advance == "update"
 
