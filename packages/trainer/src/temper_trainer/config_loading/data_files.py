@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from temper_engine_api.errors import TemperError
@@ -12,6 +13,7 @@ from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.model_folders import has_chat_template
 from temper_trainer.data.rows import Row
+from temper_trainer.reward.row_rewards import find_unknown_rewards
 
 NUM_CHECKED_ROWS = 100
 """Rows to check per file. The run checks all rows; these find a wrong key or format in
@@ -99,12 +101,9 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
         if source.route_key is not None:
             yield from _route_problems(routes, name=name, source=source, teachers=config.teachers)
     if source.reward_key is not None and config.generates_completions:
-        from temper_trainer.reward.row_rewards import check_row_rewards
-
-        try:
-            check_row_rewards(config.reward, [row for part in first_rows for row in part.rows])
-        except TemperError as error:
-            yield f"{name}.reward_key: {error}"
+        selected = [(row.location, row.reward) for part in first_rows for row in part.rows]
+        # One is enough.
+        yield from islice(find_unknown_rewards(config.reward, selected), 1)
     # The run trains it neither on evaluation data nor on a stream.
     if first_rows and name not in config.data.eval_sources and not config.data.streaming:
         rows = [row for part in first_rows for row in part.rows]

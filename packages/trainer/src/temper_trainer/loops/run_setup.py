@@ -17,7 +17,7 @@ from temper_trainer.data.sources import load_pairs, load_rows
 from temper_trainer.loops.run_folder import RunFolder
 from temper_trainer.loops.run_tokenizer import load_or_train_tokenizer, uses_saved_tokenizer
 from temper_trainer.metrics.run_log import RunLog
-from temper_trainer.reward.row_rewards import check_row_rewards
+from temper_trainer.reward.row_rewards import find_unknown_rewards
 from temper_trainer.runtime.checkpoint_verification import make_checkpoint_verifier
 
 
@@ -52,8 +52,9 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
         **{name: load_rows(source) for name, source in sources.items()},
     }
     if config.generates_completions:
-        for rows in problems.values():
-            check_row_rewards(config.reward, rows)
+        selected = ((row.location, row.reward) for rows in problems.values() for row in rows)
+        for problem in find_unknown_rewards(config.reward, selected):
+            raise DataError(problem)
     return problems
 
 

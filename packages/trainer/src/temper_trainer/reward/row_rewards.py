@@ -4,27 +4,27 @@ from collections.abc import Iterable, Iterator
 
 from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.data.rows import DataError, Row
 from temper_trainer.reward.registry import list_registered_names
 from temper_trainer.settings.import_path import is_import_path
 
 
-def check_row_rewards(config: RewardConfig, rows: Iterable[Row]) -> None:
-    """Raise if a row selects an unknown reward.
+def find_unknown_rewards(config: RewardConfig, rewards: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a sentence for each row that selects an unknown reward.
 
     An import path is that of its source, which is checked with the configuration.
 
-    Raises:
-        DataError: With the row and the known names.
+    Args:
+        config: Reward configuration of the run.
+        rewards: Location and selected reward of each row.
     """
     known = {"", *config.defined_names, *list_registered_names()}
     if config.model is not None:
         known.add(REWARD_MODEL)
-    for row in rows:
-        if row.reward not in known and not is_import_path(row.reward):
-            raise DataError(
-                f"{row.location}: the row's reward is {row.reward!r}, which is not a reward: "
-                f"correct the row, or define it. There are {', '.join(sorted(known - {''}))}."
+    for location, reward in rewards:
+        if reward not in known and not is_import_path(reward):
+            yield (
+                f"{location}: the row's reward is {reward!r}, which is not a reward: correct the "
+                f"row, or define it. There are {', '.join(sorted(known - {''}))}."
             )
 
 
