@@ -27,7 +27,7 @@ _HARMLESS_OWNERS = re.compile(
 )
 """Words before `key` and `token` for a column of the data, a special token or a count."""
 _HARMLESS_NEXT = re.compile(
-    r"budget|cost|count|dim|file|ids|length|level|limit|name|path|penalty|type|weight"
+    r"budget|cost|count|dim|file|ids|length|level|limit|name|path|penalty|type|variable|weight"
 )
 """Words after `key`, `token` and the like that make the value no secret."""
 _OWNERS_OF_MANY = ("access", "api", "auth", "bearer", "refresh", "secret")
