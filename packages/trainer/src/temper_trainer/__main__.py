@@ -40,7 +40,6 @@ from temper_trainer.redaction import (
     RedactingFormatter,
     print_redacted_traceback,
     redact_secrets,
-    register_secrets,
 )
 from temper_trainer.run_lock import NO_SPACE, RunLock
 from temper_trainer.runtime.placement import describe_plan
@@ -192,7 +191,6 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
     if options.print:
         print(format_config(loaded), end="")
         return 0
-    register_secrets(loaded.secrets)
     check_external_objects(loaded.config)
     if options.check:
         check_models(loaded)

@@ -67,6 +67,20 @@ def test_wrong_configuration_prints_one_message_and_exits_with_2(
     )
 
 
+@pytest.mark.parametrize(
+    "argument",
+    ["headers={Authorization: 'Bearer ${oc.env:HEADER}'}", "api_key=[1,'${oc.env:HEADER}']"],
+)
+def test_refused_argument_with_a_secret_is_not_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    monkeypatch.setenv("HEADER", "sentinel")  # a name that says of no secret
+    code, out, err = run(capsys, "experiment=quickstart", f"+reward.arguments.{argument}")
+    assert (code, out) == (2, "")
+    assert "<hidden>" in err
+    assert "sentinel" not in err
+
+
 ARCHITECTURE = "actor.engine.model.architecture"
 OPTIMIZER = "actor.engine.optimizer"
 ADAPTER = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8")

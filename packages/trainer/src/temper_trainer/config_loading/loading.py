@@ -40,6 +40,7 @@ from temper_trainer.config_loading.secrets import (
 )
 from temper_trainer.config_loading.structuring import structure
 from temper_trainer.config_loading.unknown_keys import check_keys
+from temper_trainer.redaction import register_secrets
 
 DIGEST_EXCLUDED_KEYS = (
     "run.dir",
@@ -91,6 +92,8 @@ def load(
 ) -> LoadedConfig:
     """Compose and validate a configuration; imports neither torch nor an engine.
 
+    Its secrets are registered: `redact_secrets` hides them from now on, also if it is refused.
+
     Args:
         overrides: As on the command line: ``key=value``, ``group=choice``, ``+key=value``,
             ``~key``.
@@ -112,6 +115,9 @@ def load(
     _check_optional_roles(composition)
     values = expand_home(_with_defaults(composition, engine_class=engine_class))
     assert isinstance(values, dict)
+    # Before values are checked, because messages show them.
+    shown = restore_secret_references(values, composed=composition.values)
+    register_secrets(find_secret_values(values, written=shown))
     values["use_legacy_worker_impl"] = normalize_worker_switch(values["use_legacy_worker_impl"])
     config = structure(values, TrainerConfig, engine_class=engine_class)
     resolved = to_plain(config)
@@ -121,13 +127,11 @@ def load(
         config, set_by_user=_set_by_user(origins, resolved=resolved, engine_class=engine_class)
     )
     check_worker_switch(config)
-    written = restore_secret_references(resolved, composed=composition.values)
     return LoadedConfig(
         config=config,
-        resolved=written,
+        resolved=restore_secret_references(resolved, composed=composition.values),
         origins=origins,
         digest=compute_digest(resolved),
-        secrets=frozenset(find_secret_values(resolved, written=written)),
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -66,8 +66,6 @@ class LoadedConfig:
     """
     digest: str
     """SHA-256, hexadecimal, of the values that influence a training result."""
-    secrets: frozenset[str] = field(default=frozenset(), repr=False)
-    """Values that `resolved` does not show, for `register_secrets`."""
 
 
 def write_resolved(loaded: LoadedConfig, directory: Path) -> None:
