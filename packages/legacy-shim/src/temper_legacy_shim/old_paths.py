@@ -25,6 +25,10 @@ _DEFAULT_SCORE = dict.fromkeys(("default_compute_score", "_default_compute_score
 _MATH = {name: f"{_SCORES}:{name}" for name in ("is_equiv", "last_boxed_only_string", "remove_boxed", "strip_string")}
 _MATH["compute_score"] = f"{_SCORES}:math_score"
 _GSM8K = {"compute_score": f"{_SCORES}:gsm8k_score", "extract_solution": f"{_SCORES}:extract_solution"}
+_HELPERS = f"{_SHIM}.old_helpers"
+_FILES = {name: f"{_HELPERS}:{name}" for name in ("copy", "exists", "makedirs")}
+_TENSORS = {name: f"{_HELPERS}:{name}" for name in ("pad_sequence_to_length", "postprocess_data", "tokenize_and_postprocess_data")}
+_TOKENIZER = {"hf_tokenizer": f"{_HELPERS}:hf_tokenizer"}
 
 MODULES: dict[str, dict[str, str]] = {
     PACKAGE: {"DataProto": _PROTO["DataProto"]},
@@ -35,11 +39,18 @@ MODULES: dict[str, dict[str, str]] = {
         "OpenAIFunctionToolSchema": f"{_SHIM}.old_tools:ToolSchema",
         "ToolResponse": f"{_SHIM}.old_tools:ToolResponse",
     },
-    f"{PACKAGE}.utils": {},
+    f"{PACKAGE}.utils": _TOKENIZER,
+    f"{PACKAGE}.utils.dataset": {},
+    f"{PACKAGE}.utils.dataset.rl_dataset": {"collate_fn": f"{_HELPERS}:collate_fn"},
+    f"{PACKAGE}.utils.fs": dict.fromkeys(("copy_to_local", "copy_local_path_from_hdfs"), f"{_HELPERS}:copy_to_local"),
+    f"{PACKAGE}.utils.hdfs_io": _FILES,
+    f"{PACKAGE}.utils.model": {"compute_position_id_with_mask": f"{_HELPERS}:compute_position_id_with_mask"},
     f"{PACKAGE}.utils.reward_score": _DEFAULT_SCORE,
     f"{PACKAGE}.utils.reward_score.gsm8k": _GSM8K,
     f"{PACKAGE}.utils.reward_score.math": _MATH,
     f"{PACKAGE}.utils.reward_score.math_reward": _MATH,
+    f"{PACKAGE}.utils.tokenizer": _TOKENIZER,
+    f"{PACKAGE}.utils.torch_functional": _TENSORS,
     f"{PACKAGE}.workers": {},
     f"{PACKAGE}.workers.fsdp_workers": _FSDP,
     f"{PACKAGE}.workers.megatron_workers": {

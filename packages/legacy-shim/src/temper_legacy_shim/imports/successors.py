@@ -67,7 +67,9 @@ _tool = "temper_legacy_shim.old_tools:HermesTools calls it in rollouts of severa
 _row((f"{PACKAGE}.tools.base_tool.BaseTool",), "temper_legacy_shim.old_tools:BaseTool", _tool)
 _row((f"{PACKAGE}.tools.schemas.ToolResponse",), "temper_legacy_shim.old_tools:ToolResponse", "")
 _row((f"{PACKAGE}.tools.schemas.OpenAIFunctionToolSchema",), "temper_legacy_shim.old_tools:ToolSchema", "")
-for _module in ("utils.reward_score", *(f"utils.reward_score.{_name}" for _name in ("gsm8k", "math", "math_reward"))):
+_helpers = ("utils", *(f"utils.{_name}" for _name in ("dataset.rl_dataset", "fs", "hdfs_io", "model", "tokenizer", "torch_functional")))
+_scores = ("utils.reward_score", *(f"utils.reward_score.{_name}" for _name in ("gsm8k", "math", "math_reward")))
+for _module in (*_helpers, *_scores):
     for _name, _target in MODULES[f"{PACKAGE}.{_module}"].items():
         _row(_in((_module,), _name), _target, "")
 _proto = "sequences lie end to end in it; padded mappings are converted by temper_engine_api.padding"
@@ -119,6 +121,18 @@ WITHOUT: tuple[tuple[str, str], ...] = (
     (f"{PACKAGE}.utils.dataset", "data is read by temper_trainer.data; columns are named in its configuration"),
     (f"{PACKAGE}.tools", "copy the tool, and derive it from temper_legacy_shim.old_tools.BaseTool"),
     (f"{PACKAGE}.utils.tracking", "trackers are chosen in run.trackers"),
+    (f"{PACKAGE}.utils.hf_processor", "images are out of scope; transformers.AutoProcessor reads the processor"),
+    (f"{PACKAGE}.utils.distributed", "call torch.distributed.init_process_group() before init_model()"),
+    (f"{PACKAGE}.utils.device", "use torch.accelerator"),
+    (f"{PACKAGE}.utils.profiler", "an engine profiles itself: see profile_to in docs/engines/fsdp.md"),
+    (f"{PACKAGE}.trainer.ppo.metric_utils", "temper-train computes metrics: docs/metrics.md lists them"),
+    (f"{PACKAGE}.trainer.ppo.reward", "a reward is a function: name it in reward.function"),
+    (f"{PACKAGE}.trainer.fsdp_sft_trainer", "run temper-train algorithm=sft"),
+    (f"{PACKAGE}.experimental.agent_loop", "rollouts of several turns are environments: docs/how-to/environment.md"),
+    (f"{PACKAGE}.workers.engine", "see docs/writing-an-engine.md for what an engine does"),
+    (f"{PACKAGE}.workers.config", "an engine has one configuration: FSDPConfig or MegatronConfig"),
+    (f"{PACKAGE}.models", "models are those of transformers: docs/models.md"),
+    (f"{PACKAGE}.third_party", "sampling is temper_trainer.rollout's, behind its Sampler"),
 )
 """Advice for names without a successor, by the beginning of their path; the first that fits counts."""
 
