@@ -6,8 +6,12 @@ r"""Train a 0.4B model on generated word problems with `temper-train`, on one GP
 Every run is `temper-train experiment=quickstart` in its own process, with the layers of
 Qwen2.5-0.5B and a vocabulary of words: a warm start on demonstrations of which half are wrong,
 then reinforcement learning (or distillation from the model of the first run) in bf16 with the
-`hf` sampler. Results are appended to FOLDER/rows.jsonl, the metrics of every step to
-FOLDER/NAME.jsonl. Runs that are `ok` in FOLDER/rows.jsonl are skipped, so the same command
+`hf` sampler. The runs of `--runs lora,sft,dpo,reward-model` start from the warm start that the run
+`grpo` saved: reinforcement learning of an adapter, and supervised training on right (and wrong)
+solutions, whose saved models are evaluated afterwards.
+
+Results are appended to FOLDER/rows.jsonl, the metrics of every step to FOLDER/NAME.jsonl. Runs that
+are `ok` in FOLDER/rows.jsonl are skipped, so the same command
 continues an interrupted measurement. `--parallel N` runs N of them on the GPU at once: learning
 curves stay the same, times do not. `--rehearse` runs a tiny model on a CPU.
 
@@ -30,6 +34,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from temper_trainer.config.data import SourceConfig
+from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from tools.gpu.engine_fsdp import write_entry_points
 from tools.gpu.workload import Rows
 
@@ -42,7 +48,9 @@ SHAPE = {
 }
 """Layer sizes of Qwen/Qwen2.5-0.5B."""
 TEACHER = "grpo"
-"""Name of the run whose saved model is the teacher of `distillation`."""
+"""Name of the run whose saved model is the teacher of `distillation`, and whose warm start is the
+base model of the runs in `FROM_WARM_START`.
+"""
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "ppo": ("algorithm=ppo", "algorithm.group_size=4", "critic.engine.optimizer.lr=3e-5"),
@@ -57,6 +65,39 @@ RUNS: dict[str, tuple[str, ...]] = {
     "distillation": ("algorithm=distill", "algorithm.group_size=4"),
 }
 """Configuration overrides by run without vLLM, most important first."""
+_PAIRS = (
+    "data.train.kind=jsonl",
+    "data.train.paths=[PAIRS]",
+    "data.train.prompt_key=prompt",
+    "~data.train.seed",
+)
+_SUPERVISED = (
+    "~data.eval",
+    "~run.eval_every",
+    "~run.eval_sampled",
+    "~run.eval_sampling",
+    "~sampling",
+    "batching.prompts_per_step=128",
+)
+FROM_WARM_START: dict[str, tuple[str, ...]] = {
+    "lora": (
+        "actor.engine.lora.rank=32",
+        "actor.engine.lora.alpha=64",
+        "actor.engine.optimizer.lr=1e-4",
+    ),
+    "sft": ("task=sft", *_SUPERVISED, "actor.engine.optimizer.lr=5e-5"),
+    "dpo": ("task=dpo", "ref=frozen", *_SUPERVISED, *_PAIRS, "actor.engine.optimizer.lr=1e-5"),
+    "reward-model": (
+        "task=rm",
+        "actor.engine.model.model_type=reward_model",
+        *_SUPERVISED,
+        *_PAIRS,
+        "actor.engine.optimizer.lr=5e-5",
+    ),
+}
+"""Configuration overrides of runs that start from the warm start of `grpo`."""
+SUPERVISED_RUNS = ("sft", "dpo", "reward-model")
+"""Runs without sampling, so without rewards or evaluations during training."""
 _TOOL = (
     "environment.name=calculator",
     "environment.call_start=''",
@@ -114,19 +155,84 @@ def list_overrides(
     if name in VLLM_RUNS:
         server = [f"runtime.rollout_python={rollout_python}"]
         server += _VLLM_ON_CPU if rehearse else _VLLM_ON_GPU
+    chosen = (RUNS | FROM_WARM_START | VLLM_RUNS)[name]
+    base: list[str] = []
+    if name in FROM_WARM_START:
+        # Without the sizes and the settings of the warm start, which the saved model replaces.
+        size = [each for each in size if not each.startswith(("warm_start.", architecture))]
+        tiny = [each for each in tiny if not each.startswith("warm_start.")]
+        base = [
+            "warm_start=null",
+            f"~{architecture}",
+            f"actor.engine.model.path={out / TEACHER / 'warm_start' / 'huggingface'}",
+            "data.tokenizer.kind=pretrained",
+            f"data.tokenizer.path={out / TEACHER / 'tokenizer'}",
+        ]
+        if any(each.startswith("task=") for each in chosen):
+            unused = ("data.eval.", "run.eval_", "rollout.")
+            size = [each for each in size if not each.startswith(unused)]
+            tiny = [each for each in tiny if not each.startswith(unused)]
     return [
         "experiment=quickstart",
         *(tiny if rehearse else size),
         f"run.dir={out / name}",
         "run.save_every=1000",
         *teacher,
-        *(RUNS | VLLM_RUNS)[name],
+        *base,
+        *(each.replace("PAIRS", str(out / "pairs.jsonl")) for each in chosen),
         *server,
     ]
 
 
-def run(rows: Rows, name: str, *, out: Path, limit_s: float, overrides: Sequence[str]) -> None:
-    """Run one training and add its row; the row of a failed run contains the end of its log."""
+def list_evaluation_overrides(name: str, *, out: Path, rehearse: bool) -> list[str]:
+    """Return the overrides that evaluate the saved model of a supervised run."""
+    device = [] if rehearse else ["actor.engine.device=cuda", "actor.engine.precision.compute=bf16"]
+    return [
+        "experiment=quickstart",
+        "task=eval",
+        "warm_start=null",
+        "~actor.engine.model.architecture",
+        f"actor.engine.model.path={out / name / 'huggingface'}",
+        "data.tokenizer.kind=pretrained",
+        f"data.tokenizer.path={out / TEACHER / 'tokenizer'}",
+        "data.eval.max_rows=200",
+        f"run.dir={out / f'{name}-eval'}",
+        *device,
+        *([] if rehearse else ["rollout.dtype=bf16"]),
+    ]
+
+
+def write_pairs(path: Path, *, num_pairs: int, seed: int, split: str) -> None:
+    """Write right and wrong solutions of generated problems as preference pairs."""
+    source = SourceConfig(
+        kind="arithmetic", split=split, seed=seed, max_rows=num_pairs, wrong_first_operation=1.0
+    )
+    lines = [
+        json.dumps({"prompt": row.prompt, "chosen": row.answer, "rejected": row.solution})
+        for row in generate_arithmetic_rows(source)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def run(
+    rows: Rows,
+    name: str,
+    *,
+    out: Path,
+    limit_s: float,
+    overrides: Sequence[str],
+    evaluation: Sequence[str] = (),
+) -> None:
+    """Run one training and add its row; the row of a failed run contains the end of its log.
+
+    Args:
+        rows: Results so far.
+        name: Name of the run.
+        out: Folder of all runs.
+        limit_s: Time limit of the training.
+        overrides: Overrides of the training.
+        evaluation: Overrides of an evaluation after it; empty for none.
+    """
     command = [sys.executable, "-m", "temper_trainer", *overrides]
     start = time.perf_counter()
     log = out / f"{name}.txt"
@@ -147,6 +253,16 @@ def run(rows: Rows, name: str, *, out: Path, limit_s: float, overrides: Sequence
     if metrics.exists():
         shutil.copy(metrics, out / f"{name}.jsonl")
         row |= summarize(metrics)
+    if code == 0 and evaluation:
+        with log.open("a") as output:
+            subprocess.run(
+                [sys.executable, "-m", "temper_trainer", *evaluation],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=True,
+            )
+        after = summarize(out / f"{name}-eval" / "metrics.jsonl")
+        row |= {key: value for key, value in after.items() if key.startswith("eval")}
     if code != 0:
         row["log"] = log.read_text(errors="replace").splitlines()[-25:]
     rows.add(row)
@@ -163,7 +279,7 @@ def summarize(metrics: Path) -> dict[str, object]:
         if values:
             row[key] = round(statistics.median(values), 3)
     for key in sorted({key for step in steps for key in step}):
-        if key.startswith("eval") or key == "reward/mean":
+        if key.startswith("eval") or key in ("reward/mean", "preference/accuracy"):
             row[key] = [round(step[key], 4) for step in steps if key in step]
     return row
 
@@ -228,6 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         entry_points = Path(tempfile.mkdtemp(prefix="temper-entry-points-"))
         write_entry_points(entry_points)
         os.environ["PYTHONPATH"] = f"{entry_points}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    write_pairs(out / "pairs.jsonl", num_pairs=8000, seed=5, split="train")
     deadline = time.monotonic() + chosen.budget_s
     finished = find_finished(out)
     rows = Rows(path=out / "rows.jsonl")
@@ -244,12 +361,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rollout_python=chosen.rollout_python,
             steps=chosen.steps,
         )
-        run(rows, name, out=out, limit_s=left, overrides=overrides)
+        evaluation = (
+            list_evaluation_overrides(name, out=out, rehearse=chosen.rehearse)
+            if name in ("sft", "dpo")
+            else []
+        )
+        run(rows, name, out=out, limit_s=left, overrides=overrides, evaluation=evaluation)
 
     with ThreadPoolExecutor(chosen.parallel) as pool:
         names = [name for name in chosen.runs.split(",") if name not in finished]
         list(pool.map(run_if_time, names))
-    measured = [name for name in chosen.runs.split(",") if (out / f"{name}.jsonl").exists()]
+    measured = [
+        name
+        for name in chosen.runs.split(",")
+        if (out / f"{name}.jsonl").exists() and name not in SUPERVISED_RUNS
+    ]
     plot(out, measured)
 
 

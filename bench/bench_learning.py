@@ -1,0 +1,530 @@
+r"""Measure whether each algorithm learns: accuracy before and after 60 steps, with a curve.
+
+    python -m bench.bench_learning run --out FOLDER [--methods NAME,...] [--budget-s N]
+        [--parallel N] [--rehearse]
+    python -m bench.bench_learning table --out FOLDER
+
+All methods start from the warm start of the quickstart (seed 0), whose demonstrations are half
+wrong. `run` tries a grid of learning rates on seed 0, and repeats the best one on two more seeds.
+Every run is a `temper-train` process with one thread. Its row is appended to FOLDER/rows.jsonl at
+its end, and runs that have a row are skipped, so the same command continues an interrupted
+measurement. `table` prints one line per method, and draws FOLDER/curves.png.
+
+On-policy methods take one update per step. Methods whose loss differs from the policy gradient only
+after the first update take four. Preference, SFT and reward-model methods train on right against
+wrong solutions of the same problems. `--rehearse` runs every method once for two steps.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.gpu.engine_fsdp import write_entry_points
+from tools.gpu.train_arithmetic import is_installed, write_pairs
+from tools.gpu.workload import Rows
+
+STEPS = 60
+SEEDS = (0, 1, 2)
+"""The learning rate is chosen on the first one."""
+NUM_PROBLEMS = 500
+"""Held-out problems of each evaluation."""
+NUM_PAIRS = 8000
+_REHEARSAL = ("warm_start.total_steps=15", "run.total_steps=2", "data.eval.max_rows=16")
+SHORTEST_S = 60.0
+"""Seconds that must be left to start a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """An algorithm with its settings, and where its success is read."""
+
+    overrides: tuple[str, ...]
+    rates: tuple[float, ...] = (2e-4, 4e-4, 8e-4)
+    """Learning rates of the actor to choose from."""
+    kind: str = "rl"
+    """rl: evaluated by the run itself; sft and dpo: the saved model is evaluated; rm: accuracy on
+    held-out pairs.
+    """
+
+
+_FOUR = ("batching.num_mini_batches=4",)
+_FOUR_RATES = (5e-5, 1e-4, 2e-4)
+# As many completions per step as 32 groups of 8.
+_SINGLE = ("batching.prompts_per_step=256",)
+_TEACHER = (
+    "algorithm=distill",
+    "batching.prompts_per_step=128",
+    "teachers.main.engine.model.path=TEACHER",
+    "teachers.main.engine.device=cpu",
+    "teachers.main.engine.precision.compute=fp32",
+)
+_PAIRS = (
+    "data.train.kind=jsonl",
+    "data.train.paths=[PAIRS]",
+    "data.train.prompt_key=prompt",
+    "~data.train.seed",
+)
+_SUPERVISED_RATES = (5e-5, 2e-4, 1e-3)
+# Both solutions of a pair become unlikely at higher rates, and the policy loses its format.
+_PREFERENCE_RATES = (3e-6, 1e-5, 5e-5)
+_GDPO = "reward.components={gsm8k_strict: 1.0, gsm8k_flexible: 1.0}"
+
+METHODS: Mapping[str, Method] = {
+    # Advantage estimators, one update per step.
+    "grpo": Method(overrides=("algorithm=grpo",)),
+    "dr_grpo": Method(overrides=("algorithm=dr_grpo",), rates=(4e-4, 8e-4, 1.6e-3)),
+    "rloo": Method(overrides=("algorithm=rloo",)),
+    "reinforce_plus_plus": Method(overrides=("algorithm=reinforce_plus_plus", *_SINGLE)),
+    "reinforce_plus_plus_baseline": Method(
+        overrides=("algorithm=grpo", "algorithm.advantage=reinforce_plus_plus_baseline")
+    ),
+    "remax": Method(overrides=("algorithm=remax", *_SINGLE)),
+    "opo": Method(overrides=("algorithm=opo",)),
+    "gpg": Method(overrides=("algorithm=gpg",)),
+    "gdpo": Method(overrides=("algorithm=gdpo", _GDPO)),
+    "gae": Method(overrides=("algorithm=ppo", *_SINGLE, "critic.engine.optimizer.lr=1e-3")),
+    # Data flow.
+    "dapo": Method(overrides=("algorithm=dapo",)),
+    # Policy losses, four updates per step.
+    "ppo": Method(overrides=("algorithm=grpo", *_FOUR), rates=_FOUR_RATES),
+    "gspo": Method(overrides=("algorithm=gspo", *_FOUR), rates=_FOUR_RATES),
+    "cispo": Method(overrides=("algorithm=cispo", *_FOUR), rates=_FOUR_RATES),
+    "gmpo": Method(overrides=("algorithm=gmpo", *_FOUR), rates=_FOUR_RATES),
+    "clip_cov": Method(overrides=("algorithm=clip_cov", *_FOUR), rates=_FOUR_RATES),
+    "kl_cov": Method(overrides=("algorithm=kl_cov", *_FOUR), rates=_FOUR_RATES),
+    "sapo": Method(overrides=("algorithm=sapo", *_FOUR), rates=_FOUR_RATES),
+    # Distillation from the finished quickstart.
+    "reverse_kl": Method(overrides=_TEACHER),
+    "reverse_kl as reward": Method(
+        overrides=(*_TEACHER, "distillation.apply_as=reward", "distillation.kl_estimator=k1")
+    ),
+    "forward_kl": Method(
+        overrides=(*_TEACHER, "distillation.objective=forward_kl", "distillation.top_k=16")
+    ),
+    "jensen_shannon": Method(
+        overrides=(*_TEACHER, "distillation.objective=jensen_shannon", "distillation.top_k=16")
+    ),
+    # Right against wrong solutions.
+    "sft": Method(overrides=("task=sft",), rates=(2e-4, 5e-4, 1e-3), kind="sft"),
+    "dpo": Method(
+        overrides=("task=dpo", "ref=frozen", *_PAIRS), rates=_PREFERENCE_RATES, kind="dpo"
+    ),
+    "dpo with sft_coef": Method(
+        overrides=("task=dpo", "ref=frozen", *_PAIRS, "preference.sft_coef=1.0"),
+        rates=(5e-5, 2e-4, 5e-4),
+        kind="dpo",
+    ),
+    "dpo with ipo": Method(
+        overrides=("task=dpo", "ref=frozen", *_PAIRS, "preference.loss=ipo"),
+        rates=_PREFERENCE_RATES,
+        kind="dpo",
+    ),
+    "dpo with hinge": Method(
+        overrides=("task=dpo", "ref=frozen", *_PAIRS, "preference.loss=hinge"),
+        rates=_PREFERENCE_RATES,
+        kind="dpo",
+    ),
+    "reward model": Method(
+        overrides=("task=rm", "actor.engine.model.model_type=reward_model", *_PAIRS),
+        rates=_SUPERVISED_RATES,
+        kind="rm",
+    ),
+}
+
+
+Job = tuple[str, float, int]
+"""Method, learning rate and seed of one run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Folder of a measurement, and how to start its runs."""
+
+    out: Path
+    rows: Rows
+    deadline: float
+    """time.monotonic() at which no run may continue."""
+    steps: int = STEPS
+    num_problems: int = NUM_PROBLEMS
+    is_rehearsal: bool = False
+
+    def train(self, overrides: Sequence[str], *, log: Path) -> int | str:
+        """Run temper-train; return its exit status, or a sentence if the time was over."""
+        command = [sys.executable, "-m", "temper_trainer", *overrides]
+        with log.open("w") as output:
+            try:
+                return subprocess.run(
+                    command,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    timeout=max(self.deadline - time.monotonic(), 1),
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return "stopped, because the time was over"
+
+
+def start_from(model: Path, tokenizer: Path) -> list[str]:
+    """Return the quickstart's overrides that start from a saved model without a warm start."""
+    return [
+        "experiment=quickstart",
+        "warm_start=null",
+        "~actor.engine.model.architecture",
+        f"actor.engine.model.path={model}",
+        "data.tokenizer.kind=pretrained",
+        f"data.tokenizer.path={tokenizer}",
+        "run.save_every=100000",
+        "run.progress=false",
+    ]
+
+
+def prepare(bench: Bench, names: Sequence[str]) -> None:
+    """Make what the methods share: the warm start, the teacher if one needs it, and the pairs."""
+    quickstart = ["experiment=quickstart", *(_REHEARSAL if bench.is_rehearsal else ())]
+    make_quickstart(bench, "warm", [*quickstart, "run.total_steps=1", "data.eval.max_rows=16"])
+    if any("TEACHER" in override for name in names for override in METHODS[name].overrides):
+        make_quickstart(bench, "teacher", quickstart)
+    for name, seed, split in (("pairs", 5, "train"), ("held_out_pairs", 6, "test")):
+        if not (bench.out / f"{name}.jsonl").exists():
+            size = NUM_PAIRS if split == "train" else NUM_PROBLEMS
+            write_pairs(bench.out / f"{name}.jsonl", num_pairs=size, seed=seed, split=split)
+
+
+def make_quickstart(bench: Bench, name: str, overrides: Sequence[str]) -> None:
+    """Run the quickstart in a subfolder, unless it has finished there."""
+    folder = bench.out / name
+    if (folder / "huggingface" / "config.json").exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    log = bench.out / f"{name}.txt"
+    code = bench.train([*overrides, f"run.dir={folder}"], log=log)
+    if code != 0:
+        raise SystemExit(f"the quickstart failed ({code}): read {log}")
+
+
+def measure(bench: Bench, name: str, *, rate: float, seed: int) -> None:
+    """Run one method with a learning rate and a seed, and add its row."""
+    method = METHODS[name]
+    label = f"{name.replace(' ', '_').replace(',', '')}-{rate:g}-{seed}"
+    run_dir = bench.out / "runs" / label
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.parent.mkdir(exist_ok=True)
+    log = run_dir.parent / f"{label}.txt"
+    warm = bench.out / "warm" / "warm_start" / "huggingface"
+    tokenizer = bench.out / "warm" / "tokenizer"
+    evaluates = method.kind == "rl"
+    placed = [
+        override.replace("TEACHER", str(bench.out / "teacher" / "huggingface")).replace(
+            "PAIRS", str(bench.out / "pairs.jsonl")
+        )
+        for override in method.overrides
+    ]
+    started = time.perf_counter()
+    code = bench.train(
+        [
+            *start_from(warm, tokenizer),
+            *([] if evaluates else list_without_evaluation()),
+            *placed,
+            f"actor.engine.optimizer.lr={rate}",
+            f"run.seed={seed}",
+            f"run.total_steps={bench.steps}",
+            *(
+                [f"run.eval_every={bench.steps}", f"data.eval.max_rows={bench.num_problems}"]
+                if evaluates
+                else []
+            ),
+            f"run.dir={run_dir}",
+            f"run.save_model={str(not evaluates).lower()}",
+        ],
+        log=log,
+    )
+    row: dict[str, object] = {
+        "method": name,
+        "rate": rate,
+        "seed": seed,
+        "ok": code == 0,
+        "exit": code,
+    }
+    if code == 0:
+        row |= read_curve(run_dir / "metrics.jsonl")
+        if method.kind in ("sft", "dpo"):
+            row |= evaluate_saved(bench, run_dir, warm=warm, tokenizer=tokenizer)
+        if method.kind == "rm":
+            row |= judge_held_out_pairs(bench, run_dir, warm=warm, tokenizer=tokenizer)
+        if "greedy_after" not in row:  # the time was over before the evaluation ended
+            return
+    else:
+        row["log"] = log.read_text(errors="replace").splitlines()[-15:]
+    row["wall_s"] = round(time.perf_counter() - started, 1)
+    if code == 0 or isinstance(code, int):
+        bench.rows.add(row)
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def list_without_evaluation() -> list[str]:
+    """Return the overrides without the held-out problems, and with the size of an update."""
+    return [
+        "~data.eval",
+        "~run.eval_every",
+        "~run.eval_sampled",
+        "~run.eval_sampling",
+        "~sampling",
+        "batching.prompts_per_step=64",
+    ]
+
+
+def read_curve(metrics: Path) -> dict[str, object]:
+    """Return the metric that a reader follows, by step, and accuracies before and after."""
+    steps = [json.loads(line) for line in metrics.read_text().splitlines() if line]
+    result: dict[str, object] = {}
+    for key in ("reward/mean", "preference/accuracy", "loss/mean", "train/loss"):
+        values = [round(step[key], 5) for step in steps if key in step]
+        if values:
+            result[key] = values
+    for kind in ("greedy", "sampled"):
+        values = [step[f"eval/{kind}/reward"] for step in steps if f"eval/{kind}/reward" in step]
+        if values:
+            result[f"{kind}_before"], result[f"{kind}_after"] = values[0], values[-1]
+    return result
+
+
+def evaluate_saved(
+    bench: Bench, run_dir: Path, *, warm: Path, tokenizer: Path
+) -> dict[str, object]:
+    """Return the accuracy of the saved model, and of the model that training began with."""
+    result: dict[str, object] = {}
+    for moment, model in (("before", warm), ("after", run_dir / "huggingface")):
+        folder = run_dir / f"eval_{moment}"
+        code = bench.train(
+            [
+                *start_from(model, tokenizer),
+                "task=eval",
+                f"data.eval.max_rows={bench.num_problems}",
+                f"run.dir={folder}",
+            ],
+            log=run_dir / f"eval_{moment}.txt",
+        )
+        if code == 0:
+            values = read_curve(folder / "metrics.jsonl")
+            result |= {
+                f"{kind}_{moment}": values[f"{kind}_after"] for kind in ("greedy", "sampled")
+            }
+    return result
+
+
+def judge_held_out_pairs(
+    bench: Bench, run_dir: Path, *, warm: Path, tokenizer: Path
+) -> dict[str, object]:
+    """Return the accuracy on held-out pairs, as one update with learning rate 0 measures it."""
+    result: dict[str, object] = {}
+    held_out = bench.out / "held_out_pairs.jsonl"
+    for moment, model in (("before", warm), ("after", run_dir / "huggingface")):
+        folder = run_dir / f"judge_{moment}"
+        code = bench.train(
+            [
+                *start_from(model, tokenizer),
+                *list_without_evaluation(),
+                "task=rm",
+                "actor.engine.model.model_type=reward_model",
+                *(each.replace("PAIRS", str(held_out)) for each in _PAIRS),
+                f"batching.prompts_per_step={NUM_PROBLEMS}",
+                "actor.engine.optimizer.lr=0",
+                "run.total_steps=1",
+                "run.save_model=false",
+                f"run.dir={folder}",
+            ],
+            log=run_dir / f"judge_{moment}.txt",
+        )
+        if code == 0:
+            accuracy = read_curve(folder / "metrics.jsonl")["preference/accuracy"]
+            assert isinstance(accuracy, list)
+            result[f"greedy_{moment}"] = accuracy[0]
+    return result
+
+
+def find_best_rate(rows: Sequence[Mapping[str, object]], name: str) -> float | None:
+    """Return the learning rate of the best result on the first seed; None while one is missing."""
+    own = {
+        row["rate"]: row.get("greedy_after", -1.0) if row["ok"] else -1.0
+        for row in rows
+        if row["method"] == name and row["seed"] == SEEDS[0]
+    }
+    if set(own) != set(METHODS[name].rates):
+        return None
+    return max(METHODS[name].rates, key=lambda rate: own[rate])
+
+
+def read_rows(out: Path) -> list[dict[str, object]]:
+    """Return the rows of all runs so far."""
+    path = out / "rows.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def list_missing(bench: Bench, names: Sequence[str]) -> list[Job]:
+    """Return what has no row: each method's grid, then its best rate on the other seeds."""
+    rows = read_rows(bench.out)
+    finished = {(row["method"], row["rate"], row["seed"]) for row in rows}
+    jobs: list[Job] = []
+    for name in names:
+        rates = METHODS[name].rates[:1] if bench.is_rehearsal else METHODS[name].rates
+        jobs += [(name, rate, SEEDS[0]) for rate in rates]
+        best = find_best_rate(rows, name)
+        jobs += [(name, best, seed) for seed in SEEDS[1:] if best is not None]
+    return [job for job in jobs if job not in finished]
+
+
+def run_all(bench: Bench, names: Sequence[str], *, parallel: int) -> None:
+    """Run what is missing, method by method; a failed run has a row and is not repeated."""
+    lock = threading.Lock()
+    claimed: set[Job] = set()
+
+    def has_time() -> bool:
+        return bench.deadline - time.monotonic() >= SHORTEST_S
+
+    def work() -> None:
+        while has_time():
+            with lock:
+                missing = list_missing(bench, names)
+                job = next((each for each in missing if each not in claimed), None)
+                if job is not None:
+                    claimed.add(job)
+            if job is not None:
+                measure(bench, job[0], rate=job[1], seed=job[2])
+            elif missing:
+                time.sleep(1)  # the result of a running job may add jobs
+            else:
+                return
+
+    with ThreadPoolExecutor(parallel) as pool:
+        for worker in [pool.submit(work) for _ in range(parallel)]:
+            worker.result()
+
+
+def print_table(out: Path) -> None:
+    """Print the results of each method on its seeds, and draw its curves."""
+    rows = read_rows(out)
+    header = ("method", "learning rate", "greedy, before", "after, by seed")
+    print("| " + " | ".join([*header, "sampled, before", "after, by seed", "gain"]) + " |")
+    print("|---|---|---|---|---|---|---|")
+    curves: dict[str, list[list[float]]] = {}
+    for name in METHODS:
+        if (best := find_best_rate(rows, name)) is None:
+            continue
+        own = [row for row in rows if (row["method"], row["rate"]) == (name, best) and row["ok"]]
+        if len(own) < len(SEEDS):
+            print(f"| `{name}` | {best:g} | | not complete | | | |")
+            continue
+        curves[name] = [get_curve(row) for row in own]
+        cells = [f"`{name}`", f"{best:g}"]
+        for kind in ("greedy", "sampled"):
+            before = [row[f"{kind}_before"] for row in own if f"{kind}_before" in row]
+            after = [row[f"{kind}_after"] for row in own if f"{kind}_after" in row]
+            cells += [_mean(before), ", ".join(f"{value:.3f}" for value in after) or "-"]
+        print("| " + " | ".join([*cells, describe_gain(own)]) + " |")
+    draw_curves(out / "curves.png", curves)
+
+
+def describe_gain(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return the mean gain in greedy accuracy with its standard error.
+
+    The error has two parts: of the held-out problems (binomial, before and after), and of the mean
+    over seeds.
+    """
+    gains = [row["greedy_after"] - row["greedy_before"] for row in rows]  # type: ignore[operator]
+    error = statistics.stdev(gains) ** 2 / len(gains) if len(gains) > 1 else 0.0
+    for moment in ("before", "after"):
+        accuracy = statistics.fmean(row[f"greedy_{moment}"] for row in rows)  # type: ignore[misc]
+        error += accuracy * (1 - accuracy) / NUM_PROBLEMS
+    gain = statistics.fmean(gains)
+    verdict = "" if gain >= 2 * math.sqrt(error) else ", not shown to learn here"
+    return f"{gain:+.3f} +- {math.sqrt(error):.3f}{verdict}"
+
+
+def get_curve(row: Mapping[str, object]) -> list[float]:
+    """Return the training reward of a run, or the accuracy on its pairs."""
+    for key in ("reward/mean", "preference/accuracy", "loss/mean", "train/loss"):
+        if key in row:
+            values = row[key]
+            assert isinstance(values, list)
+            return values
+    return []
+
+
+def draw_curves(path: Path, curves: Mapping[str, Sequence[Sequence[float]]]) -> None:
+    """Draw one small plot per method: each seed, smoothed over five steps."""
+    # Imported here because runs alone do not need matplotlib.
+    from matplotlib.figure import Figure
+
+    columns = 5
+    height = math.ceil(len(curves) / columns)
+    figure = Figure(figsize=(2.2 * columns, 1.7 * height), layout="constrained")
+    grid = figure.subplots(height, columns, sharex=True, squeeze=False)
+    for axes, (name, seeds) in zip(grid.flat, curves.items(), strict=False):
+        for values in seeds:
+            smooth = [statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+            axes.plot(range(1, len(values) + 1), smooth, linewidth=1)
+        axes.set_title(name, fontsize=8)
+        axes.tick_params(labelsize=6)
+        axes.grid(alpha=0.3)
+    for axes in list(grid.flat)[len(curves) :]:
+        axes.axis("off")
+    figure.savefig(path, dpi=110)
+
+
+def _mean(values: Sequence[object]) -> str:
+    return f"{statistics.fmean(values):.3f}" if values else "-"  # type: ignore[type-var]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the missing runs, or print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--methods", default=",".join(METHODS))
+    running.add_argument("--budget-s", type=float, default=36_000.0)
+    running.add_argument("--parallel", type=int, default=1)
+    running.add_argument("--rehearse", action="store_true")
+    tabulating = commands.add_parser("table")
+    for command in (running, tabulating):
+        command.add_argument("--out", type=Path, required=True)
+    chosen = parser.parse_args(arguments)
+    out = chosen.out.resolve()
+    if chosen.command == "table":
+        print_table(out)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not is_installed("temper-engine-fsdp"):
+        entry_points = Path(tempfile.mkdtemp(prefix="temper-entry-points-"))
+        write_entry_points(entry_points)
+        os.environ["PYTHONPATH"] = f"{entry_points}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    bench = Bench(
+        out=out,
+        rows=Rows(path=out / "rows.jsonl"),
+        deadline=time.monotonic() + chosen.budget_s,
+        steps=2 if chosen.rehearse else STEPS,
+        num_problems=16 if chosen.rehearse else NUM_PROBLEMS,
+        is_rehearsal=chosen.rehearse,
+    )
+    names = chosen.methods.split(",")
+    prepare(bench, names)
+    run_all(bench, names, parallel=chosen.parallel)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
