@@ -115,8 +115,8 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
         leave_groups(membership)
         raise
     if loss_scale.is_enabled:
-        # Through Megatron and not in our loss function: its schedules also scale the router losses,
-        # which do not pass through the objective.
+        # Let Megatron scale the loss. Its schedules also scale the router losses, which do not pass
+        # through the objective.
         translation.transformer_config.grad_scale_func = lambda loss: loss * loss_scale.value
     return components
 
@@ -142,8 +142,8 @@ def _build(
             membership=membership,
             adapter=placement,
         )
-    # Before the weights are loaded: the optimizer makes float32 copies of 16-bit parameters, and
-    # `ShardedState.fill` below sets a parameter together with its copy.
+    # Build the optimizer before the weights are loaded. It makes float32 copies of 16-bit
+    # parameters, and `ShardedState.fill` below sets each parameter together with its copy.
     optimizer = _build_optimizer(config, chunks=chunks, membership=membership)
     base_map, adapter_map = (
         ParameterMap(

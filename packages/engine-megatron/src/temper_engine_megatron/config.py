@@ -45,8 +45,9 @@ class MegatronConfig(EngineConfig):
     router_aux_loss: float = 0.0
     """Coefficient of the load-balancing loss of experts, which is added to the objective.
 
-    Each micro-batch is weighted by its fraction of the trained tokens, and layers are summed. The
-    loss of a micro-batch depends on which tokens are in it, so this term depends on the split."""
+    The loss of a micro-batch is weighted by its fraction of the trained tokens. Losses of all
+    layers are added. The loss of a micro-batch depends on which tokens are in it, so this term
+    depends on the split."""
     router_z_loss: float = 0.0
     """Coefficient of the router z-loss, which keeps router logits small.
 
@@ -68,7 +69,8 @@ class MegatronConfig(EngineConfig):
     override_transformer_config: Mapping[str, Override] = field(default_factory=dict, hash=False)
     """Fields of megatron-core's TransformerConfig, such as ``bias_activation_fusion: true``.
 
-    Unknown fields are rejected, and so are those that the model or another field here decides."""
+    Unknown fields are rejected. Fields that follow from the model or from another setting are
+    rejected too."""
     override_ddp_config: Mapping[str, Override] = field(default_factory=dict, hash=False)
     """Fields of DistributedDataParallelConfig, such as ``pad_buckets_for_high_nccl_busbw``."""
     override_optimizer_config: Mapping[str, Override] = field(default_factory=dict, hash=False)

@@ -65,7 +65,7 @@ class AdapterPlacement:
         Raises:
             ConfigError: If no parameter of the chunk would be trained.
         """
-        # Before attaching, because the adapter's own parameters are trained.
+        # Freeze first: the parameters of the adapter, which are attached below, stay trainable.
         chunk.requires_grad_(False)
         chunk.inputs_require_grad = True
         for layer in chunk.decoder.layers:

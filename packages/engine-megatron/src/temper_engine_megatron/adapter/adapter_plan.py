@@ -37,7 +37,7 @@ _UNSUPPORTED_FIELDS = (
 )
 """Fields of PEFT's config that change the computation and are not implemented here."""
 _EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
-"""Names of expert matrices in files; transformers joins those of a layer to one tensor."""
+"""Names of expert matrices in files. transformers stacks the matrices of all experts of a layer."""
 _PRIVATE_ADAPTER_FILES = ("adapter_checkpoint", "mp_rank_*_adapter.pt", "dist_ckpt")
 """Files of adapter directories in the private layouts of other systems."""
 
@@ -171,9 +171,9 @@ class AdapterPlan:
             return tensors
         new: dict[str, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
-            # Only the CPU generator: torch.manual_seed would also seed every GPU.
+            # Seed only the CPU generator, because torch.manual_seed would also seed every GPU.
             torch.default_generator.manual_seed(self._seed)
-            # In the order in which peft initializes them: linear layers first, then experts.
+            # Draw in the order in which peft initializes them: linear layers first, then experts.
             for prefix in (
                 *(PEFT_PREFIX + module for module in self.targets),
                 *map(self.peft_prefix, self.expert_targets),

@@ -49,8 +49,8 @@ class ExpertLoraPairs(nn.Module):
         set_tensor_model_parallel_attributes(replicated, group.size() == 1, -1, 1)
         self._replicated = replicated
         for parameter in (self.lora_A, self.lora_B):
-            # Megatron's mark: reduce the gradient over all data-parallel ranks, or over those with
-            # the same experts.
+            # Megatron reads this attribute: True reduces the gradient over all data-parallel ranks,
+            # False over the ranks with the same experts.
             parameter.allreduce = vars(first).get("allreduce", True)  # type: ignore[attr-defined]
 
     def unbind_experts(self) -> list[tuple[Tensor, Tensor]]:

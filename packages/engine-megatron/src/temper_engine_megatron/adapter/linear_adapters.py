@@ -65,7 +65,7 @@ class LinearLayer:
     module: nn.Module
     """Column or row parallel; returns its output and a bias or None."""
     splits_input: bool
-    """True for row parallel: x is split over ranks, and outputs are summed."""
+    """True for row-parallel layers, which split x over ranks and sum the outputs."""
     output_indices: Mapping[str, Tensor]
     """Indices into this rank's output, by the last part of the Hugging Face module's name.
 
@@ -184,8 +184,8 @@ class LinearAdapter(nn.Module):
     def _exchange(self, low_rank: Tensor) -> Tensor:
         """Exchange A x between tensor-parallel ranks, as Megatron does around its matrices.
 
-        Row parallel: sum over ranks with slices of x. Column parallel: every rank needs all of A x,
-        and its gradient is summed over ranks.
+        A row-parallel layer has a slice of x on each rank, so the result is summed over ranks. A
+        column-parallel layer needs all of A x on every rank, and sums its gradient over ranks.
         """
         tp = self._context.tp
         if tp.size() == 1:
@@ -220,7 +220,8 @@ class LinearAdapter(nn.Module):
     def row_norms(self, name: str) -> Tensor:
         """Return the [rows] float32 norms of the rows of W + s B A.
 
-        Without gradient: a constant, as in equation 11 of the paper. Collective if x is split.
+        The norm has no gradient, as in equation 11 of DoRA (arXiv:2402.09353). Collective if x is
+        split.
         """
         pair, output_indices = (
             self.get_pair(name),

@@ -61,8 +61,8 @@ def _preserve_logging() -> Iterator[None]:
 def _stub_imports(importers: Mapping[str, str]) -> Iterator[None]:
     """Give stubs of missing packages to the modules that import them unconditionally.
 
-    Only those modules see a stub: in `sys.modules` it would make Megatron-Core believe that
-    TransformerEngine is installed.
+    Only those modules see a stub. If it were in `sys.modules`, Megatron-Core would take
+    TransformerEngine for installed.
     """
     missing = {name for name in importers if importlib.util.find_spec(name) is None}
     real_import = builtins.__import__
@@ -81,7 +81,8 @@ def _stub_imports(importers: Mapping[str, str]) -> Iterator[None]:
             return getattr(stub, name.rpartition(".")[2]) if fromlist and "." in name else stub
         return real_import(name, globals, locals, fromlist, level)
 
-    # `__import__` and not a finder: a finder does not learn which module imports.
+    # Replace `__import__` instead of adding a finder, because a finder is not told which module
+    # imports.
     builtins.__import__ = import_or_stub  # type: ignore[assignment]  # a stub is not a module
     try:
         yield

@@ -128,7 +128,8 @@ def _closest_pair(*, core: str | None, bridge: str | None) -> VersionPair:
 def _install_command(pair: VersionPair, *, core: str | None, bridge: str | None) -> str:
     """Return the command that installs a pair.
 
-    Without dependencies: pip cannot resolve those of the bridge, one of which needs torch to build.
+    Install it without dependencies. pip cannot resolve them, because one of them needs torch to
+    build.
     """
     distributions = ((CORE, pair.core, core), (BRIDGE, pair.bridge, bridge))
     to_install = [

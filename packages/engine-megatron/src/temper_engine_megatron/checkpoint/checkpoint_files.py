@@ -73,7 +73,7 @@ def write_state_files(stream: Iterable[FileTensors], *, directory: str, rank: in
 
     Raises:
         CheckpointError: If a file cannot be written. The stream is consumed nevertheless: it is
-            collective, and the other ranks consume theirs.
+            collective, so the other ranks would wait for this one.
     """
     written: list[str] = []
     pending: FileTensors = {}
@@ -199,7 +199,7 @@ def _report_write_errors(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
-    # On a full disk Python, torch and safetensors raise one of these each.
+    # Errors that Python, torch and safetensors raise on a full disk.
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"could not write {path} ({error})") from error
 

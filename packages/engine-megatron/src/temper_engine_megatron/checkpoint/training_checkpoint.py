@@ -62,8 +62,8 @@ def _collect_small_files(components: EngineComponents) -> _SmallFiles:
 
 
 def _write(state: Iterable[FileTensors], small_files: _SmallFiles, *, directory: str) -> list[str]:
-    # The state first: iterating a live one is collective, so a failure of a rank alone must not
-    # come before it.
+    # Write the state first. Iterating over a live state is collective, so no rank may fail before
+    # it.
     rank = small_files.rank
     files = checkpoint_files.write_state_files(state, directory=directory, rank=rank)
     files.append(

@@ -68,8 +68,8 @@ class PackedGPTModel(GPTModel):
         Returns:
             [S, R, D], or this rank's slice of S under sequence parallelism.
         """
-        # From the position ids: Megatron would number positions through the full pack, and take
-        # those of a context-parallel rank in the order of its own slices.
+        # Take the angles from the position ids. Megatron would number positions through the full
+        # pack, and order the positions of a context-parallel rank by its own slices.
         angles = position_ids.t().float()[..., None] * self.rotary_frequencies.to(
             position_ids.device
         )
@@ -79,7 +79,8 @@ class PackedGPTModel(GPTModel):
         hidden: Tensor = self.decoder(
             hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
             attention_mask=None,
-            # Twice: the two halves of a head's dimensions rotate together, as in transformers.
+            # Repeat the angles, because the two halves of a head's dimensions rotate together, as
+            # in transformers.
             rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, :, None],
             packed_seq_params=packed_seq_params,
             padding_mask=self._take_sequence_shard(padding_mask) if has_router_loss else None,
@@ -263,7 +264,8 @@ def _wrap_data_parallel(
             **to_megatron_values(config.override_ddp_config),
         ),
         module=chunk,
-        # As in Megatron's training script, where the later chunks overlap with computation anyway.
+        # Megatron's training script does the same, because the later chunks overlap with
+        # computation anyway.
         disable_bucketing=not is_first,
         pg_collection=membership.pg_collection,
     )

@@ -63,7 +63,7 @@ def build_local_micro_batch(
     padded_length = longest + -longest % layout.token_multiple
     size = padded_length // layout.cp_size
     local = slice(layout.cp_rank * size, (layout.cp_rank + 1) * size)
-    # max: a mini-batch without any trained token has a fraction of 0 instead of an error.
+    # max() makes the fraction 0 in a mini-batch without any trained token.
     token_fraction = int(micro.loss_mask.sum()) / max(trained_tokens, 1)
     on_device = micro.to(layout.device)
     row, column = _grid_positions(on_device, is_packed=layout.is_packed)

@@ -107,7 +107,7 @@ def pop_router_losses(layers: list[Any], *, names: tuple[str, ...], num_layers: 
         terms = [
             term for layer in layers for term in layer.mlp.router.weighted_losses.pop(name, [])
         ]
-        # Zero without terms: this rank still takes part in the sum over ranks.
+        # A rank without terms adds zero, because it must take part in the sum over ranks.
         losses.append(torch.stack(terms).sum() / num_layers if terms else torch.zeros(()))
     return torch.stack([loss.float().cpu() for loss in losses])
 

@@ -99,7 +99,8 @@ class OutputHead:
         else:
             is_requested = batch.loss_mask if trained_only else _has_predecessor(batch)
             positions = torch.nonzero(is_requested)[:, 0]
-            # Each output is computed on the one rank that has the hidden state before its token.
+            # The output of a token is computed from the hidden state of the token before it, on the
+            # rank that has that state.
             predecessor_index = local.local_index[positions - 1]
             positions = positions[predecessor_index >= 0]
             rows = hidden.index_select(0, predecessor_index[predecessor_index >= 0])
@@ -114,8 +115,8 @@ class OutputHead:
                 )
                 for output in requested_outputs
             }
-        # Sorted: the order of a set differs between processes, and all ranks must sum the same
-        # column at the same time.
+        # Sort the columns, because the order of a set differs between processes, and all ranks must
+        # sum the same column at the same time.
         return HeadOutputs(
             columns={name: sum_over_ranks(columns[name], group=self.cp) for name in sorted(columns)}
         )

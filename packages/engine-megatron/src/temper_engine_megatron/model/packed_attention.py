@@ -150,7 +150,8 @@ def _varlen_attention(
 def _attention_by_sequence(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, *, scale: float | None
 ) -> Tensor:
-    # One call per sequence: a mask for the full pack would grow with the square of its length.
+    # Call the kernel once per sequence. A mask for the full pack would grow with the square of its
+    # length.
     mixed = []
     for qkv in zip(
         query.split(layout.num_queries),

@@ -92,7 +92,7 @@ def configure_transformer(
         "vocab_size": padded_vocab_size,
         "share_embeddings_and_output_weights": is_language_model
         and bool(hf_config.tie_word_embeddings),
-        # Last, so that an override replaces the engine's own value.
+        # Apply overrides last, so that they replace the engine's values.
         **to_megatron_values(config.override_transformer_config),
     }
     for name, value in fields.items():
@@ -240,8 +240,8 @@ def _expert_fields(
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": config.router_aux_loss,
         "moe_z_loss_coeff": config.router_z_loss or None,
-        # True: softmax over all experts, then keep the chosen probabilities as they are. False:
-        # softmax over the chosen experts only.
+        # True computes the softmax over all experts, and keeps the chosen probabilities as they
+        # are. False computes the softmax over the chosen experts only.
         "moe_router_pre_softmax": not hf_fields.get("norm_topk_prob", True),
     }
 

@@ -158,7 +158,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(all_ids, dtype=torch.float32)
         if grad_logsumexp is None:
             grad_logsumexp = torch.zeros_like(logsumexp)
-        # Coefficient of p: every log-prob contributes -p, the logsumexp +p.
+        # The coefficient of p: every log-prob contributes -1, and the logsumexp +1.
         p_coefficient = grad_logsumexp - grad_logprobs.sum(1)
         for chunk in shard.chunks(hidden.shape[0]):
             grad = _compute_logits(hidden[chunk], rows, shard)
@@ -179,8 +179,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_hidden[chunk] = (grad @ rows).float()
             grad_weight[: shard.num_tokens] += (grad.t() @ hidden[chunk]).float()
         return (
-            # Summed over shards: each rank has the terms of its own part of the vocabulary. The
-            # gradient of the weight is not: a rank has all positions of its own rows.
+            # The gradient of the hidden states is summed over ranks, because each rank has the
+            # terms of its part of the vocabulary. The gradient of the weight is not summed, because
+            # a rank has all positions for its rows.
             shard.sum(grad_hidden).to(hidden.dtype),
             grad_weight.to(weight.dtype),
             None,
@@ -191,7 +192,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 def _compute_logits(hidden: Tensor, rows: Tensor, shard: VocabShard) -> Tensor:
     """Compute [C, V / ranks] logits in the compute dtype, before temperature."""
-    # Not a plain matmul: a log-prob must have the same bits however many positions are requested.
+    # A plain matmul would round differently for another number of positions, and a log-prob must
+    # not depend on it.
     size = hidden.shape[0]
     if not shard.pads_chunks or size == shard.chunk_size:
         return batch_invariant_linear(hidden, rows)
@@ -202,7 +204,7 @@ def _compute_logits(hidden: Tensor, rows: Tensor, shard: VocabShard) -> Tensor:
 
 @cache
 def _compile(function: Callable[P, T]) -> Callable[P, T]:
-    # Dynamic shapes: micro-batches differ in their number of rows.
+    # Compile with dynamic shapes, because micro-batches differ in their number of rows.
     compiled: Callable[P, T] = torch.compile(function, dynamic=True)
     return compiled
 

@@ -65,7 +65,7 @@ def _cuda_type_name(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     They compare type names such as "torch.cuda.FloatTensor", and reject or skip other tensors.
     """
     type_name = _REAL_TYPE(tensor, *args, **kwargs)
-    # Only for callers in the optimizer: elsewhere the true name is expected.
+    # Only callers in the optimizer get this name. Other callers expect the true one.
     is_called_by_optimizer = _OPTIMIZER_FOLDER in sys._getframe(1).f_code.co_filename
     if isinstance(type_name, str) and is_called_by_optimizer:
         return type_name.replace("torch.", "torch.cuda.", 1)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _KNOWN_WARNINGS = (
-    # Not used here: the layers and the optimizer are plain torch.
+    # The warning is about kernels that are not used here: the layers and the optimizer are plain
+    # torch.
     r"(Transformer Engine and )?Apex (is|are) not installed",
     # GroupedMLP is imported even for dense models.
     r"The \w+ GroupedMLP will be deprecated",

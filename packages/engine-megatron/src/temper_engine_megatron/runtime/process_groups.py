@@ -234,7 +234,8 @@ def _create_groups(sizes: ParallelSizes, *, timeout_s: float, seed: int) -> None
 def preserve_rng_state() -> Iterator[None]:
     """Restore the RNG states of the process after Megatron has seeded or used them."""
     with torch.random.fork_rng(
-        # Only this rank's GPU: by default fork_rng would allocate memory on all of them.
+        # Save the state of this rank's GPU only. By default fork_rng would allocate memory on all
+        # GPUs.
         devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []
     ):
         yield

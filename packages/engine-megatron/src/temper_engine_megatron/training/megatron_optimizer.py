@@ -75,8 +75,8 @@ class MegatronAdamW:
             clip_grad=0.0,
             **overrides,
         )
-        # no_grad: the distributed optimizer's views of parameters would remember their origin, and
-        # torch warns whenever the gradient of such a view is read.
+        # Without no_grad, the distributed optimizer's views of parameters would remember their
+        # origin, and torch warns whenever the gradient of such a view is read.
         with support_missing_cuda(), _use_torch_adamw(), torch.no_grad():
             self._chain = get_megatron_optimizer(
                 config, list(chunks), use_gloo_process_groups=False
@@ -92,18 +92,21 @@ class MegatronAdamW:
             The global gradient norm before clipping, the same on every rank.
         """
         with ignore_known_warnings(), support_missing_cuda():
-            # Megatron's `step` in parts: on its own it checks for infinity only with a loss scaler.
-            # The first part copies gradients to the tensors of AdamW, where the norm reads them.
+            # Call the parts of Megatron's `step` one by one, because `step` checks for infinity
+            # only with a loss scaler. The first part copies gradients to the tensors of AdamW,
+            # where the norm reads them.
             self._chain.prepare_grads()
             norm = float(self._chain.get_grad_norm())
             if norm == math.inf and self._spec.clip_grad_norm is not None:
                 # Megatron squares in float32, so the square of a finite norm may be infinite. AdamW
-                # squares in float32 too: without clipping such an update stays skipped.
+                # squares gradients in float32, too, so without clipping such an update stays
+                # skipped.
                 norm = self._norm_in_float64()
             if not math.isfinite(norm):
                 return norm
             if self._spec.clip_grad_norm is not None:
-                # One norm over all optimizers, so that experts are clipped like the rest.
+                # Compute one norm over all optimizers, so that experts are clipped by the same
+                # factor.
                 for optimizer in self._optimizers:
                     clip_grad_by_total_norm_fp32(
                         optimizer.get_parameters(), self._spec.clip_grad_norm, norm
@@ -175,7 +178,8 @@ class MegatronAdamW:
     @torch.no_grad()
     def write_state(self, parameter: nn.Parameter, state: ParameterState) -> None:
         """Replace a parameter and its state."""
-        # The parameter as well as its copy: the optimizer writes parameters after an update only.
+        # Set the parameter as well as its copy, because the optimizer writes parameters only after
+        # an update.
         parameter.data.copy_(state.master)
         optimizer_tensor = self._optimizer_tensor(parameter)
         local_range = self._local_range(parameter)

@@ -147,7 +147,7 @@ class ScheduleRunner:
             # The empty sum connects the loss to the graph even if it ignores every output: the
             # earlier stages wait for a gradient.
             loss = options.micro_batch_loss(outputs, local.micro_batch) + hidden[:0].float().sum()
-        # Three values: given two, the schedule would divide the loss by the number of
+        # Return three values. Given two, the schedule would divide the loss by the number of
         # micro-batches. Nothing reads the number of tokens, since the engine finalizes gradients.
         return loss, torch.zeros((), dtype=torch.int), outputs.detach()
 
@@ -163,7 +163,8 @@ class ScheduleRunner:
         parallelism.
         """
         with ignore_known_warnings(), support_missing_cuda(), torch.no_grad():
-            # None: no number of tokens to divide by, since the objective's reduction has divided.
+            # Pass None as the number of tokens, because the objective's reduction has divided
+            # already.
             finalize_model_grads(
                 list(self._chunks.wrapped), None, pg_collection=self._membership.pg_collection
             )
@@ -216,7 +217,8 @@ class ScheduleRunner:
         losses = pop_router_losses(layers, names=names, num_layers=config.num_layers).to(
             membership.device
         )
-        # Ranks of tp_cp have terms of different tokens, stages those of different layers.
+        # Ranks of tp_cp have the terms of different tokens, and stages the terms of different
+        # layers.
         for group in (membership.pg_collection.tp_cp, membership.pp):
             dist.all_reduce(losses, group=group)
         return dict(zip(names, losses, strict=True))

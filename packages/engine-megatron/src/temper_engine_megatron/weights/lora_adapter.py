@@ -52,7 +52,7 @@ class LoraAdapter:
     def _merge_weight(
         self, name: str, weight: Tensor, cached_pairs: dict[str, tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Merge in float32. Collective; returns the weight itself if nothing changes it."""
+        """Merge in float32; return the same tensor if no adapter changes it. Collective."""
         module, _, kind = name.rpartition(".")
         if self._switch.is_off:
             return weight

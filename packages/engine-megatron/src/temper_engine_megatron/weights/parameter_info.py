@@ -36,7 +36,7 @@ class ParameterInfo:
     is_vocab_matrix: bool
     """True if its rows are tokens, padded to equal shards."""
     is_expert_adapter: bool
-    """True if its first dimension is the experts of a rank, followed by those of the next rank."""
+    """True if the first dimension is experts, in the order of their ranks."""
 
 
 def global_name(name: str, chunk: PackedGPTModel, *, first_expert: int) -> str:
@@ -112,7 +112,8 @@ def gather_parameter_infos(
     # One list per field, and no tuples: a model has thousands of parameters, and a value of a
     # class or a tuple takes much longer to decode than numbers and strings.
     columns["shape"] = [list(info.shape) for info in local]
-    # A dict before objects are built: ranks with other experts have all other parameters too.
+    # Remove duplicates before objects are built: ranks with different experts send equal rows for
+    # all other parameters.
     rows: dict[tuple[Any, ...], None] = {}
     for gathered in gather_objects(columns, group=group):
         gathered["shape"] = [tuple(shape) for shape in gathered["shape"]]

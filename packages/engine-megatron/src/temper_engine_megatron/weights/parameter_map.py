@@ -111,7 +111,7 @@ class ParameterMap:
         group = self._shard_group(info)
         num_ranks, rank = group.size(), group.rank()
         if mapping.kind == "gated":
-            # Gate and up are split separately: each rank needs rows of both.
+            # Split gate and up separately, because each rank needs rows of both.
             return torch.cat([tensor.chunk(num_ranks)[rank] for tensor in tensors])
         full = self._translation.join_qkv(tensors) if mapping.kind == "qkv" else tensors[0]
         if info.is_expert_adapter:
@@ -262,8 +262,8 @@ class ParameterMap:
     def _broadcast(self, info: ParameterInfo, tensor: Tensor) -> None:
         """Broadcast to ranks with other experts, then to the other stages; in place."""
         membership = self._membership
-        # In this order: the stage that has the parameter must have it on all of its ranks before
-        # each of them sends it to the other stages.
+        # The order matters: all ranks of the stage that has the parameter must have received it
+        # before each of them sends it to the other stages.
         sources = ((membership.ep, info.expert_rank), (membership.pp, info.stage))
         for group, source in sources:
             takes_part = group is membership.pp or membership.topology.pp.rank == info.stage

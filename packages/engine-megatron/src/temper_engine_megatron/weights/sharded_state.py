@@ -44,8 +44,8 @@ class ShardedState:
             merge: Merges an adapter into each weight; None without an adapter.
         """
         for entry in self._parameter_map.entries:
-            # Gathered in the compute dtype: half the traffic of master weights, which the
-            # parameters are rounded from.
+            # Gather in the compute dtype. This is half the traffic of master weights, and
+            # parameters are rounded from them anyway.
             local = None if entry.parameter is None else entry.parameter.detach()
             for name, tensor in self._parameter_map.gather(
                 entry, local, dtype=self._parameter_map.compute_dtype
@@ -83,7 +83,7 @@ class ShardedState:
             self._optimizer.write_master(parameter, shard.to(parameter.device, torch.float32))
 
     def local_names(self) -> list[str]:
-        """List the names of which this rank has a shard, which it must read from a checkpoint."""
+        """List the tensors that this rank reads from a checkpoint, by name."""
         return [
             name
             for entry in self._parameter_map.entries
@@ -144,7 +144,7 @@ class ShardedState:
             for name, master in masters.items():
                 yield TrainingState(
                     name=name,
-                    # Without parallelism the gathered tensor may be the optimizer's own.
+                    # Without parallelism the gathered tensor may share memory with the optimizer.
                     master=master.clone(),
                     first_moment=firsts[name].clone(),
                     second_moment=seconds[name].clone(),
@@ -176,7 +176,8 @@ class ShardedState:
                 continue
             state = optimizer.read_state(entry.parameter)
             if takes_part:
-                # One after the other: the device has a single full tensor at a time.
+                # Send one tensor after the other, so that the device has a single full tensor at a
+                # time.
                 masters, firsts, seconds = (
                     self._gather_on_host(entry, tensor)
                     for tensor in (state.master, state.first, state.second)
@@ -237,7 +238,7 @@ class _Collector:
     """Collects full tensors in any order, and keeps this rank's shards until all have arrived."""
 
     def __init__(self, parameters: ParameterMap, expected: list[WeightEntry]) -> None:
-        """Expect these entries, which include all names of which this rank has a shard."""
+        """Expect these entries, which include every tensor that this rank has a shard of."""
         self._parameter_map = parameters
         self._expected = expected
         self._shapes = {entry.name: entry.shape for entry in self._expected}
@@ -262,7 +263,7 @@ class _Collector:
             return
         if self._parameter_map.local_parameters(entry):
             kinds = zip(*(self._waiting[other] for other in entry.mapping.names), strict=True)
-            # Cloned: a view would keep the full tensor alive.
+            # Clone the shard, because a view would keep the full tensor alive.
             self._shards[entry.info.name] = [
                 self._parameter_map.take_shard(entry, tensors_of_kind).clone()
                 for tensors_of_kind in kinds
