@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.gpu.engine_fsdp import write_entry_points
 from tools.gpu.train_arithmetic import is_installed, write_pairs
@@ -42,6 +43,8 @@ NUM_PROBLEMS = 500
 """Held-out problems of each evaluation."""
 NUM_PAIRS = 8000
 _REHEARSAL = ("warm_start.total_steps=15", "run.total_steps=2", "data.eval.max_rows=16")
+CURVES = ("reward/mean", "preference/accuracy", "sft/nll")
+"""Metrics that are drawn, by the kind of method; a run has the first or the last of them."""
 SHORTEST_S = 60.0
 """Seconds that must be left to start a run."""
 
@@ -196,7 +199,7 @@ def prepare(bench: Bench, names: Sequence[str]) -> None:
     make_quickstart(bench, "warm", [*quickstart, "run.total_steps=1", "data.eval.max_rows=16"])
     if any("TEACHER" in override for name in names for override in METHODS[name].overrides):
         make_quickstart(bench, "teacher", quickstart)
-    for name, seed, split in (("pairs", 5, "train"), ("held_out_pairs", 6, "test")):
+    for name, seed, split in (("pairs", 5, "train"), ("test_pairs", 6, "test")):
         if not (bench.out / f"{name}.jsonl").exists():
             size = NUM_PAIRS if split == "train" else NUM_PROBLEMS
             write_pairs(bench.out / f"{name}.jsonl", num_pairs=size, seed=seed, split=split)
@@ -262,7 +265,7 @@ def measure(bench: Bench, name: str, *, rate: float, seed: int) -> None:
         if method.kind in ("sft", "dpo"):
             row |= evaluate_saved(bench, run_dir, warm=warm, tokenizer=tokenizer)
         if method.kind == "rm":
-            row |= judge_held_out_pairs(bench, run_dir, warm=warm, tokenizer=tokenizer)
+            row |= judge_test_pairs(bench, run_dir, warm=warm, tokenizer=tokenizer)
         if "greedy_after" not in row:  # the time was over before the evaluation ended
             return
     else:
@@ -289,7 +292,7 @@ def read_curve(metrics: Path) -> dict[str, object]:
     """Return the metric that a reader follows, by step, and accuracies before and after."""
     steps = [json.loads(line) for line in metrics.read_text().splitlines() if line]
     result: dict[str, object] = {}
-    for key in ("reward/mean", "preference/accuracy", "loss/mean", "train/loss"):
+    for key in CURVES:
         values = [round(step[key], 5) for step in steps if key in step]
         if values:
             result[key] = values
@@ -324,12 +327,12 @@ def evaluate_saved(
     return result
 
 
-def judge_held_out_pairs(
+def judge_test_pairs(
     bench: Bench, run_dir: Path, *, warm: Path, tokenizer: Path
 ) -> dict[str, object]:
     """Return the accuracy on held-out pairs, as one update with learning rate 0 measures it."""
     result: dict[str, object] = {}
-    held_out = bench.out / "held_out_pairs.jsonl"
+    test_pairs = bench.out / "test_pairs.jsonl"
     for moment, model in (("before", warm), ("after", run_dir / "huggingface")):
         folder = run_dir / f"judge_{moment}"
         code = bench.train(
@@ -338,7 +341,7 @@ def judge_held_out_pairs(
                 *list_without_evaluation(),
                 "task=rm",
                 "actor.engine.model.model_type=reward_model",
-                *(each.replace("PAIRS", str(held_out)) for each in _PAIRS),
+                *(each.replace("PAIRS", str(test_pairs)) for each in _PAIRS),
                 f"batching.prompts_per_step={NUM_PROBLEMS}",
                 "actor.engine.optimizer.lr=0",
                 "run.total_steps=1",
@@ -354,7 +357,7 @@ def judge_held_out_pairs(
     return result
 
 
-def find_best_rate(rows: Sequence[Mapping[str, object]], name: str) -> float | None:
+def find_best_rate(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Return the learning rate of the best result on the first seed; None while one is missing."""
     own = {
         row["rate"]: row.get("greedy_after", -1.0) if row["ok"] else -1.0
@@ -366,7 +369,7 @@ def find_best_rate(rows: Sequence[Mapping[str, object]], name: str) -> float | N
     return max(METHODS[name].rates, key=lambda rate: own[rate])
 
 
-def read_rows(out: Path) -> list[dict[str, object]]:
+def read_rows(out: Path) -> list[dict[str, Any]]:
     """Return the rows of all runs so far."""
     path = out / "rows.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -426,7 +429,8 @@ def print_table(out: Path) -> None:
         if len(own) < len(SEEDS):
             print(f"| `{name}` | {best:g} | | not complete | | | |")
             continue
-        curves[name] = [get_curve(row) for row in own]
+        if get_curve(own[0]):
+            curves[name] = [get_curve(row) for row in own]
         cells = [f"`{name}`", f"{best:g}"]
         for kind in ("greedy", "sampled"):
             before = [row[f"{kind}_before"] for row in own if f"{kind}_before" in row]
@@ -436,25 +440,25 @@ def print_table(out: Path) -> None:
     draw_curves(out / "curves.png", curves)
 
 
-def describe_gain(rows: Sequence[Mapping[str, object]]) -> str:
+def describe_gain(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the mean gain in greedy accuracy with its standard error.
 
     The error has two parts: of the held-out problems (binomial, before and after), and of the mean
     over seeds.
     """
-    gains = [row["greedy_after"] - row["greedy_before"] for row in rows]  # type: ignore[operator]
+    gains = [row["greedy_after"] - row["greedy_before"] for row in rows]
     error = statistics.stdev(gains) ** 2 / len(gains) if len(gains) > 1 else 0.0
     for moment in ("before", "after"):
-        accuracy = statistics.fmean(row[f"greedy_{moment}"] for row in rows)  # type: ignore[misc]
+        accuracy = statistics.fmean(row[f"greedy_{moment}"] for row in rows)
         error += accuracy * (1 - accuracy) / NUM_PROBLEMS
     gain = statistics.fmean(gains)
     verdict = "" if gain >= 2 * math.sqrt(error) else ", not shown to learn here"
     return f"{gain:+.3f} +- {math.sqrt(error):.3f}{verdict}"
 
 
-def get_curve(row: Mapping[str, object]) -> list[float]:
+def get_curve(row: Mapping[str, Any]) -> list[float]:
     """Return the training reward of a run, or the accuracy on its pairs."""
-    for key in ("reward/mean", "preference/accuracy", "loss/mean", "train/loss"):
+    for key in CURVES:
         if key in row:
             values = row[key]
             assert isinstance(values, list)
@@ -483,8 +487,8 @@ def draw_curves(path: Path, curves: Mapping[str, Sequence[Sequence[float]]]) -> 
     figure.savefig(path, dpi=110)
 
 
-def _mean(values: Sequence[object]) -> str:
-    return f"{statistics.fmean(values):.3f}" if values else "-"  # type: ignore[type-var]
+def _mean(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.3f}" if values else "-"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
