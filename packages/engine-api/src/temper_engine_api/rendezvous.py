@@ -410,7 +410,8 @@ def _authenticate(
         except AssertionError as error:  # Python 3.11 checks the format of a challenge by assert
             raise AuthenticationError(str(error)) from error
         client.settimeout(None)
-        # Connection owns and closes its descriptor, and so does the socket.
+        # Both the socket and the Connection close their descriptor, so the Connection gets a
+        # duplicate.
         return Connection(os.dup(client.fileno()))
 
 

@@ -36,7 +36,9 @@ def find_write_error(folder: str | Path) -> OSError | None:
 
 
 def check_num_layers(config: object) -> None:
-    """Check that a Hugging Face config has a layer; transformers builds a model without one.
+    """Check that a Hugging Face config has a layer.
+
+    Without the check, transformers would build a model without layers.
 
     Raises:
         ConfigError: If it has none.

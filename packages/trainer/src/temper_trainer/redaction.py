@@ -27,10 +27,14 @@ _SECRET_VARIABLE = re.compile(
     r"|(^|_)(auth|authorization|bearer|cookies?|dsn|pass|pat|pwd))[0-9]*(_|$)",
     re.IGNORECASE,
 )
-"""Name of an environment variable whose value is a secret. Wider than the rule for keys, because a
-false match only means that the reference is written in place of its value."""
+"""Name of an environment variable whose value is a secret. The pattern matches more names than the
+rule for configuration keys does. A false match does little harm: the config contains
+`${oc.env:NAME}` in place of the value.
+"""
 _WORKING_DIRECTORY = ("PWD", "OLDPWD")
-"""Paths that must be written as values: a resume may be started in another directory."""
+"""Variables whose values are no secrets and must be written, because a resume may be started in
+another directory.
+"""
 
 _registered: set[str] = set()
 """Secrets of this process's configurations."""
@@ -52,7 +56,7 @@ def list_secret_variables() -> dict[str, str]:
 
 
 def register_secrets(values: Iterable[str]) -> None:
-    """Let `redact_secrets` hide these values until this process ends; very short ones are not."""
+    """Let `redact_secrets` hide these values until this process ends; skip very short ones."""
     _registered.update(value for value in values if len(value) >= _MIN_REGISTERED_CHARS)
 
 

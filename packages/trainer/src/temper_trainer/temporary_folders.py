@@ -94,10 +94,11 @@ def remove_leftovers() -> list[Path]:
 def find_ray_root() -> Path:
     """Return the folder in which Ray creates a folder of logs and sockets for each cluster.
 
-    Only this user can enter its parent, because Ray lets all users write to the folder itself.
-    Both names are short, because the names of sockets in it may have 107 characters.
+    Ray lets all users write to this folder, so its parent is a folder that only this user can
+    enter. The names of both are short, because the path of a socket may have at most 107
+    characters.
     """
-    # Where Ray itself would make its folder, without importing it.
+    # These are the places where Ray would make its folder. Ray is not imported to ask it.
     parent = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
     return parent / f"ray-{os.getuid()}" / "r"
 
@@ -109,7 +110,7 @@ def make_ray_root() -> Path:
         ConfigError: If its parent is another user's, or a file.
     """
     root = find_ray_root()
-    # Without an error if it exists, whatever it is.
+    # An existing file or folder is checked below.
     with contextlib.suppress(FileExistsError):
         root.parent.mkdir(mode=0o700)
     if not _is_own_folder(root.parent):

@@ -287,8 +287,8 @@ def _check_file(directory: Path, record: FileRecord, *, with_content: bool) -> N
 def unreadable_error(path: Path, error: OSError) -> CheckpointError:
     """Return the error for a file that is there but cannot be read.
 
-    It is a `DamagedCheckpointError` unless the cause says nothing about the file, such as a missing
-    permission.
+    It is a `DamagedCheckpointError` if the file is damaged. A missing permission, for example, says
+    nothing about the content.
     """
     if error.errno not in _TEMPORARY_ERRORS:
         return DamagedCheckpointError(

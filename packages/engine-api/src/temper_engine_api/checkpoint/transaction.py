@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 class CheckpointTransaction:
     """A step that is being written.
 
-    It cannot be gathered, so that only the process that created it can commit or abort it; other
-    processes get the path of the staging directory. Leaving its `with` block without a commit
-    aborts it.
+    Only the process that created it can commit or abort it, so it is not sent to other processes.
+    These get the path of the staging directory. Leaving its `with` block without a commit aborts
+    it.
     """
 
     step: int
@@ -157,7 +157,7 @@ def begin_checkpoint(
     Args:
         root: Folder of step directories.
         step: Global step.
-        run_id: Id of the run, so that it may delete its own unfinished step after a crash.
+        run_id: Id of the run. After a crash, a run may delete its own unfinished step.
 
     Raises:
         CheckpointError: If the step's directory already exists; it is never overwritten.

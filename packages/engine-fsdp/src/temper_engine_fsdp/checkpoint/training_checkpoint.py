@@ -46,7 +46,7 @@ StateTensors = Mapping[str, StateTensor]
 def collect_state_tensors(
     parameters: ShardedParameters, buffers: Buffers, optimizer: ShardedOptimizer | None
 ) -> dict[str, StateTensor]:
-    """Return the tensors to save, or to fill in place when loading; they share memory."""
+    """Return the engine's tensors, to be saved, or to be overwritten in place when loading."""
     state_tensors = {
         f"parameter.{name}": StateTensor(owner=p, tensor=p.local_shard())
         for name, p in parameters.items()

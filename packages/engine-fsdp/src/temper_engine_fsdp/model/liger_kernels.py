@@ -98,7 +98,7 @@ def check_kernels(
     compute: torch.dtype,
     sizes: Mapping[str, int],
 ) -> None:
-    """Compare values and gradients of kernels with the plain formulas, both against float64.
+    """Check that kernels are about as close to float64 as the plain formulas.
 
     Args:
         kernels: Kernels under test.
@@ -108,7 +108,8 @@ def check_kernels(
         sizes: Row lengths for "norm" and "gate".
 
     Raises:
-        ConfigError: If a kernel has a larger error than the plain formula allows.
+        ConfigError: If the error of a kernel exceeds the limit, a multiple of the plain formula's
+            error.
     """
     generator = torch.Generator().manual_seed(0)
     x, norm_grad = (torch.randn(_ROWS, sizes["norm"], generator=generator) for _ in range(2))

@@ -169,7 +169,7 @@ def hf_experts_module(layer: int, *, find_mapping: Callable[[str], WeightMapping
 
 
 def peft_expert_prefix(module: str, target: str, *, adapted: Collection[str]) -> str:
-    """Return what PEFT puts before `.lora_A` for a joined expert tensor.
+    """Return the name that PEFT puts before `.lora_A` for the stacked tensor of all experts.
 
     Args:
         module: Transformers module with the experts.

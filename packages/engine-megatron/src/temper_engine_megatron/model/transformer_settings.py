@@ -99,8 +99,8 @@ def configure_transformer(
         setattr(transformer_config, name, value)
     _check_supported(transformer_config, hf_config)
     try:
-        # Computes derived fields and checks combinations. The bridge leaves this to its caller,
-        # because the checks need the fields above.
+        # Computes derived fields and checks combinations. Megatron-Bridge does not call it, because
+        # the checks need the fields that are set above.
         transformer_config.finalize()
     except (ValueError, AssertionError) as error:
         if not config.override_transformer_config:

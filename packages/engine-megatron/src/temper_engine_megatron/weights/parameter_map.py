@@ -344,7 +344,8 @@ class ParameterMap:
             yield names[0], tuple(full.shape)
             return
         if entry.info.is_expert_adapter:
-            # The shape does not depend on gating: `full` counts as a single shard.
+            # The shape is the same with and without gating, because `full` counts as a single
+            # shard.
             shape_kind: MappingKind = "experts_a" if kind == "experts_a" else "experts_b"
             yield names[0], tuple(join_expert_shards([full], kind=shape_kind).shape)
             return

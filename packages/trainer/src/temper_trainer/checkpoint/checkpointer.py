@@ -175,7 +175,7 @@ class Checkpointer:
         """Return what `find` would return; nothing is renamed, and damaged steps are passed over.
 
         Raises:
-            CheckpointError: As `find`, except for later steps that already exist.
+            CheckpointError: In the cases of `find`, except if later steps already exist.
         """
         if resume == "never":
             return None

@@ -114,9 +114,10 @@ def _read_first_rows(source: SourceConfig, *, has_pairs: bool) -> FirstRows:
     """Read the first rows of a source with the run's own reader.
 
     Raises:
-        DataError: As the run would raise it.
+        DataError: If a row cannot be read; the message is the run's.
     """
-    # Imported here, because pyarrow and fsspec take 0.2 s that a source without files need not.
+    # Imported here, because importing pyarrow and fsspec takes 0.2 s, and a source without files
+    # does not need them.
     from temper_trainer.data.sources import iterate_pairs, iterate_rows
 
     limit = NUM_CHECKED_ROWS if source.max_rows is None else min(source.max_rows, NUM_CHECKED_ROWS)

@@ -130,8 +130,8 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
         raise ConfigError(f"no tokenizer can be loaded from {path!r}: there is no such directory.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        # Next to an exported model, AutoTokenizer goes by the model's type: for qwen2 it replaces
-        # the rules of tokenizer.json, and words would be lost without an error.
+        # If the folder has a model, AutoTokenizer chooses the class by the model's type. For qwen2
+        # that class replaces the rules of tokenizer.json, and words would be lost without an error.
         if _is_trained_by_run(tokenizer):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -172,7 +172,8 @@ def check_texts(
 
     Args:
         tokenizer: The tokenizer.
-        texts: Texts of this start, which may be others than it was trained on.
+        texts: Texts of this start of the run, which may differ from those that the tokenizer was
+            trained on.
         directory: Where it is saved, for the message.
 
     Raises:

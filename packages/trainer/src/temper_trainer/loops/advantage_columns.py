@@ -168,8 +168,8 @@ def replace_squares(values: dict[str, float], *, metrics: Mapping[str, Metric]) 
     """
     if RATIO_SQUARE_MEAN not in metrics:
         return values
-    # A ratio of two means cannot be merged over micro-batches, so the square is merged and the
-    # fraction is computed at the end.
+    # A ratio of two means cannot be merged over micro-batches. So the mean squared ratio is merged,
+    # and the effective sample fraction is computed from it at the end.
     kept = {name: value for name, value in values.items() if name != RATIO_SQUARE_MEAN}
     return {
         **kept,

@@ -318,7 +318,7 @@ def run_forward(
     output: HeadOutput = HeadOutput.LOGPROB,
     without_adapter: bool = False,
 ) -> Tensor:
-    """Run a forward pass of a role over all samples, with the micro-batches of the first pass.
+    """Run a role's forward pass over all samples, in the micro-batches of the first training pass.
 
     Args:
         samples: Samples of the step.

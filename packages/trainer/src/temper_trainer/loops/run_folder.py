@@ -62,7 +62,7 @@ class RunFolder:
         return contains_run(self.root)
 
     def supersede_model(self) -> None:
-        """Rename a model that an earlier start wrote to ``NAME.superseded-N``.
+        """Rename the model of an earlier start to ``NAME.superseded-N``.
 
         A run that trains on would otherwise leave an outdated model until it writes the new one.
         """

@@ -33,9 +33,10 @@ logger = logging.getLogger(__name__)
 def uses_saved_tokenizer(
     folder: RunFolder, *, task: str, has_warm_start: bool, checkpoint: Path | None
 ) -> bool:
-    """Return True if the run continues with weights that were trained with a tokenizer.
+    """Return True if the run starts from weights that it has trained before.
 
-    They are those of the checkpoint, or of a warm start that has a model or a checkpoint.
+    These weights need the saved tokenizer. They are those of the checkpoint, or of a warm start
+    that has saved a model or a checkpoint.
 
     Args:
         folder: The run folder.

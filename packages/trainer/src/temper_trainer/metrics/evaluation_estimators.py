@@ -70,7 +70,7 @@ def compute_pass_at_k(*, num_completions: int, num_solved: int, k: int) -> float
     if not (1 <= k <= num_completions and 0 <= num_solved <= num_completions):
         raise ValueError(
             f"pass@{k} of {num_solved} right among {num_completions} completions is not defined: "
-            "k must be from 1 to the number of completions, and so must the right ones from 0."
+            "k must be from 1, and the number of right ones from 0, to the number of completions."
         )
     num_subsets = math.comb(num_completions, k)
     num_wrong_subsets = math.comb(num_completions - num_solved, k)

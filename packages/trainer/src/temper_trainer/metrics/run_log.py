@@ -77,8 +77,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             trackers: Names from ``jsonl``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``.
             progress: Show progress bars if the output is a terminal.
             resume_step: The last completed step. Rows of later steps are moved to
-                ``*.superseded-N.jsonl``. None starts from scratch and moves all existing rows but
-                those of a warm start, which `progress_bar` handles.
+                ``*.superseded-N.jsonl``. None starts from scratch and moves all existing rows. Rows
+                of a warm start stay until `progress_bar` of that phase moves them.
             prometheus_port: Port that serves the latest values; None serves nothing.
             prometheus_address: Address of this host on which the port is opened.
             console: Where lines are printed; standard output by default.
@@ -149,7 +149,9 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     @contextmanager
     def progress_bar(self, phase: str, total: int, start: int = 0) -> Iterator[ProgressBar]:
-        """Show the progress of a phase in the body, and move the rows of steps that it repeats.
+        """Show the progress of a phase while the body runs.
+
+        Rows of earlier starts are moved if this phase repeats their steps.
 
         Args:
             phase: Phase of the metrics logged in the body.
@@ -200,7 +202,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             return write_report(self._directory)
 
     def refresh_report(self) -> None:
-        """Write the report after the first step, later if it costs less than 1 % of the time.
+        """Write the report after the first step, and later in at most 1 % of the time.
 
         So a killed process leaves a report that is at most minutes older than `metrics.jsonl`.
         """

@@ -73,7 +73,7 @@ def format_step_line(
     Args:
         step: Step of the phase.
         metrics: Logged metrics; those that are not in `LINE_METRICS` are not shown.
-        phase: Printed first.
+        phase: Name of the phase, which begins the line.
         total: Number of steps of the phase, if known.
 
     Example:

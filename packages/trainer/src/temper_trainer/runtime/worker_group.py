@@ -93,8 +93,8 @@ class TrainingWorker:
 
         Args:
             part: This rank's part of a mini-batch.
-            is_last_of_step: True for the last update of an RL step. A learning-rate schedule that
-                counts RL steps, not updates, then advances.
+            is_last_of_step: True for the last update of an RL step. It advances a learning-rate
+                schedule that counts RL steps instead of updates.
         """
         begin = time.perf_counter()
         # Read now, because the schedule may advance below.

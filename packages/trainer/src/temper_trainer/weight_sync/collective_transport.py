@@ -157,7 +157,7 @@ class CollectiveTransport:
         return version
 
     def _open(self, replicas: Sequence[Replica]) -> ChannelSpec:
-        """Open a channel to these servers, which leave their previous channel."""
+        """Open a channel to these servers; each of them closes its previous channel."""
         address, port, token = self._actor.run_on_all(open_store, self._bind_address)[0]
         spec = ChannelSpec(
             backend=self._backend,
@@ -173,7 +173,8 @@ class CollectiveTransport:
         for number, replica in enumerate(replicas):
             first_rank = 1 + number * self._workers_per_replica
             joins.append(replica.call("join_channel", replace(spec, first_rank=first_rank)))
-        # Before waiting for the servers: each member returns only when all have joined.
+        # Join before waiting for the servers, because each member returns only when all have
+        # joined.
         self._actor.run_on_all(open_sender_channel, spec)
         for join in joins:
             join.result()

@@ -82,8 +82,8 @@ class SharedMemoryTransport:
             return replica.call("load_files", buckets, version)
 
         self._sampler.load(start_load, version=version)
-        # Only now: had a server refused the new files, a restarted one would need the previous
-        # ones.
+        # The previous files are deleted only now. If a server had refused the new files, a
+        # restarted server would have needed the previous ones.
         if self._previous is not None:
             self._actor.run_on_all(remove_folder, str(self._previous))
         self._previous = folder

@@ -132,7 +132,8 @@ def run_update(
         engine: An engine with a loss.
         local_batches: Slices of this rank, one per call.
         outputs: Head outputs to return from the last call.
-        mark_final: Pass `final=True` to the last call. If False, the step must reduce gradients.
+        mark_final: Pass `final=True` to the last call. If False, `optimizer_step` has to reduce the
+            gradients.
         zeroes_gradients: Call `optimizer_zero_grad` first. If False, the caller has done so.
     """
     if zeroes_gradients:

@@ -36,7 +36,7 @@ class JobRequest:
     """File that the ranks use to form their process group; a new path means a new group."""
     device: Literal["cpu", "cuda"]
     compute: Compute
-    """Compute dtype of setups that do not set one."""
+    """Compute dtype of engines whose setup does not set one."""
     job: str
     """Function to run, as `module:function`."""
     arguments: Mapping[str, object]

@@ -197,7 +197,7 @@ class OracleEngine(BaseEngine):
 
     @contextmanager
     def _loaded(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
-        """Everything is always in host memory; only the module's mode changes."""
+        """Switch the module to the mode; nothing is loaded, as everything is in host memory."""
         was_training = self.model.training
         if mode != "update":
             self.model.train(mode == "train")
@@ -396,7 +396,7 @@ _EXPERT_MATRICES: Mapping[str, tuple[str, ...]] = {
 
 
 def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by their names in files; experts as views, so that writes reach the model."""
+    """Yield tensors under their names in files; experts are views, so writes reach the model."""
     for name, tensor in tensors:
         layer, _, kind = name.rpartition(".experts.")
         if kind not in _EXPERT_MATRICES:

@@ -151,7 +151,8 @@ def kill_process_group() -> None:
 
 def main(descriptor: int) -> None:
     """Build the engine and serve the trainer at the other end of the socket pair."""
-    # vLLM's workers must not inherit it: the trainer would not see the end of this process.
+    # vLLM's workers must not inherit the socket. Otherwise it stays open when this process ends,
+    # and the trainer does not notice.
     os.set_inheritable(descriptor, False)
     connection: Connection[object, object] = Connection(descriptor)
     versions = find_installed_versions()

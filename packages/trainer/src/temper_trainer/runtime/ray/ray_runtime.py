@@ -235,7 +235,8 @@ def connect_to_ray(runtime: RuntimeConfig) -> bool:
     """Connect this process to Ray, unless it is connected.
 
     Returns:
-        True if this module has made the connection, now or earlier: only then a run may end it.
+        True if this module has made the connection, now or earlier. A run ends only such a
+        connection.
 
     Raises:
         ConfigError: If there is no cluster at the address.
