@@ -6,6 +6,7 @@ tools.site.architecture_figure`.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,10 @@ def contract_layers(root: Path, *, name: str) -> list[list[str]]:
         "contracts"
     ]
     contract = next(contract for contract in contracts if contract["name"].startswith(name))
-    return [[component.strip(" ()") for component in row.split("|")] for row in contract["layers"]]
+    return [
+        [component.strip(" ()") for component in re.split("[|:]", row)]
+        for row in contract["layers"]
+    ]
 
 
 def draw_architecture(root: Path) -> str:

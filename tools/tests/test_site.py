@@ -125,7 +125,7 @@ def test_every_number_in_the_configuration_has_a_unit_or_none() -> None:
     )
     assert units["run.save_every"] == "steps"
     assert units["run.num_table_rows"] == "completions"
-    assert units["algorithm.gamma"] == "none"
+    assert units["algorithm.advantage.gamma"] == "none"
     assert {unit for key, kind, unit in rows if kind in ("text", "true or false")} == {""}
 
 

@@ -73,6 +73,6 @@ def test_an_old_loss_has_its_old_value_and_gradient(old_name: str, new_name: str
 
 def test_a_completion_alone_has_its_bare_reward_as_advantage() -> None:
     samples = from_sequences([torch.arange(n) for n in (3, 2)], loss_masks=[torch.arange(n) > 0 for n in (3, 2)])
-    config = AlgorithmConfig(advantage=f"{HERE}:bare_reward", group_size=1)
+    config = AlgorithmConfig(advantage=Custom(name=f"{HERE}:bare_reward"), group_size=1)
     found = estimate_advantages(config, samples=samples, rewards=torch.tensor([4.0, -2.0])).advantages
     assert found.tolist() == [0.0, 4.0, 4.0, 0.0, -2.0]

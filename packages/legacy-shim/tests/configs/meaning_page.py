@@ -21,7 +21,7 @@ The test fails on a difference without a reason.
 """
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "advantage, completions, entropy, aggregation": (
-        "algorithm.advantage",
+        "algorithm.advantage.name",
         "algorithm.group_size",
         "algorithm.entropy_coef",
         "algorithm.aggregation",

@@ -156,7 +156,7 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         "algorithm.group_size": old("rollout.n") if is_async(row) and old("rollout.n") else old("actor_rollout_ref.rollout.n"),
         DENOMINATOR: denominator,
         "run.eval_every": evaluation_frequency(old, row),
-        "algorithm.advantage": "dr_grpo" if name == "grpo" and old("algorithm.norm_adv_by_std_in_grpo") is False else name,
+        "algorithm.advantage.name": "dr_grpo" if name == "grpo" and old("algorithm.norm_adv_by_std_in_grpo") is False else name,
         "algorithm.kl_loss_coef": loss_coef,
         "algorithm.kl_reward_coef": reward_coef,
         "algorithm.kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(estimator) if loss_coef or reward_coef else "k3",
@@ -198,9 +198,9 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     if name == "gae":
         found |= optimisation(old, row, role="critic", new="critic.engine", adam=lambda: old("critic.optim.optimizer"))
         found |= {
-            "algorithm.gamma": old("algorithm.gamma"),
-            "algorithm.gae_lambda": old("algorithm.lam"),
-            "algorithm.value_clip": old("critic.cliprange_value"),
+            "algorithm.advantage.gamma": old("algorithm.gamma"),
+            "algorithm.advantage.gae_lambda": old("algorithm.lam"),
+            "algorithm.advantage.value_clip": old("critic.cliprange_value"),
             "algorithm.whiten_advantages": True,
             "critic.engine.optimizer.lr": old("critic.optim.lr"),
         }
@@ -293,7 +293,7 @@ REASONS = {
     FIRST_RATE: "the old warm-up started at rate 0; step k of N now has k / N of the peak, one step earlier",
     "run.eval_sampling.temperature": "without held-out prompts there is no evaluation, so the key is not written",
     "algorithm.policy_loss.dual_clip": "only the vanilla loss has a dual clip",
-    "algorithm.advantage": "with only teachers as signal no advantage is estimated; a group of one keeps its unnormalized reward",
+    "algorithm.advantage.name": "with only teachers as signal no advantage is estimated; a group of one keeps its unnormalized reward",
     "algorithm.policy_loss.clip_low": "gpg has no ratio to clip; the bounds of dppo are arguments of that loss",
     "algorithm.policy_loss.clip_high": "the same",
 }
@@ -305,7 +305,7 @@ def is_explained(key: str, old: Old, new: Mapping[str, object]) -> bool:
         return new.get(key) == 1 / number(new.get("actor.engine.schedule.warmup_steps"))
     if key == "run.eval_sampling.temperature":
         return "data.eval.paths" not in new
-    if key == "algorithm.advantage":
+    if key == "algorithm.advantage.name":
         alone = old("actor_rollout_ref.rollout.n") == 1 and str(new.get(key)).endswith(":bare_reward")
         return alone or (bool(old("distillation.enabled")) and old("distillation.distillation_loss.use_task_rewards") is False)
     if key in ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high"):

@@ -408,7 +408,7 @@ def test_a_reward_model_that_a_function_asks_is_asked_about() -> None:
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
 def test_a_group_of_one_kept_its_bare_reward_and_keeps_it(name: str) -> None:
     found = translated("v0.7.0", f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=1")
-    assert values(found)["algorithm.advantage"] == "temper_legacy_shim.old_algorithms:bare_reward"
+    assert values(found)["algorithm.advantage.name"] == "temper_legacy_shim.old_algorithms:bare_reward"
     assert values(found)["algorithm.group_size"] == 1
     assert "advantage" in rules_found(found, "hazard")
 

@@ -15,11 +15,13 @@ from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.adaptive_coefficients import KlController
 from temper_trainer.algorithms.advantage_estimators import compute_gae, compute_reinforce_plus_plus_advantages, whiten
 from temper_trainer.algorithms.advantages import estimate_advantages
+from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.kl import estimate_kl
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.settings.variants import list_variants
 
 pytestmark = needs_golden
 CORE = GOLDEN / "core_v0.7.1"
@@ -82,7 +84,7 @@ def test_group_estimators_agree_but_for_groups_of_one(group: str, call: str) -> 
     if case.get("norm_adv_by_std_in_grpo") is False:
         name = "dr_grpo"
     samples = samples_of(mask, uid=case["index"])
-    config = AlgorithmConfig(advantage=name, group_size=2)  # type: ignore[arg-type]
+    config = AlgorithmConfig(advantage=list_variants(AdvantageEstimator)[name](), group_size=2)
     found = grid(estimate_advantages(config, samples=samples, rewards=scores).advantages)
     expected = old(group, f"{call}.advantages") * mask
     sizes = torch.bincount(samples.group_ids)[samples.group_ids]

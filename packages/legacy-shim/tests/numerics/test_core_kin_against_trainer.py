@@ -19,6 +19,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.advantages import estimate_advantages
+from temper_trainer.algorithms.estimators.group_estimators import Gdpo, Gpg, Grpo, Opo, ReMax
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Sapo
 from temper_trainer.algorithms.policy_losses.covariance_losses import IS_SELECTED, ClipCov, KlCov
 from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS, PolicyObjective
@@ -164,7 +165,7 @@ def test_clip_cov_has_the_old_gradient_when_it_is_told_the_current_log_probs_for
 def test_opo_agrees_but_for_groups_of_one(call: str) -> None:
     case, mask = case_of("adv_opo", call)
     scores, samples = column(case["token_level_rewards"]).sum(1), samples_of(mask, uid=case["index"])
-    found = grid(estimate_advantages(AlgorithmConfig(advantage="opo", group_size=2), samples=samples, rewards=scores).advantages)
+    found = grid(estimate_advantages(AlgorithmConfig(advantage=Opo(), group_size=2), samples=samples, rewards=scores).advantages)
     expected = old("adv_opo", f"{call}.advantages") * mask
     is_alone = torch.bincount(samples.group_ids)[samples.group_ids] == 1
     assert_close(found[~is_alone], expected[~is_alone])
@@ -176,7 +177,7 @@ def test_opo_agrees_but_for_groups_of_one(call: str) -> None:
 def test_gpg_agrees_but_for_what_counts_as_teaching_and_groups_of_one(call: str) -> None:
     case, mask = case_of("adv_gpg", call)
     scores, samples = column(case["token_level_rewards"]).sum(1), samples_of(mask, uid=case["index"])
-    found = grid(estimate_advantages(AlgorithmConfig(advantage="gpg", group_size=2), samples=samples, rewards=scores).advantages)
+    found = grid(estimate_advantages(AlgorithmConfig(advantage=Gpg(), group_size=2), samples=samples, rewards=scores).advantages)
     expected = old("adv_gpg", f"{call}.advantages") * mask
     groups = [scores[samples.group_ids == group] for group in samples.group_ids.unique()]
     alive = sum(len(group) for group in groups if float(group.max() - group.min()) > 0)
@@ -191,7 +192,7 @@ def test_gpg_agrees_but_for_what_counts_as_teaching_and_groups_of_one(call: str)
 def test_remax_agrees_but_for_rewards_before_the_last_token(call: str) -> None:
     case, mask = case_of("adv_remax", call)
     rewards, baselines = column(case["token_level_rewards"]), column(case["reward_baselines"])
-    config = AlgorithmConfig(advantage="remax", group_size=2)
+    config = AlgorithmConfig(advantage=ReMax(), group_size=2)
     found = grid(estimate_advantages(config, samples=samples_of(mask), rewards=rewards.sum(1), baselines=baselines).advantages)
     expected = old("adv_remax", f"{call}.advantages") * mask
     if "dense" in call:  # there a token has the rewards from itself on, here a completion has one reward
@@ -213,13 +214,13 @@ def test_gdpo_agrees_but_for_a_group_of_one_which_moves_the_mean_and_deviation_o
     is_alone = torch.bincount(samples.group_ids)[samples.group_ids] == 1
     total = torch.zeros(len(mask), dtype=torch.float64)
     for k, weight in enumerate(weights):
-        config = AlgorithmConfig(advantage="grpo", group_size=2)
+        config = AlgorithmConfig(advantage=Grpo(), group_size=2)
         alone = grid(estimate_advantages(config, samples=samples, rewards=components[:, k]).advantages).double()
         of_group = (alone * mask).sum(1) / mask.sum(1)
         total += weight * torch.where(is_alone, components[:, k] / (1 + 1e-6), of_group)
     expected = old("adv_gdpo", f"{call}.advantages") * mask
     assert_close(whitened(total[:, None] * mask, mask).float() * mask, expected, tolerance=1e-4)
-    config = AlgorithmConfig(advantage="gdpo", group_size=2)
+    config = AlgorithmConfig(advantage=Gdpo(), group_size=2)
     found = estimate_advantages(
         config, samples=samples, rewards=components.sum(1).float(), components=components, component_weights=tuple(weights)
     )

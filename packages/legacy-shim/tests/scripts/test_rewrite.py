@@ -267,8 +267,8 @@ def test_a_folder_that_the_default_made_of_the_experiments_name_is_whole() -> No
     [
         ("NNODES=${SLURM_NNODES:-2}; ADV=grpo", "SLURM_NNODES", "actor.num_workers, rollout.num_replicas"),
         ("NNODES=${1:-2}; ADV=grpo", "argument 1", "actor.num_workers"),
-        ("NNODES=2; K=${K:-group}; case $K in\n  group) ADV=grpo ;;\n  value) ADV=gae ;;\nesac", "K", "algorithm.advantage"),
-        ('NNODES=2; ADV=grpo; if [ "${CRITIC:-no}" = yes ]; then ADV=gae; fi', "CRITIC", "algorithm.advantage"),
+        ("NNODES=2; K=${K:-group}; case $K in\n  group) ADV=grpo ;;\n  value) ADV=gae ;;\nesac", "K", "algorithm.advantage.name"),
+        ('NNODES=2; ADV=grpo; if [ "${CRITIC:-no}" = yes ]; then ADV=gae; fi', "CRITIC", "algorithm.advantage.name"),
     ],
 )
 def test_what_an_environment_variable_would_change_and_the_new_script_holds_fixed_is_said(head: str, name: str, keys: str) -> None:

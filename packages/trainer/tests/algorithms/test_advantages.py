@@ -1,7 +1,6 @@
 """Every advantage estimator, called by `estimate_advantages`."""
 
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -12,10 +11,14 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.config.algorithm import AdvantageName, AlgorithmConfig
+from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.estimators.group_estimators import DrGrpo, Grpo, Rloo
+from temper_trainer.algorithms.estimators.token_estimators import Gae
+from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.settings.variants import list_variants
 from temper_trainer.types import Advantages
 
-ESTIMATORS: tuple[AdvantageName, ...] = get_args(AdvantageName)
+ESTIMATORS: tuple[str, ...] = tuple(list_variants(AdvantageEstimator))
 LENGTHS = (3, 5, 2, 4, 6, 3)
 GROUPS = (1, 0, 1, 0, 1, 2)
 REWARDS = torch.tensor([1.0, 0.25, 0.0, 1.0, 0.5, 1.0])
@@ -30,9 +33,9 @@ def estimate(
     config: AlgorithmConfig, *, samples: SequenceBatch, rewards: Tensor, **others: Tensor | None
 ) -> Advantages:
     """Estimate with baselines of 0.5 for remax, and two equal components for gdpo."""
-    baselines = torch.full_like(rewards, 0.5) if config.advantage == "remax" else None
+    baselines = torch.full_like(rewards, 0.5) if config.reads("baselines") else None
     components = (
-        torch.stack([rewards / 2, rewards / 2], dim=1) if config.advantage == "gdpo" else None
+        torch.stack([rewards / 2, rewards / 2], dim=1) if config.reads("components") else None
     )
     return estimate_advantages(
         config,
@@ -45,17 +48,18 @@ def estimate(
     )
 
 
-def values_for(name: AdvantageName, samples: SequenceBatch) -> torch.Tensor | None:
+def values_for(name: str, samples: SequenceBatch) -> torch.Tensor | None:
     return torch.linspace(-1.0, 1.0, samples.num_tokens) if name == "gae" else None
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @settings(max_examples=10)
 @given(order=st.permutations(range(len(LENGTHS))))
-def test_advantages_do_not_depend_on_the_order_of_samples(
-    name: AdvantageName, order: list[int]
-) -> None:
-    samples, config = make_samples(), AlgorithmConfig(advantage=name)
+def test_advantages_do_not_depend_on_the_order_of_samples(name: str, order: list[int]) -> None:
+    samples, config = (
+        make_samples(),
+        AlgorithmConfig(advantage=list_variants(AdvantageEstimator)[name]()),
+    )
     values = values_for(name, samples)
     straight = estimate(config, samples=samples, rewards=REWARDS, values=values).advantages
     columns = {"straight": straight} if values is None else {"straight": straight, "values": values}
@@ -69,10 +73,12 @@ def test_advantages_do_not_depend_on_the_order_of_samples(
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_untrained_tokens_have_zero_advantage_and_their_nan_is_ignored(name: AdvantageName) -> None:
+def test_untrained_tokens_have_zero_advantage_and_their_nan_is_ignored(name: str) -> None:
     samples = make_samples()
     hole = torch.where(samples.loss_mask, 0.1, math.nan)
-    config = AlgorithmConfig(advantage=name, kl_reward_coef=0.5)
+    config = AlgorithmConfig(
+        advantage=list_variants(AdvantageEstimator)[name](), kl_reward_coef=0.5
+    )
     estimated = estimate(
         config, samples=samples, rewards=REWARDS, values=hole if name == "gae" else None, kl=hole
     )
@@ -85,7 +91,7 @@ def test_only_gae_returns_value_targets() -> None:
     samples = make_samples()
     has_returns = {
         name: estimate(
-            AlgorithmConfig(advantage=name),
+            AlgorithmConfig(advantage=list_variants(AdvantageEstimator)[name]()),
             samples=samples,
             rewards=REWARDS,
             values=values_for(name, samples),
@@ -104,7 +110,7 @@ def test_kl_penalty_is_subtracted_from_the_reward_of_a_completion() -> None:
         loss_masks=[torch.arange(n) >= 1 for n in (3, 2)],
         group_ids=[0, 0],
     )
-    config = AlgorithmConfig(advantage="dr_grpo", kl_reward_coef=0.4)
+    config = AlgorithmConfig(advantage=DrGrpo(), kl_reward_coef=0.4)
     estimated = estimate_advantages(
         config, samples=samples, rewards=torch.tensor([1.0, 0.0]), kl=torch.full((5,), 0.5)
     )
@@ -116,7 +122,7 @@ def test_gae_subtracts_the_kl_penalty_per_token_with_the_controllers_weight() ->
     samples = from_sequences([torch.arange(4)], loss_masks=[torch.arange(4) >= 1])
     kl = torch.tensor([7.0, 0.1, 0.3, 0.2])
     estimated = estimate_advantages(
-        AlgorithmConfig(advantage="gae", kl_reward_coef=9.0),
+        AlgorithmConfig(advantage=Gae(), kl_reward_coef=9.0),
         samples=samples,
         rewards=torch.tensor([1.0]),
         values=torch.zeros(4),
@@ -129,7 +135,7 @@ def test_gae_subtracts_the_kl_penalty_per_token_with_the_controllers_weight() ->
 def test_whitening_gives_mean_zero_and_std_one_over_trained_tokens() -> None:
     samples = make_samples()
     estimated = estimate_advantages(
-        AlgorithmConfig(advantage="rloo", whiten_advantages=True), samples=samples, rewards=REWARDS
+        AlgorithmConfig(advantage=Rloo(), whiten_advantages=True), samples=samples, rewards=REWARDS
     )
     trained = estimated.advantages[samples.loss_mask]
     assert float(trained.mean()) == pytest.approx(0.0, abs=1e-6)
@@ -141,19 +147,19 @@ def test_zero_std_groups_are_counted_and_have_zero_advantage() -> None:
     samples = make_samples(group_ids=(0, 0, 1, 1, 2, 2))
     rewards = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
     estimated = estimate_advantages(
-        AlgorithmConfig(advantage="grpo"), samples=samples, rewards=rewards
+        AlgorithmConfig(advantage=Grpo()), samples=samples, rewards=rewards
     )
     assert estimated.metrics["groups/zero_std_fraction"] == pytest.approx(2 / 3)
     assert not bool(estimated.advantages[: LENGTHS[0] + LENGTHS[1] + LENGTHS[2] + LENGTHS[3]].any())
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_step_without_trained_tokens_has_zero_advantages(name: AdvantageName) -> None:
+def test_step_without_trained_tokens_has_zero_advantages(name: str) -> None:
     samples = from_sequences(
         [torch.arange(3)] * 2, loss_masks=[torch.zeros(3, dtype=torch.bool)] * 2, group_ids=[0, 0]
     )
     estimated = estimate(
-        AlgorithmConfig(advantage=name),
+        AlgorithmConfig(advantage=list_variants(AdvantageEstimator)[name]()),
         samples=samples,
         rewards=torch.tensor([1.0, 0.0]),
         values=values_for(name, samples),
@@ -164,18 +170,18 @@ def test_step_without_trained_tokens_has_zero_advantages(name: AdvantageName) ->
 @pytest.mark.parametrize(
     ("config", "rewards", "values", "sentence"),
     [
-        (AlgorithmConfig(advantage="grpo"), [1.0, math.nan], None, "finite numbers"),
-        (AlgorithmConfig(advantage="grpo"), [1.0], None, "one per sample"),
-        (AlgorithmConfig(advantage="gae"), [1.0, 0.0], None, "gae needs the critic's values"),
+        (AlgorithmConfig(advantage=Grpo()), [1.0, math.nan], None, "finite numbers"),
+        (AlgorithmConfig(advantage=Grpo()), [1.0], None, "one per sample"),
+        (AlgorithmConfig(advantage=Gae()), [1.0, 0.0], None, "gae needs the critic's values"),
         (
-            AlgorithmConfig(advantage="rloo"),
+            AlgorithmConfig(advantage=Rloo()),
             [1.0, 0.0],
             torch.zeros(4),
             "no other estimator takes them",
         ),
-        (AlgorithmConfig(advantage="gae"), [1.0, 0.0], torch.zeros(3), "one value per token"),
+        (AlgorithmConfig(advantage=Gae()), [1.0, 0.0], torch.zeros(3), "one value per token"),
         (
-            AlgorithmConfig(advantage="grpo", kl_reward_coef=0.1),
+            AlgorithmConfig(advantage=Grpo(), kl_reward_coef=0.1),
             [1.0, 0.0],
             None,
             "kl is missing",

@@ -12,7 +12,10 @@ from temper_trainer.algorithms.advantage_estimators import (
     compute_remax_advantages,
 )
 from temper_trainer.algorithms.advantages import estimate_advantages
+from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.estimators.group_estimators import Gdpo, ReMax
 from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.settings.variants import list_variants
 
 TWO = from_sequences(
     [torch.tensor([0, 1]), torch.tensor([0, 1, 2, 3])],
@@ -68,7 +71,7 @@ def test_gdpo_normalizes_each_reward_before_adding_them() -> None:
 
 @pytest.mark.parametrize(("name", "expected"), [("opo", [0.75, -0.25]), ("gpg", [0.5, -0.5])])
 def test_estimators_are_found_by_name(name: str, expected: list[float]) -> None:
-    config = AlgorithmConfig(advantage=name)  # type: ignore[arg-type]
+    config = AlgorithmConfig(advantage=list_variants(AdvantageEstimator)[name]())
     advantages = estimate_advantages(
         config, samples=TWO, rewards=torch.tensor([1.0, 0.0])
     ).advantages
@@ -78,9 +81,9 @@ def test_estimators_are_found_by_name(name: str, expected: list[float]) -> None:
 def test_remax_needs_baselines_and_gdpo_needs_components() -> None:
     with pytest.raises(BatchError, match="baselines are missing"):
         estimate_advantages(
-            AlgorithmConfig(advantage="remax"), samples=TWO, rewards=torch.tensor([1.0, 0.0])
+            AlgorithmConfig(advantage=ReMax()), samples=TWO, rewards=torch.tensor([1.0, 0.0])
         )
     with pytest.raises(BatchError, match=r"set reward\.components"):
         estimate_advantages(
-            AlgorithmConfig(advantage="gdpo"), samples=TWO, rewards=torch.tensor([1.0, 0.0])
+            AlgorithmConfig(advantage=Gdpo()), samples=TWO, rewards=torch.tensor([1.0, 0.0])
         )

@@ -6,6 +6,7 @@ import torch
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.estimators.token_estimators import Gae
 from temper_trainer.algorithms.objective_factory import (
     build_policy_objective,
     build_value_objective,
@@ -69,12 +70,11 @@ def test_old_logprobs_are_measured_unless_the_step_makes_one_update(
 
 def test_every_coefficient_of_the_configuration_reaches_its_objective() -> None:
     config = AlgorithmConfig(
-        advantage="gae",
+        advantage=Gae(value_clip=0.4),
         policy_loss=Ppo(clip_low=0.1, clip_high=0.3, dual_clip=2.0),
         entropy_coef=0.01,
         kl_loss_coef=0.02,
         kl_estimator="k2",
-        value_clip=0.4,
     )
     actor, critic = (
         build_policy_objective(config, old_is_current=True),

@@ -58,8 +58,6 @@ ARITHMETIC = ["experiment=quickstart"]
             "batching.num_passes",
         ),
         ([*ARITHMETIC, "data.chat_template=x"], "data.chat_template", "kind arithmetic"),
-        ([*RL, "algorithm.gamma=1.0"], "algorithm.gamma", "algorithm.advantage"),
-        ([*RL, "algorithm.gae_lambda=1.0"], "algorithm.gae_lambda", "algorithm.advantage"),
         ([*RL, "weight_sync.checksum=false"], "weight_sync.checksum", "rollout.sampler hf"),
         ([*RL, "weight_sync.bucket_bytes=2000"], "weight_sync.bucket_bytes", "rollout.sampler hf"),
         (
@@ -128,7 +126,12 @@ def test_setting_without_effect_is_refused_with_the_reason(
     "overrides",
     [
         [*RL, "runtime.kind=ray", "runtime.cpus_per_worker=2", "actor.pool=big"],
-        [*RL, "algorithm=ppo", "algorithm.gamma=0.99", "algorithm.gae_lambda=0.9"],
+        [
+            *RL,
+            "algorithm=ppo",
+            "algorithm.advantage.gamma=0.99",
+            "algorithm.advantage.gae_lambda=0.9",
+        ],
         [*RL, "data.eval.paths=[test.jsonl]", "run.eval_every=5"],
         [*RL, "batching.num_passes=2", "algorithm.policy_loss.clip_high=0.3"],
         [*RL, "algorithm.kl_reward_coef=0.1", "ref=frozen", "algorithm.policy_loss.clip_low=0.1"],

@@ -21,7 +21,7 @@ def test_origin_is_default_group_or_command_line() -> None:
     origins = load(["experiment=quickstart", "algorithm=ppo", "run.seed=2"]).origins
     assert origins["run.seed"] == "command line"
     assert origins["run.total_steps"] == "group experiment=quickstart"
-    assert origins["algorithm.gae_lambda"] == "group algorithm=ppo"
+    assert origins["algorithm.advantage.gae_lambda"] == "group algorithm=ppo"
     assert origins["critic.engine.model.model_type"] == "group critic=value_model"
     assert origins["model_engine"] == "group model_engine=fsdp"
     assert origins["sampling.top_p"] == "default"

@@ -63,7 +63,7 @@ def test_overrides_choose_and_set(overrides: list[str], expected: PolicyLoss) ->
 
 
 def test_settings_of_a_replaced_variant_have_no_origin() -> None:
-    assert origins(load_with("algorithm=dapo", f"{LOSS}=gspo")) == {
+    assert origins(load_with("algorithm=dapo", f"{LOSS}=cispo")) == {
         "name": "command line",
         "clip_low": "default",
         "clip_high": "default",
@@ -107,7 +107,7 @@ def test_custom_loss_is_read_from_its_import_path_and_arguments() -> None:
     [
         (
             ["algorithm=sapo", f"{LOSS}.clip_high=0.28"],
-            f"clip_high is a setting of ppo, gspo, cispo, gmpo, clip_cov, but {LOSS} is sapo: ",
+            f"but {LOSS} is sapo: remove it, or set {LOSS}=ppo or another of these. (set by: ",
         ),
         ([f"{LOSS}.arguments.x=1"], "arguments.x is a setting of package.module:Name, but"),
         ([f"{LOSS}=gpso"], f"{LOSS} is 'gpso', but must be one of ppo, gspo, "),

@@ -15,21 +15,13 @@ from temper_engine_api.errors import BatchError
 from temper_engine_api.reduction import sum_per_sequence
 from temper_trainer.algorithms.advantage_estimators import (
     assign_to_last_token,
-    compute_gae,
-    compute_gdpo_advantages,
-    compute_gpg_advantages,
     compute_group_statistics,
-    compute_grpo_advantages,
-    compute_opo_advantages,
-    compute_reinforce_plus_plus_advantages,
-    compute_reinforce_plus_plus_baseline_advantages,
-    compute_remax_advantages,
-    compute_rloo_advantages,
     whiten,
 )
 from temper_trainer.algorithms.custom_algorithms import compute_custom_advantages
+from temper_trainer.algorithms.estimators.estimator import StepRewards
 from temper_trainer.config.algorithm import AlgorithmConfig
-from temper_trainer.settings.import_path import is_import_path
+from temper_trainer.settings.variants import Custom
 from temper_trainer.types import Advantages
 
 
@@ -76,22 +68,26 @@ def estimate_advantages(
     if kl is not None and coef:
         # Not multiplied by the mask: an entry outside it may be NaN.
         penalty = coef * torch.where(samples.loss_mask, kl.double(), 0.0)
-    returns = None
-    if config.advantage == "gdpo":
-        assert components is not None
-        penalty_sum = sum_per_sequence(penalty, samples)
-        advantages = compute_gdpo_advantages(
-            components, weights=component_weights, penalty=penalty_sum, samples=samples
-        )
+    # A sum and not a mean: the KL of a completion is the sum of the KL of its tokens.
+    penalty_sum = sum_per_sequence(penalty, samples)
+    step = StepRewards(
+        samples=samples,
+        rewards=rewards.double() - penalty_sum,
+        token_rewards=compute_token_rewards(rewards, penalty=penalty, samples=samples),
+        penalty=penalty_sum,
+        values=values,
+        baselines=baselines,
+        components=components,
+        component_weights=component_weights,
+    )
+    if isinstance(config.advantage, Custom):
+        advantages, returns = compute_custom_advantages(config.advantage, step=step), None
     else:
-        advantages, returns = _estimate(
-            config,
-            samples=samples,
-            rewards=rewards,
-            penalty=penalty,
-            values=values,
-            baselines=baselines,
-        )
+        advantages, returns = config.advantage.estimate(step)
+    if advantages.shape != (samples.num_tokens,):
+        advantages = advantages[samples.sequence_index]
+    # Masked here, so that an estimator need not know which tokens are trained.
+    advantages = torch.where(samples.loss_mask, advantages.double(), 0.0)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask=samples.loss_mask)
     return Advantages(
@@ -115,61 +111,6 @@ def compute_token_rewards(rewards: Tensor, *, penalty: Tensor, samples: Sequence
     return assign_to_last_token(rewards, samples=samples) - penalty
 
 
-def _estimate(
-    config: AlgorithmConfig,
-    *,
-    samples: SequenceBatch,
-    rewards: Tensor,
-    penalty: Tensor,
-    values: Tensor | None,
-    baselines: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    by_token = compute_token_rewards(rewards, penalty=penalty, samples=samples)
-    # A sum and not a mean: the KL of a completion is the sum of the KL of its tokens.
-    sequence_rewards = rewards.double() - sum_per_sequence(penalty, samples)
-    name, groups = config.advantage, samples.group_ids
-    if name == "gae":
-        assert values is not None
-        return compute_gae(
-            by_token,
-            values=values,
-            samples=samples,
-            gamma=config.gamma,
-            gae_lambda=config.gae_lambda,
-        )
-    if name == "reinforce_plus_plus":
-        return compute_reinforce_plus_plus_advantages(
-            by_token, samples=samples, gamma=config.gamma
-        ), None
-    if name == "reinforce_plus_plus_baseline":
-        return compute_reinforce_plus_plus_baseline_advantages(
-            sequence_rewards, samples=samples
-        ), None
-    if is_import_path(name):
-        custom = compute_custom_advantages(config, rewards=sequence_rewards, samples=samples)
-        by_token = (
-            custom if custom.shape == (samples.num_tokens,) else custom[samples.sequence_index]
-        )
-        # Masked here, so that a custom estimator need not know which tokens are trained.
-        return torch.where(samples.loss_mask, by_token.double(), 0.0), None
-    match name:
-        case "rloo":
-            per_sample = compute_rloo_advantages(sequence_rewards, group_ids=groups)
-        case "remax":
-            assert baselines is not None
-            per_sample = compute_remax_advantages(sequence_rewards, baselines=baselines)
-        case "opo":
-            lengths = sum_per_sequence(samples.loss_mask.double(), samples)
-            per_sample = compute_opo_advantages(sequence_rewards, lengths=lengths, group_ids=groups)
-        case "gpg":
-            per_sample = compute_gpg_advantages(sequence_rewards, group_ids=groups)
-        case _:
-            per_sample = compute_grpo_advantages(
-                sequence_rewards, group_ids=groups, scale_by_std=name == "grpo"
-            )
-    return torch.where(samples.loss_mask, per_sample[samples.sequence_index], 0.0), None
-
-
 def _check_rewards(
     config: AlgorithmConfig,
     *,
@@ -185,10 +126,10 @@ def _check_rewards(
             f"but must be {samples.num_sequences} finite numbers, one per sample: drop the "
             "samples whose reward failed."
         )
-    if (values is not None) != (config.advantage == "gae"):
+    if (values is not None) != config.reads("values"):
         raise BatchError(
             f"values are {'given' if values is not None else 'missing'} for algorithm.advantage "
-            f"{config.advantage}: gae needs the critic's values, and no other estimator takes "
+            f"{config.advantage.name}: gae needs the critic's values, and no other estimator takes "
             "them."
         )
     if coef and kl is None:
@@ -213,14 +154,14 @@ def _check_estimator_inputs(
     num_weights: int,
 ) -> None:
     # Superfluous inputs are refused, too: whoever passes them expects an effect.
-    if (baselines is not None) != (config.advantage == "remax"):
+    if (baselines is not None) != config.reads("baselines"):
         raise BatchError(
             f"baselines are {'given' if baselines is not None else 'missing'} for "
-            f"algorithm.advantage {config.advantage}: remax needs the rewards of the greedy "
+            f"algorithm.advantage {config.advantage.name}: remax needs the rewards of the greedy "
             "completions, and no other estimator takes them."
         )
     has_components = components is not None and components.shape == (num_sequences, num_weights)
-    if config.advantage == "gdpo" and not has_components:
+    if config.reads("components") and not has_components:
         raise BatchError(
             "algorithm.advantage gdpo needs components [B, K] and K component_weights: set "
             "reward.components."

@@ -5,39 +5,36 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, ConfigError
-from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.algorithms.estimators.estimator import StepRewards
 from temper_trainer.settings.import_path import import_object
+from temper_trainer.settings.variants import Custom
 
 
-def load_advantage_function(config: AlgorithmConfig) -> Callable[..., object]:
-    """Import the function named by ``config.advantage`` and check its arguments.
+def load_advantage_function(custom: Custom) -> Callable[..., object]:
+    """Import a function of ``algorithm.advantage`` and check its arguments.
 
     Raises:
         ConfigError: If it cannot be imported, or does not accept these arguments.
     """
-    loaded = import_object(config.advantage, key="algorithm.advantage")
+    loaded = import_object(custom.name, key="algorithm.advantage")
     try:
         # Only binds the arguments: a wrong name is found before the first step and without data.
-        inspect.signature(loaded).bind(None, samples=None, **config.advantage_arguments)
+        inspect.signature(loaded).bind(None, samples=None, **custom.arguments)
     except TypeError as error:
         raise ConfigError(
-            f"algorithm.advantage {config.advantage} cannot be called with rewards, samples and "
-            f"algorithm.advantage_arguments {dict(config.advantage_arguments)}: {error}."
+            f"algorithm.advantage {custom.name} cannot be called with rewards, samples and "
+            f"algorithm.advantage.arguments {dict(custom.arguments)}: {error}."
         ) from error
     return loaded
 
 
-def compute_custom_advantages(
-    config: AlgorithmConfig, *, rewards: Tensor, samples: SequenceBatch
-) -> Tensor:
+def compute_custom_advantages(custom: Custom, *, step: StepRewards) -> Tensor:
     """Call the user's advantage function and check its result.
 
     Args:
-        config: Names the function and its arguments.
-        rewards: [B] float64, minus the KL penalty of each sequence.
-        samples: B sequences, T tokens.
+        custom: Names the function and its arguments.
+        step: Samples and rewards.
 
     Returns:
         [B] or [T].
@@ -45,8 +42,9 @@ def compute_custom_advantages(
     Raises:
         BatchError: If it returns anything but a finite tensor of one of these shapes.
     """
-    loaded: object = load_advantage_function(config)(
-        rewards, samples=samples, **config.advantage_arguments
+    samples = step.samples
+    loaded: object = load_advantage_function(custom)(
+        step.rewards, samples=samples, **custom.arguments
     )
     expected = ((samples.num_sequences,), (samples.num_tokens,))
     if (
@@ -61,7 +59,7 @@ def compute_custom_advantages(
             else f"{type(loaded).__name__}"
         )
         raise BatchError(
-            f"algorithm.advantage {config.advantage} returned {got}, but must return finite "
+            f"algorithm.advantage {custom.name} returned {got}, but must return finite "
             f"numbers: [{samples.num_sequences}], one per sequence, or [{samples.num_tokens}], "
             "one per token."
         )

@@ -19,6 +19,7 @@ from temper_engine_api.objective import (
     register_objective,
 )
 from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
+from temper_trainer.algorithms.estimators.token_estimators import Gae
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.policy_objective import PolicyObjective, measure_entropy
 from temper_trainer.algorithms.supervised_losses import (
@@ -182,7 +183,9 @@ def add_distillation_loss(
 
 def build_value_objective(config: AlgorithmConfig) -> ValueObjective:
     """Return the critic's objective, a mean over trained tokens whatever the policy's is."""
-    return ValueObjective(clip=config.value_clip)
+    return ValueObjective(
+        clip=config.advantage.value_clip if isinstance(config.advantage, Gae) else None
+    )
 
 
 def build_preference_objective(config: PreferenceConfig, *, task: str) -> Objective:

@@ -4,14 +4,15 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.estimators.group_estimators import Grpo
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.config.ranges import check_range
-from temper_trainer.settings.import_path import is_import_path
-from temper_trainer.settings.variants import Custom
+from temper_trainer.settings.variants import Custom, list_variants
 
 REJECTION_RULES = tuple(
     f"{statistic}_{over}"
@@ -150,20 +151,6 @@ class ReweightConfig:
         check_range("algorithm.reweight.exponent", self.exponent, at_least=0)
 
 
-AdvantageName = Literal[
-    "gae",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "opo",
-    "gpg",
-    "gdpo",
-]
-
-
 AggregationName = Literal[
     "token_mean",
     "sequence_mean_token_mean",
@@ -176,12 +163,9 @@ AggregationName = Literal[
 class AlgorithmConfig:
     """Settings of the RL algorithm: advantages, policy loss, KL, entropy and aggregation."""
 
-    advantage: str = "grpo"
-    """Advantage estimator: a name from docs/algorithms.md (gae needs a critic), or the import path
-    ``package.module:function`` of a custom one.
+    advantage: AdvantageEstimator | Custom = field(default_factory=Grpo)
+    """Advantage estimator, from docs/algorithms.md (gae needs a critic), or a function of your own.
     """
-    advantage_arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-    """Keyword arguments of a custom estimator."""
     group_size: int = 8
     """Number of completions that are sampled for each prompt, at least 1."""
     policy_loss: PolicyLoss | Custom = field(default_factory=Ppo)
@@ -229,17 +213,9 @@ class AlgorithmConfig:
     """Bound on the k3 estimate of one token in nats, above 0; no gradient beyond it. Peers use 10.
     None is off. Only with kl_estimator k3.
     """
-    gamma: float = 1.0
-    """Discount per trained token, in [0, 1]; only for gae and reinforce_plus_plus."""
-    gae_lambda: float = 1.0
-    """Decay of generalized advantage estimation, in [0, 1]; only for gae."""
     whiten_advantages: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the step's trained tokens;
     reinforce_plus_plus always does.
-    """
-    value_clip: float | None = None
-    """Range around the old value to which the value loss is clipped, above 0; only for gae. None is
-    off.
     """
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Keep sampling until a step has prompts_per_step groups with different rewards. None trains on
@@ -255,12 +231,6 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         # Ranges first, because the checks below compare values that must be valid.
         self._check_ranges()
-        _check_name(
-            "advantage",
-            self.advantage,
-            known=get_args(AdvantageName),
-            arguments=self.advantage_arguments,
-        )
         self._check_advantage()
         self._check_entropy()
         self._check_kl()
@@ -271,6 +241,10 @@ class AlgorithmConfig:
                 f"{self.aggregation}: sequence_mean_token_sum_norm needs it as its divisor "
                 "(usually sampling.max_tokens), and the others do not use it."
             )
+
+    def reads(self, name: str) -> bool:
+        """Return True if the estimator needs an optional field of ``StepRewards``."""
+        return isinstance(self.advantage, AdvantageEstimator) and name in self.advantage.inputs
 
     def _check_ranges(self) -> None:
         check_range("algorithm.group_size", self.group_size, at_least=1)
@@ -283,40 +257,26 @@ class AlgorithmConfig:
         check_range("algorithm.kl_loss_coef", self.kl_loss_coef, at_least=0)
         check_range("algorithm.kl_reward_coef", self.kl_reward_coef, at_least=0)
         check_range("algorithm.kl_horizon", self.kl_horizon, at_least=1)
-        check_range("algorithm.gamma", self.gamma, at_least=0, at_most=1)
-        check_range("algorithm.gae_lambda", self.gae_lambda, at_least=0, at_most=1)
-        check_range("algorithm.value_clip", self.value_clip, above=0)
 
     def _check_advantage(self) -> None:
-        # These three have a baseline without other completions of the prompt, and a custom one may
-        # have.
-        needs_group = self.advantage not in (
-            "gae",
-            "reinforce_plus_plus",
-            "remax",
-        ) and not is_import_path(self.advantage)
-        if needs_group and self.group_size < 2:
+        estimator = self.advantage
+        if isinstance(estimator, Custom):
+            return
+        if estimator.compares_group and self.group_size < 2:
+            others = [
+                name
+                for name, each in list_variants(AdvantageEstimator).items()  # type: ignore[type-abstract]
+                if not each.compares_group
+            ]
             raise ConfigError(
-                f"algorithm.advantage {self.advantage} compares completions of one prompt, but "
-                f"algorithm.group_size is {self.group_size}: raise it to 2 or more, or use gae, "
-                "reinforce_plus_plus or remax."
+                f"algorithm.advantage {estimator.name} compares completions of one prompt, but "
+                f"algorithm.group_size is {self.group_size}: raise it to 2 or more, or use "
+                f"{', '.join(others[:-1])} or {others[-1]}."
             )
-        # Only values that differ from the default are refused: a default that is written out
-        # changes nothing, and the resolved configuration of a run writes out all of them.
-        if self.advantage != "gae" and (self.gae_lambda != 1.0 or self.value_clip is not None):
-            raise ConfigError(
-                "algorithm.gae_lambda and algorithm.value_clip have no effect with "
-                f"algorithm.advantage {self.advantage}: remove them, or use gae."
-            )
-        if self.advantage not in ("gae", "reinforce_plus_plus") and self.gamma != 1.0:
-            raise ConfigError(
-                f"algorithm.gamma has no effect with algorithm.advantage {self.advantage}, which "
-                "has one advantage per completion: remove it, or use gae or reinforce_plus_plus."
-            )
-        if self.advantage.startswith("reinforce_plus_plus") and self.whiten_advantages:
+        if estimator.whitens and self.whiten_advantages:
             raise ConfigError(
                 "algorithm.whiten_advantages has no effect with algorithm.advantage "
-                f"{self.advantage}, which always whitens: remove it."
+                f"{estimator.name}, which always whitens: remove it."
             )
 
     def _check_entropy(self) -> None:
@@ -361,26 +321,6 @@ class AlgorithmConfig:
                 "algorithm.kl_horizon has no effect without algorithm.kl_target: remove it, or "
                 "set a target."
             )
-
-
-def _check_name(
-    field_name: str, name: str, *, known: tuple[str, ...], arguments: Mapping[str, object]
-) -> None:
-    key = f"algorithm.{field_name}"
-    if is_import_path(name):
-        return
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            f"{key} is {name!r}, but must be one of {', '.join(known)}: {hint}Give a custom one "
-            "by its import path, package.module:name."
-        )
-    if arguments:
-        raise ConfigError(
-            f"{key}_arguments are set, but the built-in {name} takes none: remove them, or give "
-            "the import path of a custom one."
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.settings.variants import Custom, Variant, list_variants
 
@@ -72,7 +73,7 @@ REMOVED_KEYS = (
             ("reject_kl", "k3_mean.high, or the rule of another estimator"),
         )
     ),
-    RemovedKey(key="algorithm.lam", replacement="algorithm.gae_lambda"),
+    RemovedKey(key="algorithm.lam", replacement="algorithm.advantage.gae_lambda"),
     RemovedKey(
         key="algorithm.use_kl_in_reward",
         replacement="algorithm.kl_reward_coef above 0 together with ref=frozen",
@@ -157,7 +158,7 @@ REMOVED_KEYS = (
     ),
     RemovedKey(key="critic.ppo_micro_batch_size_per_gpu", replacement="batching.max_tokens"),
     RemovedKey(key="critic.ppo_micro_batch_size", replacement="batching.max_tokens"),
-    RemovedKey(key="critic.cliprange_value", replacement="algorithm.value_clip"),
+    RemovedKey(key="critic.cliprange_value", replacement="algorithm.advantage.value_clip"),
     RemovedKey(
         key="critic.optim", replacement="critic.engine.optimizer and critic.engine.schedule"
     ),
@@ -217,6 +218,10 @@ RENAMED_SINCE = "0.2"
 """First release with the new names below."""
 
 RENAMED_KEYS = {
+    "algorithm.advantage_arguments": "algorithm.advantage.arguments",
+    "algorithm.gamma": "algorithm.advantage.gamma",
+    "algorithm.gae_lambda": "algorithm.advantage.gae_lambda",
+    "algorithm.value_clip": "algorithm.advantage.value_clip",
     "algorithm.policy_loss_arguments": "algorithm.policy_loss.arguments",
     "algorithm.clip_low": "algorithm.policy_loss.clip_low",
     "algorithm.clip_high": "algorithm.policy_loss.clip_high",
@@ -358,7 +363,10 @@ def find_new_key(key: str) -> str | None:
     return f"{role}{engine}{engine_key}" if engine_key else None
 
 
-UNIONS: Mapping[str, type[Variant]] = {"algorithm.policy_loss": PolicyLoss}
+UNIONS: Mapping[str, type[Variant]] = {
+    "algorithm.advantage": AdvantageEstimator,
+    "algorithm.policy_loss": PolicyLoss,
+}
 """Settings that were a name in 0.1, with those of all names next to it."""
 
 

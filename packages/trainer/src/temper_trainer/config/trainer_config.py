@@ -110,7 +110,7 @@ class TrainerConfig:
 def _find_conflicts(config: TrainerConfig) -> list[str]:
     """Return one sentence per contradiction or ineffective combination, which names both keys."""
     conflicts: list[str] = []
-    needs_critic = config.task == "rl" and config.algorithm.advantage == "gae"
+    needs_critic = config.task == "rl" and config.algorithm.reads("values")
     # In task distill the teachers take the place of the reference, and other tasks have no KL term.
     needs_kl = config.task == "rl" and (
         config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0
@@ -120,7 +120,7 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
     )
     if needs_critic != (config.critic is not None):
         conflicts.append(
-            f"algorithm.advantage is {config.algorithm.advantage} and critic is "
+            f"algorithm.advantage is {config.algorithm.advantage.name} and critic is "
             f"{'set' if config.critic else 'not set'}: gae needs a critic, and no other estimator "
             "or task uses one."
         )
@@ -426,17 +426,17 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "generate.num_completions is above 1 and sampling.temperature is 0 (greedy), so all "
             "completions would be equal: raise the temperature."
         )
-    if config.algorithm.advantage == "gdpo" and not config.reward.components:
+    if config.algorithm.reads("components") and not config.reward.components:
         yield (
             "algorithm.advantage is gdpo, which normalizes several rewards separately, but "
             "reward.components is empty: list them there."
         )
-    if config.algorithm.advantage == "gdpo" and config.reward.shaping != ShapingConfig():
+    if config.algorithm.reads("components") and config.reward.shaping != ShapingConfig():
         yield (
             "reward.shaping has no effect with algorithm.advantage gdpo, which uses the unshaped "
             "rewards: remove it."
         )
-    if config.algorithm.advantage == "gdpo" and any(
+    if config.algorithm.reads("components") and any(
         source.reward is not None or source.reward_key is not None
         for source in config.data.train_sources.values()
     ):

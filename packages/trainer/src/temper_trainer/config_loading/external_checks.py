@@ -48,7 +48,6 @@ from temper_trainer.reward.row_rewards import iterate_selected_rewards
 from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
-from temper_trainer.settings.import_path import is_import_path
 from temper_trainer.settings.variants import Custom
 
 logger = logging.getLogger(__name__)
@@ -279,11 +278,11 @@ def _check_custom_environment(config: EnvironmentConfig) -> None:
 
 
 def _check_custom_algorithm(config: AlgorithmConfig) -> None:
-    if is_import_path(config.advantage):
+    if isinstance(config.advantage, Custom):
         # Imported here because it imports torch, which no other check needs.
         from temper_trainer.algorithms.custom_algorithms import load_advantage_function
 
-        load_advantage_function(config)
+        load_advantage_function(config.advantage)
     if isinstance(config.policy_loss, Custom):
         config.policy_loss.build(PolicyLoss, key="algorithm.policy_loss")  # type: ignore[type-abstract]
 

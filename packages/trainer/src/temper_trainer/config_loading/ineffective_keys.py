@@ -264,19 +264,6 @@ RULES = (
         ),
     ),
     Rule(
-        keys=("algorithm.gamma",),
-        applies=lambda config: config.algorithm.advantage not in ("gae", "reinforce_plus_plus"),
-        reason=(
-            "with an algorithm.advantage that has one value per completion: remove it, or use gae "
-            "or reinforce_plus_plus"
-        ),
-    ),
-    Rule(
-        keys=("algorithm.gae_lambda", "algorithm.value_clip"),
-        applies=lambda config: config.algorithm.advantage != "gae",
-        reason="with an algorithm.advantage other than gae: remove it, or use gae",
-    ),
-    Rule(
         keys=("run.total_steps",),
         applies=lambda config: config.run.total_epochs is not None,
         reason="with run.total_epochs, which sets the length of the run: remove one of them",

@@ -83,7 +83,7 @@ def _describe_additional_sampling(config: TrainerConfig, *, completions: int) ->
             f"{config.sampling.max_tokens:,} tokens each, with observations of "
             f"{environment.max_observation_tokens:,} tokens between them"
         )
-    if config.task == "rl" and config.algorithm.advantage == "remax":
+    if config.task == "rl" and config.algorithm.reads("baselines"):
         lines.append(
             f"additionally: {prompts:,} greedy completions per step as baselines, not trained on"
         )

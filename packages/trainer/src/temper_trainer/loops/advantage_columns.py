@@ -67,11 +67,11 @@ def add_advantages(
         kl=token_kl,
         kl_coef=kl_controller.coef,
         components=torch.tensor([rollout.components for rollout in rollouts])
-        if algorithm.advantage == "gdpo"
+        if algorithm.reads("components")
         else None,
         component_weights=tuple(config.reward.components.values()),
         baselines=torch.tensor([rollout.baseline for rollout in rollouts])
-        if algorithm.advantage == "remax"
+        if algorithm.reads("baselines")
         else None,
     )
     if token_kl is not None:

@@ -285,7 +285,7 @@ def add_forward_columns(
         columns["ref_logprobs"] = run_forward(
             samples, plan, role="actor", group=roles["actor"], without_adapter=True
         )
-    if algorithm.advantage == "gae":
+    if algorithm.reads("values"):
         columns["values"] = run_forward(
             samples, plan, role="critic", group=roles["critic"], output=HeadOutput.VALUE
         )

@@ -139,7 +139,7 @@ def sample_rollouts(
         asynchrony=config.asynchrony,
         version=components.publisher.version,
     )
-    _check_environment_rewards(scored.conversations, advantage=config.algorithm.advantage)
+    _check_environment_rewards(scored.conversations, algorithm=config.algorithm)
     rollouts = _make_rollouts(
         scored, num_prompts=len(prompts), group_size=group_size, first_group=first_group
     )
@@ -272,7 +272,7 @@ def _make_requests(
         )
         for i, prompt in enumerate(sampled_prompts)
     ]
-    if algorithm.advantage != "remax":
+    if not algorithm.reads("baselines"):
         return sampled_prompts, requests
     greedy = replace(sampling, temperature=0.0)
     baseline_requests = [
@@ -312,10 +312,12 @@ def measure_round(
     }
 
 
-def _check_environment_rewards(conversations: Sequence[Conversation], *, advantage: str) -> None:
+def _check_environment_rewards(
+    conversations: Sequence[Conversation], *, algorithm: AlgorithmConfig
+) -> None:
     """Refuse an environment's rewards if the advantage estimator would ignore them."""
     reward = next((each.reward for each in conversations if each.reward), None)
-    if advantage == "gdpo" and reward is not None:
+    if algorithm.reads("components") and reward is not None:
         raise ConfigError(
             "algorithm.advantage gdpo uses only reward.components, but the environment gave a "
             f"reward ({reward:g}), which would be ignored: compute it in a reward function among "

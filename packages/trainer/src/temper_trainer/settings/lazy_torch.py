@@ -11,7 +11,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["sum_per_sequence", "torch", "weighted_mean"]
+__all__ = ["lazy_module", "sum_per_sequence", "torch", "weighted_mean"]
+
+
+class _LazyModule:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+def lazy_module(name: str) -> Any:
+    """Return a stand-in for a module, which is imported when an attribute of it is read."""
+    return _LazyModule(name)
+
 
 if TYPE_CHECKING:
     import torch
@@ -20,20 +34,13 @@ if TYPE_CHECKING:
     from temper_engine_api.reduction import sum_per_sequence
 else:
 
-    class _LazyModule:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(importlib.import_module(self._name), attribute)
-
     class _LazyFunction:
         def __init__(self, module: str, name: str) -> None:
-            self._module, self._name = _LazyModule(module), name
+            self._module, self._name = lazy_module(module), name
 
         def __call__(self, *args: object, **kwargs: object) -> Any:
             return getattr(self._module, self._name)(*args, **kwargs)
 
-    torch = _LazyModule("torch")
+    torch = lazy_module("torch")
     weighted_mean = _LazyFunction("temper_engine_api.metrics", "weighted_mean")
     sum_per_sequence = _LazyFunction("temper_engine_api.reduction", "sum_per_sequence")

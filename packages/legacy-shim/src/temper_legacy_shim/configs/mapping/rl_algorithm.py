@@ -66,7 +66,7 @@ def _advantage(draft: Draft) -> str:
         reason = "only teachers say what is better (use_task_rewards is false), so no advantage is estimated from rewards"
         draft.say(key, reason)
         draft.say("algorithm.norm_adv_by_std_in_grpo", reason)
-        draft.put("algorithm.advantage", "reinforce_plus_plus", rule="distillation", old=["distillation.enabled"])
+        draft.put("algorithm.advantage.name", "reinforce_plus_plus", rule="distillation", old=["distillation.enabled"])
         draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n"], verbatim=True)
         return "distill"
     ours = _ADVANTAGES.get(old)
@@ -78,7 +78,7 @@ def _advantage(draft: Draft) -> str:
     if ours in _IN_GROUPS and n < 2:
         ours = _alone(draft, ours, old=old, key=key)
     norm = ["algorithm.norm_adv_by_std_in_grpo"] if old.startswith("grpo") else []
-    draft.put("algorithm.advantage", ours, rule="advantage", old=[key, *norm])
+    draft.put("algorithm.advantage.name", ours, rule="advantage", old=[key, *norm])
     draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n", "rollout.n"], verbatim=True)
     if not norm:
         draft.say("algorithm.norm_adv_by_std_in_grpo", f"only grpo has it; the estimator is {old}")

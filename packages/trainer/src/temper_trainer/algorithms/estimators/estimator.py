@@ -1,0 +1,56 @@
+"""The base class of advantage estimators, and what they are given."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from temper_trainer.settings.variants import Variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from temper_engine_api.batch import SequenceBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRewards:
+    """Rewards of a step, and what some estimators need in addition: B sequences, T tokens."""
+
+    samples: SequenceBatch
+    """``group_ids`` defines the groups; the order does not matter."""
+    rewards: Tensor
+    """[B] float64 rewards, minus the KL penalty summed over the trained tokens."""
+    token_rewards: Tensor
+    """[T] float64: the reward at the last trained token, minus the KL penalty of each token."""
+    penalty: Tensor
+    """[B] float64 KL penalty."""
+    values: Tensor | None = None
+    """[T] values of the critic before this step's first update."""
+    baselines: Tensor | None = None
+    """[B] rewards of the greedy completions."""
+    components: Tensor | None = None
+    """[B, K] rewards whose weighted sum is the reward."""
+    component_weights: Sequence[float] = ()
+    """K weights of the components."""
+
+
+class AdvantageEstimator(Variant):
+    """Turns the rewards of a step into advantages; its fields are its settings.
+
+    An alternative of ``algorithm.advantage`` is a class with the decorator ``variant(name)``.
+    """
+
+    __slots__ = ()
+    inputs: ClassVar[frozenset[str]] = frozenset()
+    """Optional fields of ``StepRewards`` that it needs; others are None."""
+    compares_group: ClassVar[bool] = True
+    """True if it compares the completions of a prompt, and so needs at least two."""
+    whitens: ClassVar[bool] = False
+    """True if its advantages are whitened over the step."""
+
+    @abstractmethod
+    def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
+        """Return float64 advantages [B] or [T], and returns [T] if there is a critic to train."""
