@@ -35,7 +35,7 @@ def update_norm(engine: FSDPEngine, packed: PackedBatch) -> float:
 def fail(engine: FSDPEngine, packed: PackedBatch, probe: FailingProbe) -> None:
     engine.set_loss_fn(probe)
     engine.optimizer_zero_grad()
-    error = torch.OutOfMemoryError if probe.kind == "memory_in_backward" else InjectedError
+    error = torch.OutOfMemoryError if "memory" in probe.kind else InjectedError
     with pytest.raises(error), engine.train_mode():
         engine.forward_backward_batch(packed, forward_only=False)
 
@@ -55,6 +55,19 @@ def test_zeroing_drops_the_gradients_of_a_failed_call(
     expected = update_norm(engine, packed)
     fail(engine, packed, FailingProbe(fails_at=position))
     assert update_norm(engine, packed) == expected
+
+
+@STRATEGIES
+def test_update_after_a_failure_halfway_through_the_backward_pass_is_the_same(
+    start: Start, batch: SequenceBatch, strategy: str
+) -> None:
+    """The backward pass of the head has ended by then, that of the other layers has not."""
+    engine = start(strategy=strategy, optimizer=OptimizerSpec(lr=0.0, clip_grad_norm=None))
+    packed = three_micro_batches(engine, batch)
+    expected = update_norm(engine, packed)
+    for position in range(2):
+        fail(engine, packed, FailingProbe(fails_at=position, kind="memory_in_layer"))
+        assert update_norm(engine, packed) == expected
 
 
 @STRATEGIES

@@ -120,6 +120,10 @@ class FSDP1Module:
             handle = state._handle
             if handle is None:
                 continue
+            if not handle.uses_sharded_strategy:
+                # With NO_SHARD there is nothing to reshard, so the line above left the plain
+                # tensors that a backward pass puts in the place of parameters.
+                handle._use_unsharded_views(as_params=True)
             handle._training_state = HandleTrainingState.IDLE
             handle._prefetched = False
             flat = handle.flat_param
