@@ -43,7 +43,7 @@ def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
         OmegaConf.update(tree, key, value, force_add=True)
     parser = OverridesParser.create()
     for token in overrides:
-        if token.startswith(("-", '"', "$", "model_engine")):
+        if token.startswith(("-", '"', "$", "model_engine", "engine=", "optim=")):
             continue
         override = parser.parse_override(token)
         if not override.is_delete():
@@ -70,7 +70,12 @@ OWN_CONFIGS = {
 
 def tree_of(row: Mapping[str, object]) -> str:
     """Return the recorded tree below a row's own configuration."""
-    return f"main_ppo_{'megatron' if is_on_megatron(row) else 'fsdp'}"
+    engine, entry = "megatron" if is_on_megatron(row) else "fsdp", str(row["entry"])
+    if entry.endswith("fsdp_sft_trainer"):
+        return "sft_fsdp"
+    if entry.endswith("sft_trainer"):
+        return f"sft_engine_{engine}"
+    return "generation" if entry.endswith("main_generation") else f"main_ppo_{engine}"
 
 
 @cache
@@ -105,7 +110,7 @@ def default_container(path: Path) -> dict[str, object]:
 
 
 def is_on_megatron(row: Mapping[str, object]) -> bool:
-    said = [token for token in row["overrides"] if str(token).startswith((f"{A}.strategy=", "model_engine="))]  # type: ignore[attr-defined]
+    said = [token for token in row["overrides"] if str(token).startswith((f"{A}.strategy=", "model_engine=", "engine="))]  # type: ignore[attr-defined]
     return "megatron" in f"{row['config_name']}{said}"
 
 

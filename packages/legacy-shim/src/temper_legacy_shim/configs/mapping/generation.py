@@ -13,6 +13,7 @@ _MICRO_BATCH = 16384
 def build_generation(draft: Draft) -> None:
     """Set the task generate, from either old tree."""
     apply_rules(draft, "generation")
+    is_server = draft.old.has("actor_rollout_ref.rollout.n")  # composed on the tree of main_ppo
     path = "actor_rollout_ref.model.path" if draft.text("actor_rollout_ref.model.path") else "model.path"
     if draft.text(path):
         here = from_home(draft.text(path))
@@ -24,13 +25,16 @@ def build_generation(draft: Draft) -> None:
         draft.find("data-files.no-path", "data.path")
     draft.put("data.train.prompt_key", draft.text("data.prompt_key") or "prompt", rule="prompt-key", old=["data.prompt_key"], verbatim=True)
     draft.put("data.train.answer_key", "reward_model.ground_truth", rule="answer-key")
-    _sampling(draft, "actor_rollout_ref.rollout" if draft.old.is_set("actor_rollout_ref.rollout") else "rollout")
+    _sampling(draft, "actor_rollout_ref.rollout" if is_server else "rollout", is_server=is_server)
     _output(draft)
     build_runtime(draft)
 
 
-def _sampling(draft: Draft, block: str) -> None:
+def _sampling(draft: Draft, block: str, *, is_server: bool) -> None:
     for name, key in (("temperature", "temperature"), ("top-p", "top_p"), ("top-k", "top_k")):
+        if is_server and key == "top_k":
+            draft.say(f"{block}.top_k", "the program with servers did not pass it on, and drew from all tokens")
+            continue
         apply_rules(draft, name, old=f"{block}.{key}")
     length = f"{block}.response_length" if draft.old.has(f"{block}.response_length") else "data.max_response_length"
     draft.copy("sampling.max_tokens", length, rule="response-length", expected="number")

@@ -200,7 +200,8 @@ def _schedule(draft: Draft, role: OldRole) -> None:
     engine, optim = f"{role.engine}.schedule", role.optim
     styles = _STYLES if role.block != "model" else ("lr_scheduler",)  # the first generation of fine-tuning read no other
     style_key = next((key for key in (f"{optim}.{name}" for name in styles) if _is_said(draft, key)), "")
-    kind = draft.text(style_key) or "constant"
+    # Before v0.4.0 the first generation of fine-tuning had one schedule, and no key for it.
+    kind = draft.text(style_key) or ("cosine" if role.block == "model" else "constant")
     ours = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "wsd", "WSD": "wsd"}.get(kind)
     if ours is None:
         draft.find("schedule-kind", style_key, kind=kind)

@@ -103,7 +103,8 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
         is_megatron = True
     return Launch(
         program=program,
-        family=_family(program, is_megatron=is_megatron),
+        # The program with servers was composed on the tree of main_ppo.
+        family=_family("ppo" if path.endswith("main_generation_server") else program, is_megatron=is_megatron),
         entry=path,
         configs=_configs_of(path, name, is_megatron=is_megatron) if program == "ppo" else (),
         foreign=foreign,

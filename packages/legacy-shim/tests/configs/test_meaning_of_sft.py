@@ -1,0 +1,181 @@
+"""Effective values of supervised fine-tuning and generation, before and after: see ``test_meaning``.
+
+The rules are from verl's own trainers at the tags: ``trainer/fsdp_sft_trainer.py``, ``trainer/sft_trainer.py``,
+``trainer/main_generation.py`` and ``trainer/main_generation_server.py``.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("hydra", reason="needs Hydra, which temper-trainer brings, to compose the old side with")
+
+from hydra.errors import HydraException
+
+from temper_legacy_shim.configs import translate
+from temper_legacy_shim.configs.mapping.trainer_defaults import DEFAULTS
+from temper_legacy_shim.configs.reading.config_values import flatten
+from temper_legacy_shim.configs.report import yaml_of
+
+from .test_meaning import Old, is_on_megatron, number, old_effective, release, tree_of
+
+ENTRIES = (
+    "verl.trainer.fsdp_sft_trainer",
+    "verl.trainer.sft_trainer",
+    "verl.trainer.main_generation",
+    "verl.trainer.main_generation_server",
+)
+Row = Mapping[str, object]
+
+
+def length_of(old: Old) -> dict[str, object]:
+    """Return epochs, or steps where they were given; whichever came first ended the old run."""
+    steps = old("trainer.total_training_steps")
+    return {"run.total_epochs": old("trainer.total_epochs")} if steps is None else {"run.total_steps": steps}
+
+
+def of_both_trainers(old: Old) -> dict[str, object]:
+    """Return what both generations of fine-tuning share: one update for each batch."""
+    rank = int(number(old("model.lora_rank") or 0))
+    return {
+        "task": "sft",
+        "batching.prompts_per_step": old("data.train_batch_size"),
+        "batching.num_mini_batches": 1,
+        "batching.num_passes": 1,
+        "data.max_prompt_tokens": old("data.max_length"),
+        "actor.engine.optimizer.lr": old("optim.lr"),
+        "actor.engine.optimizer.betas": old("optim.betas"),
+        "actor.engine.optimizer.weight_decay": old("optim.weight_decay"),
+        "actor.engine.optimizer.clip_grad_norm": old("optim.clip_grad"),
+        "actor.engine.schedule.advance": "update",
+        "run.seed": old("trainer.seed"),
+        **({"actor.engine.lora.rank": rank, "actor.engine.lora.alpha": old("model.lora_alpha")} if rank else {}),
+        **length_of(old),
+    }
+
+
+def of_columns(old: Old, row: Row) -> dict[str, object]:
+    """Return what the first generation did. Before v0.4.0 it had one schedule, cosine, and no key for it."""
+    ratio = old("optim.lr_warmup_steps_ratio") if old("optim.lr_warmup_steps_ratio") is not None else old("optim.warmup_steps_ratio")
+    found = of_both_trainers(old)
+    found["actor.engine.schedule.kind"] = old("optim.lr_scheduler") or "cosine"
+    found["actor.engine.schedule.warmup_ratio"] = ratio
+    found["actor.engine.schedule.min_lr_ratio"] = 0.0
+    if release(row) >= (0, 4):
+        found["run.save_every"] = max(0, int(number(old("trainer.save_freq"))))
+    if old("data.multiturn.enable"):
+        return found | {"data.train.messages_key": old("data.multiturn.messages_key")}
+    for new, column, fields in (("prompt", "prompt_key", "prompt_dict_keys"), ("answer", "response_key", "response_dict_keys")):
+        inner = old(f"data.{fields}")
+        found[f"data.train.{new}_key"] = ".".join([str(old(f"data.{column}")), *(inner if isinstance(inner, list) else [])])
+    return found
+
+
+def of_engines(old: Old, row: Row) -> dict[str, object]:
+    """Return what the second generation did, on either engine."""
+    found = of_both_trainers(old)
+    steps = old("optim.lr_warmup_steps")
+    has_steps = steps is not None and number(steps) > 0
+    style = old("optim.lr_decay_style") if is_on_megatron(row) else old("optim.warmup_style") or old("optim.lr_scheduler_type")
+    found["actor.engine.schedule.kind"] = style
+    found["actor.engine.schedule.warmup_steps"] = steps if has_steps else 0
+    found["actor.engine.schedule.warmup_ratio"] = 0.0 if has_steps else old("optim.lr_warmup_steps_ratio")
+    if style == "cosine" and not is_on_megatron(row):
+        found["actor.engine.schedule.min_lr_ratio"] = old("optim.min_lr_ratio")
+    if is_on_megatron(row) and (rank := int(number(old("model.lora.rank") or 0))):
+        found |= {"actor.engine.lora.rank": rank, "actor.engine.lora.alpha": old("model.lora.alpha")}
+    found["data.train.messages_key"] = old("data.messages_key")
+    save = old("trainer.save_freq")
+    if not isinstance(save, str):  # after_each_epoch
+        found["run.save_every"] = max(0, int(number(save)))
+    return found
+
+
+def of_generation(old: Old, row: Row) -> dict[str, object]:
+    """Return what the program without servers drew."""
+    samples = old("rollout.do_sample") is not False
+    return {
+        "task": "generate",
+        "generate.num_completions": old("data.n_samples"),
+        "sampling.temperature": old("rollout.temperature") if samples else 0.0,
+        "sampling.top_p": old("rollout.top_p") if samples else None,
+        "sampling.top_k": max(0, int(number(old("rollout.top_k")))) if samples else None,
+        "sampling.max_tokens": old("rollout.response_length"),
+        "data.max_prompt_tokens": old("rollout.prompt_length"),
+        "data.train.paths": listed(old("data.path")),
+        "data.train.prompt_key": old("data.prompt_key"),
+        "actor.engine.model.path": old("model.path"),
+    }
+
+
+def of_servers(old: Old, row: Row) -> dict[str, object]:
+    """Return what the program with servers drew: it was composed on the tree of main_ppo, and ignored top_k."""
+    rollout = "actor_rollout_ref.rollout"
+    return {
+        "task": "generate",
+        "generate.num_completions": old(f"{rollout}.n"),
+        "sampling.temperature": old(f"{rollout}.temperature"),
+        "sampling.top_p": old(f"{rollout}.top_p"),
+        "sampling.top_k": 0,
+        "sampling.max_tokens": old(f"{rollout}.response_length"),
+        "data.train.paths": listed(old("data.train_files")),
+        "data.train.prompt_key": old("data.prompt_key"),
+        "actor.engine.model.path": old("actor_rollout_ref.model.path"),
+    }
+
+
+EXPECTATIONS: dict[str, Callable[[Old, Row], dict[str, object]]] = dict(
+    zip(ENTRIES, (of_columns, of_engines, of_generation, of_servers), strict=True)
+)
+
+
+def listed(value: object) -> list[str]:
+    """Return paths as the new file has them."""
+    paths = value if isinstance(value, list) else [value]
+    return [str(path).replace("~/", "${oc.env:HOME}/", 1) if str(path).startswith("~/") else str(path) for path in paths]
+
+
+def wrong_of(facts: Path, row: Row) -> dict[str, tuple[object, object]] | None:
+    """Return keys with the expected and the new value where they differ; None where a person has to decide first."""
+    translation = translate(row["overrides"], entry=str(row["entry"]), config_name=row["config_name"], version=str(row["tag"]))  # type: ignore[arg-type]
+    if any(finding.level == "person" for finding in translation.findings):
+        return None
+    try:
+        old = old_effective(facts, row)
+    except HydraException:  # a path that begins with ~: the old program did not start either
+        return None
+    new = {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
+    expected = EXPECTATIONS[str(row["entry"])](old, row)
+    return {key: (value, new.get(key)) for key, value in expected.items() if value is not None and new.get(key) != value}
+
+
+def test_column_data_of_the_first_release_fell_by_a_cosine() -> None:
+    translation = translate(["data.train_files=/d.parquet"], entry="verl.trainer.fsdp_sft_trainer", version="v0.3.0.post1")
+    assert [setting.value for setting in translation.settings if setting.key == "actor.engine.schedule.kind"] == ["cosine"]
+
+
+def test_program_with_servers_completes_the_prompts_of_its_training_files() -> None:
+    overrides = [
+        "data.train_files=/d.parquet",
+        "actor_rollout_ref.rollout.n=32",
+        "actor_rollout_ref.rollout.top_k=50",
+        "+data.output_path=/o.parquet",
+    ]
+    translation = translate(overrides, entry="verl.trainer.main_generation_server", version="v0.7.0")
+    values = {setting.key: setting.value for setting in translation.settings}
+    assert (values["generate.num_completions"], values["data.train.paths"]) == (32, ["/d.parquet"])
+    assert "sampling.top_k" not in values
+    assert not [finding for finding in translation.findings if finding.level == "refused"]
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_each_run_of_fine_tuning_and_generation_means_the_same(entry: str, facts: Path, invocations: list[dict[str, object]]) -> None:
+    of_entry = [row for row in invocations if row["entry"] == entry and "__ENV" not in str(row["overrides"])]
+    # The entry of a script that stayed behind in a later release has no tree there.
+    rows = [row for row in of_entry if (facts / "defaults" / str(row["tag"]) / f"{tree_of(row)}.json").is_file()]
+    results = {f"{row['tag']} {row['path']} {number}": wrong_of(facts, row) for number, row in enumerate(rows)}
+    compared = {name: found for name, found in results.items() if found is not None}
+    assert {name: found for name, found in compared.items() if found} == {}
+    assert len(compared) >= {ENTRIES[0]: 30, ENTRIES[1]: 10, ENTRIES[2]: 15, ENTRIES[3]: 3}[entry]
