@@ -24,6 +24,7 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
             "data_proto",
             "numerics",
             "old_algorithms",
+            "old_helpers",
             "old_reward_models",
             "old_tools",
             "workers",
