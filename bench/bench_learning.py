@@ -100,6 +100,9 @@ METHODS: Mapping[str, Method] = {
     "gae": Method(overrides=("algorithm=ppo", *_SINGLE, "critic.engine.optimizer.lr=1e-3")),
     # Data flow.
     "dapo": Method(overrides=("algorithm=dapo",)),
+    "icepop": Method(overrides=("algorithm=icepop",)),
+    "geometric_mask": Method(overrides=("algorithm=geometric_mask",)),
+    "prompt_mean": Method(overrides=("algorithm=grpo", "algorithm.aggregation=prompt_mean")),
     # Policy losses, four updates per step.
     "ppo": Method(overrides=("algorithm=grpo", *_FOUR), rates=_FOUR_RATES),
     "gspo": Method(overrides=("algorithm=gspo", *_FOUR), rates=_FOUR_RATES),
@@ -108,6 +111,8 @@ METHODS: Mapping[str, Method] = {
     "clip_cov": Method(overrides=("algorithm=clip_cov", *_FOUR), rates=_FOUR_RATES),
     "kl_cov": Method(overrides=("algorithm=kl_cov", *_FOUR), rates=_FOUR_RATES),
     "sapo": Method(overrides=("algorithm=sapo", *_FOUR), rates=_FOUR_RATES),
+    "dppo": Method(overrides=("algorithm=dppo", *_FOUR), rates=_FOUR_RATES),
+    "opsm": Method(overrides=("algorithm=opsm", *_FOUR), rates=_FOUR_RATES),
     # Distillation from the finished quickstart.
     "reverse_kl": Method(overrides=_TEACHER),
     "reverse_kl as reward": Method(

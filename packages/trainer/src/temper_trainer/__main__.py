@@ -28,6 +28,7 @@ from temper_trainer.config_loading.external_checks import (
     check_external_objects,
     check_libraries,
     check_models,
+    warn_about_aggregation,
     warn_about_judges,
 )
 from temper_trainer.config_loading.first_rows import check_first_rows
@@ -192,6 +193,8 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
         print(format_config(loaded), end="")
         return 0
     check_external_objects(loaded.config)
+    if loaded.config.task == "rl":
+        warn_about_aggregation(loaded.config.algorithm)
     if options.check:
         check_models(loaded)
         check_first_rows(loaded.config)

@@ -13,6 +13,7 @@ from temper_trainer.algorithms.kl import (
     KlLossEstimator,
     estimate_kl,
     estimate_kl_loss,
+    get_value_estimator,
     mean_sequence_kl,
 )
 from temper_trainer.config.algorithm import AlgorithmConfig
@@ -42,6 +43,16 @@ def test_clamped_k3_is_bounded_and_has_no_gradient_beyond_the_bound() -> None:
 def test_clamp_is_refused_where_it_has_no_effect() -> None:
     with pytest.raises(ConfigError, match=r"kl_clamp has no effect with algorithm.kl_estimator k2"):
         AlgorithmConfig(kl_estimator="k2", kl_clamp=10.0)
+
+
+def test_estimators_that_only_change_a_gradient_are_refused_without_a_loss() -> None:
+    with pytest.raises(ConfigError, match=r"kl_loss_coef is 0: use k3"):
+        AlgorithmConfig(kl_reward_coef=0.1, kl_estimator="k3_ratio")
+    config = AlgorithmConfig(
+        kl_reward_coef=0.1, kl_loss_coef=0.1, kl_estimator="k1+", kl_reference="ref"
+    )
+    assert get_value_estimator(config.kl_estimator) == "k1"
+    assert AlgorithmConfig(kl_loss_coef=0.1, kl_estimator="k3+", kl_clamp=10.0).kl_clamp == 10.0
 
 
 @pytest.mark.parametrize("estimator", EVERY)

@@ -8,6 +8,7 @@ from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.estimators.token_estimators import Gae
 from temper_trainer.algorithms.objective_factory import (
+    aggregate_by_prompt,
     build_policy_objective,
     build_value_objective,
     needs_old_logprobs,
@@ -41,15 +42,17 @@ def three_sequences() -> SequenceBatch:
         ("sequence_mean_token_mean", None, (6 + 3 + 2) / 3),
         ("sequence_mean_token_sum", None, (6 + 6 + 6) / 3),
         ("sequence_mean_token_sum_norm", 4, (6 / 4 + 6 / 4 + 6 / 4) / 3),
+        ("prompt_mean", None, ((6 + 6) / 3 + 6 / 3) / 2),
+        ("token_sum", None, 6 + 6 + 6),
     ],
 )
 def test_every_aggregation_computed_by_hand(
     mode: AggregationName, horizon: int | None, expected: float
 ) -> None:
-    batch, objective = (
-        three_sequences(),
-        build_policy_objective(AlgorithmConfig(aggregation=mode, horizon=horizon)),
-    )
+    config = AlgorithmConfig(aggregation=mode, horizon=horizon)
+    objective = aggregate_by_prompt(build_policy_objective(config), config=config)
+    batch = three_sequences()
+    batch = batch.with_columns(objective.prepare(batch, seed=0))
     terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: torch.full((9,), -1.0)}), batch)
     loss = reduce_loss(
         terms, batch, denominators=count_denominators(batch), aggregation=objective.aggregation

@@ -5,6 +5,7 @@ three numbers.
 """
 
 from collections.abc import Mapping
+from typing import get_args
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from temper_engine_api.objective import (
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss, sum_per_sequence
 from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
+from temper_trainer.algorithms.kl import KlLossEstimator
 from temper_trainer.algorithms.objective_factory import CombinedObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Ppo, Sapo
 from temper_trainer.algorithms.policy_losses.covariance_losses import ClipCov, KlCov
@@ -54,7 +56,12 @@ OBJECTIVES: tuple[Objective, ...] = (
     ),
     ValueObjective(),
     PolicyObjective(old_is_current=True),
-    PolicyObjective(kl_coef=0.5, kl_estimator="k2"),
+    *(
+        PolicyObjective(kl_coef=0.5, kl_estimator=estimator)
+        for estimator in get_args(KlLossEstimator)
+        if estimator != "k1"
+    ),
+    PolicyObjective(kl_coef=0.5, kl_estimator="k3_ratio", old_is_current=True),
     PolicyObjective(uses_correction_weights=True),
     # All with their defaults, so that a new one is covered.
     *(PolicyObjective(loss=cls()) for cls in list_variants(PolicyLoss).values()),

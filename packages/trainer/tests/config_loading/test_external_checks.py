@@ -13,7 +13,11 @@ from temper_engine_api.errors import CheckpointError, ConfigError, IncompleteChe
 from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config_loading import external_checks, load
-from temper_trainer.config_loading.external_checks import check_external_objects, check_libraries
+from temper_trainer.config_loading.external_checks import (
+    check_external_objects,
+    check_libraries,
+    warn_about_aggregation,
+)
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.run_lock import RunLock
 from temper_trainer.types import DataCursor
@@ -772,3 +776,19 @@ def test_rows_that_do_not_fit_the_trained_tokenizer_are_refused(
     bpe = ["data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=259", f"run.resume={resume}"]
     with pytest.raises(ConfigError, match=sentence):
         check_external_objects(load([*settings, *keys, *bpe, *overrides]).config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_warned"),
+    [
+        (["algorithm=gspo"], False),
+        (["algorithm=gspo", "algorithm.aggregation=token_mean"], True),
+        (["algorithm=grpo", "algorithm.policy_loss=sapo"], True),
+        (["algorithm=grpo"], False),
+    ],
+)
+def test_another_aggregation_than_the_papers_is_warned_about(
+    there: list[str], caplog: pytest.LogCaptureFixture, overrides: list[str], is_warned: bool
+) -> None:
+    warn_about_aggregation(load([*there, *overrides]).config.algorithm)
+    assert ("was published with algorithm.aggregation" in caplog.text) is is_warned

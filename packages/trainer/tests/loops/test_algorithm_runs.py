@@ -1,5 +1,6 @@
 """Run every objective and estimator in a small real run, and resume their state."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,3 +167,27 @@ def test_controllers_and_reward_statistics_resume_from_a_checkpoint(
     ).read_text()
     assert '"entropy_coef": 0.2' in state
     assert '"reward_count": 64.0' in state
+
+
+def test_overlong_filter_trains_no_completion_that_was_cut(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "run", *SHORT, "sampling.max_tokens=2", "algorithm.overlong_filter=true")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    # Not by the fixture `rows`: if no token is trained, means over trained tokens are null.
+    for row in map(json.loads, lines):
+        assert row["batch/overlong_fraction"] == row["rollout/truncated_fraction"] > 0.9
+        assert row["batch/trained_tokens"] < 0.1 * row["rollout/tokens"]
+
+
+def test_losses_are_averaged_by_prompt_with_an_unbiased_kl(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(
+        tmp_path / "run",
+        *SHORT,
+        "ref=frozen",
+        "algorithm.kl_loss_coef=0.1",
+        "algorithm.kl_estimator=k3_ratio",
+        "algorithm.aggregation=prompt_mean",
+        "batching.num_mini_batches=2",
+    )
+    assert [row["actor/skipped_updates"] for row in rows(tmp_path / "run")] == [0.0, 0.0]

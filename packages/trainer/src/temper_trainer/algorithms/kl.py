@@ -1,6 +1,6 @@
 """Estimators of KL(policy, reference) from the log-probs of sampled tokens."""
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ def estimate_kl(
         return difference.square() / 2
     kl = difference.exp() - 1 - difference
     return kl if clamp is None else kl.clamp(max=clamp)
+
+
+def get_value_estimator(estimator: KlLossEstimator) -> KlEstimator:
+    """Return the estimator with the same value, for a KL without gradient."""
+    return cast(KlEstimator, estimator[:2])
 
 
 def estimate_kl_loss(

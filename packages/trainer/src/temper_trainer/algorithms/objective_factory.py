@@ -22,6 +22,7 @@ from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, To
 from temper_trainer.algorithms.estimators.token_estimators import Gae
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.policy_objective import PolicyObjective, measure_entropy
+from temper_trainer.algorithms.prompt_mean import PromptMeanObjective
 from temper_trainer.algorithms.supervised_losses import (
     DpoObjective,
     RewardModelObjective,
@@ -181,6 +182,13 @@ def add_distillation_loss(
     return CombinedObjective(parts=parts, coefs=coefs, aggregation=build_aggregation(algorithm))
 
 
+def aggregate_by_prompt(objective: Objective, *, config: AlgorithmConfig) -> Objective:
+    """Return the actor's objective, with weights for its tokens if the aggregation needs them."""
+    if config.aggregation == "prompt_mean":
+        return PromptMeanObjective(objective=objective)
+    return objective
+
+
 def build_value_objective(config: AlgorithmConfig) -> ValueObjective:
     """Return the critic's objective, a mean over trained tokens whatever the policy's is."""
     return ValueObjective(
@@ -210,4 +218,6 @@ def build_sft_objective() -> SftObjective:
 
 def build_aggregation(config: AlgorithmConfig) -> Aggregation:
     """Return the contract's aggregation for the policy's per-token losses."""
-    return Aggregation(mode=AggregationMode(config.aggregation), horizon=config.horizon)
+    # PromptMeanObjective weighs the tokens, so that their sum is the mean over prompts.
+    name = "token_sum" if config.aggregation == "prompt_mean" else config.aggregation
+    return Aggregation(mode=AggregationMode(name), horizon=config.horizon)

@@ -17,7 +17,7 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
-from temper_trainer.algorithms.kl import MAX_LOG_RATIO, KlEstimator, estimate_kl
+from temper_trainer.algorithms.kl import MAX_LOG_RATIO, KlLossEstimator, estimate_kl_loss
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.rollout_correction import compute_mismatch_metrics
@@ -42,10 +42,10 @@ class PolicyObjective(Objective):
     """Weight of the entropy bonus; with 0 the entropy is only reported."""
     kl_coef: float = 0.0
     """Weight of KL(policy, reference); above 0 it reads ref_logprobs."""
-    kl_estimator: KlEstimator = "k3"
-    """Estimator of the KL in the loss, k2 or k3: k1 has zero expected gradient."""
+    kl_estimator: KlLossEstimator = "k3"
+    """Estimator of the KL in the loss, not k1, which has zero expected gradient."""
     kl_clamp: float | None = None
-    """Bound on the k3 estimate of a token in nats, without gradient beyond it; None is off."""
+    """Bound on the estimate of a token in nats, see `estimate_kl_loss`; None is off."""
     old_is_current: bool = False
     """True if the step makes one update and no pass measured old_logprobs.
 
@@ -89,9 +89,8 @@ class PolicyObjective(Objective):
             else torch.where(mask, batch.columns["old_logprobs"], 0.0)
         )
         # Clamped before exp: an infinite ratio times an advantage of 0 would be NaN.
-        log_ratio = self.loss.effective_log_ratio(
-            (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), batch
-        )
+        token_log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ratio = self.loss.effective_log_ratio(token_log_ratio, batch)
         loss = self.loss.surrogate(log_ratio, logprobs=logprobs, advantages=advantages, batch=batch)
         if self.uses_correction_weights:
             loss = loss * torch.where(mask, batch.columns[CORRECTION_WEIGHTS], 0.0)
@@ -110,9 +109,10 @@ class PolicyObjective(Objective):
         metrics |= measure_entropy(head_outputs, mask=mask)
         if self.kl_coef:
             reference = torch.where(mask, batch.columns["ref_logprobs"], 0.0)
-            kl = estimate_kl(
+            kl = estimate_kl_loss(
                 logprobs,
                 ref_logprobs=reference,
+                log_ratio=token_log_ratio,
                 estimator=self.kl_estimator,
                 clamp=self.kl_clamp,
             )

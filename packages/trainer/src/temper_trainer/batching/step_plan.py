@@ -23,7 +23,11 @@ from temper_engine_api.plan import (
     split_mini_batches,
 )
 from temper_engine_api.plan import format_plan as describe_mini_batch
-from temper_engine_api.reduction import count_denominators, sum_per_sequence
+from temper_engine_api.reduction import (
+    count_denominators,
+    find_trained_sequences,
+    sum_per_sequence,
+)
 from temper_engine_api.topology import PlanConstraints, Topology
 from temper_trainer.config.algorithm import BatchingConfig
 
@@ -190,15 +194,17 @@ def drop_zero_advantage_samples(
     every term of the objective has the advantage as a factor, and if no earlier forward pass used
     the same micro-batches.
     """
-    is_zero = find_zero_advantage_samples(samples)
+    is_zero, is_trained = find_zero_advantage_samples(samples), find_trained_sequences(samples)
     lengths: list[int] = samples.lengths.tolist()
     pack_groups: list[int] = samples.pack_group_ids.tolist()
 
     def plan_without(mini_batch: MiniBatch) -> MiniBatch:
-        # A mini-batch with only zero-advantage samples keeps its first one: the update must still
-        # happen, because it decays the optimizer's moments and advances the schedule.
+        # A mini-batch with only zero-advantage samples keeps its first trained one: the update must
+        # still happen, because it decays the optimizer's moments and advances the schedule.
         is_kept = ~is_zero[torch.tensor(mini_batch.indices)]
-        positions = torch.nonzero(is_kept)[:, 0].tolist() or [0]
+        # The overlong filter may leave the first sample untrained; its metrics would be NaN.
+        first = int(is_trained[torch.tensor(mini_batch.indices)].int().argmax())
+        positions = torch.nonzero(is_kept)[:, 0].tolist() or [first]
         kept = [mini_batch.indices[i] for i in positions]
         smaller = plan_mini_batch(
             [lengths[i] for i in kept],

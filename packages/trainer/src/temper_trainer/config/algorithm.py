@@ -156,6 +156,8 @@ AggregationName = Literal[
     "sequence_mean_token_mean",
     "sequence_mean_token_sum",
     "sequence_mean_token_sum_norm",
+    "prompt_mean",
+    "token_sum",
 ]
 
 
@@ -205,13 +207,15 @@ class AlgorithmConfig:
     """
     kl_horizon: int = 10_000
     """Completions over which the controller adapts kl_reward_coef; only with kl_target."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimator of the KL. As a loss, k2 has the gradient of KL(policy, reference) and
-    k3 that of KL(reference, policy); k1 has none and is rejected.
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+", "k3_ratio"] = "k3"
+    """Estimator of the KL. k1, k2, k3: Schulman's; as a loss, k2 has the gradient of KL(policy,
+    reference) and k3 that of KL(reference, policy); k1 has none and is rejected. The others are
+    only for the loss. k1+, k3+: the value of k1 or k3 with the gradient of k2; k3_ratio: k3 times
+    the ratio of the policy loss, exact in expectation also for tokens of an older policy.
     """
     kl_clamp: float | None = None
     """Bound on the k3 estimate of one token in nats, above 0; no gradient beyond it. Peers use 10.
-    None is off. Only with kl_estimator k3.
+    None is off. Only for estimators that contain k3.
     """
     whiten_advantages: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the step's trained tokens;
@@ -224,6 +228,10 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig | None = None
     """Correct for the difference between the trainer's and the sampler's log-probs. None only
     reports it.
+    """
+    overlong_filter: bool = False
+    """Train no token of rollouts that reached the token limit, whose reward says little about them.
+    They keep counting in the statistics of their group.
     """
     reweight: ReweightConfig | None = None
     """PF-PPO: resample a step's completions by their rewards. None trains on each once."""
@@ -303,10 +311,17 @@ class AlgorithmConfig:
             raise ConfigError(
                 "algorithm.kl_estimator k1 in the loss has zero expected gradient: use k2 or k3."
             )
-        if self.kl_clamp is not None and self.kl_estimator != "k3":
+        if self.kl_clamp is not None and not self.kl_estimator.startswith("k3"):
             raise ConfigError(
                 f"algorithm.kl_clamp has no effect with algorithm.kl_estimator "
                 f"{self.kl_estimator}: remove it, or use k3."
+            )
+        if self.kl_loss_coef == 0 and self.kl_estimator not in ("k1", "k2", "k3"):
+            value = self.kl_estimator[:2]
+            raise ConfigError(
+                f"algorithm.kl_estimator {self.kl_estimator} changes the gradient of a KL in the "
+                f"loss, but algorithm.kl_loss_coef is 0: use {value}, which has the same value in "
+                "a reward, or set kl_loss_coef."
             )
         if self.kl_target is not None and (
             self.kl_reward_coef == 0 or not 0 < self.kl_target < math.inf

@@ -87,6 +87,20 @@ def check_external_objects(config: TrainerConfig) -> None:
         _check_custom_algorithm(config.algorithm)
 
 
+def warn_about_aggregation(config: AlgorithmConfig) -> None:
+    """Log a warning if the policy loss was published with another aggregation."""
+    loss = config.policy_loss
+    published = None if isinstance(loss, Custom) else loss.published_aggregation
+    if published is not None and config.aggregation != published:
+        logger.warning(
+            "algorithm.policy_loss %s was published with algorithm.aggregation %s, but the run "
+            "uses %s: completions of different length then have other weights than in the paper.",
+            loss.name,
+            published,
+            config.aggregation,
+        )
+
+
 def warn_about_judges(config: TrainerConfig) -> None:
     """Log a warning for each judge whose endpoint cannot be reached or does not know its model."""
     if not config.generates_completions:

@@ -11,7 +11,7 @@ from temper_trainer.algorithms.adaptive_coefficients import KlController
 from temper_trainer.algorithms.advantage_estimators import discount_by_turn
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.distillation_losses import compute_teacher_reward
-from temper_trainer.algorithms.kl import estimate_kl, mean_sequence_kl
+from temper_trainer.algorithms.kl import estimate_kl, get_value_estimator, mean_sequence_kl
 from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS
 from temper_trainer.algorithms.rollout_correction import (
     RATIO_SQUARE_MEAN,
@@ -56,7 +56,7 @@ def add_advantages(
         token_kl = estimate_kl(
             columns["old_logprobs"],
             ref_logprobs=columns["ref_logprobs"],
-            estimator=algorithm.kl_estimator,
+            estimator=get_value_estimator(algorithm.kl_estimator),
             clamp=algorithm.kl_clamp,
         )
     estimated = estimate_advantages(

@@ -15,6 +15,7 @@ from temper_trainer.algorithms.adaptive_coefficients import (
 )
 from temper_trainer.algorithms.objective_factory import (
     add_distillation_loss,
+    aggregate_by_prompt,
     build_policy_objective,
     build_value_objective,
 )
@@ -337,7 +338,7 @@ def build_objectives(config: TrainerConfig, *, controllers: Controllers) -> dict
             config=config.distillation,
             algorithm=config.algorithm,
         )
-    objectives: dict[str, Objective] = {"actor": actor}
+    objectives = {"actor": aggregate_by_prompt(actor, config=config.algorithm)}
     if config.critic is not None:
         objectives["critic"] = build_value_objective(config.algorithm)
     return objectives

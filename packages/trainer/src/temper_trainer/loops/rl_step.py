@@ -184,7 +184,10 @@ def train_on_rollouts(
     Returns:
         The metrics of the step, and the controllers for the next one.
     """
-    samples = to_samples(rollouts, temperature=config.sampling.temperature)
+    overlong_filter = config.algorithm.overlong_filter
+    samples = to_samples(
+        rollouts, temperature=config.sampling.temperature, overlong_filter=overlong_filter
+    )
     layouts = {name: RoleLayout.from_topology(role.topology) for name, role in roles.items()}
     plan_seed = derive_seed(config.run.seed, "mini-batches", step)
     plan = plan_step(samples, config.batching, layouts=layouts, seed=plan_seed)
@@ -238,6 +241,9 @@ def train_on_rollouts(
     if not math.isnan(entropy):
         controllers = replace(controllers, entropy=controllers.entropy.adapt(entropy=entropy))
     metrics = measure_plan(plan, samples, role="actor") | advantage_metrics | teacher_metrics
+    if overlong_filter:
+        num_truncated = sum(rollout.is_truncated for rollout in rollouts)
+        metrics["batch/overlong_fraction"] = num_truncated / len(rollouts)
     return metrics | update_metrics, controllers
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from temper_trainer.algorithms.policy_losses.policy_loss import (
     PolicyLoss,
@@ -109,6 +109,8 @@ class Gspo(Ppo):
     the dual clip as in `Ppo`.
     """
 
+    published_aggregation: ClassVar[str | None] = "sequence_mean_token_mean"
+
     clip_low: NonNegativeFloat = 3e-4
     """The completion's ratio is clipped below at 1 - clip_low."""
     clip_high: NonNegativeFloat = 4e-4
@@ -158,6 +160,8 @@ class Gmpo(PolicyLoss):
     Source: Zhao et al. 2025, arXiv:2507.20673, equation 4.
     """
 
+    published_aggregation: ClassVar[str | None] = "sequence_mean_token_mean"
+
     clip_low: NonNegativeFloat = 0.4
     """log rho is clipped below at -clip_low."""
     clip_high: NonNegativeFloat = 0.4
@@ -194,6 +198,8 @@ class Sapo(PolicyLoss):
 
     Source: Gao et al. 2025, arXiv:2511.20347, section 3.
     """
+
+    published_aggregation: ClassVar[str | None] = "sequence_mean_token_mean"
 
     positive_temperature: PositiveFloat = 1.0
     """tau where A > 0."""

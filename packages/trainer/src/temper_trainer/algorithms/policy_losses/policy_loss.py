@@ -28,6 +28,8 @@ class PolicyLoss(Variant):
     """True if it reads old_logprobs even if a step makes only one update."""
     prepared_columns: ClassVar[frozenset[str]] = frozenset()
     """Names of the columns that ``prepare`` returns."""
+    published_aggregation: ClassVar[str | None] = None
+    """Aggregation that its paper derives it with; a run with another one is warned."""
     own_columns: ClassVar[frozenset[str]] = frozenset()
     """Names of the columns that it reads in addition to those of every policy loss."""
 
