@@ -23,13 +23,13 @@ settings.load_profile("shim")
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay as long as the session: a full collection, such as every engine makes when it is closed, need not look at them."""
+    """Freeze modules, which stay for the session, so that full collections skip them."""
     gc.freeze()
 
 
 @pytest.fixture
 def samples() -> Path:
-    """The folder of sample checkpoints."""
+    """Return the folder of sample checkpoints."""
     folder = LEGACY / "checkpoints"
     if not folder.is_dir():
         pytest.skip(f"needs real old checkpoints in {folder}: set TEMPER_TEST_DATA")

@@ -1,4 +1,4 @@
-"""Where the golden traces are, and how a case is read. They come from running the genuine classes; see their README."""
+"""Location and reader of the golden traces. They come from running the genuine classes; see their README."""
 
 import json
 import os
@@ -35,13 +35,13 @@ def core_inputs() -> Mapping[str, Tensor]:
     return tensors_of(GOLDEN / "inputs" / "core_inputs.safetensors")
 
 
-def assert_numbers(found: Mapping[str, float], expected: Mapping[str, object], *, tolerance: float = 2e-5) -> None:
-    """The same names with the same numbers; NaN and infinities are words in the files."""
-    assert set(found) == set(expected)
+def assert_numbers(result: Mapping[str, float], expected: Mapping[str, object], *, tolerance: float = 2e-5) -> None:
+    """Compare names and numbers; NaN and infinities are words in the files."""
+    assert set(result) == set(expected)
     for name, value in expected.items():
-        wanted = float(value)  # type: ignore[arg-type]
-        assert found[name] == pytest.approx(wanted, rel=tolerance, abs=tolerance, nan_ok=True), name
+        required = float(value)  # type: ignore[arg-type]
+        assert result[name] == pytest.approx(required, rel=tolerance, abs=tolerance, nan_ok=True), name
 
 
-def assert_close(found: Tensor, expected: Tensor, *, tolerance: float = 2e-6) -> None:
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+def assert_close(result: Tensor, expected: Tensor, *, tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -45,7 +45,7 @@ def test_a_record_is_overdue_from_the_release_that_promised_its_removal(release:
     assert RECORD.is_overdue(release) is overdue
 
 
-def test_the_warning_names_the_callers_line_and_comes_once_a_place() -> None:
+def test_the_warning_names_the_callers_line_and_comes_once_a_position() -> None:
     old = make_old()
     lines = []
     with warnings.catch_warnings(record=True) as caught:
@@ -94,7 +94,7 @@ def test_python_shows_the_warning_by_default_wherever_the_caller_is(tmp_path: Pa
 def test_a_subclass_of_the_users_warns_too_and_a_deprecated_subclass_once() -> None:
     old = make_old()
 
-    class Mine(old):  # type: ignore[misc, valid-type]
+    class Derived(old):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__(1)
 
@@ -104,7 +104,7 @@ def test_a_subclass_of_the_users_warns_too_and_a_deprecated_subclass_once() -> N
             super().__init__(2)
 
     with pytest.warns(LegacyWorkerWarning, match="Old is deprecated"):
-        Mine()
+        Derived()
     with pytest.warns(LegacyWorkerWarning) as caught:
         Newer()
     assert len(caught) == 1
@@ -112,7 +112,7 @@ def test_a_subclass_of_the_users_warns_too_and_a_deprecated_subclass_once() -> N
 
 
 def literal_of(name: str) -> str | None:
-    """What ``typing_extensions.deprecated`` says in a class's own source, as a type checker reads it: nothing is computed."""
+    """Return the text of ``typing_extensions.deprecated`` in a class's source, as a type checker reads it."""
     module, _, kind = name.rpartition(".")
     tree = ast.parse(inspect.getsource(importlib.import_module(module)))
     (node,) = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == kind)

@@ -21,15 +21,15 @@ NUM_TOKENS = 64
 
 
 def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs, old log-probs and advantages [T] that make every branch of the losses happen."""
+    """Return the log-probs, old log-probs and advantages [T] that make every branch of the losses happen."""
     generator = torch.Generator().manual_seed(seed)
     new = -3 * torch.rand(NUM_TOKENS, generator=generator, dtype=torch.float64)
     old = -3 * torch.rand(NUM_TOKENS, generator=generator, dtype=torch.float64)
     return new, old, torch.randn(NUM_TOKENS, generator=generator, dtype=torch.float64)
 
 
-def ours(config: AlgorithmConfig, new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """The mean loss per trained token, and its gradient in the log-probs."""
+def target(config: AlgorithmConfig, new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Return the mean loss per trained token, and its gradient in the log-probs."""
     batch = from_sequences([torch.arange(NUM_TOKENS)], loss_masks=[torch.arange(NUM_TOKENS) > 0])
     mask = batch.loss_mask
     batch = replace(batch, columns={"advantages": advantages, "old_logprobs": old})
@@ -40,7 +40,7 @@ def ours(config: AlgorithmConfig, new: torch.Tensor, old: torch.Tensor, advantag
     return float(mean.detach()), gradient
 
 
-def theirs(settings: PolicyLossSettings, new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> tuple[float, torch.Tensor]:
+def others(settings: PolicyLossSettings, new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> tuple[float, torch.Tensor]:
     leaf = new.clone().requires_grad_()
     mask = torch.ones(1, NUM_TOKENS, dtype=torch.float64)
     mask[0, 0] = 0  # nothing predicts a sequence's first token
@@ -64,15 +64,15 @@ def test_an_old_loss_has_its_old_value_and_gradient(old_name: str, new_name: str
     new, old, advantages = rows(seed)
     config = AlgorithmConfig(policy_loss=Custom(name=f"{HERE}:{new_name}", arguments=arguments))
     settings = PolicyLossSettings(loss_mode=old_name, clip_low=0.15, clip_high=0.1, clip_ratio_c=2.0)
-    mine, my_gradient = ours(config, new, old, advantages)
-    other, other_gradient = theirs(settings, new, old, advantages)
-    assert mine == pytest.approx(other, rel=1e-6)
+    own, my_gradient = target(config, new, old, advantages)
+    other, other_gradient = others(settings, new, old, advantages)
+    assert own == pytest.approx(other, rel=1e-6)
     torch.testing.assert_close(my_gradient, other_gradient, rtol=1e-6, atol=1e-9)
     assert (my_gradient == 0).sum() > 1 or old_name == "gpg"  # some tokens were dropped
 
 
-def test_a_completion_alone_has_its_bare_reward_as_advantage() -> None:
+def test_a_completion_only_has_its_bare_reward_as_advantage() -> None:
     samples = from_sequences([torch.arange(n) for n in (3, 2)], loss_masks=[torch.arange(n) > 0 for n in (3, 2)])
     config = AlgorithmConfig(advantage=Custom(name=f"{HERE}:bare_reward"), group_size=1)
-    found = estimate_advantages(config, samples=samples, rewards=torch.tensor([4.0, -2.0])).advantages
-    assert found.tolist() == [0.0, 4.0, 4.0, 0.0, -2.0]
+    result = estimate_advantages(config, samples=samples, rewards=torch.tensor([4.0, -2.0])).advantages
+    assert result.tolist() == [0.0, 4.0, 4.0, 0.0, -2.0]

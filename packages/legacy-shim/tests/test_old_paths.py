@@ -57,12 +57,12 @@ def test_the_old_bases_are_there_for_subclasses_and_isinstance() -> None:
     assert issubclass(importlib.import_module("verl.workers.actor.megatron_actor").MegatronPPOActor, actor.BasePPOActor)
     assert issubclass(megatron.CriticWorker, megatron.MegatronWorker)
 
-    class Mine(actor.BasePPOActor):  # type: ignore[misc, name-defined]
+    class Derived(actor.BasePPOActor):  # type: ignore[misc, name-defined]
         def compute_log_prob(self, data: object) -> object:
             return data
 
     with pytest.raises(TypeError, match="update_policy"):
-        Mine({})
+        Derived({})
     with pytest.raises(ConfigError, match=r"MegatronWorker .* MegatronEngine"):
         megatron.MegatronWorker()
 

@@ -49,7 +49,7 @@ def scorer(tokenizer: PreTrainedTokenizerBase, config: Qwen2Config, tmp_path_fac
 
 
 def expected(path: str, text: str, *, first: int | None = None) -> float:
-    """The hidden state after the last token, times the head's one row."""
+    """Return the hidden state after the last token, times the head's one row."""
     model = Qwen2ForSequenceClassification.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)  # transformers' own reading of the files, as any user of the model has it
     with torch.inference_mode():
@@ -58,14 +58,14 @@ def expected(path: str, text: str, *, first: int | None = None) -> float:
 
 
 def test_a_conversation_goes_through_the_models_own_template(scorer: str) -> None:
-    found = by_model(PROMPT, "three", path=scorer, dtype="float32", device="cpu")
-    assert found == pytest.approx(expected(scorer, "user: one two\nassistant: three\n"), abs=1e-6)
-    assert found != pytest.approx(by_model(PROMPT, "two", path=scorer, dtype="float32", device="cpu"), abs=1e-6)
+    result = by_model(PROMPT, "three", path=scorer, dtype="float32", device="cpu")
+    assert result == pytest.approx(expected(scorer, "user: one two\nassistant: three\n"), abs=1e-6)
+    assert result != pytest.approx(by_model(PROMPT, "two", path=scorer, dtype="float32", device="cpu"), abs=1e-6)
 
 
 def test_without_messages_the_text_is_scored_as_it_is_and_may_be_cut(scorer: str) -> None:
-    whole = by_model(PROMPT, "three", path=scorer, messages_key=None, dtype="float32", device="cpu")
-    assert whole == pytest.approx(expected(scorer, "user: one two\nthree"), abs=1e-6)
+    full = by_model(PROMPT, "three", path=scorer, messages_key=None, dtype="float32", device="cpu")
+    assert full == pytest.approx(expected(scorer, "user: one two\nthree"), abs=1e-6)
     short = by_model(PROMPT, "three", path=scorer, messages_key=None, max_tokens=4, dtype="float32", device="cpu")
     assert short == pytest.approx(expected(scorer, "user: one two\nthree", first=4), abs=1e-6)
 

@@ -90,8 +90,8 @@ def call(name: str, **arguments: object) -> str:
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> Sequence[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return found
+    result: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return result
 
 
 def prompt(**kwargs: object) -> Prompt:
@@ -101,22 +101,22 @@ def prompt(**kwargs: object) -> Prompt:
 def test_a_call_is_answered_as_the_chat_template_lays_out_a_tools_message(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     made = environment(tokenizer, path)
     made.reset(prompt(add={"create_kwargs": {"start": 10}}))
-    found = made.step(tokens_of(tokenizer, call("add", numbers=[1, 2])))
-    assert tokenizer.decode(found.tokens) == ")(tool 13)(assistant "
-    assert (found.is_done, found.reward, found.metrics["tool/calls"], found.metrics["tool/failed"]) == (False, 0.0, 1.0, 0.0)
+    result = made.step(tokens_of(tokenizer, call("add", numbers=[1, 2])))
+    assert tokenizer.decode(result.tokens) == ")(tool 13)(assistant "
+    assert (result.is_done, result.reward, result.metrics["tool/calls"], result.metrics["tool/failed"]) == (False, 0.0, 1.0, 0.0)
 
 
 def test_a_tool_of_before_gets_its_row_by_name_and_is_released(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     made = environment(tokenizer, path, max_characters=4, cut="middle")
     made.reset(prompt(older={"create_kwargs": {"start": 7}}, add=None))
-    found = made.step(tokens_of(tokenizer, call("older")))
-    assert tokenizer.decode(found.tokens) == ")(tool 77...(truncated)...77)(assistant "
-    assert found.metrics["tool/cut_answers"] == 1.0
+    result = made.step(tokens_of(tokenizer, call("older")))
+    assert tokenizer.decode(result.tokens) == ")(tool 77...(truncated)...77)(assistant "
+    assert result.metrics["tool/cut_answers"] == 1.0
     assert vars(load_tools(path)["older"])["released"] == ["old id"]
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("given", "answer"),
     [
         (call("nobody"), "Error when executing tool: 'nobody'"),
         (call("add", numbers="x"), "Error when executing tool: unsupported operand"),
@@ -124,20 +124,20 @@ def test_a_tool_of_before_gets_its_row_by_name_and_is_released(tokenizer: PreTra
     ],
 )
 def test_a_call_that_fails_is_answered_with_its_error_and_counted(
-    said: str, answer: str, tokenizer: PreTrainedTokenizerBase, path: str
+    given: str, answer: str, tokenizer: PreTrainedTokenizerBase, path: str
 ) -> None:
     made = environment(tokenizer, path, timeout_s=0.5)
     made.reset(prompt())
-    found = made.step(tokens_of(tokenizer, said))
-    assert f"(tool {answer}" in tokenizer.decode(found.tokens)
-    assert found.metrics["tool/failed"] == 1.0
+    result = made.step(tokens_of(tokenizer, given))
+    assert f"(tool {answer}" in tokenizer.decode(result.tokens)
+    assert result.metrics["tool/failed"] == 1.0
 
 
-@pytest.mark.parametrize("said", ["no call at all", "<tool_call>{'name'</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>{}"])
-def test_what_is_no_call_ends_the_rollout(said: str, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+@pytest.mark.parametrize("given", ["no call at all", "<tool_call>{'name'</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>{}"])
+def test_what_is_no_call_ends_the_rollout(given: str, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     made = environment(tokenizer, path)
     made.reset(prompt())
-    assert made.step(tokens_of(tokenizer, said)).is_done
+    assert made.step(tokens_of(tokenizer, given)).is_done
 
 
 @pytest.mark.parametrize(

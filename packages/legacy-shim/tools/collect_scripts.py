@@ -20,7 +20,7 @@ NAMED = re.compile(rb"verl\.|recipe\.|main_ppo|sft_trainer|main_dapo|main_genera
 
 
 def git(clone: Path, *arguments: str) -> bytes:
-    """What git prints of a clone, bare or not."""
+    """Run git in a clone, bare or not, and return its output."""
     folder = next((place for place in (clone / ".git", clone / "repo", clone) if (place / "HEAD").exists()), clone)
     return subprocess.run(["git", "--git-dir", str(folder), *arguments], capture_output=True, check=True).stdout
 

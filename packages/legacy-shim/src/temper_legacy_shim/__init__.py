@@ -1,6 +1,6 @@
 """Help for users of older worker-class systems: the command ``temper-migrate``, checkpoint converters, deprecated workers.
 
-Import from the rooms (``temper_legacy_shim.checkpoints``, ``.workers``): this file imports nothing, so that the command starts at once.
+Import from the packages (``temper_legacy_shim.checkpoints``, ``.workers``): this file imports nothing, so that the command starts at once.
 ``install()`` puts the deprecated workers under their old module paths.
 """
 

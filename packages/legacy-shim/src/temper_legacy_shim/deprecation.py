@@ -118,14 +118,14 @@ def warn_caller(record: Deprecation) -> None:
     In the process of a Ray actor that Ray itself constructs there is no such line, and no warning: it came where the class was given to
     ``ray.remote``.
     """
-    found = _caller()
-    if found is None:
+    result = _caller()
+    if result is None:
         return
-    frame, level = found
-    place = (record.what, frame.f_code.co_filename, frame.f_lineno)
-    if place in _SEEN:
+    frame, level = result
+    position = (record.what, frame.f_code.co_filename, frame.f_lineno)
+    if position in _SEEN:
         return
-    _SEEN.add(place)
+    _SEEN.add(position)
     warnings.warn(record.sentence(), LegacyWorkerWarning, stacklevel=level)
 
 

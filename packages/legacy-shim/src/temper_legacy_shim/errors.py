@@ -36,9 +36,9 @@ class UnsafeFileError(DamagedFileError):
         wanted: the global, as ``module.name``; empty where it is an opcode that is refused.
     """
 
-    def __init__(self, message: str, *, wanted: str = "") -> None:
+    def __init__(self, message: str, *, expected: str = "") -> None:
         super().__init__(message)
-        self.wanted = wanted
+        self.expected = expected
 
 
 class OutputError(ShimError, RuntimeError):
@@ -60,7 +60,7 @@ class MissingExtraError(ShimError, ModuleNotFoundError):
     """A room was imported whose extra is not installed."""
 
 
-def without_extra(room: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+def explain_missing_extra(feature: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     """Return the error for an import without its extra.
 
     A sentence that names it, or the error itself if the module is ours.
@@ -69,5 +69,5 @@ def without_extra(room: str, extra: str, error: ModuleNotFoundError) -> ModuleNo
     if module in ("", "temper_legacy_shim"):
         return error
     return MissingExtraError(
-        f"temper_legacy_shim.{room} needs {module}, which is not installed: pip install 'temper-legacy-shim[{extra}]'.", name=error.name
+        f"temper_legacy_shim.{feature} needs {module}, which is not installed: pip install 'temper-legacy-shim[{extra}]'.", name=error.name
     )

@@ -24,7 +24,7 @@ class _Loaded:
     device: torch.device
 
 
-def by_model(
+def score_with_model(
     prompt: ScoredPrompt,
     text: str,
     /,
@@ -56,8 +56,8 @@ def by_model(
     if not ids:
         raise UsageError(f"a conversation has no tokens for the reward model in {path}: nothing can be scored.")
     with torch.inference_mode():
-        found = loaded.model(input_ids=torch.tensor([ids], device=loaded.device)).logits
-    return float(found.float().reshape(-1)[0])
+        result = loaded.model(input_ids=torch.tensor([ids], device=loaded.device)).logits
+    return float(result.float().reshape(-1)[0])
 
 
 def _conversation(prompt: ScoredPrompt, text: str, *, key: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -78,7 +78,7 @@ def _conversation(prompt: ScoredPrompt, text: str, *, key: str | None, tokenizer
 def _loaded(path: str, dtype: str, device: str | None) -> _Loaded:
     if dtype not in _DTYPES:
         raise UsageError(f"reward.arguments.dtype is {dtype!r}, but must be one of {', '.join(_DTYPES)}.")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    position = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, notes = AutoModelForSequenceClassification.from_pretrained(
@@ -89,4 +89,8 @@ def _loaded(path: str, dtype: str, device: str | None) -> _Loaded:
     absent = sorted(name for name in notes["missing_keys"] if not name.endswith(".bias"))
     if absent:
         raise UsageError(f"{path} has no {absent[0]}, which scores: it is no reward model; its scores would be random. Name one that is.")
-    return _Loaded(model=model.to(place).eval(), tokenizer=tokenizer, device=place)
+    return _Loaded(model=model.to(position).eval(), tokenizer=tokenizer, device=position)
+
+
+# Translated configurations call it by this name.
+by_model = score_with_model

@@ -58,15 +58,15 @@ def from_file(prompt: ScoredPrompt, text: str, /, *, path: str, name: str = "com
         UsageError: there is no such file or function, or it returned neither.
     """
     function = _function(path, name)
-    found = function(
+    result = function(
         data_source=prompt.extra.get(SOURCE), solution_str=text, ground_truth=prompt.answer, extra_info=prompt.extra.get(INFO), **arguments
     )
-    if inspect.isawaitable(found):
+    if inspect.isawaitable(result):
         raise UsageError(f"{name} in {path} is asynchronous: wrap it in a function that waits for it (asyncio.run) and name that one.")
-    return _score(found, what=f"{name} in {path}")
+    return _score(result, what=f"{name} in {path}")
 
 
-def by_data_source(prompt: ScoredPrompt, text: str, /) -> float:
+def score_by_data_source(prompt: ScoredPrompt, text: str, /) -> float:
     """Score as the old default did: by the row's ``data_source``.
 
     GSM8K by the last number after ``#### `` among the last 300 characters, compared as text without commas (1 or 0); mathematics by
@@ -101,8 +101,8 @@ _GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def _gsm8k(answer: str, text: str) -> float:
-    found = _GSM8K_ANSWER.findall(text[-300:])
-    return float(bool(found) and found[-1].replace(",", "").replace("$", "") == answer.rpartition("####")[2].strip())
+    result = _GSM8K_ANSWER.findall(text[-300:])
+    return float(bool(result) and result[-1].replace(",", "").replace("$", "") == answer.rpartition("####")[2].strip())
 
 
 def _maths(prompt: ScoredPrompt, text: str) -> float:
@@ -120,7 +120,7 @@ def _maths(prompt: ScoredPrompt, text: str) -> float:
 def _function(path: str, name: str) -> Callable[..., object]:
     file = Path(path)
     if not file.is_file():
-        raise UsageError(f"reward.arguments.path is {path}, which is no file here ({Path.cwd()}): mend the path.")
+        raise UsageError(f"reward.arguments.path is {path}, which is no file here ({Path.cwd()}): fix the path.")
     spec = importlib.util.spec_from_file_location(f"_old_reward_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is no Python file: give the .py file with the reward function.")
@@ -140,12 +140,16 @@ def _function(path: str, name: str) -> Callable[..., object]:
     function = vars(module).get(name)
     if not callable(function):
         raise UsageError(f"{path} has no function {name}: set reward.arguments.name to the one that scores.")
-    found: Callable[..., object] = function
-    return found
+    result: Callable[..., object] = function
+    return result
 
 
-def _score(found: object, *, what: str) -> float:
-    value = found.get("score") if isinstance(found, Mapping) else found
+def _score(result: object, *, what: str) -> float:
+    value = result.get("score") if isinstance(result, Mapping) else result
     if not isinstance(value, SupportsFloat):
-        raise UsageError(f"{what} returned {found!r:.80}, but a number, or a mapping with a number under score, is expected.")
+        raise UsageError(f"{what} returned {result!r:.80}, but a number, or a mapping with a number under score, is expected.")
     return float(value)
+
+
+# Translated configurations call it by this name.
+by_data_source = score_by_data_source

@@ -19,17 +19,17 @@ _LONGEST_NAME = 2
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """Return the answer in a GSM8K completion.
+    r"""Return the answer in a GSM8K completion.
 
     After the last ``#### ``, or with method flexible the last number.
 
     Example:
-        >>> extract_solution("6 * 7 = 42\\n#### 1,042")
+        >>> extract_solution("6 * 7 = 42\n#### 1,042")
         '1042'
     """
     if method == "strict":
-        found = _GSM8K_STRICT.findall(solution_str)
-        return found[-1].replace(",", "") if found else None
+        result = _GSM8K_STRICT.findall(solution_str)
+        return result[-1].replace(",", "") if result else None
     if method != "flexible":
         raise AssertionError(f"method is {method!r}, but must be strict or flexible.")
     numbers = _GSM8K_NUMBER.findall(solution_str)

@@ -26,7 +26,7 @@ from temper_trainer.environment.protocol import Observation
 from temper_trainer.types import Prompt
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_SAID, _ANSWER = "-what-was-said-", "-what-was-answered-"
+_GIVEN, _ANSWER = "-what-was-said-", "-what-was-answered-"
 """Stand-ins for the two texts between which the chat template's own words are looked up."""
 
 
@@ -108,7 +108,7 @@ class BaseTool:
         raise NotImplementedError(f"{type(self).__name__} has no execute(), which is what a tool does.")
 
     async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
-        """Return a reward of the whole; was logged, never trained on."""
+        """Return a reward of the rollout, which was logged and never trained on."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: object) -> None:
@@ -178,8 +178,8 @@ class HermesTools:
 
     def step(self, tokens: Sequence[int]) -> Observation:
         """Return the tool's answer where the completion holds a call; else the rollout is done."""
-        found = _CALL.search(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
-        call = None if found is None else _parsed(found[1])
+        matches = _CALL.search(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+        call = None if matches is None else _parsed(matches[1])
         if call is None:
             return Observation(is_done=True)
         answer, is_failed = self._answer(*call)
@@ -258,8 +258,8 @@ def load_tools(path: str) -> Mapping[str, _Tool]:
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"environment.arguments.path is {path!r}, which holds no `tools`: give the old tool_config_path.")
-    found = [_made(entry, path=path) for entry in entries]
-    return {tool.name: tool for tool in found}
+    matches = [_made(entry, path=path) for entry in entries]
+    return {tool.name: tool for tool in matches}
 
 
 def _made(entry: object, *, path: str) -> _Tool:
@@ -286,14 +286,14 @@ def _made(entry: object, *, path: str) -> _Tool:
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """Return the template's text before a tool's answer, and after it up to the policy's next turn."""
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}, {"role": "tool", "content": _ANSWER}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _GIVEN}, {"role": "tool", "content": _ANSWER}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template raises what it likes
         raise ConfigError(f"the chat template takes no message of the role tool ({error}): choose a model whose template does.") from error
-    before, said, rest = str(text).partition(_SAID)
+    before, stated, rest = str(text).partition(_GIVEN)
     between, answered, after = rest.partition(_ANSWER)
-    if not before or not said or not answered:
+    if not before or not stated or not answered:
         raise ConfigError("the chat template leaves out what an assistant or a tool said: choose a model whose template shows both.")
     return between, after
 

@@ -1,4 +1,4 @@
-"""Puts the writers of old files within reach of the tests beside them."""
+"""Puts the writers of old files within reach of the tests next to them."""
 
 import sys
 from pathlib import Path

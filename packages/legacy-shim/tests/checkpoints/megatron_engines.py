@@ -14,7 +14,7 @@ from temper_engine_api.weights import TrainingState
 
 @contextmanager
 def with_drawn_moments(architecture: Mapping[str, Any], *, compute: Compute) -> Iterator[tuple[Any, list[Any], dict[str, TrainingState]]]:
-    """Megatron's bare model, its optimizers, and what these hold, as if two updates had been made."""
+    """Yield Megatron's bare model, its optimizers, and what these hold, as if two updates had been made."""
     pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
     from temper_engine_megatron.config import MegatronConfig
     from temper_engine_megatron.engine import MegatronEngine

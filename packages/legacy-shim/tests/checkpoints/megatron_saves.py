@@ -27,7 +27,7 @@ State = dict[str, TrainingState]
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Megatron's saves wait for a device that is not here, gather on it and send from it, and start processes for a queue and for files."""
+    """Replace calls of Megatron's saves that require a device or start processes."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     with ExitStack() as stack:
@@ -55,7 +55,10 @@ def drawn(engine: Any) -> State:
 
 
 def optimizer_of(engine: Any) -> Any:
-    """Megatron's own, whose collectives on the host go over the groups that are there: on a CPU these are gloo's already."""
+    """Return Megatron's own, whose collectives on the host go over the groups that are there.
+
+    On a CPU these are gloo's already.
+    """
     chain = engine._built.optimizer._chain
     for each in chain.chained_optimizers:
         each.data_parallel_group_gloo = each.data_parallel_group
@@ -63,7 +66,7 @@ def optimizer_of(engine: Any) -> Any:
 
 
 def save_distributed(rank: Rank, *, setup: EngineSetup, folder: Path, sharding: str, with_weights: bool = True) -> State:
-    """``dist_ckpt/`` as 0.4.1 to 0.8 left it; without weights as they save with a bridge."""
+    """Write ``dist_ckpt/`` as 0.4.1 to 0.8 did; without weights as they save with a bridge."""
     engine = rank.temporary_engine(setup)
     expected = drawn(engine)
     with on_cpu():
@@ -74,7 +77,7 @@ def save_distributed(rank: Rank, *, setup: EngineSetup, folder: Path, sharding: 
 
 
 def write_distributed(chunks: list[Any], optimizer: Any, *, folder: Path, sharding: str, with_weights: bool) -> None:
-    """Model and optimizer through Megatron's own dist_checkpointing."""
+    """Write model and optimizer through Megatron's own dist_checkpointing."""
     from megatron.core import dist_checkpointing, mpu
 
     metadata = {"distrib_optim_sharding_type": sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -96,7 +99,9 @@ def write_distributed(chunks: list[Any], optimizer: Any, *, folder: Path, shardi
 
 
 def save_ranks(rank: Rank, *, setup: EngineSetup, folder: Path, is_of_0_4: bool, all_experts: bool) -> State:
-    """``model/mp_rank_*`` and ``optim/`` as 0.3 and 0.4.0 left them: a data-parallel rank that is not the first wrote no model.
+    """Write ``model/mp_rank_*`` and ``optim/`` as 0.3 and 0.4.0 did.
+
+    Only the first data-parallel rank wrote a model.
 
     Args:
         rank: this one.
@@ -118,9 +123,9 @@ def save_ranks(rank: Rank, *, setup: EngineSetup, folder: Path, is_of_0_4: bool,
     stage = f"_{pp:03d}" if mpu.get_pipeline_model_parallel_world_size() > 1 else ""
     expert = f"_{mpu.get_expert_model_parallel_rank():03d}" if mpu.get_expert_model_parallel_world_size() > 1 else ""
     if dp == 0 or (all_experts and mpu.get_expert_data_parallel_rank() == 0):
-        place = folder / f"model/mp_rank_{tp:02d}{stage}{expert}"
-        place.mkdir(parents=True)
-        torch.save([chunk.state_dict() for chunk in engine._built.runner._chunks.unwrapped], place / "model.pt")  # type: ignore[attr-defined]
+        position = folder / f"model/mp_rank_{tp:02d}{stage}{expert}"
+        position.mkdir(parents=True)
+        torch.save([chunk.state_dict() for chunk in engine._built.runner._chunks.unwrapped], position / "model.pt")  # type: ignore[attr-defined]
     (folder / "optim").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     name = f"distrib_optim_pp{pp}_tp{tp}{f'_cp{cp}_dp{dp}' if is_of_0_4 else ''}.pt"
@@ -135,7 +140,7 @@ def save_ranks(rank: Rank, *, setup: EngineSetup, folder: Path, is_of_0_4: bool,
 
 
 def next_update(rank: Rank, *, setup: EngineSetup, folder: Path | None) -> Update:
-    """The third update: of the engine that had made the others, or of one that goes on from what its checkpoint was converted to."""
+    """Return the third update, of the first engine or of one that loads its converted checkpoint."""
     engine = rank.temporary_engine(setup)
     if folder is None:
         drawn(engine)
@@ -148,14 +153,15 @@ def next_update(rank: Rank, *, setup: EngineSetup, folder: Path | None) -> Updat
 
 
 HOSTS = {"linear_qkv": False, "linear_proj": True, "linear_fc1": False, "linear_fc2": True}
-"""Of every layer, and whether its input is divided over tensor ranks."""
+"""Linear modules of every layer, and True if tensor ranks divide the input."""
 RANK, ALPHA = 4, 8
 
 
 def save_adapter(rank: Rank, *, setup: EngineSetup, folder: Path, sharding: str, is_private: bool) -> None:
-    """What Megatron-Bridge's LoRA leaves: adapters of its own class around Megatron's layers, alone in optimizer and checkpoint.
+    """Write adapters of Megatron-Bridge's LoRA, its own class around Megatron's layers, only in optimizer and checkpoint.
 
-    ``first`` holds what is converted, and ``again`` the same whole by parameter, for torch alone to read.
+    ``first`` holds what is converted, and ``again`` the same whole by parameter, for torch alone to
+    read.
 
     Args:
         rank: this one.
@@ -190,7 +196,7 @@ def _adapt(chunks: list[Any], settings: Any, *, seed: int) -> None:
 
 
 def _updated(chunks: list[Any], settings: Any, *, seed: int) -> Any:
-    """Megatron's optimizer after two updates with drawn gradients."""
+    """Return Megatron's optimizer after two updates with drawn gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -214,7 +220,10 @@ def _updated(chunks: list[Any], settings: Any, *, seed: int) -> Any:
 
 
 def _wrap(owner: Any, name: str, settings: Any) -> None:
-    """As LoRA.transform does, which needs TransformerEngine to be imported; the adapter itself does not."""
+    """Wrap as LoRA.transform does, which requires TransformerEngine at import.
+
+    The adapter does not.
+    """
     from megatron.bridge.peft.adapter_wrapper import AdapterWrapper
     from megatron.bridge.peft.utils import ParallelLinearAdapter
 
@@ -238,7 +247,7 @@ def _wrap(owner: Any, name: str, settings: Any) -> None:
 
 
 def _write_private(chunks: list[Any], folder: Path) -> None:
-    """A file for each tensor rank and stage, of the first chunk alone, under the stage's own numbers of layers."""
+    """Write a file for each tensor rank and stage, of the first chunk only, with the stage's layer numbers."""
     from megatron.core import mpu
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ def write_fsdp(
     placements: Mapping[str, Sequence[Placement]] | None = None,
     plain: Sequence[str] = (),
 ) -> None:
-    """Model files of every rank of a mesh.
+    """Write model files of every rank of a mesh.
 
     Args:
         folder: made if need be.
@@ -39,16 +39,16 @@ def write_fsdp(
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
             mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names)
-            place = [int(i) for i in torch.unravel_index(torch.tensor(rank), tuple(mesh_shape))]
+            position = [int(i) for i in torch.unravel_index(torch.tensor(rank), tuple(mesh_shape))]
             state: dict[str, Tensor] = {}
             for name, tensor in tensors.items():
                 default = [*[Replicate()] * (len(mesh_shape) - 1), Shard(0)]
-                wanted = list((placements or {}).get(name, default))
+                expected = list((placements or {}).get(name, default))
                 if name in plain:
                     state[name] = tensor
                     continue
-                local = local_part(tensor, wanted, mesh_shape=mesh_shape, place=place)
-                state[name] = DTensor.from_local(local, mesh, wanted, run_check=False, shape=tensor.shape, stride=tensor.stride())
+                local = local_part(tensor, expected, mesh_shape=mesh_shape, position=position)
+                state[name] = DTensor.from_local(local, mesh, expected, run_check=False, shape=tensor.shape, stride=tensor.stride())
             torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
         finally:
             dist.destroy_process_group()
@@ -59,7 +59,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def write_sharded(folder: Path, tensors: Mapping[str, tuple[Tensor, Sequence[Box]]], *, plain: Mapping[str, Tensor]) -> None:
-    """Model files whose entries are ShardedTensors, as FSDP1 wrote them without a device mesh.
+    """Write model files whose entries are ShardedTensors, as FSDP1 did without a device mesh.
 
     Args:
         folder: made if need be.
@@ -72,14 +72,14 @@ def write_sharded(folder: Path, tensors: Mapping[str, tuple[Tensor, Sequence[Box
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
             state: dict[str, object] = dict(plain)
-            for name, (whole, boxes) in tensors.items():
+            for name, (full, boxes) in tensors.items():
                 shards = [
                     ShardMetadata(shard_offsets=list(offsets), shard_sizes=list(sizes), placement=f"rank:{owner}/cpu")
                     for owner, (offsets, sizes) in enumerate(boxes)
                 ]
-                properties = TensorProperties(dtype=whole.dtype, layout=whole.layout, requires_grad=False)
-                described = ShardedTensorMetadata(shards_metadata=shards, size=whole.shape, tensor_properties=properties)
-                part = whole[tuple(slice(at, at + size) for at, size in zip(*boxes[rank], strict=True))].clone()
+                properties = TensorProperties(dtype=full.dtype, layout=full.layout, requires_grad=False)
+                described = ShardedTensorMetadata(shards_metadata=shards, size=full.shape, tensor_properties=properties)
+                part = full[tuple(slice(at, at + size) for at, size in zip(*boxes[rank], strict=True))].clone()
                 local = [LocalShard(tensor=part, metadata=shards[rank])]
                 state[name] = ShardedTensor._init_from_local_shards_and_global_metadata(local, described)
             torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
@@ -87,12 +87,12 @@ def write_sharded(folder: Path, tensors: Mapping[str, tuple[Tensor, Sequence[Box
             dist.destroy_process_group()
 
 
-def local_part(tensor: Tensor, placements: Sequence[Placement], *, mesh_shape: Sequence[int], place: Sequence[int]) -> Tensor:
-    """What torch's own chunking gives a rank: axis after axis."""
+def local_part(tensor: Tensor, placements: Sequence[Placement], *, mesh_shape: Sequence[int], position: Sequence[int]) -> Tensor:
+    """Return a rank's part by torch's own chunking, axis after axis."""
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim < tensor.ndim:
             chunks = list(tensor.chunk(mesh_shape[axis], dim=placement.dim))
             empty = tensor.narrow(placement.dim, 0, 0)
             chunks += [empty] * (mesh_shape[axis] - len(chunks))
-            tensor = chunks[place[axis]]
-    return tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes the whole storage behind a view
+            tensor = chunks[position[axis]]
+    return tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes all of the storage behind a view

@@ -1,4 +1,7 @@
-"""Adapters as PEFT itself writes them: what was trained beside the low-rank halves comes along, or the adapter is refused."""
+"""Adapters as PEFT itself writes them.
+
+What was trained next to the low-rank halves comes along, or the adapter is refused.
+"""
 
 import json
 from pathlib import Path
@@ -60,7 +63,7 @@ def _convert(folder: Path, target: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_trained_beside_an_exported_adapter_comes_along(tmp_path: Path, kind: str) -> None:
+def test_what_was_trained_next_to_an_exported_adapter_comes_along(tmp_path: Path, kind: str) -> None:
     expected = _exported(tmp_path, **KINDS[kind])
     merged = LlamaForCausalLM.from_pretrained(_convert(tmp_path, "hf"), dtype=torch.float32).eval()
     base = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
@@ -131,8 +134,8 @@ def test_an_adapter_of_weights_that_are_kept_transposed_is_added_to_them(tmp_pat
     with torch.no_grad():
         torch.testing.assert_close(apart(TOKENS).logits, expected, rtol=0, atol=1e-6)
         torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=0, atol=1e-5)
-    wanted = model.merge_and_unload().state_dict()
-    assert all(torch.allclose(tensor, wanted[name], rtol=0, atol=1e-6) for name, tensor in merged.state_dict().items())
+    required = model.merge_and_unload().state_dict()
+    assert all(torch.allclose(tensor, required[name], rtol=0, atol=1e-6) for name, tensor in merged.state_dict().items())
 
 
 @pytest.mark.parametrize("targets", [TARGETS, "all-linear"], ids=["below-the-head", "of-the-head-too"])
@@ -147,14 +150,14 @@ def test_a_critic_s_adapter_is_resumed_with_the_old_head(tmp_path: Path, targets
     assert receipt.head == "value_model"
     assert not any("converted or" in note for note in receipt.notes)  # which would add the adapter twice
     halves = {name.replace(".default", "") for name in model.state_dict() if ".lora_" in name and "score" not in name}
-    found = DistCheckpoint(tmp_path / "out/step_00000000/engine/dcp").tensors
+    result = DistCheckpoint(tmp_path / "out/step_00000000/engine/dcp").tensors
     head = {f"base_model.model.score.{part}" for part in ("weight", "bias")}
     # Without old moments, the optimizer begins with moments of 0.
     kinds = ("parameter", "first_moment", "second_moment", "update_count")
-    assert found.keys() == {f"{kind}.{name}" for kind in kinds for name in halves | head}
-    whole = model.merge_and_unload().state_dict()
+    assert result.keys() == {f"{kind}.{name}" for kind in kinds for name in halves | head}
+    full = model.merge_and_unload().state_dict()
     for part in ("weight", "bias"):
-        torch.testing.assert_close(as_torch(found[f"parameter.base_model.model.score.{part}"]), whole[f"score.{part}"])
+        torch.testing.assert_close(as_torch(result[f"parameter.base_model.model.score.{part}"]), full[f"score.{part}"])
 
 
 def test_another_base_for_an_adapter_that_has_its_own_is_an_error(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_storage_is_read_from_its_place_in_the_file(saved: Path) -> None:
+def test_a_storage_is_read_from_its_position_in_the_file(saved: Path) -> None:
     archive = Archive(saved)
     value = archive.value()
     assert isinstance(value, dict)
@@ -44,10 +44,10 @@ def test_a_file_of_before_zips_is_refused_with_what_to_do(tmp_path: Path, protoc
         Archive(path).value()
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
-def test_a_truncated_file_is_named(saved: Path, share: float) -> None:
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_named(saved: Path, fraction: float) -> None:
     content = saved.read_bytes()
-    saved.write_bytes(content[: int(share * len(content))])
+    saved.write_bytes(content[: int(fraction * len(content))])
     with pytest.raises(DamagedFileError, match=r"model\.pt"):
         Archive(saved).value()
 

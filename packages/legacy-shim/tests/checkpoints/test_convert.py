@@ -28,7 +28,7 @@ CONFIG = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_wor
 
 @pytest.fixture
 def actor(tmp_path: Path) -> Path:
-    """A role of two ranks with twelve tensors."""
+    """Return a role of two ranks with twelve tensors."""
     folder = tmp_path / "global_step_3/actor"
     write_fsdp(folder, {f"model.w{i}": torch.full((6, 4), float(i)) for i in range(12)})
     (folder / "huggingface").mkdir()
@@ -49,7 +49,7 @@ def run(actor: Path, tmp_path: Path) -> Run:
     return _run
 
 
-def test_shards_have_the_size_asked_for_and_an_index(run: Run) -> None:
+def test_shards_have_the_size_requested_and_an_index(run: Run) -> None:
     out = run(max_shard_bytes=3 * 96)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
@@ -58,7 +58,7 @@ def test_shards_have_the_size_asked_for_and_an_index(run: Run) -> None:
     assert all(torch.equal(merged[f"model.w{i}"], torch.full((6, 4), float(i))) for i in range(12))
 
 
-def test_a_dtype_is_cast_and_said_in_the_config(run: Run) -> None:
+def test_a_dtype_is_cast_and_reported_in_the_config(run: Run) -> None:
     out = run(dtype="bfloat16")
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -84,7 +84,7 @@ def test_a_stopped_run_leaves_no_output_and_the_next_one_keeps_what_was_finished
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "out"]
 
 
-def test_work_under_other_options_begins_anew(run: Run, tmp_path: Path) -> None:
+def test_work_under_other_options_begins_again(run: Run, tmp_path: Path) -> None:
     def stop(what: str, done: int, total: int) -> None:
         if done > total / 2:
             raise _StoppedError
@@ -103,7 +103,7 @@ def test_a_second_run_at_the_same_time_is_refused(run: Run) -> None:
     run(progress=begin_again)
 
 
-def test_nan_is_told_and_refused_when_strict(run: Run, actor: Path, tmp_path: Path) -> None:
+def test_nan_is_reported_and_refused_when_strict(run: Run, actor: Path, tmp_path: Path) -> None:
     write_fsdp(actor, {"model.w": torch.tensor([[1.0, math.nan], [2.0, 3.0]]), "model.inf": torch.tensor([[math.inf, -math.inf]] * 2)})
     assert any("NaN or infinity in model.w and 1 more" in note for note in read_receipt(run()).notes)
     with pytest.raises(VerificationError, match=r"model\.w and 1 more tensors hold NaN or infinity"):
@@ -112,7 +112,7 @@ def test_nan_is_told_and_refused_when_strict(run: Run, actor: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_a_smaller_type_cannot_hold_is_told(run: Run, actor: Path, dtype: str) -> None:
+def test_what_a_smaller_type_cannot_hold_is_reported(run: Run, actor: Path, dtype: str) -> None:
     write_fsdp(actor, {"model.large": torch.full((2, 2), torch.finfo(torch.float32).max), "model.w": torch.ones(2, 2)})
     out = run(dtype=dtype)
     assert any(note == "NaN or infinity in model.large" for note in read_receipt(out).notes)
@@ -150,7 +150,7 @@ def test_a_receipt_of_the_first_release_is_still_checked(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "given"),
     [
         ({"checksum": "crc:0"}, "another checksum"),
         ({"files": []}, "names no file"),
@@ -163,13 +163,13 @@ def test_a_receipt_of_the_first_release_is_still_checked(run: Run) -> None:
         ({"num_bytes": "many"}, "was altered"),
     ],
 )
-def test_a_receipt_that_does_not_say_what_was_written_is_refused(run: Run, change: dict[str, object], said: str) -> None:
+def test_a_receipt_that_does_not_state_what_was_written_is_refused(run: Run, change: dict[str, object], given: str) -> None:
     out = run()
     body = json.loads((out / NAME).read_text())
     record = body["files"][0]
     altered = {**body, **change} if change.keys() <= {"files", "num_tensors"} else {**body, "files": [{**record, **change}]}
     (out / NAME).write_text(json.dumps(altered))
-    with pytest.raises(VerificationError, match=said):
+    with pytest.raises(VerificationError, match=given):
         check_receipt(out, read_receipt(out))
 
 
@@ -178,11 +178,11 @@ def test_files_that_the_receipt_does_not_know_are_named(run: Run) -> None:
     assert check_receipt(out, read_receipt(out)).surplus == ()
     (out / "more").mkdir()
     (out / "more/model.py").write_text("")
-    found = check_receipt(out, read_receipt(out))
-    assert (found.num_tensors, found.surplus) == (12, ("more/model.py",))
-    said = CliRunner().invoke(app, ["verify", str(out), "--json"])
-    assert said.exit_code == 0, said.output
-    assert "more/model.py" in said.output
+    result = check_receipt(out, read_receipt(out))
+    assert (result.num_tensors, result.surplus) == (12, ("more/model.py",))
+    given = CliRunner().invoke(app, ["verify", str(out), "--json"])
+    assert given.exit_code == 0, given.output
+    assert "more/model.py" in given.output
 
 
 def test_a_source_that_is_cut_off_while_it_is_read_leaves_nothing(run: Run, actor: Path, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_names_may_be_those_under_which_transformers_saves_a_model(tmp_path: Pat
     assert "model.layers.0.block_sparse_moe.experts.1.w3.weight" in load_file(tmp_path / "out/model.safetensors")
     # transformers passes over experts of any other name, and initializes its own.
     others = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-    renamed = {re.sub("|".join(map(re.escape, others)), lambda found: others[found[0]], name): t for name, t in saved.items()}
+    renamed = {re.sub("|".join(map(re.escape, others)), lambda result: others[result[0]], name): t for name, t in saved.items()}
     write_fsdp(tmp_path / "actor", renamed, mesh_shape=(1,))
     with pytest.raises(VerificationError, match="gate_proj"):
         convert(plan_jobs(tmp_path / "actor", tmp_path / "other")[0], Options(), Sources())
@@ -275,8 +275,8 @@ def test_a_tied_head_is_written_once_whatever_the_embedding_is_called(tmp_path: 
     (job,) = plan_jobs(tmp_path / "actor", tmp_path / "out")
     convert(job, Options(), Sources())
     assert "lm_head.weight" not in load_file(tmp_path / "out/model.safetensors")
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    result = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(result[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -308,8 +308,8 @@ def test_a_critic_whose_head_is_called_classifier_is_one(tmp_path: Path, model_t
     receipt = convert(plan_jobs(tmp_path / "critic", tmp_path / "out")[0], Options(), Sources())
     assert receipt.head == "value_model"
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == [type(model).__name__]
-    found = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    result = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(result[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(UsageError, match="called classifier"):
         convert(plan_jobs(tmp_path / "critic", tmp_path / "state")[0], Options(target="temper"), Sources())
 
@@ -322,8 +322,8 @@ def test_a_critic_whose_config_names_no_architecture_has_as_many_labels_as_its_h
     config.save_pretrained(tmp_path / "critic/huggingface")
     (job,) = plan_jobs(tmp_path / "critic", tmp_path / "out")
     convert(job, Options(), Sources())
-    found = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    result = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(result[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("target", ["exists", "nowhere"])
@@ -396,7 +396,7 @@ def test_overlapping_tensors_of_safetensors_are_refused(tmp_path: Path) -> None:
         read_safetensors(path)
 
 
-def test_adapter_alone_asks_for_all_that_it_needs_at_once(samples: Path, tmp_path: Path) -> None:
+def test_adapter_only_asks_for_all_that_it_needs_at_once(samples: Path, tmp_path: Path) -> None:
     (job,) = plan_jobs(samples / "v0.7.1_megatron-peft4063-tp1/checkpoints", tmp_path / "out")
     with pytest.raises(UsageError, match=r"give --base-model, .* and --lora-alpha, .*"):
         convert(job, Options(), Sources())

@@ -102,8 +102,8 @@ def test_a_tensor_that_one_rank_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_views_with_strides_and_offsets_are_gathered(tmp_path: Path) -> None:
-    whole = torch.arange(60.0).reshape(6, 10)
-    tensors = {"turned": whole.t(), "part": whole[1:4, 2:5], "steps": whole[::2], "tail": whole[5], "same": whole}
+    complete = torch.arange(60.0).reshape(6, 10)
+    tensors = {"turned": complete.t(), "part": complete[1:4, 2:5], "steps": complete[::2], "tail": complete[5], "same": complete}
     torch.save(tensors, tmp_path / "model_world_size_1_rank_0.pt")
     _assert_equal(_read(tmp_path), tensors)
 
@@ -114,7 +114,8 @@ def test_parameters_are_tensors(tmp_path: Path) -> None:
 
 
 def test_a_strided_split_goes_over_what_the_later_axis_leaves() -> None:
-    """FSDP over tensor parallelism: the inner axis cuts first; rank (1, 0) of a 2 by 2 mesh holds rows 2 and 3 of 8."""
+    # FSDP over tensor parallelism: the inner axis cuts first; rank (1, 0) of a 2 by 2 mesh holds
+    # rows 2 and 3 of 8.
     placements = (Placed(dim=0, split_factor=2), Placed(dim=0))
     assert shard_box((8, 3), placements, mesh_shape=(2, 2), coordinate=(1, 0)) == ((2, 0), (2, 3))
     assert shard_box((8, 3), placements, mesh_shape=(2, 2), coordinate=(0, 1)) == ((4, 0), (2, 3))
@@ -130,7 +131,7 @@ def test_a_strided_split_goes_over_what_the_later_axis_leaves() -> None:
     ],
     ids=["rows", "columns", "both"],
 )
-def test_sharded_tensors_of_any_dimension_stand_beside_what_every_rank_holds(tmp_path: Path, boxes: Sequence[Box]) -> None:
+def test_sharded_tensors_of_any_dimension_stand_next_to_what_every_rank_holds(tmp_path: Path, boxes: Sequence[Box]) -> None:
     draw = torch.Generator().manual_seed(0)
     matrix, everywhere = torch.randn(5, 6, generator=draw), torch.randn(4, generator=draw)
     write_sharded(tmp_path, {"matrix": (matrix, boxes)}, plain={"everywhere": everywhere})
@@ -157,13 +158,14 @@ class _Counting(InMemory):
 
 
 def test_stacked_experts_are_not_searched_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 experts that each look through all 512 parts are still quick; a large mixture has tens of thousands of both."""
+    # 512 experts that each look through all 512 parts are still quick; a large mixture has tens of
+    # thousands of both.
     monkeypatch.setattr(_Counting, "looks", 0)
     layers, experts = 8, 64
-    places = [(layer, expert) for layer in range(layers) for expert in range(experts)]
-    parts = [Piece(offsets=(i, e, 0), tensor=_Counting(np.full((1, 1, 3), 100 * i + e, np.float32))) for i, e in places]
-    whole = covering("experts", parts, shape=(layers, experts, 3), like=parts[0].tensor, where="here")
-    of_layer = [Element(whole, layer) for layer in range(layers)]
-    for layer, expert in places:
+    positions = [(layer, expert) for layer in range(layers) for expert in range(experts)]
+    parts = [Piece(offsets=(i, e, 0), tensor=_Counting(np.full((1, 1, 3), 100 * i + e, np.float32))) for i, e in positions]
+    complete = covering("experts", parts, shape=(layers, experts, 3), like=parts[0].tensor, where="here")
+    of_layer = [Element(complete, layer) for layer in range(layers)]
+    for layer, expert in positions:
         assert read_all(Element(of_layer[layer], expert)).tolist() == [100 * layer + expert] * 3
     assert _Counting.looks < 30 * len(parts)

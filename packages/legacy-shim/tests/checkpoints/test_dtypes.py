@@ -16,18 +16,18 @@ BF16 = BY_NAME["bfloat16"]
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
 def test_bfloat16_is_rounded_as_torch_rounds_it(bits: list[int]) -> None:
     numbers = np.array(bits, np.uint32).view(np.float32)
-    ours = torch.from_numpy(from_float32(numbers, BF16).view(np.int16)).view(torch.bfloat16)
-    theirs = torch.from_numpy(numbers).to(torch.bfloat16)
-    same = ours.view(torch.int16) == theirs.view(torch.int16)
-    assert bool((same | (ours.isnan() & theirs.isnan())).all())
+    target = torch.from_numpy(from_float32(numbers, BF16).view(np.int16)).view(torch.bfloat16)
+    other = torch.from_numpy(numbers).to(torch.bfloat16)
+    same = target.view(torch.int16) == other.view(torch.int16)
+    assert bool((same | (target.isnan() & other.isnan())).all())
 
 
 @given(bits=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=64))
 def test_bfloat16_becomes_float32_exactly(bits: list[int]) -> None:
     numbers = np.array(bits, np.uint16)
-    theirs = torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16).float().numpy()
-    np.testing.assert_array_equal(to_float32(numbers, BF16), theirs)
-    assert has_nonfinite(numbers, BF16) == (not np.isfinite(theirs).all())
+    other = torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(to_float32(numbers, BF16), other)
+    assert has_nonfinite(numbers, BF16) == (not np.isfinite(other).all())
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])

@@ -1,4 +1,4 @@
-"""Whatever a file holds: our own error or a tensor, soon, and nothing written anywhere."""
+"""Fuzzed files give an error of the package or a tensor, quickly, and nothing is written."""
 
 import io
 import json
@@ -51,8 +51,8 @@ def _fsdp(folder: Path) -> None:
     weights = rank_files.read_weights(role.fsdp_files["model"], where=folder)
     _read_all(weights)
     if "optim" in role.fsdp_files:
-        found = read_optimizer(role, weights, parameters=list(weights))
-        _read_all({name: kept.first for name, kept in found.moments.items()})
+        result = read_optimizer(role, weights, parameters=list(weights))
+        _read_all({name: kept.first for name, kept in result.moments.items()})
 
 
 def _dist(folder: Path) -> None:
@@ -105,8 +105,8 @@ _MUTATION = st.tuples(
 
 def _mutated(content: bytes, mutations: list[tuple[str, float, int, int]]) -> bytes:
     data = bytearray(content)
-    for kind, share, value, length in mutations:
-        at = int(share * max(len(data) - 1, 0))
+    for kind, fraction, value, length in mutations:
+        at = int(fraction * max(len(data) - 1, 0))
         if kind == "flip" and data:
             data[at] ^= value
         elif kind == "cut":
@@ -145,7 +145,7 @@ def _fuzz(kind: str, folder: Path, *, examples: int) -> None:
 
 
 def _inside_pickle(content: bytes, mutations: list[tuple[str, float, int, int]]) -> bytes:
-    """The same zip with its data.pkl mutated and everything around it sound."""
+    """Return the same zip with its data.pkl mutated and everything around it sound."""
     if not zipfile.is_zipfile(io.BytesIO(content)):
         return _mutated(content, mutations)
     made = io.BytesIO()
@@ -188,7 +188,8 @@ def test_any_sequence_of_opcodes_ends_soon_with_a_value_or_our_error(opcodes: li
 
 
 def test_a_tree_that_takes_for_ever_to_write_is_never_written(tmp_path: Path) -> None:
-    """Sixty doublings of a tuple: as the shape of a tensor, as the key of a mapping, and as the layout of a mesh."""
+    # Sixty doublings of a tuple: as the shape of a tensor, as the key of a mapping, and as the
+    # layout of a mesh.
     deep: object = ()
     for _ in range(60):
         deep = (deep, deep)
@@ -207,7 +208,7 @@ def test_a_number_that_python_refuses_to_write_is_named_by_its_length(tmp_path: 
         _fsdp(tmp_path)
 
 
-def test_a_place_on_the_mesh_that_takes_for_ever_to_write_is_never_written(tmp_path: Path) -> None:
+def test_a_position_on_the_mesh_that_takes_for_ever_to_write_is_never_written(tmp_path: Path) -> None:
     deep: object = ()
     for _ in range(60):
         deep = (deep, deep)
@@ -221,7 +222,7 @@ def test_a_place_on_the_mesh_that_takes_for_ever_to_write_is_never_written(tmp_p
 
 
 def test_a_shard_along_a_dimension_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Found by the fuzzer: one flipped bit turned Shard(dim=0) into Shard(dim=58)."""
+    # Found by the fuzzer: one flipped bit turned Shard(dim=0) into Shard(dim=58).
     write_fsdp(tmp_path, {"w": torch.ones(4, 2)}, placements={"w": [Shard(58)]})
     with pytest.raises(ShimError, match="along a dimension"):
         _fsdp(tmp_path)

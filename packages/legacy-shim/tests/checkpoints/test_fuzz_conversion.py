@@ -1,4 +1,7 @@
-"""Whatever the small files around the weights hold: a conversion, or our own error, and nothing written beside the output."""
+"""Fuzzed small files around the weights.
+
+a conversion, or our own error, and nothing written next to the output.
+"""
 
 import json
 import shutil
@@ -30,7 +33,7 @@ _ODD = st.sampled_from(
 
 
 def _write_run(folder: Path) -> None:
-    """A run of one step and two ranks with an adapter, and everything that lies around it."""
+    """Write a run of one step and two ranks with an adapter, and all files around it."""
     step = folder / "global_step_3"
     shapes = {"w.base_layer.weight": (4, 4), "w.lora_A.default.weight": (2, 4), "w.lora_B.default.weight": (4, 2)}
     write_fsdp(step / "actor", {f"{_INNER}.{name}": torch.ones(shape) for name, shape in shapes.items()})
@@ -48,26 +51,26 @@ def _write_run(folder: Path) -> None:
     (folder / "latest_checkpointed_iteration.txt").write_text("3")
 
 
-def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container with each of its keys."""
+def _positions(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every container with each of its keys."""
     for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
         yield tree, key
-        yield from _places(tree[key])
+        yield from _positions(tree[key])
 
 
 def _with(content: bytes, at: float, value: object) -> bytes:
-    """A JSON text with an odd value somewhere, or in place of everything."""
+    """Return a JSON text with an odd value somewhere, or in place of everything."""
     tree = json.loads(content)
-    places = [None, *_places(tree)]
-    place = places[int(at * (len(places) - 1))]
-    if place is None:
+    positions = [None, *_positions(tree)]
+    position = positions[int(at * (len(positions) - 1))]
+    if position is None:
         return json.dumps(value).encode()
-    place[0][place[1]] = value
+    position[0][position[1]] = value
     return json.dumps(tree).encode()
 
 
 def _cut(content: bytes, at: float, value: object) -> bytes:
-    """Other bytes somewhere."""
+    """Return the other bytes somewhere."""
     begin = int(at * len(content))
     return content[:begin] + repr(value).encode("utf-8", "replace")[:20] + content[begin + 3 :]
 
@@ -79,7 +82,7 @@ def _convert(folder: Path, out: Path, target: str) -> None:
 
 
 def _fuzz(root: Path, *, examples: int) -> None:
-    """Mutate what is read before an output, and the receipt after it."""
+    """Mutate the input before an output exists, and the receipt after it."""
     run, out = root / "run", root / "out"
     _write_run(run)
     originals = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.suffix in (".json", ".txt")}
@@ -125,7 +128,7 @@ def test_thousands_of_mutated_companions_and_receipts_raise_our_own_error_or_non
     _fuzz(tmp_path, examples=NIGHTLY)
 
 
-def test_a_model_type_that_is_no_text_ties_nothing(tmp_path: Path) -> None:
+def test_a_model_type_that_is_no_text_binds_nothing(tmp_path: Path) -> None:
     _write_run(tmp_path / "run")
     actor = tmp_path / "run/global_step_3/actor"
     write_fsdp(actor, {"model.embed_tokens.weight": torch.ones(4, 2), "lm_head.weight": torch.ones(4, 2)})
@@ -135,7 +138,7 @@ def test_a_model_type_that_is_no_text_ties_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alpha", [10**400, 1e308, 1e-300, True, [4], "4"])
-def test_an_alpha_that_is_no_float_is_asked_for(tmp_path: Path, alpha: object) -> None:
+def test_an_alpha_that_is_no_float_is_requested(tmp_path: Path, alpha: object) -> None:
     _write_run(tmp_path / "run")
     step = tmp_path / "run/global_step_3"
     (step / "actor/lora_adapter/adapter_config.json").write_text(json.dumps({**ADAPTER, "lora_alpha": alpha}))
@@ -144,7 +147,7 @@ def test_an_alpha_that_is_no_float_is_asked_for(tmp_path: Path, alpha: object) -
         _convert(tmp_path / "run", tmp_path / "out", "hf")
 
 
-def test_a_name_that_no_disk_takes_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_name_that_no_disk_takes_is_an_error_of_the_shim(tmp_path: Path) -> None:
     _write_run(tmp_path / "run")
     long = tmp_path / ("x" * 300)
     with pytest.raises(OutputError, match="File name too long"):

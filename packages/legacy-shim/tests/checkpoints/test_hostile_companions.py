@@ -1,4 +1,7 @@
-"""What lies beside the weights is data: no code of a checkpoint runs, and nothing from elsewhere comes along."""
+"""Files next to the weights are data.
+
+No code of a checkpoint runs, and nothing from elsewhere comes along.
+"""
 
 import json
 import os
@@ -26,7 +29,7 @@ class FooConfig(PretrainedConfig):
 
 @pytest.fixture
 def actor(tmp_path: Path) -> Path:
-    """A role whose config asks for code of its own."""
+    """Return a role whose config asks for code of its own."""
     folder = tmp_path / "global_step_3/actor"
     write_fsdp(folder, {"model.w": torch.ones(6, 4)})
     (folder / "huggingface").mkdir()
@@ -37,11 +40,11 @@ def actor(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "given"),
     [((), 0, "--no-verify-names leaves the comparison out"), (("--no-verify-names", "--verify-logits"), 1, "--verify-logits")],
 )
 def test_code_of_a_checkpoint_never_runs_even_if_someone_says_yes(
-    actor: Path, tmp_path: Path, options: tuple[str, ...], code: int, said: str
+    actor: Path, tmp_path: Path, options: tuple[str, ...], code: int, given: str
 ) -> None:
     command = [sys.executable, "-m", "temper_legacy_shim", "checkpoint", str(actor), "--out", str(tmp_path / "out"), *options]
     environment = {**os.environ, "MARKER": str(tmp_path / "ran"), "HF_HOME": str(tmp_path / "cache")}
@@ -50,7 +53,7 @@ def test_code_of_a_checkpoint_never_runs_even_if_someone_says_yes(
     words = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == code, words
     assert "code of its own (auto_map), which is never executed" in words
-    assert said in words
+    assert given in words
     assert (tmp_path / "out").exists() == (code == 0)
 
 

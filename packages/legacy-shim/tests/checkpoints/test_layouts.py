@@ -1,4 +1,4 @@
-"""Which directory is what: runs, steps and roles beside things that are neither."""
+"""Recognition of runs, steps and roles next to other folders."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from temper_legacy_shim.checkpoints import find_roles, open_checkpoint
 from temper_legacy_shim.checkpoints.fsdp import rank_files
-from temper_legacy_shim.checkpoints.fsdp.moments import _by_layer
+from temper_legacy_shim.checkpoints.fsdp.moments import _group_by_layer
 from temper_legacy_shim.checkpoints.staging import Staging
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, OutputError, UsageError
@@ -36,14 +36,14 @@ def _converted(folder: Path, *, receipt: bool = False) -> None:
 
 
 @pytest.mark.parametrize("name", ["out", "huggingface"])
-def test_a_model_beside_the_steps_of_a_run_is_not_taken_for_them(tmp_path: Path, name: str) -> None:
+def test_a_model_next_to_the_steps_of_a_run_is_not_taken_for_them(tmp_path: Path, name: str) -> None:
     actor = _role(tmp_path / "run/global_step_2/actor")
     (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("2")
     _converted(tmp_path / "run" / name)
     assert [role.path for role in find_roles(tmp_path / "run")] == [actor]
 
 
-def test_what_was_converted_beside_a_role_is_none(tmp_path: Path) -> None:
+def test_what_was_converted_next_to_a_role_is_none(tmp_path: Path) -> None:
     actor = _role(tmp_path / "global_step_2/actor")
     _converted(tmp_path / "global_step_2/converted", receipt=True)
     assert [role.path for role in find_roles(tmp_path / "global_step_2")] == [actor]
@@ -76,7 +76,7 @@ def test_the_current_folder_is_known_by_its_own_name(tmp_path: Path, monkeypatch
     assert (role.name, role.step, role.step_directory) == ("model", 7, Path())
 
 
-def test_an_alpha_beside_the_roles_is_found_from_within_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alpha_next_to_the_roles_is_found_from_within_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = {f"base_model.model.a.lora_{side}.default.weight": torch.ones(shape) for side, shape in (("A", (2, 4)), ("B", (4, 2)))}
     _role(tmp_path / "global_step_7/actor", **half)
     (tmp_path / "global_step_7/lora_train_meta.json").write_text(json.dumps({"r": 2, "lora_alpha": 16}))
@@ -86,12 +86,12 @@ def test_an_alpha_beside_the_roles_is_found_from_within_the_step(tmp_path: Path,
     assert (adapter.alpha, adapter.alpha_from) == (16.0, "lora_train_meta.json")
 
 
-@pytest.mark.parametrize("said", [{"lora_alpha": float("inf")}, {"lora_alpha": 4, "alpha_pattern": {"a": "much"}}])
-def test_an_alpha_that_is_no_number_is_none(tmp_path: Path, said: dict[str, object]) -> None:
+@pytest.mark.parametrize("given", [{"lora_alpha": float("inf")}, {"lora_alpha": 4, "alpha_pattern": {"a": "much"}}])
+def test_an_alpha_that_is_no_number_is_none(tmp_path: Path, given: dict[str, object]) -> None:
     half = {f"base_model.model.a.lora_{side}.default.weight": torch.ones(shape) for side, shape in (("A", (2, 4)), ("B", (4, 2)))}
     actor = _role(tmp_path / "actor", **half)
     (actor / "lora_adapter").mkdir()
-    (actor / "lora_adapter/adapter_config.json").write_text(json.dumps({"r": 2, **said}))
+    (actor / "lora_adapter/adapter_config.json").write_text(json.dumps({"r": 2, **given}))
     adapter = open_checkpoint(actor).adapter
     assert adapter is not None
     with pytest.raises(
@@ -113,7 +113,7 @@ def test_a_buffer_that_differs_between_ranks_is_of_another_save(tmp_path: Path) 
 def test_layers_of_two_towers_are_units_of_their_own() -> None:
     names = ["visual.blocks.0.a", "visual.blocks.1.a", "model.embed", "model.layers.0.a", "model.layers.0.b", "model.layers.1.a"]
     expected = [["model.embed"], ["visual.blocks.0.a"], ["visual.blocks.1.a"], ["model.layers.0.a", "model.layers.0.b"]]
-    assert _by_layer(names) == [*expected, ["model.layers.1.a"]]
+    assert _group_by_layer(names) == [*expected, ["model.layers.1.a"]]
 
 
 def test_of_two_roles_none_is_written_where_one_lacks_something(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_of_two_roles_a_second_run_writes_what_the_first_one_did_not(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "given"),
     [
         (["--max-shard-size", "inf"], "--max-shard-size is inf"),
         (["--max-shard-size", "nan"], "--max-shard-size is nan"),
@@ -149,17 +149,17 @@ def test_of_two_roles_a_second_run_writes_what_the_first_one_did_not(tmp_path: P
         (["--lora-alpha", "-1"], "--lora-alpha is -1"),
     ],
 )
-def test_numbers_that_are_none_are_refused(tmp_path: Path, options: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_numbers_that_are_none_are_refused(tmp_path: Path, options: list[str], given: str) -> None:
+    with pytest.raises(UsageError, match=given):
         CliRunner().invoke(app, ["checkpoint", str(tmp_path), "--out", str(tmp_path / "out"), *options], catch_exceptions=False)
 
 
-def test_a_place_that_can_t_be_written_is_named(tmp_path: Path) -> None:
+def test_a_position_that_can_t_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"/dev/null/out can't be written \(Not a directory\)"):
         Staging(Path("/dev/null/out"), fingerprint="").__enter__()
 
 
-def test_a_long_path_is_printed_whole(tmp_path: Path) -> None:
+def test_a_long_path_is_printed_full(tmp_path: Path) -> None:
     folder = _role(tmp_path / ("long" * 20) / "actor")
-    said = CliRunner().invoke(app, ["checkpoint", str(folder), "--check"], catch_exceptions=False, env={"COLUMNS": "80"}).stdout
-    assert str(folder) in "".join(line.removeprefix("checkpoint").strip() for line in said.splitlines())
+    given = CliRunner().invoke(app, ["checkpoint", str(folder), "--check"], catch_exceptions=False, env={"COLUMNS": "80"}).stdout
+    assert str(folder) in "".join(line.removeprefix("checkpoint").strip() for line in given.splitlines())

@@ -18,7 +18,7 @@ OPTIONS = Options(checks_names=False, verifies_logits=True)
 
 
 def write_critic(folder: Path, head: Mapping[str, Tensor]) -> None:
-    """A critic of two ranks as trl's value models are named."""
+    """Write a critic of two ranks with the names of trl's value models."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "qwen2", vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1

@@ -37,7 +37,7 @@ CONFIG = {
 
 
 def _model(*, experts: int = 0) -> dict[str, Tensor]:
-    """Seeded weights under Hugging Face names."""
+    """Return the seeded weights under Hugging Face names."""
     g = torch.Generator().manual_seed(1)
     made = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
     for i in range(LAYERS):
@@ -53,7 +53,7 @@ def _model(*, experts: int = 0) -> dict[str, Tensor]:
 
 
 def _qkv(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Per query group: its queries, its key, its value."""
+    """Return the per query group: its queries, its key, its value."""
     parts = []
     for group in range(GROUPS):
         heads = HEADS // GROUPS
@@ -101,7 +101,7 @@ def _write_ranks(folder: Path, hf: Mapping[str, Tensor], *, tp: int, pp: int = 1
     for t in range(tp):
         for stage in range(pp):
             for e in range(ep):
-                mine = range(e * num_experts // ep, (e + 1) * num_experts // ep)
+                local = range(e * num_experts // ep, (e + 1) * num_experts // ep)
                 chunks = []
                 for virtual in range(vpp):
                     first = (virtual * pp + stage) * per_chunk
@@ -109,7 +109,7 @@ def _write_ranks(folder: Path, hf: Mapping[str, Tensor], *, tp: int, pp: int = 1
                     if first == 0:
                         chunk["embedding.word_embeddings.weight"] = _padded(hf["model.embed_tokens.weight"]).chunk(tp)[t]
                     for local in range(per_chunk):
-                        layer = _layer(hf, first + local, tp=t, num_tp=tp, experts=mine, grouped=grouped)
+                        layer = _layer(hf, first + local, tp=t, num_tp=tp, experts=local, grouped=grouped)
                         chunk |= {f"decoder.layers.{local}.{name}": tensor for name, tensor in layer.items()}
                     if first + per_chunk == LAYERS:
                         chunk["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
@@ -132,7 +132,7 @@ def _assert_equal(have: Mapping[str, LazyTensor], want: Mapping[str, Tensor]) ->
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)])
-def test_ranks_of_every_layout_make_the_whole_model(tmp_path: Path, tp: int, pp: int, vpp: int) -> None:
+def test_ranks_of_every_layout_make_the_full_model(tmp_path: Path, tp: int, pp: int, vpp: int) -> None:
     hf = _model()
     _write_ranks(tmp_path / "actor", hf, tp=tp, pp=pp, vpp=vpp)
     _assert_equal(open_checkpoint(tmp_path / "actor").weights, hf)
@@ -141,7 +141,7 @@ def test_ranks_of_every_layout_make_the_whole_model(tmp_path: Path, tp: int, pp:
 @pytest.mark.parametrize(
     ("tp", "pp", "ep", "grouped"), [(1, 1, 2, False), (2, 1, 2, True), (1, 2, 2, False), (1, 2, 4, True), (2, 1, 1, False)]
 )
-def test_expert_ranks_make_the_whole_mixture(tmp_path: Path, tp: int, pp: int, ep: int, grouped: bool) -> None:
+def test_expert_ranks_make_the_full_mixture(tmp_path: Path, tp: int, pp: int, ep: int, grouped: bool) -> None:
     hf = _model(experts=EXPERTS)
     _write_ranks(tmp_path / "actor", hf, tp=tp, pp=pp, ep=ep, grouped=grouped)
     _assert_equal(open_checkpoint(tmp_path / "actor").weights, hf)
@@ -158,18 +158,19 @@ def test_a_mixtral_of_megatron_s_is_written_under_mixtral_s_own_names(tmp_path: 
     (tmp_path / "actor/hf_config_and_tokenizer/config.json").write_text(json.dumps(mixtral))
     convert(plan_jobs(tmp_path / "actor", tmp_path / "out")[0], Options(), Sources())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    found = dict(model.state_dict())
+    result = dict(model.state_dict())
     for layer in range(LAYERS):
         p = f"model.layers.{layer}.mlp.experts."
         parts = [[hf[f"{p}{e}.{part}_proj.weight"] for e in range(EXPERTS)] for part in ("gate", "up", "down")]
-        assert torch.equal(found.pop(f"{p}gate_up_proj"), torch.cat([torch.stack(parts[0]), torch.stack(parts[1])], dim=1))
-        assert torch.equal(found.pop(f"{p}down_proj"), torch.stack(parts[2]))
-    assert found.keys() == {name for name in hf if ".experts." not in name}
-    assert all(torch.equal(tensor, hf[name]) for name, tensor in found.items())
+        assert torch.equal(result.pop(f"{p}gate_up_proj"), torch.cat([torch.stack(parts[0]), torch.stack(parts[1])], dim=1))
+        assert torch.equal(result.pop(f"{p}down_proj"), torch.stack(parts[2]))
+    assert result.keys() == {name for name in hf if ".experts." not in name}
+    assert all(torch.equal(tensor, hf[name]) for name, tensor in result.items())
 
 
 def test_experts_that_were_never_saved_are_missed(tmp_path: Path) -> None:
-    """0.4.0 with experts over data-parallel ranks: of every expert rank but the first there is no file."""
+    # 0.4.0 with experts over data-parallel ranks: of every expert rank but the first there is no
+    # file.
     _write_ranks(tmp_path / "actor", _model(experts=EXPERTS), tp=1, ep=2)
     shutil.rmtree(tmp_path / "actor/model/mp_rank_00_001")
     config = tmp_path / "actor/hf_config_and_tokenizer/config.json"
@@ -179,7 +180,7 @@ def test_experts_that_were_never_saved_are_missed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tp", "ep", "pp"), [(2, 2, 1), (4, 2, 1), (4, 2, 2)])
-def test_experts_divided_over_tensor_ranks_make_the_whole_mixture(tmp_path: Path, tp: int, ep: int, pp: int) -> None:
+def test_experts_divided_over_tensor_ranks_make_the_full_mixture(tmp_path: Path, tp: int, ep: int, pp: int) -> None:
     # Expert tensor parallelism below the rest's: tensor rank t is expert rank t // (tp / ep), with 1 / (tp / ep) of its experts' rows.
     hf = _model(experts=EXPERTS)
     size = tp // ep
@@ -230,7 +231,10 @@ def test_another_model_s_config_is_refused(tmp_path: Path) -> None:
 
 
 def _stacked(hf: Mapping[str, Tensor], *, experts: int = 0) -> dict[str, Tensor]:
-    """As Megatron's distributed format has them: whole matrices, layers stacked, experts stacked within them."""
+    """Stack tensors as Megatron's distributed format does.
+
+    Full matrices, stacked layers and experts.
+    """
     layers = [_layer(hf, i, tp=0, num_tp=1, experts=range(experts), grouped=False) for i in range(LAYERS)]
     made = {f"decoder.layers.{name}": torch.stack([layer[name] for layer in layers]) for name in layers[0] if "experts" not in name}
     for n in (1, 2) if experts else ():
@@ -286,7 +290,7 @@ SHAPES = {  # (rows of B, columns of A) of each adapted matrix
 
 
 def _adapter() -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
-    """(A, B) of Megatron's matrices by layer and module."""
+    """Return (A, B) of Megatron's matrices by layer and module."""
     g = torch.Generator().manual_seed(2)
     return {
         (i, module): (torch.randn(RANK, columns, generator=g), torch.randn(rows, RANK, generator=g))
@@ -296,7 +300,10 @@ def _adapter() -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
 
 
 def _write_adapters(folder: Path, *, tp: int, pp: int, layers: int = LAYERS) -> None:
-    """The private files of 0.7: names local to the stage; columns and rows cut as the base is."""
+    """Write the private files of 0.7: names local to the stage.
+
+    Columns and rows cut as the base is.
+    """
     folder.mkdir(parents=True)
     for t in range(tp):
         for stage in range(pp):
@@ -314,7 +321,7 @@ def _write_adapters(folder: Path, *, tp: int, pp: int, layers: int = LAYERS) -> 
 
 
 def _folded(hf: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
-    """The base with every product added where Megatron would add it, in Megatron's rows."""
+    """Return the base with every product added where Megatron would add it, in Megatron's rows."""
     made = dict(hf)
     for (i, module), (down, up) in _adapter().items():
         delta, p = scale * (up @ down), f"model.layers.{i}."

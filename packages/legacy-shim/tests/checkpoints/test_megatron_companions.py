@@ -1,4 +1,7 @@
-"""What lies beside and among Megatron's matrices: layers that differ, weights of other models, schedules, random states, value heads."""
+"""Files and tensors next to Megatron's matrices.
+
+Layers that differ, weights of other models, schedules, random states, value heads.
+"""
 
 import io
 import sys
@@ -64,7 +67,7 @@ def test_the_schedule_of_per_rank_files_is_carried_too(tmp_path: Path) -> None:
     assert any("random-number states of Megatron" in sentence for sentence in kept.not_carried)
 
 
-def test_a_schedule_that_no_file_counts_is_said(tmp_path: Path) -> None:
+def test_a_schedule_that_no_file_counts_is_reported(tmp_path: Path) -> None:
     _write_ranks(tmp_path / "actor", _model(), tp=1)
     kept = resumable(open_checkpoint(tmp_path / "actor"))
     assert any("schedule: the files say nothing" in sentence for sentence in kept.not_carried)

@@ -27,7 +27,7 @@ FACTORS = {"param": 1.0, "exp_avg": 0.5, "exp_avg_sq": 2.0}
 
 
 def flat(chunk: Mapping[str, Tensor]) -> Tensor:
-    """A buffer: parameters from the last to the first, each at a multiple of 64 elements."""
+    """Return a buffer: parameters from the last to the first, each at a multiple of 64 elements."""
     parts: list[Tensor] = []
     for name, tensor in reversed(chunk.items()):
         if not name.endswith("_extra_state"):
@@ -37,7 +37,10 @@ def flat(chunk: Mapping[str, Tensor]) -> Tensor:
 
 
 def write(folder: Path, hf: Mapping[str, Tensor] = HF, *, tp: int = 1, pp: int = 1, vpp: int = 1, late: bool = False) -> Path:
-    """Weights in bfloat16, and optimizer files whose masters are the float32 numbers; names as 0.3 wrote them, or 0.4.0 (late)."""
+    """Return the weights in bfloat16, and optimizer files whose masters are the float32 numbers.
+
+    Names as 0.3 wrote them, or 0.4.0 (late).
+    """
     _write_ranks(folder / "actor", hf, tp=tp, pp=pp, vpp=vpp)
     for path in sorted(folder.glob("actor/model/*/model.pt")):
         torch.save([{name: tensor.bfloat16() for name, tensor in chunk.items()} for chunk in torch.load(path)], path)
@@ -46,11 +49,11 @@ def write(folder: Path, hf: Mapping[str, Tensor] = HF, *, tp: int = 1, pp: int =
     (folder / "actor/optim").mkdir()
     for stage in range(pp):
         for rank in range(tp):
-            place = f"model/mp_rank_{rank:02d}{f'_{stage:03d}' if pp > 1 else ''}/model.pt"
-            chunks = {kind: torch.load(folder / kind / place) for kind in FACTORS}
+            position = f"model/mp_rank_{rank:02d}{f'_{stage:03d}' if pp > 1 else ''}/model.pt"
+            chunks = {kind: torch.load(folder / kind / position) for kind in FACTORS}
             state: dict[object, object] = {"buckets_coalesced": True}
             for number in range(vpp):
-                vectors: dict[str, object] = {kind: flat(of_kind[number]) for kind, of_kind in chunks.items()}
+                vectors: dict[str, object] = {kind: flat(select_kind[number]) for kind, select_kind in chunks.items()}
                 state[number] = {(torch.bfloat16, torch.float32): vectors | {"numel_unpadded": len(flat(chunks["param"][number]))}}
             name = f"distrib_optim_pp{stage}_tp{rank}{'_cp0_dp0' if late else ''}.pt"
             torch.save([state] if late else state, folder / "actor/optim" / name)
@@ -67,18 +70,18 @@ def same(have: Mapping[str, LazyTensor], want: Mapping[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize(("tp", "pp", "vpp", "late"), [(1, 1, 1, False), (2, 1, 1, True), (2, 2, 1, False), (1, 2, 2, True)])
 def test_masters_and_moments_of_every_layout_are_found(tmp_path: Path, tp: int, pp: int, vpp: int, late: bool) -> None:
-    found = state_of(write(tmp_path, tp=tp, pp=pp, vpp=vpp, late=late))
-    assert same(found.model.weights, HF), "the float32 masters, not the rounded weights"
-    assert same({name: kept.first for name, kept in found.moments.items()}, {name: 0.5 * tensor for name, tensor in HF.items()})
-    assert same({name: kept.second for name, kept in found.moments.items()}, {name: 2.0 * tensor for name, tensor in HF.items()})
-    assert found.num_updates == 3
-    assert "weights, as float32 masters, the optimizer's own" in found.carried
+    result = state_of(write(tmp_path, tp=tp, pp=pp, vpp=vpp, late=late))
+    assert same(result.model.weights, HF), "the float32 masters, not the rounded weights"
+    assert same({name: kept.first for name, kept in result.moments.items()}, {name: 0.5 * tensor for name, tensor in HF.items()})
+    assert same({name: kept.second for name, kept in result.moments.items()}, {name: 2.0 * tensor for name, tensor in HF.items()})
+    assert result.num_updates == 3
+    assert "weights, as float32 masters, the optimizer's own" in result.carried
 
 
 def test_without_the_number_of_updates_moments_stay_behind_and_the_receipt_says_so(tmp_path: Path) -> None:
-    found = resumable(open_checkpoint(write(tmp_path)))
-    assert not found.moments
-    assert any("give --num-updates" in reason for reason in found.not_carried)
+    result = resumable(open_checkpoint(write(tmp_path)))
+    assert not result.moments
+    assert any("give --num-updates" in reason for reason in result.not_carried)
 
 
 def test_an_order_that_does_not_fit_the_weights_is_not_guessed(tmp_path: Path) -> None:
@@ -89,9 +92,9 @@ def test_an_order_that_does_not_fit_the_weights_is_not_guessed(tmp_path: Path) -
         if isinstance(vector, Tensor):
             vector.copy_(vector.roll(1))
     torch.save(state, path)
-    found = state_of(folder)
-    assert not found.moments
-    assert any("in an order that is not known" in reason for reason in found.not_carried)
+    result = state_of(folder)
+    assert not result.moments
+    assert any("in an order that is not known" in reason for reason in result.not_carried)
 
 
 def test_a_missing_rank_s_file_is_named(tmp_path: Path) -> None:
@@ -107,7 +110,7 @@ def test_experts_over_several_ranks_stay_behind_where_they_wrote_one_file(tmp_pa
     assert any("each overwrote the last" in reason for reason in state_of(tmp_path / "actor").not_carried)
 
 
-def test_a_count_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+def test_a_count_that_no_one_reads_is_refused(tmp_path: Path) -> None:
     from test_megatron import _stacked, _write_config, _write_dist
 
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
@@ -139,9 +142,9 @@ def test_what_megatrons_own_optimizer_wrote_is_what_it_had(tmp_path: Path, compu
         optimizer.save_parameter_state(str(tmp_path / "actor/optim/distrib_optim_pp0_tp0.pt"))
     (tmp_path / "actor/hf_config_and_tokenizer").mkdir()
     (tmp_path / "actor/hf_config_and_tokenizer/config.json").write_text(json.dumps(small))
-    found = {state.name: state for state in training_state(open_checkpoint(tmp_path / "actor", num_updates=2))}
-    assert found.keys() == expected.keys()
+    result = {state.name: state for state in training_state(open_checkpoint(tmp_path / "actor", num_updates=2))}
+    assert result.keys() == expected.keys()
     for name, state in expected.items():
         for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(found[name], column), getattr(state, column)), (name, column)
-        assert found[name].update_count == state.update_count == 2
+            assert torch.equal(getattr(result[name], column), getattr(state, column)), (name, column)
+        assert result[name].update_count == state.update_count == 2

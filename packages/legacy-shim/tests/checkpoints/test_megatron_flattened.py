@@ -42,12 +42,12 @@ def _counts(name: str) -> tuple[int, ...]:
 
 
 def _shards(name: str, tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
-    """Flat, by place."""
+    """Return the flat, by place."""
     counts = _counts(name)
     sizes = [size // count for size, count in zip(tensor.shape, counts, strict=True)]
     return {
-        place: tensor[tuple(slice(at * size, (at + 1) * size) for at, size in zip(place, sizes, strict=True))].reshape(-1)
-        for place in product(*map(range, counts))
+        position: tensor[tuple(slice(at * size, (at + 1) * size) for at, size in zip(position, sizes, strict=True))].reshape(-1)
+        for position in product(*map(range, counts))
     }
 
 
@@ -59,30 +59,30 @@ def write_flattened(
     monkeypatch: pytest.MonkeyPatch | None = None,
     is_of_0_15: bool = False,
 ) -> None:
-    """Weights as they are; every shard of the optimizer's in two chunks, of two ranks, with Megatron's own entries in the description."""
+    """Write weights as they are, and every optimizer shard in two chunks of two ranks with Megatron's entries."""
     chunks = {}
     for name, tensor in state.items():
-        for place, flat in _shards(name, tensor).items():
+        for position, flat in _shards(name, tensor).items():
             cut = max(1, flat.numel() * 2 // 5)
             for start, part in ((0, flat[:cut]), (cut, flat[cut:])):
                 if part.numel():
-                    chunks[name, (*place, start)] = part.clone().reshape((1,) * len(place) + (-1,))
+                    chunks[name, (*position, start)] = part.clone().reshape((1,) * len(position) + (-1,))
     parts = {f"{i}": part for i, part in enumerate(chunks.values())}
     save({**weights, **parts}, storage_writer=FileSystemWriter(folder), no_dist=True)
     path = folder / ".metadata"
     made: Metadata = pickle.loads(path.read_bytes())
-    place_of = {index.fqn: info for index, info in made.storage_data.items()}
+    position_of = {index.fqn: info for index, info in made.storage_data.items()}
     for i in parts:
         del made.state_dict_metadata[i]
     made.storage_data = {index: info for index, info in made.storage_data.items() if index.fqn not in parts}
     for name, tensor in state.items():
-        mine = {place: part for (other, place), part in chunks.items() if other == name}
-        listed = [ChunkStorageMetadata(offsets=torch.Size(place), sizes=part.shape) for place, part in mine.items()]
+        own = {position: part for (other, position), part in chunks.items() if other == name}
+        listed = [ChunkStorageMetadata(offsets=torch.Size(position), sizes=part.shape) for position, part in own.items()]
         numel = math.prod(tensor.shape) // math.prod(_counts(name))
         size = torch.Size((*_counts(name), numel))
         made.state_dict_metadata[name] = TensorStorageMetadata(properties=TensorProperties(dtype=tensor.dtype), size=size, chunks=listed)
-    for i, (name, place) in enumerate(chunks):
-        made.storage_data[MetadataIndex(name, torch.Size(place))] = place_of[str(i)]
+    for i, (name, position) in enumerate(chunks):
+        made.storage_data[MetadataIndex(name, torch.Size(position))] = position_of[str(i)]
     made.mcore_data = {name: {"nd_reformulated_orig_global_shape": tuple(t.shape)} for name, t in state.items()}  # type: ignore[attr-defined]
     if monkeypatch is not None:
         plan, metadata = _megatron_classes(monkeypatch)
@@ -92,7 +92,7 @@ def write_flattened(
 
 
 def _megatron_classes(monkeypatch: pytest.MonkeyPatch) -> tuple[type, type[Metadata]]:
-    """Stand-ins by name for Megatron's own classes that its descriptions hold until 0.15, the second in that release alone."""
+    """Return the stand-ins by name for Megatron's own classes that its descriptions hold until 0.15, the second in that release alone."""
     module = "megatron.core.dist_checkpointing.strategies.torch"
     plan, metadata = type("MCoreSavePlan", (), {"__module__": module}), type("MCoreMetadata", (Metadata,), {"__module__": module})
     fake = ModuleType(module)
@@ -104,7 +104,10 @@ def _megatron_classes(monkeypatch: pytest.MonkeyPatch) -> tuple[type, type[Metad
 def _write_role(
     folder: Path, masters: Mapping[str, Tensor], state: Mapping[str, Tensor], *, is_exported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Tensor], Path]:
-    """Weights in bfloat16 beside an optimizer; the distributed checkpoint's, and where it lies."""
+    """Return the weights in bfloat16 next to an optimizer.
+
+    The distributed checkpoint's, and where it lies.
+    """
     hf = {name: tensor.bfloat16() for name, tensor in masters.items()}
     weights, dist_ckpt = {} if is_exported else {name: t.bfloat16() for name, t in _stacked(hf).items()}, folder / "dist_ckpt"
     write_flattened(dist_ckpt, weights, state, monkeypatch=monkeypatch, is_of_0_15=is_exported)
@@ -121,7 +124,8 @@ def _write_role(
 def test_flat_shards_of_every_rank_become_moments_and_masters_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_exported: bool
 ) -> None:
-    """With a bridge, the default since 0.7, the weights lie in huggingface/ and the optimizer alone in the distributed checkpoint."""
+    # With a bridge, the default since 0.7, the weights lie in huggingface/ and the optimizer alone
+    # in the distributed checkpoint.
     masters = _model()
     kinds = {"fp32_param": 1.0, "exp_avg": 0.5, "exp_avg_sq": 2.0}
     state = {f"optimizer.state.{kind}.{name}": f * tensor for kind, f in kinds.items() for name, tensor in _stacked(masters).items()}
@@ -133,14 +137,14 @@ def test_flat_shards_of_every_rank_become_moments_and_masters_by_name(
         {name: moments.second for name, moments in kept.moments.items()}, {name: 2.0 * tensor for name, tensor in masters.items()}
     )
     assert (kept.num_updates, kept.extra.num_schedule_steps, kept.decays_vectors, kept.settings["weight_decay"]) == (3, 3, False, 0.1)
-    for name, tensor in DistCheckpoint(folder).tensors.items():  # rows in small blocks are those of the whole
-        found = torch.cat([as_torch(Rows(tensor, ((i, i + 1),))).reshape(-1) for i in range(tensor.shape[0])])
-        assert torch.equal(found, (state | weights)[name].reshape(-1)), name
+    for name, tensor in DistCheckpoint(folder).tensors.items():  # rows in small blocks equal those of the full tensor
+        result = torch.cat([as_torch(Rows(tensor, ((i, i + 1),))).reshape(-1) for i in range(tensor.shape[0])])
+        assert torch.equal(result, (state | weights)[name].reshape(-1)), name
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_masters_that_do_not_round_to_their_weights_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron itself saves such ones: its tensors are shifted where a buffer has several buckets."""
+    # Megatron itself saves such ones: its tensors are shifted where a buffer has several buckets.
     masters, kinds = _model(), ("fp32_param", "exp_avg", "exp_avg_sq")
     state = {f"optimizer.state.{kind}.{name}": tensor for kind in kinds for name, tensor in _stacked(masters).items()}
     shifted = "optimizer.state.fp32_param.decoder.layers.mlp.linear_fc2.weight"
@@ -148,14 +152,14 @@ def test_masters_that_do_not_round_to_their_weights_are_not_believed(tmp_path: P
     _write_role(tmp_path / "actor", masters, state, is_exported=False, monkeypatch=monkeypatch)
     kept = resumable(open_checkpoint(tmp_path / "actor"))
     assert not kept.moments
-    assert any("down_proj.weight does not round to the weight beside it" in reason for reason in kept.not_carried)
+    assert any("down_proj.weight does not round to the weight next to it" in reason for reason in kept.not_carried)
     _assert_equal(kept.model.weights, {name: tensor.bfloat16().float() for name, tensor in masters.items()})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(("shape", "said"), [((5, 3), "no grid of shards"), ((8, 16, 2), "no grid of shards"), ((8, 8), "lies outside")])
+@pytest.mark.parametrize(("shape", "given"), [((5, 3), "no grid of shards"), ((8, 16, 2), "no grid of shards"), ((8, 8), "lies outside")])
 def test_a_shape_that_the_shards_do_not_make_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], given: str
 ) -> None:
     name = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.layer_norm_weight"
     write_flattened(tmp_path, {}, {name: torch.ones(LAYERS, 16)}, monkeypatch=monkeypatch)
@@ -163,5 +167,5 @@ def test_a_shape_that_the_shards_do_not_make_is_refused(
     made = pickle.loads(path.read_bytes())
     made.mcore_data = {name: {"nd_reformulated_orig_global_shape": shape}}
     path.write_bytes(pickle.dumps(made))
-    with pytest.raises(DamagedFileError, match=said):
+    with pytest.raises(DamagedFileError, match=given):
         _ = DistCheckpoint(tmp_path).tensors

@@ -42,7 +42,10 @@ pytestmark = [
 
 
 def write(folder: Path, architecture: dict[str, object], *, sharding: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, TrainingState]:
-    """A role directory as 0.8 left it, and what the optimizer held; the moments are drawn, and two updates are made of them."""
+    """Return a role directory as 0.8 left it, and what the optimizer held.
+
+    The moments are drawn, and two updates are made of them.
+    """
     pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -82,12 +85,12 @@ def test_masters_moments_and_counts_of_a_genuine_save_are_what_its_optimizer_had
     model = open_checkpoint(tmp_path / "actor")
     for name, tensor in model.weights.items():
         assert torch.equal(as_torch(tensor), expected[name].master.bfloat16()), name
-    found = {state.name: state for state in training_state(model)}
-    assert found.keys() == expected.keys()
+    result = {state.name: state for state in training_state(model)}
+    assert result.keys() == expected.keys()
     for name, state in expected.items():
         for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(found[name], column), getattr(state, column)), (name, column)
-        assert found[name].update_count == 2
+            assert torch.equal(getattr(result[name], column), getattr(state, column)), (name, column)
+        assert result[name].update_count == 2
     assert resumable(model).extra.num_schedule_steps == 1
 
 
@@ -112,11 +115,11 @@ def test_both_engines_go_on_with_a_mixture_that_megatron_saved(name: str, tmp_pa
     try:
         engine.load_checkpoint(str(tmp_path / "out"))
         assert engine.num_updates == 2
-        found = {state.name: state for state in engine.export_state()}
+        result = {state.name: state for state in engine.export_state()}
     finally:
         engine.close()
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for weight, state in expected.items():
         for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(found[weight], column), getattr(state, column)), (weight, column)
-        assert found[weight].update_count == 2
+            assert torch.equal(getattr(result[weight], column), getattr(state, column)), (weight, column)
+        assert result[weight].update_count == 2

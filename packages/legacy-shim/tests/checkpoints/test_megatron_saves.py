@@ -44,12 +44,12 @@ EP2_DP2 = layout("ep2-dp2", 4, expert_parallel=2)
 EP2_PP2 = layout("ep2-pp2", 4, expert_parallel=2, pipeline_parallel=2)
 TP2_EP2 = layout("tp2-ep2", 2, tensor_parallel=2, sequence_parallel=True, expert_parallel=2, expert_tensor_parallel=1)
 TP2_DP2_EP2 = layout("tp2-dp2-ep2", 4, tensor_parallel=2, sequence_parallel=True, expert_parallel=2)
-ALONE = layout("alone", 1)
+ONLY = layout("alone", 1)
 
 
 @pytest.fixture(scope="module")
 def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPool]]:
-    """Two rank processes, and four; none is started before it is asked for."""
+    """Yield the two rank processes, and four; none is started before it is asked for."""
     ranks = {size: RankPool(size, folder=tmp_path_factory.mktemp(f"ranks-{size}"), job_timeout_s=300) for size in (2, 4)}
     yield ranks
     for each in ranks.values():
@@ -59,7 +59,7 @@ def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, R
 def save(
     job: Any, rank_pools: Mapping[int, RankPool], folder: Path, architecture: Mapping[str, object], at: Layout, **arguments: object
 ) -> Any:
-    """A role directory, and what the optimizer held."""
+    """Return a role directory, and what the optimizer held."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
@@ -76,17 +76,17 @@ def save(
 
 
 def check(folder: Path, expected: Mapping[str, Any], **given: Any) -> None:
-    """Bit for bit."""
+    """Compare bit for bit."""
     model = open_checkpoint(folder / "actor", **given)
     assert model.weights.keys() == expected.keys()
     for name, tensor in model.weights.items():
         assert torch.equal(as_torch(tensor), expected[name].master.bfloat16()), name
-    found = {state.name: state for state in training_state(model)}
-    assert found.keys() == expected.keys()
+    result = {state.name: state for state in training_state(model)}
+    assert result.keys() == expected.keys()
     for name, state in expected.items():
         for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(found[name], column), getattr(state, column)), (name, column)
-        assert found[name].update_count == 2
+            assert torch.equal(getattr(result[name], column), getattr(state, column)), (name, column)
+        assert result[name].update_count == 2
 
 
 nightly = pytest.mark.nightly
@@ -99,7 +99,7 @@ nightly = pytest.mark.nightly
         pytest.param(DENSE, TP2_DP2, id="tp2-dp2", marks=nightly),
         pytest.param(DENSE, TP2_PP2, id="tp2-pp2", marks=nightly),
         pytest.param(DENSE, PP2_VPP2_DP2, id="pp2-vpp2-dp2", marks=nightly),
-        pytest.param(EXPERTS, ALONE, id="experts-alone", marks=nightly),
+        pytest.param(EXPERTS, ONLY, id="experts-alone", marks=nightly),
         pytest.param(EXPERTS, EP2, id="experts-ep2"),
         pytest.param(EXPERTS, EP2_DP2, id="experts-ep2-dp2", marks=nightly),
         pytest.param(EXPERTS, EP2_PP2, id="experts-ep2-pp2", marks=nightly),
@@ -114,7 +114,7 @@ def test_a_distributed_save_is_read_as_its_engine_had_it(
 
 
 @nightly
-def test_buckets_of_tied_embeddings_over_two_stages_are_told_apart(rank_pools: Mapping[int, RankPool], tmp_path: Path) -> None:
+def test_buckets_of_tied_embeddings_over_two_stages_are_distinguished(rank_pools: Mapping[int, RankPool], tmp_path: Path) -> None:
     check(tmp_path, save(megatron_saves.save_distributed, rank_pools, tmp_path, TIED, TP2_PP2, sharding="dp_reshardable"))
 
 
@@ -123,7 +123,7 @@ def test_an_optimizer_that_megatron_itself_saved_shifted_is_not_believed(rank_po
     save(megatron_saves.save_distributed, rank_pools, tmp_path, TIED, TP2_PP2, sharding="fully_reshardable")
     kept = resumable(open_checkpoint(tmp_path / "actor"))
     assert not kept.moments
-    assert any("does not round to the weight beside it" in reason for reason in kept.not_carried)
+    assert any("does not round to the weight next to it" in reason for reason in kept.not_carried)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_an_optimizer_that_megatron_itself_saved_shifted_is_not_believed(rank_po
         pytest.param(DENSE, TP2_DP2, True, False, id="0.4.0-tp2-dp2", marks=nightly),
         pytest.param(TIED, TP2_PP2, True, False, id="tied-tp2-pp2", marks=nightly),
         pytest.param(DENSE, PP2_VPP2_DP2, True, False, id="pp2-vpp2-dp2", marks=nightly),
-        pytest.param(EXPERTS, ALONE, False, False, id="experts-alone", marks=nightly),
+        pytest.param(EXPERTS, ONLY, False, False, id="experts-alone", marks=nightly),
         pytest.param(EXPERTS, TP2_EP2, False, False, id="0.3-experts-over-tensor-ranks", marks=nightly),
         pytest.param(EXPERTS, TP2_EP2, True, False, id="0.4.0-experts-over-tensor-ranks"),
         pytest.param(EXPERTS, EP2_DP2, True, True, id="0.4.0-experts-ep2-dp2", marks=nightly),
@@ -168,9 +168,9 @@ def test_a_run_goes_on_in_megatron_from_its_own_converted_save(
     def update(folder: Path | None) -> Any:
         return rank_pools[2].run(megatron_saves.next_update, engine="megatron", layout=at, arguments={"setup": setup, "folder": folder})[0]
 
-    whole, resumed = update(None), update(tmp_path / "resumed")
-    assert resumed.grad_norm == whole.grad_norm > 0
-    for name, state in whole.state.items():
+    full, resumed = update(None), update(tmp_path / "resumed")
+    assert resumed.grad_norm == full.grad_norm > 0
+    for name, state in full.state.items():
         for column in ("master", "first_moment", "second_moment"):
             assert torch.equal(getattr(resumed.state[name], column), getattr(state, column)), (name, column)
         assert resumed.state[name].update_count == 3
@@ -186,7 +186,7 @@ def run_command(arguments: list[str]) -> None:
 
 
 def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor, by torch's own reader."""
+    """Return every tensor, by torch's own reader."""
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -200,13 +200,16 @@ def read_by_torch(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def taken_apart(of_kind: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stacked fused adapters under PEFT's names, by hand: rows of B by query group, and gate above up."""
-    found = {}
+def taken_apart(select_kind: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the stacked fused adapters under PEFT's names, by hand.
+
+    Rows of B by query group, and gate above up.
+    """
+    result = {}
     heads, groups, dim = DENSE["num_attention_heads"], DENSE["num_key_value_heads"], DENSE["head_dim"]
 
     def half_of(layer: int, host: str, side: str) -> torch.Tensor:
-        return of_kind[f"decoder.layers.{host}.adapter.linear_{side}.weight"][layer]
+        return select_kind[f"decoder.layers.{host}.adapter.linear_{side}.weight"][layer]
 
     for layer in range(DENSE["num_hidden_layers"]):
         half = partial(half_of, layer)
@@ -223,15 +226,15 @@ def taken_apart(of_kind: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         }
         for module, (host, rows) in parts.items():
             prefix = f"base_model.model.model.layers.{layer}.{module}"
-            found[f"{prefix}.lora_A.weight"], found[f"{prefix}.lora_B.weight"] = half(host, "in"), rows
-    return found
+            result[f"{prefix}.lora_A.weight"], result[f"{prefix}.lora_B.weight"] = half(host, "in"), rows
+    return result
 
 
 @pytest.mark.parametrize("sharding", ["dp_reshardable", pytest.param("fully_reshardable", marks=nightly)])
 @pytest.mark.parametrize(
     ("at", "is_private"),
     [
-        pytest.param(ALONE, False, id="alone", marks=nightly),
+        pytest.param(ONLY, False, id="alone", marks=nightly),
         pytest.param(layout("tp2", 2, tensor_parallel=2), False, id="tp2"),
         pytest.param(TP2_PP2, False, id="tp2-pp2", marks=nightly),
         pytest.param(TP2_PP2, True, id="0.7-tp2-pp2", marks=nightly),
@@ -245,11 +248,11 @@ def test_an_adapters_masters_and_moments_are_those_of_its_optimizer(
     raw = read_by_torch(tmp_path / "actor/again/dist_ckpt")
     of_adapters = {name: tensor for name, tensor in raw.items() if ".adapter." in name}
 
-    def of_kind(kind: str) -> dict[str, torch.Tensor]:
+    def select_kind(kind: str) -> dict[str, torch.Tensor]:
         prefix = f"optimizer.state.{kind}."
         return taken_apart({name.removeprefix(prefix): tensor for name, tensor in of_adapters.items() if name.startswith(prefix)})
 
-    kinds = {kind: of_kind(kind) for kind in ("param", "exp_avg", "exp_avg_sq")}
+    kinds = {kind: select_kind(kind) for kind in ("param", "exp_avg", "exp_avg_sq")}
     folder = tmp_path / "actor/first"
     (tmp_path / "actor/huggingface").rename(folder / "huggingface")
     state = resumable(open_checkpoint(folder, lora_alpha=8))

@@ -31,7 +31,7 @@ print(total, before, peak_mb())
 
 
 def _grown(folder: Path, *, num_tensors: int, rows: int) -> tuple[int, float, float]:
-    """(bytes read, peak before in MB, peak after) of a sparse checkpoint that is read to its end in a process of its own."""
+    """Measure (bytes read, peak before in MB, peak after) of a sparse checkpoint read in its own process."""
     path = folder / "model_world_size_1_rank_0.pt"
     subprocess.run([sys.executable, "-c", _WRITE, str(path), str(num_tensors), str(rows)], check=True)
     done = subprocess.run([sys.executable, "-c", _READ, str(path)], check=True, capture_output=True, text=True)
@@ -62,8 +62,9 @@ print(int(next(line for line in open("/proc/self/status") if line.startswith("Vm
 """
 
 
-def test_a_whole_conversion_holds_a_few_blocks(tmp_path: Path) -> None:
-    """256 MB through the command, imports included; the check of names is a process of its own, which loads torch."""
+def test_a_full_conversion_holds_a_few_blocks(tmp_path: Path) -> None:
+    # 256 MB through the command, imports included; the check of names is a process of its own,
+    # which loads torch.
     role = tmp_path / "actor"
     (role / "huggingface").mkdir(parents=True)
     (role / "huggingface/config.json").write_text('{"model_type": "llama"}')

@@ -1,4 +1,4 @@
-"""Optimiser files of FSDP1 as torch itself writes them, and those that can't be carried."""
+"""Optimizer files of FSDP1 as torch itself writes them, and those that can't be carried."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def _gradient(weight: Tensor) -> Tensor:
 
 
 def _write_original_parameters(folder: Path, *, mesh_shape: tuple[int, ...], frozen: str = "") -> dict[str, Tensor]:
-    """One update of FSDP1 with use_orig_params on every rank, whose gradient is a function of each weight; the weights before it."""
+    """Return one update of FSDP1 with use_orig_params on every rank, whose gradient is a function of each weight; the weights before it."""
     tensors = {name: parameter.detach().clone() for name, parameter in _Model().named_parameters()}
     write_fsdp(folder, tensors, mesh_shape=mesh_shape)
     world = int(torch.tensor(mesh_shape).prod())
@@ -81,20 +81,21 @@ def test_moments_of_original_parameters_are_put_together_from_the_ranks_stretche
     weights = _write_original_parameters(tmp_path, mesh_shape=mesh_shape, frozen="embed")
     (role,) = find_roles(tmp_path)
     read = rank_files.read_weights(role.fsdp_files["model"], where=tmp_path)
-    found = read_optimizer(role, read, parameters=list(read))
-    assert found.moments.keys() == weights.keys() - {"embed.weight"}
-    for name, kept in found.moments.items():
+    result = read_optimizer(role, read, parameters=list(read))
+    assert result.moments.keys() == weights.keys() - {"embed.weight"}
+    for name, kept in result.moments.items():
         gradient = _gradient(weights[name])
         torch.testing.assert_close(as_torch(kept.first), 0.1 * gradient)
         torch.testing.assert_close(as_torch(kept.second), 0.001 * gradient**2)
         assert kept.update_count == 1
     trained = [name for name in read if name != "embed.weight"]
     of_leaves = read_trained_leaves(role, read, leaves=trained).moments
-    assert all(torch.equal(as_torch(of_leaves[name].first), as_torch(kept.first)) for name, kept in found.moments.items())
+    assert all(torch.equal(as_torch(of_leaves[name].first), as_torch(kept.first)) for name, kept in result.moments.items())
 
 
-def test_an_optimizer_beside_an_exported_model_alone_is_said_not_to_be_carried(tmp_path: Path) -> None:
-    """checkpoint.save_contents=[hf_model,optimizer,extra]: nothing says in which order the optimizer numbered its parameters."""
+def test_an_optimizer_next_to_an_exported_model_only_is_reported_not_to_be_carried(tmp_path: Path) -> None:
+    # checkpoint.save_contents=[hf_model,optimizer,extra]: nothing says in which order the optimizer
+    # numbered its parameters.
     from safetensors.torch import save_file
 
     actor = tmp_path / "global_step_2/actor"

@@ -1,4 +1,4 @@
-"""Names and shapes are compared beside a conversion, and a config of another model ends it at once."""
+"""Names and shapes are compared next to a conversion, and a config of another model ends it at once."""
 
 import errno
 import os
@@ -18,28 +18,28 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    """A model of two layers, whose config says three."""
+    """Return a model of two layers, whose config says three."""
     config = Qwen2Config(**SIZES, num_hidden_layers=2, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"])
     write_fsdp(tmp_path / "actor", Qwen2ForCausalLM(config).state_dict())
     config.num_hidden_layers, config.layer_types = 3, ["full_attention"] * 3
     config.save_pretrained(tmp_path / "actor/huggingface")
-    (found,) = plan_jobs(tmp_path / "actor", tmp_path / "out")
-    return found
+    (result,) = plan_jobs(tmp_path / "actor", tmp_path / "out")
+    return result
 
 
 @pytest.mark.parametrize("target", ["hf", "temper"])
 def test_a_config_of_another_model_ends_the_conversion_while_it_writes(job: Job, target: Literal["hf", "temper"]) -> None:
-    told: list[int] = []
+    reported: list[int] = []
 
     def slow(what: str, done: int, total: int) -> None:
-        """The first block takes as long as the process that builds the model."""
-        if not told:
+        """Delay the first block as long as the process that builds the model."""
+        if not reported:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        told.append(done)
+        reported.append(done)
 
     with pytest.raises(VerificationError, match=r"missing model\.layers\.2\..*Is --hf-config the config of the model that was trained\?"):
         convert(job, Options(target=target), Sources(), progress=slow)
-    assert len(told) == 1
+    assert len(reported) == 1
     assert sorted(path.name for path in job.out.parent.iterdir()) == ["actor"]
 
 

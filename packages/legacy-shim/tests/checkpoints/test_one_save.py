@@ -21,7 +21,7 @@ TARGETS = ("hf", "temper")
 
 @pytest.fixture
 def copied(samples: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a sample's role directory, which a test may change."""
+    """Return a copy of a sample's role directory, which a test may change."""
 
     def _copied(name: str) -> Path:
         step = next((samples / name / "checkpoints").glob("global_step_*"))
@@ -41,7 +41,7 @@ def _rewrite(path: Path, change: Callable[[str, bytes], bytes], *, without: str 
                 new.writestr(name, change(name, content))
 
 
-def _in_storages(old: float, new: float) -> Callable[[str, bytes], bytes]:
+def _list_storages(old: float, new: float) -> Callable[[str, bytes], bytes]:
     """Replace float32 storages of this single number, as Adam keeps its step."""
     before, after = (np.float32(value).tobytes() for value in (old, new))
     return lambda name, content: after if "/data/" in name and content == before else content
@@ -53,8 +53,8 @@ def _convert(role: Path, target: str, out: Path) -> None:
 
 
 def _read(role: Path, sources: Sources | None = None) -> OldModel:
-    (found,) = find_roles(role)
-    return read_model(found, sources or Sources())
+    (result,) = find_roles(role)
+    return read_model(result, sources or Sources())
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -62,7 +62,7 @@ def _read(role: Path, sources: Sources | None = None) -> OldModel:
 def test_optimizer_file_of_another_step_is_refused(copied: Callable[[str], Path], tmp_path: Path, target: str, name: str) -> None:
     role = copied(name)
     (file,) = role.glob("optim_world_size_*_rank_1.pt")
-    _rewrite(file, _in_storages(2.0, 3.0))
+    _rewrite(file, _list_storages(2.0, 3.0))
     with pytest.raises(DamagedFileError, match=r"optim_world_size_\d_rank_1.pt has made 3 updates of parameter 0, but .*rank_0.pt 2: .*"):
         _convert(role, target, tmp_path / "out")
 
@@ -87,7 +87,7 @@ def test_optimizer_file_with_another_learning_rate_is_refused(copied: Callable[[
 
 
 def test_file_of_another_torch_is_refused(copied: Callable[[str], Path]) -> None:
-    """torch 2.7 and newer write .format_version; a file without it is older."""
+    # torch 2.7 and newer write .format_version; a file without it is older.
     role = copied("v0.6.1_fsdp2-actor-untied_ws4")
     _rewrite(role / "model_world_size_4_rank_1.pt", lambda name, content: content, without="/.format_version")
     with pytest.raises(DamagedFileError, match=r"rank_1.pt was written by another version of torch than .*rank_0.pt"):
@@ -102,7 +102,7 @@ def test_rank_of_another_torch_is_refused_by_its_mesh(copied: Callable[[str], Pa
         _read(role)
 
 
-def test_damaged_optimizer_file_is_noted_where_weights_alone_are_wanted(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_damaged_optimizer_file_is_noted_where_weights_only_are_requested(copied: Callable[[str], Path], tmp_path: Path) -> None:
     role = copied("v0.6.1_fsdp2-actor-untied_ws4")
     file = role / "optim_world_size_4_rank_1.pt"
     file.write_bytes(file.read_bytes()[:1000])
@@ -114,7 +114,7 @@ def test_damaged_optimizer_file_is_noted_where_weights_alone_are_wanted(copied: 
 
 
 def _replicated_weights(folder: Path, *, second: float) -> None:
-    """Two replicas of two shards; the second replica holds other numbers."""
+    """Build two replicas of two shards; the second replica holds other numbers."""
     write_fsdp(folder, {"model.norm.weight": torch.full((8, 4), 1.0)}, mesh_shape=(2, 2))
     first = {path.name: path.read_bytes() for path in folder.iterdir() if path.name.endswith(("rank_0.pt", "rank_1.pt"))}
     write_fsdp(folder, {"model.norm.weight": torch.full((8, 4), second)}, mesh_shape=(2, 2))
@@ -169,11 +169,11 @@ CONFIG = {
     "vocab_size": 12,
 }
 SPLIT = {"self_attention.linear_proj.weight": 1, "mlp.linear_fc2.weight": 1}
-WHOLE = ("layer_norm_weight", "final_layernorm.weight")
+FULL = ("layer_norm_weight", "final_layernorm.weight")
 
 
-def _whole(*, is_tied: bool) -> list[dict[str, Tensor]]:
-    """Two stages of two layers under Megatron's names, whole."""
+def _full(*, is_tied: bool) -> list[dict[str, Tensor]]:
+    """Return the two stages of two layers under Megatron's names, whole."""
     draw = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -189,7 +189,7 @@ def _whole(*, is_tied: bool) -> list[dict[str, Tensor]]:
 
 
 def _part(name: str, tensor: Tensor, rank: int) -> Tensor:
-    if name.endswith(WHOLE):
+    if name.endswith(FULL):
         return tensor.clone()
     if "linear_fc1" in name:
         gate, up = tensor.chunk(2)
@@ -199,8 +199,11 @@ def _part(name: str, tensor: Tensor, rank: int) -> Tensor:
 
 
 def _write_megatron(role: Path, *, is_tied: bool, order: Mapping[str, str] | None = None) -> Path:
-    """Files of two tensor ranks and two stages; ``order`` says into which folder goes what another one should hold."""
-    for pp, stage in enumerate(_whole(is_tied=is_tied)):
+    """Return the files of two tensor ranks and two stages.
+
+    ``order`` says into which folder goes what another one should hold.
+    """
+    for pp, stage in enumerate(_full(is_tied=is_tied)):
         for tp in range(2):
             name = f"mp_rank_{tp:02d}_{pp:03d}"
             folder = role / "model" / (order or {}).get(name, name)
@@ -257,7 +260,7 @@ def test_transformer_config_that_contradicts_the_config_is_refused(tmp_path: Pat
         _read(role)
 
 
-def test_config_of_other_heads_is_refused_beside_a_genuine_transformer_config(copied: Callable[[str], Path]) -> None:
+def test_config_of_other_heads_is_refused_next_to_a_genuine_transformer_config(copied: Callable[[str], Path]) -> None:
     role = copied("v0.7.1_megatron-distckpt-tp2")
     path = role / "huggingface/config.json"
     config = json.loads(path.read_text())

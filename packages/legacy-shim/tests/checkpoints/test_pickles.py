@@ -59,7 +59,7 @@ def test_an_allowed_call_becomes_an_inert_node() -> None:
         (open, ("{marker}", "w"), "io.open"),
     ],
 )
-def test_a_hostile_pickle_is_refused_naming_what_it_asked_for(
+def test_a_hostile_pickle_is_refused_naming_what_it_requested(
     function: object, arguments: tuple[object, ...], named: str, tmp_path: Path
 ) -> None:
     marker = tmp_path / "executed"
@@ -71,12 +71,12 @@ def test_a_hostile_pickle_is_refused_naming_what_it_asked_for(
 
 
 def test_a_class_inside_a_class_is_named_and_any_other_attribute_is_not() -> None:
-    asked = b"c__builtin__\ngetattr\n(ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\nV%s\ntR."
-    assert load_inert(asked % b"ProcessGroupState", source="f") == Global(
+    requested = b"c__builtin__\ngetattr\n(ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\nV%s\ntR."
+    assert load_inert(requested % b"ProcessGroupState", source="f") == Global(
         "torch.distributed._shard.sharded_tensor.api", "ShardedTensor.ProcessGroupState"
     )
     with pytest.raises(UnsafeFileError, match=r"__builtin__\.getattr"):
-        load_inert(asked % b"__subclasses__", source="f")
+        load_inert(requested % b"__subclasses__", source="f")
 
 
 def test_opcodes_that_reach_around_the_list_are_refused() -> None:

@@ -39,7 +39,7 @@ LORA = LoraSpec(rank=4, alpha=16.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Old:
-    """A sample, and how torch goes on with it."""
+    """A sample, and how torch continues with it."""
 
     name: str
     """Its folder."""
@@ -98,7 +98,7 @@ def test_of_a_mixture_an_engine_has_every_weight_and_moment_of_its_old_files(sam
     assert list(golden) == ["model.layers.1.mlp.gate.e_score_correction_bias"]
 
 
-def test_an_expert_that_saw_fewer_updates_is_told_of(samples: Path, tmp_path: Path) -> None:
+def test_an_expert_that_saw_fewer_updates_is_reported(samples: Path, tmp_path: Path) -> None:
     old = write_mixture(samples, tmp_path / "old", expert_updates=1)
     receipt = convert_step(old, tmp_path / "old", tmp_path / "out")
     name = "model.layers.1.mlp.experts.0.gate_proj.weight"
@@ -115,13 +115,13 @@ def test_a_missing_expert_is_an_error_that_names_its_layer(samples: Path, tmp_pa
 
 
 def convert_step(old: Old, samples: Path, out: Path) -> Receipt:
-    """As ``--to temper`` does."""
+    """Convert as ``--to temper`` does."""
     (job,) = plan_jobs(samples / old.name / "checkpoints", out)
     return convert(job, Options(target="temper", checks_names=False), Sources())
 
 
 def check_next_updates(old: Old, samples: Path, folder: Path) -> None:
-    """Two updates by an engine and by torch: losses, parameters and counts agree."""
+    """Compare two updates by an engine and by torch: losses, parameters and counts."""
     convert_step(old, samples, folder / "out")
     batch = _batch()
     engine = _engine(old, samples)
@@ -132,19 +132,19 @@ def check_next_updates(old: Old, samples: Path, folder: Path) -> None:
         engine.save_checkpoint(str(folder / "next"), global_step=4)
     finally:
         engine.close()
-    ours = {state.name: state for state in read_training_state(folder / "next")}
-    expected_losses, theirs = _two_more_updates(old, samples, batch)
+    new_word = {state.name: state for state in read_training_state(folder / "next")}
+    expected_losses, other = _two_more_updates(old, samples, batch)
     assert losses == pytest.approx(expected_losses, rel=1e-4)
     assert losses[0] == pytest.approx(expected_losses[0], rel=1e-5)
-    assert ours.keys() == theirs.keys()
-    for weight, tensor in theirs.items():
-        assert ours[weight].update_count == 4, weight
+    assert new_word.keys() == other.keys()
+    for weight, tensor in other.items():
+        assert new_word[weight].update_count == 4, weight
         # The step is lr * m / sqrt(v): where v is tiny a gradient's last digits show.
-        torch.testing.assert_close(ours[weight].master, tensor, atol=5e-5, rtol=1e-5, msg=lambda said, name=weight: f"{name}: {said}")
+        torch.testing.assert_close(new_word[weight].master, tensor, atol=5e-5, rtol=1e-5, msg=lambda given, name=weight: f"{name}: {given}")
 
 
 def write_mixture(samples: Path, folder: Path, *, expert_updates: int = 2, without: Sequence[str] = ()) -> Old:
-    """A sample of DeepSeek-V3's kind of one rank, whose values are as wide as its queries.
+    """Return a sample of DeepSeek-V3's kind of one rank, whose values are as wide as its queries.
 
     Args:
         samples: real ones.
@@ -158,12 +158,12 @@ def write_mixture(samples: Path, folder: Path, *, expert_updates: int = 2, witho
     config.v_head_dim = config.qk_head_dim
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder / "_base/mixture")
-    whole = {part: tensor.detach().clone() for name, tensor in model.state_dict().items() for part, tensor in _parts(name, tensor)}
+    full = {part: tensor.detach().clone() for name, tensor in model.state_dict().items() for part, tensor in _parts(name, tensor)}
     role = folder / old.name / "checkpoints/global_step_2/actor"
     named = _named_as_before(model)
-    buffers = [name for name in whole if name not in dict(named)]
-    in_order = {name: whole[name] for name in [*dict(named), *buffers] if name not in without}
-    write_fsdp(role, in_order, mesh_shape=(1,), plain=buffers)
+    buffers = [name for name in full if name not in dict(named)]
+    sort_by_order = {name: full[name] for name in [*dict(named), *buffers] if name not in without}
+    write_fsdp(role, sort_by_order, mesh_shape=(1,), plain=buffers)
     (role / "huggingface").mkdir()
     config.save_pretrained(role / "huggingface")
     state = {}
@@ -172,7 +172,7 @@ def write_mixture(samples: Path, folder: Path, *, expert_updates: int = 2, witho
         state[number] = {"step": step, "exp_avg": torch.randn(shape) * 1e-3, "exp_avg_sq": torch.rand(shape) * 1e-5 + 1e-6}
     if not without:
         torch.save({"state": state, "param_groups": [{"params": list(state), **ADAM}]}, role / "optim_world_size_1_rank_0.pt")
-    save_file(whole, folder / old.name / "golden_full_state.safetensors")
+    save_file(full, folder / old.name / "golden_full_state.safetensors")
     meta = {"base": "mixture", "kind": "actor", "fsdp": 2, "world_size": 1, "role_dir": "checkpoints/global_step_2/actor"}
     (folder / old.name / "META.json").write_text(json.dumps(meta))
     return old
@@ -184,8 +184,8 @@ def _batch() -> SequenceBatch:
 
 
 def _meta(old: Old, samples: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((samples / old.name / "META.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((samples / old.name / "META.json").read_text())
+    return result
 
 
 def _base(old: Old, samples: Path) -> Path:
@@ -210,7 +210,7 @@ def _engine(old: Old, samples: Path) -> FSDPEngine:
 
 
 def _update(engine: FSDPEngine, batch: SequenceBatch, old: Old) -> float:
-    """The loss before it."""
+    """Return the loss before it."""
 
     def loss_of(data: Any, predictions: Mapping[str, Tensor], ctx: Any) -> tuple[Tensor, Any]:
         if old.is_critic:
@@ -227,7 +227,7 @@ def _update(engine: FSDPEngine, batch: SequenceBatch, old: Old) -> float:
 
 
 def _two_more_updates(old: Old, samples: Path, batch: SequenceBatch) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses before each, and what was trained, by the names of ``read_training_state``."""
+    """Return the losses before each, and what was trained, by the names of ``read_training_state``."""
     golden = _golden(old, samples)
     model = _model(old, samples)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -255,7 +255,7 @@ def _two_more_updates(old: Old, samples: Path, batch: SequenceBatch) -> tuple[li
 
 
 def _model(old: Old, samples: Path) -> nn.Module:
-    """With any numbers."""
+    """Build a model with random numbers."""
     config = transformers.AutoConfig.from_pretrained(_base(old, samples))
     if old.is_critic:
         config.num_labels, config.classifier_dropout = 1, 0.0
@@ -271,12 +271,12 @@ _NUM_EXPERTS = 4
 
 
 def _bare(name: str) -> str:
-    """One name for what the old classes and today's call differently."""
+    """Return one name for what the old classes and today's call differently."""
     return name.removeprefix("pretrained_model.").replace("v_head.summary.", "score.").replace(".default.", ".")
 
 
 def _of(by_name: Mapping[str, Tensor], name: str) -> Tensor:
-    """What today's model calls so: experts stacked, gate above up."""
+    """Return the tensor of today's model: experts stacked, gate above up."""
     joined = _JOINED.fullmatch(name)
     if joined is None:
         is_tied = name.endswith("lm_head.weight") and _bare(name) not in by_name
@@ -286,7 +286,7 @@ def _of(by_name: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The reverse."""
+    """Yield the reverse."""
     joined = _JOINED.fullmatch(name)
     if joined is None:
         yield _bare(name), tensor
@@ -297,7 +297,7 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _moments(old: Old, samples: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both moments by name, put together from every rank's file by hand."""
+    """Return both moments by name, put together from every rank's file by hand."""
     meta = _meta(old, samples)
     role = samples / old.name / str(meta["role_dir"])
     world = int(meta["world_size"])
@@ -308,22 +308,22 @@ def _moments(old: Old, samples: Path) -> dict[str, tuple[Tensor, Tensor]]:
     numbers = sorted(states[0])
     if old.has_adapter:  # frozen parameters are numbered too, and have no state
         units = dict(zip(numbers, units.values(), strict=True))
-    found = {}
+    result = {}
     for number in numbers:
         sides = []
         for side in ("exp_avg", "exp_avg_sq"):
             pieces = [of_rank[number][side] for of_rank in states]
-            whole = torch.cat([getattr(piece, "_local_tensor", piece) for piece in pieces]).flatten()
+            full = torch.cat([getattr(piece, "_local_tensor", piece) for piece in pieces]).flatten()
             sizes = [math.prod(shape) for _, shape in units[number]]
-            assert 0 <= len(whole) - sum(sizes) < world, "no more than padding is left over"
-            sides.append(whole[: sum(sizes)].split(sizes))
+            assert 0 <= len(full) - sum(sizes) < world, "no more than padding is left over"
+            sides.append(full[: sum(sizes)].split(sizes))
         for (name, shape), first, second in zip(units[number], *sides, strict=True):
-            found[name] = (first.view(shape), second.view(shape))
-    return found
+            result[name] = (first.view(shape), second.view(shape))
+    return result
 
 
 def _units(old: Old, samples: Path, *, is_flat: bool) -> dict[int, list[tuple[str, torch.Size]]]:
-    """What each number of the old optimizer stood for: a parameter, or of FSDP1 the root's and then each layer's."""
+    """Return the parameters that each number of the old optimizer stands for."""
     named = [entry for entry in _named_as_before(_model(old, samples)) if not old.has_adapter or ".lora_" in entry[0]]
     if "trl" in _meta(old, samples)["kind"]:
         vocabulary, hidden = dict(named)["model.embed_tokens.weight"]
@@ -338,18 +338,21 @@ def _units(old: Old, samples: Path, *, is_flat: bool) -> dict[int, list[tuple[st
 
 
 def _named_as_before(model: nn.Module) -> list[tuple[str, torch.Size]]:
-    """Names and shapes in the order of the old model's modules: an expert's three matrices one after the other."""
-    found: list[tuple[str, torch.Size]] = []
+    """Return the names and shapes in the order of the old model's modules.
+
+    An expert's three matrices one after the other.
+    """
+    result: list[tuple[str, torch.Size]] = []
     for name, parameter in model.named_parameters():
         if name.endswith(".experts.down_proj"):
             continue
         if not name.endswith(".experts.gate_up_proj"):
-            found.append((_bare(name), parameter.shape))
+            result.append((_bare(name), parameter.shape))
             continue
         experts = name.removesuffix(".gate_up_proj")
         _, rows, columns = parameter.shape
         up, down = torch.Size((rows // 2, columns)), torch.Size((columns, rows // 2))
         for number in range(_NUM_EXPERTS):
             of = f"{experts}.{number}"
-            found += [(f"{of}.gate_proj.weight", up), (f"{of}.up_proj.weight", up), (f"{of}.down_proj.weight", down)]
-    return found
+            result += [(f"{of}.gate_proj.weight", up), (f"{of}.up_proj.weight", up), (f"{of}.down_proj.weight", down)]
+    return result

@@ -61,7 +61,7 @@ SAMPLES = (
     "v0.9.1_fsdp2-loraonly_ws2",
 )
 LOW_RANK = tuple(name for name in SAMPLES if "lora" in name or "peft" in name)
-ADAPTER_ALONE = ("v0.7.1_megatron-peft4063-tp1", "v0.9.1_fsdp2-loraonly_ws2")
+ADAPTER_ONLY = ("v0.7.1_megatron-peft4063-tp1", "v0.9.1_fsdp2-loraonly_ws2")
 SOURCES_OF_CONFIG = {  # what a user of these has to give, for the old version wrote no config
     "v0.3.0.post1_fsdp1-actor-untied_ws2",
     "v0.3.0.post1_fsdp1-hsdp-actor-untied_ws4",
@@ -76,7 +76,7 @@ def _sources(samples: Path, name: str) -> Sources:
     base = samples / "_base" / json.loads((samples / name / "META.json").read_text())["base"]
     return Sources(
         hf_config=base if name in SOURCES_OF_CONFIG else None,
-        base_model=base if name in ADAPTER_ALONE else None,
+        base_model=base if name in ADAPTER_ONLY else None,
         lora_alpha=ALPHAS.get(name),
     )
 
@@ -131,7 +131,7 @@ def test_an_adapter_written_for_peft_gives_the_golden_logits_on_its_base(samples
     out = _converted(samples, name, tmp_path / "out", target="peft")
     base = samples / "_base" / json.loads((samples / name / "META.json").read_text())["base"]
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    if name not in ADAPTER_ALONE:  # the base inside the checkpoint is the one that was trained on
+    if name not in ADAPTER_ONLY:  # the base inside the checkpoint is the one that was trained on
         kept = _converted(samples, name, tmp_path / "kept", keeps_adapter=True)
         model = transformers.AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32)
         assert load_file(kept / "adapter/adapter_model.safetensors").keys() == load_file(out / "adapter_model.safetensors").keys()
@@ -151,7 +151,7 @@ def _assert_adapter_is_golden(have: Mapping[str, Tensor], golden: Mapping[str, T
 
 
 @pytest.mark.parametrize("name", ["v0.7.1_megatron-peft4063-tp1"])
-def test_an_alpha_that_no_file_says_is_asked_for(samples: Path, name: str, tmp_path: Path) -> None:
+def test_an_alpha_that_no_file_says_is_requested(samples: Path, name: str, tmp_path: Path) -> None:
     (job,) = plan_jobs(samples / name / "checkpoints", tmp_path / "out")
     sources = Sources(base_model=_sources(samples, name).base_model)
     with pytest.raises(UsageError, match="--lora-alpha"):
@@ -159,7 +159,7 @@ def test_an_alpha_that_no_file_says_is_asked_for(samples: Path, name: str, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_config_that_no_file_holds_is_asked_for(samples: Path, tmp_path: Path) -> None:
+def test_a_config_that_no_file_holds_is_requested(samples: Path, tmp_path: Path) -> None:
     (job,) = plan_jobs(samples / "v0.3.0.post1_fsdp1-actor-untied_ws2/checkpoints", tmp_path / "out")
     with pytest.raises(UsageError, match="--hf-config"):
         convert(job, Options(), Sources())

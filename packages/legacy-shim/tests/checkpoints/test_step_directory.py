@@ -1,4 +1,4 @@
-"""``--to temper`` as a command that people run: what it refuses, says, checks and leaves."""
+"""The command with ``--to temper``: refusals, messages, checks and output."""
 
 import json
 import math
@@ -33,7 +33,7 @@ Run = Callable[..., Receipt]
 
 @pytest.fixture
 def actor(tmp_path: Path) -> Path:
-    """A role of two FSDP ranks: a model of no layer, with its optimizer."""
+    """Return a role of two FSDP ranks: a model of no layer, with its optimizer."""
     folder = tmp_path / "global_step_3/actor"
     write_fsdp(folder, {name: torch.ones(shape) for name, shape in WEIGHTS.items()})
     write_optimizer(folder, value=0.5)
@@ -43,7 +43,7 @@ def actor(tmp_path: Path) -> Path:
 
 
 def write_optimizer(folder: Path, *, value: float) -> None:
-    """Flat moments of one unit in two shards of 26 elements."""
+    """Write flat moments of one unit in two shards of 26 elements."""
     state = {0: {"step": torch.tensor(3.0), "exp_avg": torch.full((26,), value), "exp_avg_sq": torch.ones(26)}}
     for rank in range(2):
         torch.save({"state": state, "param_groups": [{"params": [0], "lr": 0.1}]}, folder / f"optim_world_size_2_rank_{rank}.pt")
@@ -53,8 +53,8 @@ def write_optimizer(folder: Path, *, value: float) -> None:
 def run(actor: Path, tmp_path: Path) -> Run:
     def _run(out: str = "out", *, progress: object = None, **options: object) -> Receipt:
         (job,) = plan_jobs(actor, tmp_path / out)
-        wanted = Options(target="temper", **{"checks_names": False, **options})  # type: ignore[arg-type]
-        return convert(job, wanted, Sources(), progress=progress)  # type: ignore[arg-type]
+        expected = Options(target="temper", **{"checks_names": False, **options})  # type: ignore[arg-type]
+        return convert(job, expected, Sources(), progress=progress)  # type: ignore[arg-type]
 
     return _run
 
@@ -77,7 +77,7 @@ def test_checkpoint_without_moments_resumes_with_a_fresh_optimizer(run: Run, act
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_nan_in_a_moment_is_told_and_refused_when_strict(run: Run, actor: Path, tmp_path: Path, value: float) -> None:
+def test_nan_in_a_moment_is_reported_and_refused_when_strict(run: Run, actor: Path, tmp_path: Path, value: float) -> None:
     write_optimizer(actor, value=value)
     assert any("NaN or infinity in first_moment.model.embed_tokens.weight" in note for note in run().notes)
     with pytest.raises(VerificationError, match=r"first_moment\.model\.embed_tokens\.weight and 2 more tensors hold NaN or infinity"):
@@ -85,7 +85,7 @@ def test_nan_in_a_moment_is_told_and_refused_when_strict(run: Run, actor: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "out"]
 
 
-def test_a_source_that_is_cut_off_meanwhile_is_an_error_of_ours(run: Run, actor: Path, tmp_path: Path) -> None:
+def test_a_source_that_is_cut_off_meanwhile_is_an_error_of_the_shim(run: Run, actor: Path, tmp_path: Path) -> None:
     def cut(what: str, done: int, total: int) -> None:
         with open(actor / "optim_world_size_2_rank_1.pt", "rb+") as file:
             file.truncate(1000)
@@ -95,7 +95,7 @@ def test_a_source_that_is_cut_off_meanwhile_is_an_error_of_ours(run: Run, actor:
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
 
 
-def test_a_full_disk_is_an_error_of_ours(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_of_the_shim(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
@@ -109,7 +109,7 @@ def test_a_full_disk_is_an_error_of_ours(run: Run, tmp_path: Path, monkeypatch: 
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_missing_config_is_said_before_anything_is_written(run: Run, actor: Path) -> None:
+def test_a_missing_config_is_reported_before_anything_is_written(run: Run, actor: Path) -> None:
     (actor / "huggingface/config.json").unlink()
     with pytest.raises(UsageError, match="--hf-config"):
         run(progress=lambda *_: pytest.fail("something was written"))
@@ -133,9 +133,9 @@ def test_an_option_of_another_target_is_an_error(option: str, value: int, target
 
 def test_a_check_says_what_of_the_training_state_would_be_carried(actor: Path) -> None:
     command = ["checkpoint", str(actor), "--to", "temper", "--check", "--json"]
-    (said,) = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
-    assert said["num_tensors"] == 4 * 3  # weight, two moments and a count of each
-    assert "both moments and the update counts of 3 parameters" in said["carried"]
+    (given,) = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
+    assert given["num_tensors"] == 4 * 3  # weight, two moments and a count of each
+    assert "both moments and the update counts of 3 parameters" in given["carried"]
     (actor / "huggingface/config.json").unlink()
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 1

@@ -1,4 +1,4 @@
-"""Training goes on where the old system stopped."""
+"""Training continues where the old system stopped."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,8 @@ def _engine(samples: Path, name: str, *, model_type: str = "language_model", lor
 
 @pytest.mark.parametrize("name", WITH_MOMENTS)
 def test_every_weight_moved_against_the_moment_that_is_carried_for_it(samples: Path, name: str) -> None:
-    """A moment that is laid beside the wrong weights agrees with their movement by chance, in half of the elements."""
+    # A moment that is laid next to the wrong weights agrees with their movement by chance, in half
+    # of the elements.
     (role,) = find_roles(samples / name / "checkpoints")
     state = resumable(read_model(role, _sources(samples, name)))
     before = load_file(_base(samples, name) / "model.safetensors")
@@ -118,13 +119,13 @@ def test_an_engine_goes_on_as_the_old_optimizer_would_have(samples: Path, name: 
             engine.forward_backward_step(batch)
         engine.optimizer_step()
         with engine.export_weights() as stream:
-            ours = dict(stream)
+            new_word = dict(stream)
     finally:
         engine.close()
-    theirs = _one_more_update(samples, name, batch)
-    for weight, tensor in theirs.items():
+    others = _one_more_update(samples, name, batch)
+    for weight, tensor in others.items():
         # The step is lr * m / sqrt(v): where v is tiny a gradient's last digits show.
-        torch.testing.assert_close(ours[weight], tensor, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(new_word[weight], tensor, atol=2e-5, rtol=1e-5)
 
 
 def _batch() -> SequenceBatch:
@@ -133,7 +134,7 @@ def _batch() -> SequenceBatch:
 
 
 def _one_more_update(samples: Path, name: str, batch: SequenceBatch) -> dict[str, Tensor]:
-    """What torch's AdamW makes of the golden weights and the old moments."""
+    """Update the golden weights with the old moments by torch's AdamW."""
     model = transformers.AutoModelForCausalLM.from_pretrained(_base(samples, name), dtype=torch.float32)
     model.load_state_dict(load_file(samples / name / "golden_full_state.safetensors"), strict=False)
     named = dict(model.named_parameters())
@@ -208,7 +209,7 @@ def test_an_engine_with_an_adapter_goes_on_from_an_old_one(samples: Path, name: 
         assert torch.equal(kept[key].first_moment, written[key].first_moment)
 
 
-def test_moments_of_an_adapter_are_told_apart_by_their_shapes(samples: Path) -> None:
+def test_moments_of_an_adapter_are_distinguished_by_their_shapes(samples: Path) -> None:
     # FSDP2 keeps shapes, which follow each other as the modules do; a shifted numbering would not fit anywhere.
     (role,) = find_roles(samples / "v0.5.0_fsdp2-lora_ws2" / "checkpoints")
     raw = read_weights(role.fsdp_files["model"], where=role.path)
@@ -273,14 +274,14 @@ def test_a_stopped_run_leaves_no_step_and_the_next_one_keeps_what_was_finished(
     assert len(staged) > 1
     kept = {path.stat().st_mtime_ns for path in staged}
 
-    told: list[tuple[int, int]] = []
-    receipt = convert(job, options, _sources(samples, name), progress=lambda what, done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    receipt = convert(job, options, _sources(samples, name), progress=lambda what, done, total: reported.append((done, total)))
 
-    assert told[-1][0] == told[-1][1]
+    assert reported[-1][0] == reported[-1][1]
     assert kept < {path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.distcp")}
     check_files(tmp_path / "out", receipt.files)
-    whole = _step(samples, name, tmp_path / "whole")
-    for resumed, expected in zip(read_training_state(tmp_path / "out"), read_training_state(whole), strict=True):
+    full = _step(samples, name, tmp_path / "whole")
+    for resumed, expected in zip(read_training_state(tmp_path / "out"), read_training_state(full), strict=True):
         assert resumed.name == expected.name
         assert resumed.update_count == expected.update_count
         for field in ("master", "first_moment", "second_moment"):

@@ -1,6 +1,6 @@
 """``temper-train --check`` on a translated file, where the files and models that it names are made to lie below one folder.
 
-It is the command itself, ``temper_trainer.__main__.main``, with the written file; the only keys that are given beside it say where, below
+It is the command itself, ``temper_trainer.__main__.main``, with the written file; the only keys that are given next to it say where, below
 the folder, the data and the models lie. They hold as much as a check reads.
 """
 
@@ -40,11 +40,11 @@ _TOKENIZER = {
     "chat_template.jinja": "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}<eos>{% endfor %}",
 }
 MODEL = {"config.json": json.dumps(_CONFIG), **_TOKENIZER, "model.safetensors": "\2" + 7 * "\0" + "{}"}
-"""As much of a model directory as a check reads."""
+"""The files of a model directory that a check reads."""
 
 
 def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
-    """The arguments of temper-train, after the file was written and what it names was put there. Run it in the folder.
+    """Return the arguments of temper-train, after the file was written and what it names was put there. Run it in the folder.
 
     Args:
         translation: with settings.
@@ -52,11 +52,11 @@ def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
         name: of the file.
     """
     (folder / f"{name}.yaml").write_text(yaml_of(translation))
-    moved = place_files(flatten(yaml.safe_load(yaml_of(translation))), folder)
+    moved = put_files(flatten(yaml.safe_load(yaml_of(translation))), folder)
     return ["--config-dir", str(folder), "--config-name", name, *moved, "--check"]
 
 
-def place_files(values: dict[str, Plain], folder: Path) -> list[str]:
+def put_files(values: dict[str, Plain], folder: Path) -> list[str]:
     """Put what settings name into a folder, and return the overrides that lead there.
 
     Args:
@@ -76,12 +76,12 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
             yield key, [_put(str(item), folder, content=_data(values, is_parquet=kind == "parquet")) for item in value]
         elif key.endswith(".engine.model.path") and isinstance(value, str):
             for name, content in MODEL.items():
-                place = _put(value, folder, content=content.encode(), below=name)
-            yield key, place
+                position = _put(value, folder, content=content.encode(), below=name)
+            yield key, position
         elif key == "data.tokenizer.path" and isinstance(value, str):
             for name, content in _TOKENIZER.items():
-                place = _put(value, folder, content=content.encode(), below=name)
-            yield key, place
+                position = _put(value, folder, content=content.encode(), below=name)
+            yield key, position
         elif key == "data.tools_path" and isinstance(value, str):
             yield key, _put(value, folder, content=TOOLS.encode())
         elif key == "reward.arguments.path" and isinstance(value, str) and value.endswith(".py"):
@@ -117,22 +117,22 @@ def _set(row: dict[str, object], field: str, value: object) -> None:
 
 
 def _put(path: str, folder: Path, *, content: bytes, below: str = "") -> str:
-    """A place below the folder for a path, with something there."""
+    """Return a place below the folder for a path, with something there."""
     if "://" in path:
         return path
-    place = re.sub(r"\$\{?[\w:.]*\}?|\.\.", "set", path).lstrip("/~") or "set"
-    place += "/file" * (not below and (folder / place).is_dir())
-    target = folder / place / below
+    position = re.sub(r"\$\{?[\w:.]*\}?|\.\.", "set", path).lstrip("/~") or "set"
+    position += "/file" * (not below and (folder / position).is_dir())
+    target = folder / position / below
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(content)
-    return place
+    return position
 
 
 def run(arguments: list[str]) -> tuple[int, str]:
-    """The exit code of the command in this process and what it said on standard error."""
+    """Return the exit code of the command in this process and what it said on standard error."""
     from temper_trainer.__main__ import main
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+    given = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(given):
         code = main(arguments)
-    return code, said.getvalue()
+    return code, given.getvalue()

@@ -29,7 +29,7 @@ Translate = Callable[..., Translation]
 
 @pytest.fixture(scope="session")
 def facts() -> Path:
-    """The folder of facts about old configurations."""
+    """Return the folder of facts about old configurations."""
     if not CONFIG.is_dir():
         pytest.skip(f"needs the facts in {CONFIG}: set TEMPER_TEST_DATA")
     return CONFIG
@@ -37,25 +37,25 @@ def facts() -> Path:
 
 @pytest.fixture(scope="session")
 def invocations(facts: Path) -> list[dict[str, object]]:
-    """Real invocations of the old systems."""
+    """Return the real invocations of the old systems."""
     return [json.loads(line) for line in (facts / "invocations.jsonl").read_text().splitlines()]
 
 
 def translated(version: str, *overrides: str, base: tuple[str, ...] = BASE, **options: object) -> Translation:
-    """One run of a release."""
+    """Return one run of a release."""
     return translate([*base, *overrides], version=version, entry=str(options.pop("entry", "verl.trainer.main_ppo")), **options)  # type: ignore[arg-type]
 
 
 def values(translation: Translation) -> dict[str, Plain]:
-    """New settings by key."""
+    """Return the new settings by key."""
     return {setting.key: setting.value for setting in translation.settings}
 
 
 def pinned(translation: Translation) -> set[str]:
-    """Keys that nobody asked for."""
+    """Return the keys that no one asked for."""
     return {setting.key for setting in translation.settings if setting.is_pinned}
 
 
 def rules_found(translation: Translation, level: str) -> set[str]:
-    """Rules of the findings of a level."""
+    """Return the rules of the findings of a level."""
     return {finding.rule for finding in translation.findings if finding.level == level}

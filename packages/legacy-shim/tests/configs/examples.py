@@ -27,20 +27,19 @@ class Example:
     tokens: tuple[str, ...]
     """On top of the small run."""
     disposition: str
-    """Of the token that falls under the rule; empty where none does."""
+    """Disposition of the token under the rule; empty without one."""
     levels: frozenset[str]
-    """Of findings of the rule."""
     settings: tuple[str, ...]
     """``key=value`` of the new configuration."""
 
     def translated(self) -> Translation:
-        """Done now."""
+        """Return the done now."""
         base = BASES.get(self.entry, BASE)
         return translate([*base, *self.tokens], entry=self.entry, version=None if self.release == "-" else self.release)
 
 
 def example_of(rule: Rule) -> Example:
-    """The rule's own."""
+    """Return the rule's own."""
     old, _, new = rule.test.partition("=>")
     release, entry, *tokens = shlex.split(old)
     words = shlex.split(new)

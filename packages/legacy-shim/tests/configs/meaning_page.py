@@ -47,7 +47,7 @@ _SAMPLES_A_RELEASE = 10
 
 
 class Comparison(Protocol):
-    """What of a comparison is read; see test_meaning."""
+    """Fields of a comparison that the page reads; see test_meaning."""
 
     @property
     def tag(self) -> str: ...
@@ -63,38 +63,38 @@ class Comparison(Protocol):
     def unexplained(self) -> Mapping[str, tuple[object, object]]: ...
 
 
-def meaning_page(found: Sequence[Comparison], *, reasons: Mapping[str, str]) -> str:
-    """Counts by key over all runs, then a sample of runs with their values."""
-    sample = [item for items in _by_release(found).values() for item in _spread(items, _SAMPLES_A_RELEASE)]
-    return "\n".join([_HEAD, *_counts(found, reasons), "", *_values(sample)]) + "\n"
+def meaning_page(result: Sequence[Comparison], *, reasons: Mapping[str, str]) -> str:
+    """Return the counts by key over all runs, then a sample of runs with their values."""
+    sample = [item for items in _group_by_release(result).values() for item in _spread(items, _SAMPLES_A_RELEASE)]
+    return "\n".join([_HEAD, *_counts(result, reasons), "", *_values(sample)]) + "\n"
 
 
-def _by_release(found: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+def _group_by_release(result: Sequence[Comparison]) -> dict[str, list[Comparison]]:
     out: dict[str, list[Comparison]] = {}
-    for item in found:
+    for item in result:
         out.setdefault(item.tag, []).append(item)
     return out
 
 
 def _spread(items: Sequence[Comparison], count: int) -> list[Comparison]:
-    """As many, from the first to the last."""
+    """Spread as many from the first to the last."""
     return [items[number * len(items) // min(count, len(items))] for number in range(min(count, len(items)))]
 
 
-def _counts(found: Sequence[Comparison], reasons: Mapping[str, str]) -> list[str]:
+def _counts(result: Sequence[Comparison], reasons: Mapping[str, str]) -> list[str]:
     equal: Counter[str] = Counter()
     explained: Counter[str] = Counter()
     unexplained: Counter[str] = Counter()
-    for item in found:
+    for item in result:
         explained.update(item.explained)
         unexplained.update(item.unexplained.keys())
         equal.update(
             key for key, value in item.old.items() if value is not None and key not in item.explained and key not in item.unexplained
         )
-    keys = list(dict.fromkeys(key for item in found for key in item.old))
-    releases = ", ".join(f"{tag} {len(items)}" for tag, items in _by_release(found).items())
+    keys = list(dict.fromkeys(key for item in result for key in item.old))
+    releases = ", ".join(f"{tag} {len(items)}" for tag, items in _group_by_release(result).items())
     lines = [
-        f"## {len(found)} runs ({releases})",
+        f"## {len(result)} runs ({releases})",
         "",
         "| key | equal | explained | unexplained | reason |",
         "|---|---|---|---|---|",

@@ -90,12 +90,12 @@ def test_a_folder_is_translated_file_by_file_and_what_is_no_old_configuration_is
 
 
 @pytest.mark.parametrize(("name", "code"), [("dapo_trainer", 10), ("prime_trainer", 20)])
-def test_a_recipes_own_file_is_that_recipe(name: str, code: int, old: Path, tmp_path: Path) -> None:
+def test_a_variants_own_file_is_that_variant(name: str, code: int, old: Path, tmp_path: Path) -> None:
     path = tmp_path / f"{name}.yaml"
     path.write_text(OLD.replace("  adv_estimator: grpo", "  adv_estimator: grpo\n  filter_groups: {enable: true, metric: acc}"))
-    found, text = invoke("config", path, "--from-version", "v0.5.0", "--json")
+    matches, text = invoke("config", path, "--from-version", "v0.5.0", "--json")
     (report,) = json.loads(text)
-    assert (found, report["source"]["entry"]) == (code, {10: "recipe.dapo.main_dapo", 20: "recipe.prime.main_prime"}[code])
+    assert (matches, report["source"]["entry"]) == (code, {10: "recipe.dapo.main_dapo", 20: "recipe.prime.main_prime"}[code])
     assert bool(report["settings"]) is (code == 10)
 
 
@@ -107,13 +107,13 @@ def test_hydras_list_of_overrides_is_read_and_what_is_no_configuration_is_left(o
     code, text = invoke("config", tmp_path, "--check")
     assert (code, text.count("overrides.yaml"), text.count("chart.yaml"), text.count("hosts.yaml")) == (10, 1, 0, 0)
     _, report = invoke("config", listed, "--from-version", "v0.7.0", "--json")
-    (found,) = json.loads(report)
-    assert [token["text"] for token in found["tokens"]] == yaml.safe_load(listed.read_text())
+    (matches,) = json.loads(report)
+    assert [token["text"] for token in matches["tokens"]] == yaml.safe_load(listed.read_text())
     with pytest.raises(DamagedFileError):
         invoke("config", tmp_path / "hosts.yaml")
 
 
-def test_a_table_in_a_pipe_has_every_token_whole(old: Path) -> None:
+def test_a_table_in_a_pipe_has_every_token_full(old: Path) -> None:
     value = "/data/" + "very-long-folder-name/" * 20 + "train.parquet"
     done = CliRunner().invoke(app, ["config", str(old), f"data.val_files={value}", "--table"], catch_exceptions=False)
     assert f"data.val_files={value}" in done.stderr
@@ -141,7 +141,7 @@ def test_explain_names_what_is_near_an_unknown_key() -> None:
         ("clip_ratoi", r"Near it are actor_rollout_ref\.actor\.clip_ratio"),
     ],
 )
-def test_explain_names_the_whole_keys_of_a_last_part(key: str, near: str) -> None:
+def test_explain_names_the_full_keys_of_a_last_part(key: str, near: str) -> None:
     with pytest.raises(UsageError, match=near):
         invoke("explain", key)
 
@@ -176,7 +176,7 @@ def test_names_that_releases_have_need_no_file(name: str) -> None:
     assert CliRunner().invoke(app, [*RUN, "--config-name", name]).exit_code in (10, 20)
 
 
-def test_beside_a_file_its_name_says_what_it_is_called(old: Path) -> None:
+def test_next_to_a_file_its_name_says_what_it_is_called(old: Path) -> None:
     assert CliRunner().invoke(app, ["config", str(old), "--config-name", "my_own_grpo"]).exit_code == 10
 
 
@@ -189,7 +189,7 @@ def test_a_cluster_has_a_machine_and_a_gpu_at_least(options: list[str]) -> None:
     assert result.exit_code == 2
 
 
-def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_said() -> None:
+def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_reported() -> None:
     result = CliRunner().invoke(app, [*RUN, "--entry", "myfork.trainer.main_ppo"])
     assert result.exit_code == 10
     assert "myfork.trainer.main_ppo is no program of" in result.output

@@ -65,10 +65,10 @@ def test_a_defaults_list_is_followed_as_hydra_follows_it(listed: str, tmp_path: 
     (tmp_path / "mine.yaml").write_text(f"defaults: {listed}\n{OWN}")
     with initialize_config_dir(str(tmp_path), version_base=None):
         expected = OmegaConf.to_container(compose("mine"))
-    found = read_old_file(tmp_path / "mine.yaml")
-    assert found.missing == ()
-    assert found.values == expected
-    assert found.entry == "ppo_trainer"
+    result = read_old_file(tmp_path / "mine.yaml")
+    assert result.missing == ()
+    assert result.values == expected
+    assert result.entry == "ppo_trainer"
 
 
 def test_a_folder_of_the_search_path_is_looked_for_around_the_file(tmp_path: Path) -> None:
@@ -80,28 +80,28 @@ def test_a_folder_of_the_search_path_is_looked_for_around_the_file(tmp_path: Pat
     assert read_old_file(path).values == {"actor_rollout_ref": {"rollout": {"n": 32}}}
 
 
-def test_what_a_list_names_and_nobody_finds_is_for_a_person(tmp_path: Path) -> None:
+def test_what_a_list_names_and_no_one_finds_is_for_a_person(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"defaults: [ppo_trainer, somewhere_else, _self_]\n{OWN}")
-    found = translate_file(read_old_file(path), version="v0.7.0")
-    assert found.outcome is Outcome.PERSON
-    assert "names somewhere_else, which lies neither beside it" in found.findings[0].message
+    result = translate_file(read_old_file(path), version="v0.7.0")
+    assert result.outcome is Outcome.PERSON
+    assert "names somewhere_else, which lies neither beside it" in result.findings[0].message
 
 
 def test_values_that_the_old_defaults_won_over_are_for_a_person(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"defaults: [_self_, ppo_trainer]\n{OWN}")
-    (said,) = read_old_file(path).missing
-    assert "ppo_trainer after _self_" in said
+    (given,) = read_old_file(path).missing
+    assert "ppo_trainer after _self_" in given
 
 
 def test_groups_of_the_old_package_are_its_releases_trees(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     listed = "[{actor@actor_rollout_ref.actor: megatron_actor}, {data@data: legacy_data}, _self_]"
     path.write_text(f"defaults: {listed}\n{OWN}")
-    found = read_old_file(path)
-    assert (found.missing, found.groups) == ((), {"model_engine": "megatron"})
-    assert translate_file(found, entry="verl.trainer.main_ppo", version="v0.7.0").source.family == "ppo_megatron"
+    result = read_old_file(path)
+    assert (result.missing, result.groups) == ((), {"model_engine": "megatron"})
+    assert translate_file(result, entry="verl.trainer.main_ppo", version="v0.7.0").source.family == "ppo_megatron"
 
 
 def test_a_copy_of_the_old_tree_with_a_changed_group_file_keeps_the_change(tmp_path: Path) -> None:

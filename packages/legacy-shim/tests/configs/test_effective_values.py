@@ -47,8 +47,8 @@ def test_asynchronous_run_keeps_the_samplers_log_probs_as_denominator(version: s
 def test_first_asynchronous_trainers_took_the_samplers_log_probs_by_a_switch(version: str) -> None:
     # recipe/fully_async_policy/ray_trainer.py:370 reads async_training.use_rollout_log_probs, True by default.
     assert correction(asynchronous(version)) == {"proximal": "rollout", "level": "none"}
-    told = asynchronous(version, "async_training.use_rollout_log_probs=True")
-    assert told.tokens[-1].disposition == "mapped"
+    reported = asynchronous(version, "async_training.use_rollout_log_probs=True")
+    assert reported.tokens[-1].disposition == "mapped"
     assert correction(asynchronous(version, "async_training.compute_prox_log_prob=True")) == {}
     own = asynchronous(version, "async_training.use_rollout_log_probs=False")
     assert correction(own) == {}
@@ -85,7 +85,7 @@ def test_cosine_of_an_asynchronous_run_is_as_long_as_its_weight_syncs() -> None:
 
 
 @pytest.mark.parametrize("version", NEWEST)
-def test_asynchronous_run_is_not_said_to_have_used_the_old_workers(version: str) -> None:
+def test_asynchronous_run_is_not_reported_to_have_used_the_old_workers(version: str) -> None:
     # v0.7.1's configuration of the entry has use_legacy_worker_impl: disable.
     run = asynchronous(version)
     assert "micro-batch-normalisation" not in rules_found(run, "hazard")
@@ -150,8 +150,8 @@ FILTER = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_nu
 @pytest.mark.parametrize(("version", "metric"), [("v0.9.0", "acc"), ("main", "acc"), ("v0.9.1", "reward")])
 def test_second_trainer_ignored_the_bound_of_rounds(version: str, metric: str) -> None:
     # trainer_base.py warns that max_num_gen_batches is ignored, and samples until the batch is full.
-    told = ("algorithm.filter_groups.metric=acc",) if metric == "acc" else ()
-    run = translated(version, *FILTER, *told)
+    reported = ("algorithm.filter_groups.metric=acc",) if metric == "acc" else ()
+    run = translated(version, *FILTER, *reported)
     assert effective(run, "algorithm.dynamic_sampling.max_rounds") == 1000
     assert effective(run, "algorithm.dynamic_sampling.on") == ("score" if metric == "acc" else "reward")
     assert "ignored it with a warning" in run.tokens[len(BASE) + 1].reason
@@ -172,13 +172,13 @@ def test_first_trainer_read_no_filter(run: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("version", ["v0.4.0", "v0.7.0", "v0.8.0"])
-def test_recipe_of_dapo_keeps_its_bound_of_rounds(version: str) -> None:
+def test_variant_of_dapo_keeps_its_bound_of_rounds(version: str) -> None:
     run = translated(version, *FILTER, entry="recipe.dapo.main_dapo")
     assert effective(run, "algorithm.dynamic_sampling.max_rounds") == 5
 
 
 @pytest.mark.parametrize("path", ["$HOME/models/Qwen3-VL-8B-Instruct", "${ROOT}/Qwen2.5-VL-7B"])
-def test_model_of_images_below_a_variable_is_asked_about(path: str) -> None:
+def test_model_of_images_below_a_variable_is_a_question(path: str) -> None:
     run = translate([*BASE, f"actor_rollout_ref.model.path={path}"], entry="verl.trainer.main_ppo", version="v0.9.0")
     assert "images" in rules_found(run, "person")
 
@@ -194,10 +194,10 @@ def test_arguments_of_the_chat_template_are_a_question(version: str, argument: s
 def test_limit_of_positions_is_a_question_where_the_samples_exceed_the_models_own(tmp_path: Path) -> None:
     key = "+actor_rollout_ref.model.override_config.max_position_embeddings=32768"
     lengths = ("data.max_prompt_length=2048", "data.max_response_length=8192", f"actor_rollout_ref.model.path={tmp_path}")
-    for limit, is_asked in ((4096, True), (32768, False)):
+    for limit, is_requested in ((4096, True), (32768, False)):
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": limit}))
         run = translated("v0.8.0", *lengths, key)
-        assert ("override-positions" in rules_found(run, "person")) is is_asked
+        assert ("override-positions" in rules_found(run, "person")) is is_requested
     assert "write them there" not in translated("v0.8.0", key).tokens[-1].reason
 
 

@@ -52,7 +52,7 @@ SECONDS = 20.0
 
 
 def check(tokens: list[str], entry: str, version: str | None) -> None:
-    """One input: our error or a result that reads back and is the same twice."""
+    """Check one input: our error, or a result that reads back and is the same twice."""
     begin = time.monotonic()
     try:
         first = translate(tokens, entry=entry, version=version)

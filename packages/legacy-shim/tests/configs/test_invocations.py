@@ -29,52 +29,52 @@ def translation_of(row: dict[str, object]) -> Translation:
 
 
 def account(rows: Rows) -> Counter[str]:
-    """Tokens by disposition."""
+    """Return the tokens by disposition."""
     return Counter(token.disposition for row in rows for token in translation_of(row).tokens)
 
 
-def share_definite(found: Counter[str]) -> float:
-    return 1 - sum(found[name] for name in OPEN) / found.total()
+def fraction_definite(result: Counter[str]) -> float:
+    return 1 - sum(result[name] for name in OPEN) / result.total()
 
 
 def accepted(rows: Rows, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Invocations by what ``temper-train --check`` says of the file that was written."""
+    """Return the invocations by what ``temper-train --check`` says of the file that was written."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for number, row in enumerate(rows):
         translation = translation_of(row)
         if any(finding.level == "person" and finding.rule in OUT_OF_SCOPE for finding in translation.findings):
             assert translation.settings == ()
-            found["out of scope"] += 1
+            result["out of scope"] += 1
             continue
         decided = "" if translation.outcome is not Outcome.PERSON else ", with a decision to make"
-        code, said = run(command(translation, folder, name=f"c{number}"))
-        if code and "run.trackers is " in said and "mlflow" not in said.partition(" but must be")[2]:
-            found["told to a newer trainer than 0.1.0"] += 1
+        code, given = run(command(translation, folder, name=f"c{number}"))
+        if code and "run.trackers is " in given and "mlflow" not in given.partition(" but must be")[2]:
+            result["told to a newer trainer than 0.1.0"] += 1
             continue
-        found[f"{'refused' if code else 'accepted'}{decided}"] += 1
+        result[f"{'refused' if code else 'accepted'}{decided}"] += 1
         if code:
-            logger.warning("%s %s%s: %s", row["tag"], row["path"], decided, said.strip())
-    return found
+            logger.warning("%s %s%s: %s", row["tag"], row["path"], decided, given.strip())
+    return result
 
 
 def test_a_sample_of_real_invocations_is_accounted_for(invocations: Rows) -> None:
-    assert share_definite(account(invocations[::9])) >= 0.995
+    assert fraction_definite(account(invocations[::9])) >= 0.995
 
 
 def test_a_sample_of_real_invocations_gives_files_that_the_command_accepts(
     invocations: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
-    found = accepted([row for row in invocations[::60] if "generation" not in str(row["entry"])], tmp_path, monkeypatch)
-    assert found["refused"] == 0, found
-    assert found["accepted"] >= 4, found
+    result = accepted([row for row in invocations[::60] if "generation" not in str(row["entry"])], tmp_path, monkeypatch)
+    assert result["refused"] == 0, result
+    assert result["accepted"] >= 4, result
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_the_installed_command_says_of_a_sample_what_the_function_said(
+def test_the_installed_command_says_of_a_sample_what_the_function_reported(
     invocations: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,13 +95,13 @@ def test_the_installed_command_says_of_a_sample_what_the_function_said(
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_all_real_invocations(invocations: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = accepted(invocations, tmp_path, monkeypatch)
-    report = {"tokens": account(invocations), "invocations": found}
+    result = accepted(invocations, tmp_path, monkeypatch)
+    report = {"tokens": account(invocations), "invocations": result}
     logger.warning("%s", json.dumps(report, indent=1))
-    assert share_definite(report["tokens"]) >= 0.995
-    in_scope = found.total() - found["out of scope"]
-    good = sum(count for name, count in found.items() if name.startswith("accepted"))
-    assert good / in_scope >= 0.95, found
+    assert fraction_definite(report["tokens"]) >= 0.995
+    in_scope = result.total() - result["out of scope"]
+    good = sum(count for name, count in result.items() if name.startswith("accepted"))
+    assert good / in_scope >= 0.95, result
 
 
 def test_the_release_is_inferred_near_the_one_that_it_was(invocations: Rows) -> None:

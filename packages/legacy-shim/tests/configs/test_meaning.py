@@ -1,7 +1,7 @@
 """Meaning kept: what the old run did and what the new one would do, each computed by code that knows nothing of the translator.
 
 The old side is composed by Hydra's parser and OmegaConf on the trees as they were recorded, the new side is the written YAML over the
-trainer's defaults. One table of behaviour-carrying keys; no difference is left without a reason.
+trainer's defaults. One table of behavior-carrying keys; no difference is left without a reason.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ Old = Callable[[str], object]
 
 
 def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
-    """The value of a key as the old system had it; None where there is none."""
+    """Return the value of a key as the old system had it; None where there is none."""
     overrides = [str(token) for token in row["overrides"]]  # type: ignore[attr-defined]
     tree = OmegaConf.create(default_container(facts / "defaults" / str(row["tag"]) / f"{tree_of(row)}.json"))
     for key, value in own_defaults(row).items():
@@ -51,10 +51,10 @@ def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
 
     def get(key: str) -> object:
         try:
-            found = OmegaConf.select(tree, key)
+            result = OmegaConf.select(tree, key)
         except OmegaConfBaseException:
             return None
-        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+        return OmegaConf.to_container(result, resolve=True) if OmegaConf.is_config(result) else result
 
     return get
 
@@ -65,7 +65,7 @@ OWN_CONFIGS = {
     "main_dapo": "dapo_trainer",
     "main_entropy": "entropy_trainer",
 }
-"""What an entry's ``hydra.main`` composes where the command line names nothing else."""
+"""Configuration that an entry's ``hydra.main`` composes by default."""
 
 
 def tree_of(row: Mapping[str, object]) -> str:
@@ -100,7 +100,7 @@ def own_defaults(row: Mapping[str, object]) -> dict[str, object]:
 
 @cache
 def default_container(path: Path) -> dict[str, object]:
-    """A release's default tree, nested, with its interpolations."""
+    """Return a release's default tree, nested, with its interpolations."""
     tree = OmegaConf.create({})
     for key, value in json.loads(path.read_text())["flat"].items():
         OmegaConf.update(tree, key, value, force_add=True)
@@ -110,8 +110,8 @@ def default_container(path: Path) -> dict[str, object]:
 
 
 def is_on_megatron(row: Mapping[str, object]) -> bool:
-    said = [token for token in row["overrides"] if str(token).startswith((f"{A}.strategy=", "model_engine=", "engine="))]  # type: ignore[attr-defined]
-    return "megatron" in f"{row['config_name']}{said}"
+    given = [token for token in row["overrides"] if str(token).startswith((f"{A}.strategy=", "model_engine=", "engine="))]  # type: ignore[attr-defined]
+    return "megatron" in f"{row['config_name']}{given}"
 
 
 def number(value: object) -> float:
@@ -132,7 +132,7 @@ AGGREGATIONS: Mapping[object, str] = {
 
 
 def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
-    """What the new run has to do, from the old one's effective values and release alone; worked out from the old code, by hand."""
+    """Return the expected values of the new run, worked out by hand from the old code."""
     before_4 = release(row) < (0, 4)
     in_loss = bool(old(f"{A}.use_kl_loss"))
     in_reward = (not in_loss) if before_4 else bool(old("algorithm.use_kl_in_reward"))
@@ -150,14 +150,14 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     denominator = denominator_of(old, row)
     can_clip = updates * passes > 1 or reward_coef > 0 or denominator == "rollout"
     name = str(old("algorithm.adv_estimator"))
-    whole = old(f"{A}.clip_ratio")
+    full = old(f"{A}.clip_ratio")
     low, high = old(f"{A}.clip_ratio_low"), old(f"{A}.clip_ratio_high")
     is_greedy = before_4 and old("actor_rollout_ref.rollout.val_kwargs.temperature") is None
     samples = bool(old("actor_rollout_ref.rollout.val_kwargs.do_sample")) and not is_greedy
     adapter = "actor_rollout_ref.model.lora." if is_on_megatron(row) else "actor_rollout_ref.model.lora_"  # each engine read its own
     rank = int(number(old(f"{adapter}rank") or 0))
     warmup = old(f"{A}.optim.lr_warmup_steps")
-    found = {
+    result = {
         "algorithm.group_size": old("rollout.n") if is_async(row) and old("rollout.n") else old("actor_rollout_ref.rollout.n"),
         DENOMINATOR: denominator,
         "run.eval_every": evaluation_frequency(old, row),
@@ -165,8 +165,8 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         "algorithm.kl_loss_coef": loss_coef,
         "algorithm.kl_reward_coef": reward_coef,
         "algorithm.kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(estimator) if loss_coef or reward_coef else "k3",
-        "algorithm.policy_loss.clip_low": (low if low is not None else whole) if can_clip else 0.2,
-        "algorithm.policy_loss.clip_high": (high if high is not None else whole) if can_clip else 0.2,
+        "algorithm.policy_loss.clip_low": (low if low is not None else full) if can_clip else 0.2,
+        "algorithm.policy_loss.clip_high": (high if high is not None else full) if can_clip else 0.2,
         "algorithm.policy_loss.dual_clip": old(f"{A}.clip_ratio_c") if can_clip else None,
         "algorithm.entropy_coef": old(f"{A}.entropy_coeff"),
         "algorithm.aggregation": AGGREGATIONS[old(f"{A}.loss_agg_mode")],
@@ -187,29 +187,29 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     }
     if old(f"{A}.loss_agg_mode") == "seq-mean-token-sum-norm":
         # Sums of rows over a fixed number: the one that was given, or the padded width of the responses.
-        found["algorithm.horizon"] = old(f"{A}.loss_scale_factor") or old("data.max_response_length")
+        result["algorithm.horizon"] = old(f"{A}.loss_scale_factor") or old("data.max_response_length")
     if rank:
-        found["actor.engine.lora.alpha"] = old(f"{adapter}alpha")
-    found |= optimisation(old, row, role=A, new="actor.engine", adam=lambda: old(f"{A}.optim.optimizer"))
+        result["actor.engine.lora.alpha"] = old(f"{adapter}alpha")
+    result |= optimisation(old, row, role=A, new="actor.engine", adam=lambda: old(f"{A}.optim.optimizer"))
     mode = old(f"{A}.policy_loss.loss_mode") or "vanilla"
-    found["algorithm.policy_loss.name"] = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}.get(str(mode))
+    result["algorithm.policy_loss.name"] = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}.get(str(mode))
     if reward_coef and old("algorithm.kl_ctrl.type") == "adaptive":
-        found["algorithm.kl_target"] = old("algorithm.kl_ctrl.target_kl")
+        result["algorithm.kl_target"] = old("algorithm.kl_ctrl.target_kl")
     if int(number(warmup or 0)) > 0:
-        found[FIRST_RATE] = 0.0
+        result[FIRST_RATE] = 0.0
     if is_async(row):
-        found["run.total_steps"] = max(1, int(number(old("rollout.total_rollout_steps")) // prompts))
-    found |= filtering(old, row)
+        result["run.total_steps"] = max(1, int(number(old("rollout.total_rollout_steps")) // prompts))
+    result |= filtering(old, row)
     if name == "gae":
-        found |= optimisation(old, row, role="critic", new="critic.engine", adam=lambda: old("critic.optim.optimizer"))
-        found |= {
+        result |= optimisation(old, row, role="critic", new="critic.engine", adam=lambda: old("critic.optim.optimizer"))
+        result |= {
             "algorithm.advantage.gamma": old("algorithm.gamma"),
             "algorithm.advantage.gae_lambda": old("algorithm.lam"),
             "algorithm.advantage.value_clip": old("critic.cliprange_value"),
             "algorithm.whiten_advantages": True,
             "critic.engine.optimizer.lr": old("critic.optim.lr"),
         }
-    return found
+    return result
 
 
 DENOMINATOR = "algorithm.rollout_correction.proximal"
@@ -264,14 +264,17 @@ def filtering(old: Old, row: Mapping[str, object]) -> dict[str, object]:
 
 
 ABSENT = "absent"
-"""Of a block that the new configuration may not have."""
+"""Value for a block that the new configuration may lack."""
 
 
 def optimisation(old: Old, row: Mapping[str, object], *, role: str, new: str, adam: Callable[[], object]) -> dict[str, object]:
-    """Clip, moments, decay and schedule of one role; None where the old engine's own default counted, or another optimiser ran."""
+    """Clip, moments, decay and schedule of one role.
+
+    None where the old engine's own default counted, or another optimizer ran.
+    """
     optim, on_megatron = f"{role}.optim", is_on_megatron(row)
     is_adam = str(adam() or "adam").lower() in ("adam", "adamw")
-    said_own = any(str(token).lstrip("+").startswith(f"{role}.grad_clip=") for token in row["overrides"])  # type: ignore[attr-defined]
+    own_given = any(str(token).lstrip("+").startswith(f"{role}.grad_clip=") for token in row["overrides"])  # type: ignore[attr-defined]
     later = release(row) >= (0, 8)
     clip = old(f"{optim}.clip_grad") if on_megatron or later else old(f"{role}.grad_clip")
     styles = (old(f"{optim}.lr_decay_style"),) if on_megatron else (old(f"{optim}.warmup_style"), old(f"{optim}.lr_scheduler_type"))
@@ -279,20 +282,20 @@ def optimisation(old: Old, row: Mapping[str, object], *, role: str, new: str, ad
     steps, ratio = old(f"{optim}.lr_warmup_steps"), old(f"{optim}.lr_warmup_steps_ratio")
     by_steps = steps is not None and (int(number(steps)) > 0 or (int(number(steps)) == 0 and not on_megatron))
     decay = old(f"{optim}.weight_decay")
-    found: dict[str, object] = {
-        f"{new}.optimizer.clip_grad_norm": None if later and said_own else clip,
+    result: dict[str, object] = {
+        f"{new}.optimizer.clip_grad_norm": None if later and own_given else clip,
         f"{new}.optimizer.betas": (old(f"{optim}.betas") or [0.9, 0.999]) if is_adam else None,
         f"{new}.optimizer.weight_decay": 0.01 if decay is None else decay,
         f"{new}.schedule.kind": kind,
         f"{new}.schedule.warmup_ratio": 0.0 if by_steps or not ratio else ratio,
     }
     if kind == "cosine" and not on_megatron:
-        found[f"{new}.schedule.min_lr_ratio"] = old(f"{optim}.min_lr_ratio") or 0.0
-    return found
+        result[f"{new}.schedule.min_lr_ratio"] = old(f"{optim}.min_lr_ratio") or 0.0
+    return result
 
 
 FIRST_RATE = "actor.engine.schedule: first step's share of the peak"
-"""No key, but what the warm-up makes of one: the old one began at 0, ours at 1 / N."""
+"""Derived from the warm-up: the old one began at 0, the new one at 1 / N."""
 
 REASONS = {
     FIRST_RATE: "the old warm-up started at rate 0; step k of N now has k / N of the peak, one step earlier",
@@ -311,15 +314,15 @@ def is_explained(key: str, old: Old, new: Mapping[str, object]) -> bool:
     if key == "run.eval_sampling.temperature":
         return "data.eval.paths" not in new
     if key == "algorithm.advantage.name":
-        alone = old("actor_rollout_ref.rollout.n") == 1 and str(new.get(key)).endswith(":bare_reward")
-        return alone or (bool(old("distillation.enabled")) and old("distillation.distillation_loss.use_task_rewards") is False)
+        single = old("actor_rollout_ref.rollout.n") == 1 and str(new.get(key)).endswith(":bare_reward")
+        return single or (bool(old("distillation.enabled")) and old("distillation.distillation_loss.use_task_rewards") is False)
     if key in ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high"):
         return ":" in str(new.get("algorithm.policy_loss.name", ""))
     return key == "algorithm.policy_loss.dual_clip" and new.get("algorithm.policy_loss.name", "ppo") != "ppo"
 
 
 def comparable(row: Mapping[str, object]) -> bool:
-    """A run of a trainer with a policy, core or with its own configuration, whose values the shell knew."""
+    """Return a run of a trainer with a policy, core or with its own configuration, whose values the shell knew."""
     is_known = row["entry"] == "verl.trainer.main_ppo" or str(row["entry"]).endswith(tuple(OWN_CONFIGS))
     return is_known and "__ENV" not in str(row["overrides"]) and "multiturn" not in str(row["config_name"])
 
@@ -331,9 +334,9 @@ class Comparison:
     tag: str
     path: str
     old: Mapping[str, object]
-    """What the new run has to do, by the trainer's key; None is not compared."""
+    """Expected values of the new run by the trainer's key; None is not compared."""
     new: Mapping[str, object]
-    """What it does, for the same keys."""
+    """Values of the new run for the same keys."""
     explained: frozenset[str]
     """Keys that differ for a reason of REASONS."""
 
@@ -345,7 +348,7 @@ class Comparison:
 
 
 def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
-    """None where a person has to decide first, or Hydra cannot read a token."""
+    """Return the none where a person has to decide first, or Hydra cannot read a token."""
     translation = translate(row["overrides"], entry=str(row["entry"]), config_name=row["config_name"], version=str(row["tag"]))  # type: ignore[arg-type]
     if any(finding.level == "person" for finding in translation.findings):
         return None
@@ -360,23 +363,23 @@ def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
     new.setdefault("algorithm.dynamic_sampling.max_rounds", ABSENT)
     expected = expectations(old, row)
     explained = frozenset(key for key, value in expected.items() if new.get(key) != value and is_explained(key, old, new))
-    found = {key: new.get(key) for key in expected}
-    return Comparison(tag=str(row["tag"]), path=str(row["path"]), old=expected, new=found, explained=explained)
+    result = {key: new.get(key) for key in expected}
+    return Comparison(tag=str(row["tag"]), path=str(row["path"]), old=expected, new=result, explained=explained)
 
 
 def compare(facts: Path, rows: list[dict[str, object]]) -> list[Comparison]:
-    return [found for row in rows if (found := compare_one(facts, row)) is not None]
+    return [result for row in rows if (result := compare_one(facts, row)) is not None]
 
 
-def wrong(found: list[Comparison]) -> dict[str, dict[str, tuple[object, object]]]:
-    return {f"{item.tag} {item.path}": item.unexplained for item in found if item.unexplained}
+def wrong(result: list[Comparison]) -> dict[str, dict[str, tuple[object, object]]]:
+    return {f"{item.tag} {item.path}": item.unexplained for item in result if item.unexplained}
 
 
 def test_a_sample_over_all_releases_means_the_same(facts: Path, invocations: list[dict[str, object]]) -> None:
-    found = compare(facts, [row for row in invocations if comparable(row)][::29])
-    assert wrong(found) == {}
-    assert len(found) >= 12
-    assert sum(len(item.old) for item in found) >= 12 * 24
+    result = compare(facts, [row for row in invocations if comparable(row)][::29])
+    assert wrong(result) == {}
+    assert len(result) >= 12
+    assert sum(len(item.old) for item in result) >= 12 * 24
 
 
 @pytest.mark.parametrize("part", sorted(OWN_CONFIGS))
@@ -390,9 +393,10 @@ def test_a_sample_of_each_further_entry_means_the_same(part: str, facts: Path, i
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_every_core_run_means_the_same(facts: Path, invocations: list[dict[str, object]]) -> None:
-    """With TEMPER_MEANING_PAGE=FILE it writes what it compared as a page; TEMPER_MEANING_EVERY=N takes each Nth run alone."""
-    found = compare(facts, [row for row in invocations if comparable(row)][:: int(os.environ.get("TEMPER_MEANING_EVERY", "1"))])
+    # With TEMPER_MEANING_PAGE=FILE it writes what it compared as a page; TEMPER_MEANING_EVERY=N
+    # takes each Nth run alone.
+    result = compare(facts, [row for row in invocations if comparable(row)][:: int(os.environ.get("TEMPER_MEANING_EVERY", "1"))])
     if page := os.environ.get("TEMPER_MEANING_PAGE"):
-        Path(page).write_text(meaning_page(found, reasons=REASONS), encoding="utf-8")
-    assert wrong(found) == {}
-    assert len(found) >= 60
+        Path(page).write_text(meaning_page(result, reasons=REASONS), encoding="utf-8")
+    assert wrong(result) == {}
+    assert len(result) >= 60

@@ -59,38 +59,38 @@ def of_both_trainers(old: Old) -> dict[str, object]:
 def of_columns(old: Old, row: Row) -> dict[str, object]:
     """Return what the first generation did. Before v0.4.0 it had one schedule, cosine, and no key for it."""
     ratio = old("optim.lr_warmup_steps_ratio") if old("optim.lr_warmup_steps_ratio") is not None else old("optim.warmup_steps_ratio")
-    found = of_both_trainers(old)
-    found["actor.engine.schedule.kind"] = old("optim.lr_scheduler") or "cosine"
-    found["actor.engine.schedule.warmup_ratio"] = ratio
-    found["actor.engine.schedule.min_lr_ratio"] = 0.0
+    result = of_both_trainers(old)
+    result["actor.engine.schedule.kind"] = old("optim.lr_scheduler") or "cosine"
+    result["actor.engine.schedule.warmup_ratio"] = ratio
+    result["actor.engine.schedule.min_lr_ratio"] = 0.0
     if release(row) >= (0, 4):
-        found["run.save_every"] = max(0, int(number(old("trainer.save_freq"))))
+        result["run.save_every"] = max(0, int(number(old("trainer.save_freq"))))
     if old("data.multiturn.enable"):
-        return found | {"data.train.messages_key": old("data.multiturn.messages_key")}
+        return result | {"data.train.messages_key": old("data.multiturn.messages_key")}
     for new, column, fields in (("prompt", "prompt_key", "prompt_dict_keys"), ("answer", "response_key", "response_dict_keys")):
         inner = old(f"data.{fields}")
-        found[f"data.train.{new}_key"] = ".".join([str(old(f"data.{column}")), *(inner if isinstance(inner, list) else [])])
-    return found
+        result[f"data.train.{new}_key"] = ".".join([str(old(f"data.{column}")), *(inner if isinstance(inner, list) else [])])
+    return result
 
 
 def of_engines(old: Old, row: Row) -> dict[str, object]:
     """Return what the second generation did, on either engine."""
-    found = of_both_trainers(old)
+    result = of_both_trainers(old)
     steps = old("optim.lr_warmup_steps")
     has_steps = steps is not None and number(steps) > 0
     style = old("optim.lr_decay_style") if is_on_megatron(row) else old("optim.warmup_style") or old("optim.lr_scheduler_type")
-    found["actor.engine.schedule.kind"] = style
-    found["actor.engine.schedule.warmup_steps"] = steps if has_steps else 0
-    found["actor.engine.schedule.warmup_ratio"] = 0.0 if has_steps else old("optim.lr_warmup_steps_ratio")
+    result["actor.engine.schedule.kind"] = style
+    result["actor.engine.schedule.warmup_steps"] = steps if has_steps else 0
+    result["actor.engine.schedule.warmup_ratio"] = 0.0 if has_steps else old("optim.lr_warmup_steps_ratio")
     if style == "cosine" and not is_on_megatron(row):
-        found["actor.engine.schedule.min_lr_ratio"] = old("optim.min_lr_ratio")
+        result["actor.engine.schedule.min_lr_ratio"] = old("optim.min_lr_ratio")
     if is_on_megatron(row) and (rank := int(number(old("model.lora.rank") or 0))):
-        found |= {"actor.engine.lora.rank": rank, "actor.engine.lora.alpha": old("model.lora.alpha")}
-    found["data.train.messages_key"] = old("data.messages_key")
+        result |= {"actor.engine.lora.rank": rank, "actor.engine.lora.alpha": old("model.lora.alpha")}
+    result["data.train.messages_key"] = old("data.messages_key")
     save = old("trainer.save_freq")
     if not isinstance(save, str):  # after_each_epoch
-        found["run.save_every"] = max(0, int(number(save)))
-    return found
+        result["run.save_every"] = max(0, int(number(save)))
+    return result
 
 
 def of_generation(old: Old, row: Row) -> dict[str, object]:
@@ -176,6 +176,6 @@ def test_each_run_of_fine_tuning_and_generation_means_the_same(entry: str, facts
     # The entry of a script that stayed behind in a later release has no tree there.
     rows = [row for row in of_entry if (facts / "defaults" / str(row["tag"]) / f"{tree_of(row)}.json").is_file()]
     results = {f"{row['tag']} {row['path']} {number}": wrong_of(facts, row) for number, row in enumerate(rows)}
-    compared = {name: found for name, found in results.items() if found is not None}
-    assert {name: found for name, found in compared.items() if found} == {}
+    compared = {name: result for name, result in results.items() if result is not None}
+    assert {name: result for name, result in compared.items() if result} == {}
     assert len(compared) >= {ENTRIES[0]: 30, ENTRIES[1]: 10, ENTRIES[2]: 15, ENTRIES[3]: 3}[entry]

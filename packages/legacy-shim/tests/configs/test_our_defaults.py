@@ -1,4 +1,4 @@
-"""What the translator takes for our defaults is what the trainer has."""
+"""The translator's list of defaults equals the trainer's."""
 
 import pytest
 
@@ -19,14 +19,14 @@ SET_BY_GROUPS = ("critic.engine.optimizer.lr", "critic.engine.precision.compute"
 
 
 def test_defaults_are_the_trainers() -> None:
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for engine in ("fsdp", "megatron"):
         tree = collect_defaults(TrainerConfig, engine_class=load_engine_config_class(engine), given=GIVEN)  # type: ignore[arg-type]
-        found |= flatten(tree)
+        result |= flatten(tree)
     differing = {
-        key: (value, found[key])
+        key: (value, result[key])
         for key, value in DEFAULTS.items()
-        if key in found and not key.endswith(SET_BY_GROUPS) and found[key] != value and not (key.endswith("sequence_parallel"))
+        if key in result and not key.endswith(SET_BY_GROUPS) and result[key] != value and not (key.endswith("sequence_parallel"))
     }
     assert differing == {}
 

@@ -48,7 +48,7 @@ def build(monkeypatch: pytest.MonkeyPatch, data: Path, *arguments: str) -> Modul
     return builder
 
 
-def test_tree_of_a_checkout_holds_its_defaults_and_those_of_its_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tree_of_a_checkout_holds_its_defaults_and_those_of_its_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, CHECKOUT)
     builder = build(monkeypatch, tmp_path / "trees.json", "v0.9.9", str(tmp_path))
     packed = builder.Packed.read(tmp_path / "trees.json")

@@ -22,7 +22,10 @@ from temper_legacy_shim.errors import UsageError
 from .conftest import BASE, rules_found, translated, values
 
 MISSING = ("tool_config", "inference.name")
-"""Interpolations of a value that must be given (???), or of a block as a whole; no rule reads them."""
+"""Interpolations of a value that must be given (???), or of a block as one value.
+
+No rule reads them.
+"""
 FILES = {
     "ppo_fsdp": "main_ppo_fsdp",
     "ppo_megatron": "main_ppo_megatron",
@@ -49,9 +52,9 @@ def test_every_default_resolves_to_what_hydra_made_of_it(version: str, facts: Pa
 
 
 def hydras(token: str) -> Plain:
-    """The value by Hydra's own parser."""
-    found: Plain = OverridesParser.create().parse_override(token).value()
-    return found
+    """Return the value by Hydra's own parser."""
+    result: Plain = OverridesParser.create().parse_override(token).value()
+    return result
 
 
 def test_values_are_read_as_hydra_reads_them(invocations: list[dict[str, object]]) -> None:
@@ -84,18 +87,20 @@ def test_corners_of_the_grammar(token: str) -> None:
 
 
 def test_a_plus_on_a_key_that_the_release_has_is_reported_and_still_read() -> None:
-    found = translated("v0.5.0", "+trainer.val_before_train=False")
-    assert any(finding.level == "refused" and "drop the +" in finding.message for finding in found.findings)
+    result = translated("v0.5.0", "+trainer.val_before_train=False")
+    assert any(finding.level == "refused" and "drop the +" in finding.message for finding in result.findings)
 
 
 def test_a_key_that_the_release_lacks_is_reported_and_still_read() -> None:
-    found = translated("v0.8.0", "critic.model.fsdp_config.param_offload=True")
-    assert any(finding.level == "refused" and "v0.8.0 has no key critic.model.fsdp_config" in finding.message for finding in found.findings)
+    result = translated("v0.8.0", "critic.model.fsdp_config.param_offload=True")
+    assert any(
+        finding.level == "refused" and "v0.8.0 has no key critic.model.fsdp_config" in finding.message for finding in result.findings
+    )
 
 
 def test_a_later_token_wins() -> None:
-    found = translated("v0.5.0", "data.train_batch_size=128")
-    assert [token.disposition for token in found.tokens if token.key == "data.train_batch_size"] == ["superseded", "moved"]
+    result = translated("v0.5.0", "data.train_batch_size=128")
+    assert [token.disposition for token in result.tokens if token.key == "data.train_batch_size"] == ["superseded", "moved"]
 
 
 @pytest.mark.parametrize(
@@ -120,79 +125,79 @@ def test_what_is_no_known_version_is_refused(text: str) -> None:
         known_version(text)
 
 
-def test_a_block_given_as_a_whole_goes_by_the_rules_of_its_keys() -> None:
-    found = translated("v0.7.0", "actor_rollout_ref.actor.optim={lr:2e-6,weight_decay:0.1}", "~critic.optim", "critic=null")
-    block, deleted, taken = found.tokens[-3:]
+def test_a_block_given_as_a_full_goes_by_the_rules_of_its_keys() -> None:
+    result = translated("v0.7.0", "actor_rollout_ref.actor.optim={lr:2e-6,weight_decay:0.1}", "~critic.optim", "critic=null")
+    block, deleted, taken = result.tokens[-3:]
     assert (block.disposition, block.new_keys) == ("mapped", ("actor.engine.optimizer.lr", "actor.engine.optimizer.weight_decay"))
     assert deleted.disposition == taken.disposition == "dropped"
-    assert found.unmapped == {}
+    assert result.unmapped == {}
 
 
-def test_one_value_in_the_place_of_a_block_is_a_forks_own() -> None:
+def test_one_value_in_the_position_of_a_block_is_a_forks_own() -> None:
     foreign = "actor_rollout_ref.actor.policy_loss=plusplus"
     for version in ("v0.3.0.post1", "v0.7.1"):
-        found = translated(version, foreign, "actor_rollout_ref.model.path=/models/q")
-        assert found.tokens[-2].disposition == "unmapped"
-        assert any("policy_loss=plusplus" in finding.message for finding in found.findings if finding.rule == "unmapped")
-        assert values(found)["actor.engine.model.path"] == "/models/q"
+        result = translated(version, foreign, "actor_rollout_ref.model.path=/models/q")
+        assert result.tokens[-2].disposition == "unmapped"
+        assert any("policy_loss=plusplus" in finding.message for finding in result.findings if finding.rule == "unmapped")
+        assert values(result)["actor.engine.model.path"] == "/models/q"
     assert values(translated("v0.7.1", "trainer=mine", "actor_rollout_ref.rollout=mine")) == values(translated("v0.7.1"))
     inferred = translate(["algorithm.kl_ctrl.kl_coef=0.1", "critic.model.fsdp_config.param_offload=True", foreign])
-    assert any("refuses actor_rollout_ref.actor.policy_loss" in said for said in inferred.source.evidence)
+    assert any("refuses actor_rollout_ref.actor.policy_loss" in given for given in inferred.source.evidence)
 
 
 def test_a_forks_key_in_a_block_that_we_know_is_still_unmapped() -> None:
-    found = translated("v0.7.0", "reward_model.my_fork.thing=2", "+actor_rollout_ref.actor.my_loss_weight=0.1", "++trainer.mine={a:1}")
-    assert [token.disposition for token in found.tokens[-3:]] == ["unmapped"] * 3
-    assert found.unmapped == {"reward_model.my_fork.thing": 2, "actor_rollout_ref.actor.my_loss_weight": 0.1, "trainer.mine.a": 1}
+    result = translated("v0.7.0", "reward_model.my_fork.thing=2", "+actor_rollout_ref.actor.my_loss_weight=0.1", "++trainer.mine={a:1}")
+    assert [token.disposition for token in result.tokens[-3:]] == ["unmapped"] * 3
+    assert result.unmapped == {"reward_model.my_fork.thing": 2, "actor_rollout_ref.actor.my_loss_weight": 0.1, "trainer.mine.a": 1}
 
 
-def test_a_recipes_own_keys_are_no_strangers_wherever_its_file_lies() -> None:
+def test_a_variants_own_keys_are_no_strangers_wherever_its_file_lies() -> None:
     for entry in ("recipe.dapo.main_dapo", "my_project/dapo/src/main_dapo.py"):
-        found = translated(
+        result = translated(
             "v0.5.0",
             "reward_model.overlong_buffer.enable=True",
             "reward_model.overlong_buffer.len=128",
             "reward_model.overlong_buffer.penalty_factor=1.0",
             entry=entry,
         )
-        assert not any(finding.level == "refused" for finding in found.findings)
-        assert {setting.key for setting in found.settings} >= {"reward.shaping.overlong.buffer_tokens"}
+        assert not any(finding.level == "refused" for finding in result.findings)
+        assert {setting.key for setting in result.settings} >= {"reward.shaping.overlong.buffer_tokens"}
     both = translated("v0.7.0", "async_training.staleness_threshold=0.5", entry="fully_async_main", config_name="fully_async_dapo_trainer")
     assert not any(finding.level == "refused" for finding in both.findings)
 
 
-@pytest.mark.parametrize("said", ["$LR", "${LR}"])
-def test_a_number_that_only_the_shell_knows_goes_on_and_a_file_reads_it_from_the_environment(said: str) -> None:
-    found = translated("v0.7.0", f"actor_rollout_ref.actor.optim.lr={said}", "trainer.project_name=$PROJECT")
-    assert found.outcome is Outcome.PINNED
-    assert values(found)["actor.engine.optimizer.lr"] == said  # a script keeps it as it stands
-    assert 'lr: "${oc.decode:${oc.env:LR}}"' in yaml_of(found)
+@pytest.mark.parametrize("given", ["$LR", "${LR}"])
+def test_a_number_that_only_the_shell_knows_goes_on_and_a_file_reads_it_from_the_environment(given: str) -> None:
+    result = translated("v0.7.0", f"actor_rollout_ref.actor.optim.lr={given}", "trainer.project_name=$PROJECT")
+    assert result.outcome is Outcome.PINNED
+    assert values(result)["actor.engine.optimizer.lr"] == given  # a script keeps it as it stands
+    assert 'lr: "${oc.decode:${oc.env:LR}}"' in yaml_of(result)
 
 
-def test_a_number_that_sizes_are_computed_from_is_asked_for() -> None:
-    found = translated("v0.7.0", "data.train_batch_size=$BATCH")
-    assert "value-unknown" in rules_found(found, "person")
+def test_a_number_that_sizes_are_computed_from_is_requested() -> None:
+    result = translated("v0.7.0", "data.train_batch_size=$BATCH")
+    assert "value-unknown" in rules_found(result, "person")
 
 
 def test_a_number_from_the_environment_is_its_default() -> None:
     base: dict[str, Plain] = {"data": {"max_prompt_length": "${oc.env:PROMPT,768}"}}
-    found = translate(BASE, entry="verl.trainer.main_ppo", version="v0.7.0", base=base)
-    assert values(found)["data.max_prompt_tokens"] == 768
-    assert "value-unknown" in rules_found(found, "note")
-    assert found.outcome is Outcome.PINNED
+    result = translate(BASE, entry="verl.trainer.main_ppo", version="v0.7.0", base=base)
+    assert values(result)["data.max_prompt_tokens"] == 768
+    assert "value-unknown" in rules_found(result, "note")
+    assert result.outcome is Outcome.PINNED
 
 
 def nested(flat: dict[str, Plain]) -> dict[str, Plain]:
-    """Blocks from dotted keys."""
+    """Return the blocks from dotted keys."""
     tree: dict[str, Plain] = {}
     for key, value in flat.items():
         *blocks, name = key.split(".")
-        place = tree
+        position = tree
         for block in blocks:
-            inner = place.setdefault(block, {})
+            inner = position.setdefault(block, {})
             assert isinstance(inner, dict)
-            place = inner
-        place[name] = value
+            position = inner
+        position[name] = value
     return tree
 
 
@@ -216,8 +221,8 @@ def test_a_dump_keeps_what_its_run_had_changed(facts: Path) -> None:
     dump = json.loads((facts / "defaults/v0.5.0/main_ppo_fsdp.json").read_text())["resolved"]
     lengths = dict.fromkeys(("data.max_response_length", "actor_rollout_ref.rollout.response_length"), 2048)
     changed = dump | lengths | {"actor_rollout_ref.rollout.n": 8, "data.image_key": "pictures"}
-    found = translate(entry="verl.trainer.main_ppo", version="v0.5.0", base=nested(changed))
-    assert "images" in rules_found(found, "person")
+    result = translate(entry="verl.trainer.main_ppo", version="v0.5.0", base=nested(changed))
+    assert "images" in rules_found(result, "person")
     text = translate(entry="verl.trainer.main_ppo", version="v0.5.0", base=nested(changed | {"data.image_key": "images"}))
     assert "images" not in rules_found(text, "person")
     assert (values(text)["algorithm.group_size"], values(text)["sampling.max_tokens"]) == (8, 2048)

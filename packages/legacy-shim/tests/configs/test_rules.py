@@ -1,7 +1,9 @@
 """The table of rules: every row is reached, every rule that builders name stands in it, and the documentation shows it."""
 
+import ast
 import re
 from pathlib import Path
+from string import Formatter
 from typing import get_args
 
 import pytest
@@ -20,7 +22,7 @@ DOCS = Path(__file__).parents[4] / "docs/migration/config-rules.md"
 
 
 def example(key: str) -> str:
-    """A key that a pattern matches."""
+    """Return a key that a pattern matches."""
     if "***" not in key and "**" in key:
         matching = re.compile(re.escape(key).replace(r"\*\*", ".+").replace(r"\*", "[^.]+") + r"\Z")
         return next((name for family in get_args(Family) for name in all_keys(family) if matching.match(name)), key.removesuffix(".**"))
@@ -40,12 +42,12 @@ def test_every_row_is_reached_by_a_key_of_its_own(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.id)
 def test_every_rule_does_what_its_row_shows(rule: Rule) -> None:
     example = example_of(rule)
-    found = example.translated()
-    own = [token for token in found.tokens[len(found.tokens) - len(example.tokens) :] if token.rule == rule.id]
+    result = example.translated()
+    own = [token for token in result.tokens[len(result.tokens) - len(example.tokens) :] if token.rule == rule.id]
     assert {token.disposition for token in own[-1:]} == ({example.disposition} if example.disposition else set())
-    assert {finding.level for finding in found.findings if finding.rule == rule.id} == example.levels
-    assert set(example.settings) <= {setting.override for setting in found.settings}
-    by_rule = {setting.override for setting in found.settings if setting.rule == rule.id}
+    assert {finding.level for finding in result.findings if finding.rule == rule.id} == example.levels
+    assert set(example.settings) <= {setting.override for setting in result.settings}
+    by_rule = {setting.override for setting in result.settings if setting.rule == rule.id}
     assert own or example.levels or by_rule & set(example.settings), "the example does not exercise the rule"
 
 
@@ -54,7 +56,7 @@ def test_every_row_has_a_source_and_a_test() -> None:
     assert [rule.id for rule in rules() if not rule.test] == []
 
 
-def test_sources_are_places_of_the_old_system_and_pull_requests_that_the_facts_know() -> None:
+def test_sources_are_positions_of_the_old_system_and_pull_requests_that_the_facts_know() -> None:
     cited = [part for rule in rules() for part in rule.source.split("; ") if part]
     wrong = [part for part in cited if not re.match(rf"({'|'.join(versions())})(:[\w./-]+(:[\d-]+)?)?\Z|Hydra's ", part)]
     assert wrong == []
@@ -82,7 +84,7 @@ def test_every_rule_that_builders_name_stands_in_the_table_and_the_other_way_rou
     assert {rule.id for rule in rules() if rule.settings} - literals == set()
 
 
-def test_every_message_has_a_place_that_finds_it() -> None:
+def test_every_message_has_a_position_that_finds_it() -> None:
     literals = set(re.findall(r'"([a-z0-9.-]+)"', source_text()))
     assert set(messages()) - literals == set()
     assert set(re.findall(r'draft\.find\("([a-z0-9.-]+)"', source_text())) - set(messages()) == set()
@@ -143,3 +145,18 @@ def test_every_row_of_the_migration_table_has_an_answer_here() -> None:
     assert len(plain) > 120
     unanswered = [key for key in plain if not any(find_rule(program, key) for program in ("ppo", "sft", "sft1", "generation"))]
     assert unanswered == []
+
+
+def find_calls() -> list[tuple[str, set[str]]]:
+    """Return the name of a message and the values for its placeholders, of each call in the sources."""
+    calls = [node for path in SOURCES.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    named_find = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "find"]
+    named = [(call.args[0], call) for call in named_find if call.args and isinstance(call.args[0], ast.Constant)]
+    return [(name.value, {str(each.arg) for each in call.keywords}) for name, call in named if name.value in messages()]
+
+
+def test_calls_give_every_value_that_their_message_shows() -> None:
+    assert len(find_calls()) > 100
+    for name, given in find_calls():
+        shown = {field for _, field, _, _ in Formatter().parse(messages()[name][1]) if field}
+        assert shown - {"version", "key"} == given, name

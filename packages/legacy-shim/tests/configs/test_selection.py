@@ -1,4 +1,4 @@
-"""Which completions count and how much, in the words of each release, against what the release did."""
+"""Selection and weighting of completions in the keys of each release, compared with its behavior."""
 
 import pytest
 
@@ -11,18 +11,18 @@ FIRST = "algorithm.rollout_is"
 LATER = "algorithm.rollout_correction"
 
 
-def _first(**asked: object) -> Translation:
-    """v0.6.0, with the correction switched on."""
-    return translated("v0.6.0", f"{FIRST}=True", *(f"{FIRST}_{name}={value}" for name, value in asked.items()))
+def _first(**requested: object) -> Translation:
+    """Return the keys of v0.6.0 with the correction on."""
+    return translated("v0.6.0", f"{FIRST}=True", *(f"{FIRST}_{name}={value}" for name, value in requested.items()))
 
 
-def _later(**asked: object) -> Translation:
-    return translated("v0.7.0", *(f"{LATER}.{name}={value}" for name, value in asked.items()))
+def _later(**requested: object) -> Translation:
+    return translated("v0.7.0", *(f"{LATER}.{name}={value}" for name, value in requested.items()))
 
 
-def _corrected(found: Translation) -> dict[str, Plain]:
+def _corrected(result: Translation) -> dict[str, Plain]:
     block = "algorithm.rollout_correction."
-    return {key.removeprefix(block): value for key, value in values(found).items() if key.startswith(block)}
+    return {key.removeprefix(block): value for key, value in values(result).items() if key.startswith(block)}
 
 
 def test_the_first_release_capped_weights_or_left_out_what_lay_outside() -> None:
@@ -35,14 +35,14 @@ def test_the_first_release_capped_weights_or_left_out_what_lay_outside() -> None
 
 
 def test_the_first_release_corrected_nothing_without_a_threshold() -> None:
-    found = _first()
-    assert _corrected(found) == {}
-    assert found.tokens[-1].reason == "Without rollout_is_threshold, which is null, v0.6.0 corrected nothing."
-    assert "correction" not in rules_found(found, "hazard")
+    result = _first()
+    assert _corrected(result) == {}
+    assert result.tokens[-1].reason == "Without rollout_is_threshold, which is null, v0.6.0 corrected nothing."
+    assert "correction" not in rules_found(result, "hazard")
 
 
 @pytest.mark.parametrize(
-    ("found", "is_told"),
+    ("result", "is_reported"),
     [
         (_first(threshold=2.0), True),  # 1e-4 unless somebody said otherwise
         (_first(threshold=2.0, veto_threshold="null"), False),
@@ -50,29 +50,29 @@ def test_the_first_release_corrected_nothing_without_a_threshold() -> None:
         (_later(rollout_is="token", rollout_token_veto_threshold=0.001), True),
     ],
 )
-def test_completions_that_one_token_vetoed_are_rejected_and_stay_in_the_denominator(found: Translation, is_told: bool) -> None:
-    told = [finding.message for finding in found.findings if finding.level == "hazard" and finding.rule == "correction"]
-    assert bool(told) is is_told is ("reject.ratio_max.low" in _corrected(found))
-    assert all("veto_threshold" in each and "denominator" in each for each in told)
+def test_completions_that_one_token_vetoed_are_rejected_and_stay_in_the_denominator(result: Translation, is_reported: bool) -> None:
+    reported = [finding.message for finding in result.findings if finding.level == "hazard" and finding.rule == "correction"]
+    assert bool(reported) is is_reported is ("reject.ratio_max.low" in _corrected(result))
+    assert all("veto_threshold" in each and "denominator" in each for each in reported)
 
 
-@pytest.mark.parametrize(("level", "is_told"), [("token", False), ("sequence", True)])
-def test_normalized_weights_of_sequences_are_a_hazard(level: str, is_told: bool) -> None:
-    found = _later(rollout_is=level, rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
-    assert _corrected(found)["self_normalize"] is True
-    told = [finding.message for finding in found.findings if finding.level == "hazard" and finding.rule == "correction"]
-    assert [each for each in told if "mean over sequences; here it is the mean over trained tokens" in each] == told
-    assert bool(told) is is_told
+@pytest.mark.parametrize(("level", "is_reported"), [("token", False), ("sequence", True)])
+def test_normalized_weights_of_sequences_are_a_hazard(level: str, is_reported: bool) -> None:
+    result = _later(rollout_is=level, rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
+    assert _corrected(result)["self_normalize"] is True
+    reported = [finding.message for finding in result.findings if finding.level == "hazard" and finding.rule == "correction"]
+    assert [each for each in reported if "mean over sequences; here it is the mean over trained tokens" in each] == reported
+    assert bool(reported) is is_reported
 
 
-def test_a_level_that_is_not_here_is_left_out_and_said() -> None:
-    for found in (_first(threshold=2.0, level="geometric", veto_threshold="null"), _later(rollout_is="geometric")):
-        assert _corrected(found) == {}
-        assert "correction" in rules_found(found, "hazard")
+def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
+    for result in (_first(threshold=2.0, level="geometric", veto_threshold="null"), _later(rollout_is="geometric")):
+        assert _corrected(result) == {}
+        assert "correction" in rules_found(result, "hazard")
 
 
 @pytest.mark.parametrize(
-    ("asked", "corrected"),
+    ("requested", "corrected"),
     [
         (
             {"rollout_is": "token", "rollout_is_threshold": 3.0, "rollout_is_batch_normalize": True},
@@ -122,29 +122,29 @@ def test_a_level_that_is_not_here_is_left_out_and_said() -> None:
         ({"bypass_mode": True, "rollout_is": "token"}, {"level": "none", "proximal": "rollout"}),
     ],
 )
-def test_later_releases_named_weights_and_rejection_apart(asked: dict[str, object], corrected: dict[str, Plain]) -> None:
-    assert _corrected(_later(**asked)) == corrected
+def test_later_releases_named_weights_and_rejection_apart(requested: dict[str, object], corrected: dict[str, Plain]) -> None:
+    assert _corrected(_later(**requested)) == corrected
 
 
 def test_weights_of_one_level_go_with_rejection_by_another() -> None:
-    found = _later(rollout_is="token", rollout_rs="sequence", rollout_rs_threshold=2.0)
+    result = _later(rollout_is="token", rollout_rs="sequence", rollout_rs_threshold=2.0)
     bounds = {"reject.ratio_sum.low": 0.5, "reject.ratio_sum.high": 2.0}
-    assert _corrected(found) == {"level": "token", "truncate_at": 2.0, **bounds}
+    assert _corrected(result) == {"level": "token", "truncate_at": 2.0, **bounds}
 
 
-def test_an_unknown_rule_is_left_out_and_said() -> None:
-    found = _later(rollout_rs="'token_k1,seq_median_k2'", rollout_rs_threshold=2.0)
-    assert set(_corrected(found)) == {"level", "reject.ratio_token.low", "reject.ratio_token.high"}
-    assert any("seq_median_k2, for which" in finding.message for finding in found.findings)
+def test_an_unknown_rule_is_left_out_and_reported() -> None:
+    result = _later(rollout_rs="'token_k1,seq_median_k2'", rollout_rs_threshold=2.0)
+    assert set(_corrected(result)) == {"level", "reject.ratio_token.low", "reject.ratio_token.high"}
+    assert any("seq_median_k2, for which" in finding.message for finding in result.findings)
 
 
-def test_a_loss_on_the_samplers_own_log_probs_is_asked_about() -> None:
-    found = _later(bypass_mode=True, loss_type="reinforce")
-    assert found.outcome is Outcome.PERSON
-    assert "correction" in rules_found(found, "person")
+def test_a_loss_on_the_samplers_own_log_probs_is_a_question() -> None:
+    result = _later(bypass_mode=True, loss_type="reinforce")
+    assert result.outcome is Outcome.PERSON
+    assert "correction" in rules_found(result, "person")
 
 
-def test_completions_are_drawn_anew_by_their_rewards_as_they_were() -> None:
+def test_completions_are_drawn_again_by_their_rewards_as_they_were() -> None:
     block = "algorithm.pf_ppo"
     power = values(translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.weight_pow=3.0"))
     assert (power["algorithm.reweight.method"], power["algorithm.reweight.exponent"]) == ("power", 3.0)

@@ -25,7 +25,10 @@ from temper_trainer.loops import train
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
 HERE = ("actor.engine.device=cpu", "actor.engine.precision.compute=fp32", "run.num_threads=1", "rollout.dtype=fp32", "run.table_every=0")
-"""What this machine needs beside the translation: a CPU. Later files win, as a user's own settings would."""
+"""Overrides for a CPU in addition to the translation.
+
+Later files win, as a user's own settings would.
+"""
 HERE_SFT = HERE[:3]
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo": ("v0.7.0", ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.n=2")),
@@ -58,7 +61,7 @@ NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in KINDS if na
 
 @pytest.fixture(scope="module")
 def old_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, prompts in the old columns, and a reward file of the old signature."""
+    """Return a folder with a model, prompts in the old columns, and a reward file of the old signature."""
     folder = tmp_path_factory.mktemp("old")
     texts = ["user assistant add 1 2 3 4 5 6 7 8 9 0 and #### ?"]
     tokenizer = build_tokenizer(TokenizerConfig(kind="word_level"), model_path=None, texts=texts, directory=folder / "tokenizer")
@@ -123,7 +126,7 @@ def train_translated(overrides: list[str], *, version: str, entry: str, here: tu
     assert translation.outcome is not Outcome.PERSON, [f.message for f in translation.findings if f.level == "person"]
     (folder / "old.yaml").write_text(yaml_of(translation))
     loaded = load([*here, f"run.dir={folder / 'run'}"], config_dir=str(folder), config_name="old")
-    train(loaded.config, digest=loaded.digest, write_config=lambda place: write_resolved(loaded, place))
+    train(loaded.config, digest=loaded.digest, write_config=lambda position: write_resolved(loaded, position))
     return losses(folder / "run")
 
 

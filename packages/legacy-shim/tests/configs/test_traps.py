@@ -27,7 +27,7 @@ def test_trap_a_the_reward_carried_kl_before_v0_4_unless_the_loss_did() -> None:
     assert "ref" not in new
 
 
-def test_trap_a_is_said_where_nobody_names_the_release_and_the_keys_fit_both_kinds() -> None:
+def test_trap_a_is_reported_where_no_one_names_the_release_and_the_keys_fit_both_kinds() -> None:
     overrides = (*BASE, "algorithm.kl_ctrl.kl_coef=0.02")
     inferred = translate(overrides, entry="verl.trainer.main_ppo")
     (message,) = (finding.message for finding in inferred.findings if finding.rule == "release-unsure")
@@ -45,7 +45,7 @@ def test_releases_that_fit_and_mean_the_same_are_not_mentioned() -> None:
     assert "release-unsure" not in rules_found(translate([*BASE, *clip], entry="verl.trainer.main_ppo"), "hazard")
 
 
-def test_trap_b_clip_ratio_alone_is_not_read_since_v0_4() -> None:
+def test_trap_b_clip_ratio_only_is_not_read_since_v0_4() -> None:
     old = values(translated("v0.3.0.post1", "actor_rollout_ref.actor.clip_ratio=0.3"))
     assert (old["algorithm.policy_loss.clip_low"], old["algorithm.policy_loss.clip_high"]) == (0.3, 0.3)
     new = translated("v0.5.0", "actor_rollout_ref.actor.clip_ratio=0.3")
@@ -70,28 +70,28 @@ def test_trap_d_the_critics_mini_batch_counted_completions_before_v0_4() -> None
 def test_trap_e_alpha_is_that_of_the_family_that_the_engine_read(version: str, tree: str, flat: bool, alpha: float) -> None:
     key = "actor_rollout_ref.model.lora_rank=8" if flat else "actor_rollout_ref.model.lora.rank=8"
     name = "ppo_megatron_trainer" if tree == "megatron" else None
-    found = values(translated(version, key, config_name=name))
-    assert (found["actor.engine.lora.rank"], found["actor.engine.lora.alpha"]) == (8, alpha)
+    result = values(translated(version, key, config_name=name))
+    assert (result["actor.engine.lora.rank"], result["actor.engine.lora.alpha"]) == (8, alpha)
 
 
 def test_trap_e_the_other_family_was_silently_without_an_adapter() -> None:
-    found = translated("v0.8.0", "actor_rollout_ref.model.lora.rank=8")
-    assert "lora-family" in rules_found(found, "person")
-    assert "actor.engine.lora.rank" not in values(found)
+    result = translated("v0.8.0", "actor_rollout_ref.model.lora.rank=8")
+    assert "lora-family" in rules_found(result, "person")
+    assert "actor.engine.lora.rank" not in values(result)
 
 
 def test_trap_f_dead_keys_are_honoured() -> None:
-    found = translated("v0.8.0", "actor_rollout_ref.actor.grad_clip=0.3")
-    assert values(found)["actor.engine.optimizer.clip_grad_norm"] == 0.3
-    assert "grad-clip" in rules_found(found, "hazard")
+    result = translated("v0.8.0", "actor_rollout_ref.actor.grad_clip=0.3")
+    assert values(result)["actor.engine.optimizer.clip_grad_norm"] == 0.3
+    assert "grad-clip" in rules_found(result, "hazard")
     gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "critic.ulysses_sequence_parallel_size=2")
     assert values(translated("v0.8.0", *gae))["critic.engine.sequence_parallel"] == 2
 
 
 def test_trap_g_the_trainer_of_v0_9_needs_no_key_of_its_own() -> None:
-    found = translated("v0.9.0", "trainer.use_v1=False")
-    assert found.tokens[-1].disposition == "dropped"
-    assert "#6823" in found.tokens[-1].prs
+    result = translated("v0.9.0", "trainer.use_v1=False")
+    assert result.tokens[-1].disposition == "dropped"
+    assert "#6823" in result.tokens[-1].prs
 
 
 def test_trap_h_the_number_of_completions_is_one_key_before_and_after_v0_5() -> None:
@@ -111,62 +111,62 @@ def test_trap_i_the_two_generations_of_fine_tuning_have_their_own_defaults_writt
     assert second["batching.max_tokens"] == 8192  # a budget of tokens
 
 
-def test_trap_j_reward_workers_are_ours_to_choose() -> None:
-    found = translated("v0.7.0", "reward_model.num_workers=4")
-    assert (found.tokens[-1].disposition, found.tokens[-1].rule) == ("dropped", "reward-workers")
+def test_trap_j_reward_workers_are_the_shims_to_choose() -> None:
+    result = translated("v0.7.0", "reward_model.num_workers=4")
+    assert (result.tokens[-1].disposition, result.tokens[-1].rule) == ("dropped", "reward-workers")
 
 
-def test_trap_k_one_engine_always_packs_whatever_the_two_keys_said() -> None:
+def test_trap_k_one_engine_always_packs_whatever_the_two_keys_reported() -> None:
     keys = ("actor_rollout_ref.model.use_remove_padding=False", "actor_rollout_ref.actor.megatron.use_remove_padding=True")
-    found = translated("v0.7.0", *keys, config_name="ppo_megatron_trainer")
-    assert {report.rule for report in found.tokens[-2:]} == {"remove-padding"}
+    result = translated("v0.7.0", *keys, config_name="ppo_megatron_trainer")
+    assert {report.rule for report in result.tokens[-2:]} == {"remove-padding"}
 
 
 @pytest.mark.parametrize(("version", "strategy"), [("v0.4.0", "fsdp1"), ("v0.4.1", "fsdp2"), ("v0.5.0", "fsdp1")])
-def test_trap_l_the_critic_followed_the_actor_in_v0_4_1_alone(version: str, strategy: str) -> None:
+def test_trap_l_the_critic_followed_the_actor_in_v0_4_1_only(version: str, strategy: str) -> None:
     gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "actor_rollout_ref.actor.strategy=fsdp2")
     assert values(translated(version, *gae))["critic.engine.strategy"] == strategy
 
 
 def test_trap_m_an_unknown_added_key_was_ignored_and_is_reported() -> None:
-    found = translated("v0.6.1", "+actor_rollout_ref.model.enable_activation_offloading=True")
-    assert found.tokens[-1].disposition == "ignored"
+    result = translated("v0.6.1", "+actor_rollout_ref.model.enable_activation_offloading=True")
+    assert result.tokens[-1].disposition == "ignored"
     stranger = translated("v0.6.1", "+actor_rollout_ref.actor.my_bonus=0.1")
     assert stranger.tokens[-1].disposition == "unmapped"
 
 
 def test_one_update_a_step_never_clips_so_nothing_is_written() -> None:
-    found = translated("v0.5.0", "actor_rollout_ref.actor.ppo_mini_batch_size=64", "actor_rollout_ref.actor.clip_ratio_high=0.28")
-    assert not NO_CLIP & values(found).keys()
-    assert found.tokens[-1].disposition == "dropped"
-    assert "always 1" in found.tokens[-1].reason
+    result = translated("v0.5.0", "actor_rollout_ref.actor.ppo_mini_batch_size=64", "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    assert not NO_CLIP & values(result).keys()
+    assert result.tokens[-1].disposition == "dropped"
+    assert "always 1" in result.tokens[-1].reason
 
 
-def test_every_default_that_ours_differs_from_is_pinned_with_its_release() -> None:
-    found = translated("v0.3.0.post1")
-    assert {"algorithm.entropy_coef", "rollout.vllm.enforce_eager", "rollout.max_concurrent"} <= pinned(found)
-    comment = next(setting.comment for setting in found.settings if setting.key == "algorithm.entropy_coef")
+def test_every_default_that_the_shims_differs_from_is_pinned_with_its_release() -> None:
+    result = translated("v0.3.0.post1")
+    assert {"algorithm.entropy_coef", "rollout.vllm.enforce_eager", "rollout.max_concurrent"} <= pinned(result)
+    comment = next(setting.comment for setting in result.settings if setting.key == "algorithm.entropy_coef")
     assert comment == "default of v0.3.0.post1: actor_rollout_ref.actor.entropy_coeff [entropy]"
 
 
 @pytest.mark.parametrize(
-    ("version", "said", "meaning"),
+    ("version", "given", "meaning"),
     [
         ("v0.5.0", None, "critic's and the reward model's worker alone"),
         ("v0.7.0", None, "old workers for all roles"),
         ("v0.7.1", "enable", "old workers for all roles"),
     ],
 )
-def test_the_worker_switch_is_recorded_for_what_it_meant(version: str, said: str | None, meaning: str) -> None:
-    found = translated(version, *([f"trainer.use_legacy_worker_impl={said}"] if said else []))
-    assert meaning in next(finding.message for finding in found.findings if finding.rule == "worker-switch")
+def test_the_worker_switch_is_recorded_for_what_it_meant(version: str, given: str | None, meaning: str) -> None:
+    result = translated(version, *([f"trainer.use_legacy_worker_impl={given}"] if given else []))
+    assert meaning in next(finding.message for finding in result.findings if finding.rule == "worker-switch")
 
 
 def test_the_old_workers_are_pinned_on_request_and_their_numerics_counted_otherwise() -> None:
     assert values(translated("v0.6.1", numerics="legacy"))["use_legacy_worker_impl"] == "enable"
-    found = translated("v0.6.1")
-    assert "use_legacy_worker_impl" not in values(found)
-    message = next(finding.message for finding in found.findings if finding.rule == "micro-batch-normalisation")
+    result = translated("v0.6.1")
+    assert "use_legacy_worker_impl" not in values(result)
+    message = next(finding.message for finding in result.findings if finding.rule == "micro-batch-normalisation")
     # 16 prompts x 4 completions on 8 ranks are 8 on each: 4 micro-batches of 2, 32 parts in all.
     assert "over 64 completions" in message
     assert "4 micro-batches of 2 completions on each of 8 ranks, 32 parts in all" in message
@@ -184,17 +184,17 @@ def test_the_old_workers_are_pinned_on_request_and_their_numerics_counted_otherw
 )
 def test_losses_in_the_log_are_compared_by_the_releases_own_way(version: str, config_name: str | None, sentence: str) -> None:
     # 16 prompts x 4 completions on 8 ranks, 2 at a time: 4 micro-batches of an update, and 64 prompts are 4 updates.
-    found = translated(version, config_name=config_name)
-    message = next(finding.message for finding in found.findings if finding.rule == "summed-metrics")
+    result = translated(version, config_name=config_name)
+    message = next(finding.message for finding in result.findings if finding.rule == "summed-metrics")
     assert sentence in message
     assert "by release" not in message
 
 
-def test_the_divisor_is_the_one_that_held() -> None:
-    said = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
+def test_the_divisor_is_the_one_that_applied() -> None:
+    given = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
 
     def message(version: str, *more: str) -> str:
-        return next(finding.message for finding in translated(version, said, *more).findings if finding.rule == "divisors")
+        return next(finding.message for finding in translated(version, given, *more).findings if finding.rule == "divisors")
 
     assert "which v0.6.1 padded to data.max_response_length, 512" in message("v0.6.1")
     assert "which v0.7.0 padded to data.max_response_length, 512" in message("v0.7.0")
@@ -208,9 +208,9 @@ def test_an_image_model_is_never_accepted() -> None:
         ["--config-name=deepeyes_multiturn_grpo"],
     )
     for overrides in images:
-        found = translated("v0.7.0", *overrides, base=BASE)
-        assert found.settings == ()
-        assert "images" in rules_found(found, "person")
+        result = translated("v0.7.0", *overrides, base=BASE)
+        assert result.settings == ()
+        assert "images" in rules_found(result, "person")
 
 
 SEE_OR_HEAR = (
@@ -257,8 +257,8 @@ READ_ONLY = (
 
 @pytest.mark.parametrize("model", [*SEE_OR_HEAR, *READ_ONLY])
 def test_models_of_images_are_known_by_their_names_and_text_models_are_not_taken_for_them(model: str) -> None:
-    found = translated("v0.7.0", f"actor_rollout_ref.model.path={model}", base=BASE)
-    assert ("images" in rules_found(found, "person")) is (model in SEE_OR_HEAR)
+    result = translated("v0.7.0", f"actor_rollout_ref.model.path={model}", base=BASE)
+    assert ("images" in rules_found(result, "person")) is (model in SEE_OR_HEAR)
 
 
 @pytest.mark.parametrize(
@@ -278,15 +278,16 @@ def test_models_of_images_are_known_by_their_names_and_text_models_are_not_taken
 )
 def test_the_config_json_of_a_local_folder_says_whether_its_model_sees(tmp_path: Path, fields: dict[str, object], part: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    found = translated("v0.8.0", f"actor_rollout_ref.model.path={tmp_path}", base=BASE)
+    result = translated("v0.8.0", f"actor_rollout_ref.model.path={tmp_path}", base=BASE)
     assert [
-        finding.message for finding in found.findings if finding.rule == "images" and f"config.json says {part})" in finding.message
+        finding.message for finding in result.findings if finding.rule == "images" and f"config.json says {part})" in finding.message
     ] or not part
-    assert (found.settings == ()) is bool(part)
+    assert (result.settings == ()) is bool(part)
 
 
 def test_the_trainer_reads_a_config_json_as_the_translation_does() -> None:
-    """Each package is installed without the other, so each has the rule; the two must not drift apart."""
+    # Each package is installed without the other, so each has the rule; the two must not drift
+    # apart.
     trainer = pytest.importorskip("temper_trainer.config_loading.model_folders", reason="needs temper-trainer")
     trainer_names = {
         "_PARTS": "_MULTIMODAL_KEY_PATTERN",
@@ -321,29 +322,29 @@ def test_a_config_json_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_only_a_run_of_images_writes(setting: str, sees: bool) -> None:
-    found = translated("v0.9.0", setting, base=BASE)
-    assert ("images" in rules_found(found, "person")) is sees
+    result = translated("v0.9.0", setting, base=BASE)
+    assert ("images" in rules_found(result, "person")) is sees
 
 
 def test_a_field_that_makes_another_model_is_a_persons_to_write() -> None:
     key = "actor_rollout_ref.model.override_config"
-    found = translated("v0.7.0", f"+{key}.num_hidden_layers=4", base=BASE)
-    assert "override-config" in rules_found(found, "person")
-    assert any("num_hidden_layers=4 changes the model itself" in finding.message for finding in found.findings)
+    result = translated("v0.7.0", f"+{key}.num_hidden_layers=4", base=BASE)
+    assert "override-config" in rules_found(result, "person")
+    assert any("num_hidden_layers=4 changes the model itself" in finding.message for finding in result.findings)
     harmless = (f"+{key}.attention_dropout=0.", f"+{key}.max_position_embeddings=32768", f"+{key}.attn_implementation=eager")
     assert "override-config" not in rules_found(translated("v0.7.0", *harmless, base=BASE), "person")
 
 
-def test_what_a_user_set_and_nothing_carries_on_is_said() -> None:
-    found = translated("v0.7.0", "actor_rollout_ref.actor.shuffle=True", base=BASE)
-    assert "minibatch-shuffle" in rules_found(found, "hazard")
+def test_what_a_user_set_and_nothing_carries_on_is_reported() -> None:
+    result = translated("v0.7.0", "actor_rollout_ref.actor.shuffle=True", base=BASE)
+    assert "minibatch-shuffle" in rules_found(result, "hazard")
     assert "minibatch-shuffle" not in rules_found(translated("v0.7.0", "actor_rollout_ref.actor.shuffle=False", base=BASE), "hazard")
 
 
 def test_a_strategy_that_is_not_its_trees_is_no_guess() -> None:
-    said = "actor_rollout_ref.actor.strategy=megatron"
-    assert "strategy" in rules_found(translated("v0.7.0", said), "person")
-    named = translated("v0.7.0", said, config_name="ppo_megatron_trainer")
+    given = "actor_rollout_ref.actor.strategy=megatron"
+    assert "strategy" in rules_found(translated("v0.7.0", given), "person")
+    named = translated("v0.7.0", given, config_name="ppo_megatron_trainer")
     assert "strategy" not in rules_found(named, "person")
     assert next(item.comment for item in named.settings if item.key == "model_engine") == "actor_rollout_ref.actor.strategy [model-engine]"
 
@@ -354,12 +355,12 @@ TURNS = "actor_rollout_ref.rollout.multi_turn"
 def test_tools_become_an_environment_that_calls_them() -> None:
     old = (f"{TURNS}.enable=True", f"{TURNS}.tool_config_path=tools.yaml", f"{TURNS}.max_assistant_turns=5", f"{TURNS}.max_user_turns=2")
     translation = translated("v0.7.0", *old, "data.max_response_length=512")
-    found = values(translation)
-    assert found["environment.name"] == "temper_legacy_shim.old_tools:HermesTools"
-    assert (found["data.tools_path"], found["environment.arguments.path"]) == ("tools.yaml", "tools.yaml")
+    result = values(translation)
+    assert result["environment.name"] == "temper_legacy_shim.old_tools:HermesTools"
+    assert (result["data.tools_path"], result["environment.arguments.path"]) == ("tools.yaml", "tools.yaml")
     # Two answers leave room for a third completion, and all of a rollout had to fit into one response.
-    assert (found["environment.max_turns"], found["environment.max_tokens"]) == (3, 512)
-    assert (found["environment.arguments.max_characters"], found["environment.arguments.cut"]) == (256, "middle")
+    assert (result["environment.max_turns"], result["environment.max_tokens"]) == (3, 512)
+    assert (result["environment.arguments.max_characters"], result["environment.arguments.cut"]) == (256, "middle")
     assert "multi-turn" in rules_found(translation, "hazard")
     assert translation.outcome is Outcome.PINNED
     assert {token.disposition for token in translation.tokens if token.key.startswith(TURNS)} <= {"mapped", "dropped"}
@@ -375,7 +376,7 @@ def test_turns_that_nothing_answers_are_one_completion() -> None:
 @pytest.mark.parametrize(
     "old", [(f"{TURNS}.interaction_config_path=i.yaml",), (f"{TURNS}.tool_config_path=t.yaml", f"{TURNS}.format=gpt-oss")]
 )
-def test_an_interaction_or_another_form_of_calls_is_asked_about(old: tuple[str, ...]) -> None:
+def test_an_interaction_or_another_form_of_calls_is_a_question(old: tuple[str, ...]) -> None:
     translation = translated("v0.7.0", *old)
     assert "multi-turn" in rules_found(translation, "person")
     assert not any(key.startswith("environment") for key in values(translation))
@@ -383,22 +384,22 @@ def test_an_interaction_or_another_form_of_calls_is_asked_about(old: tuple[str, 
 
 def test_a_reward_model_scores_as_it_did() -> None:
     served = translated("v0.7.1", "reward.reward_model.enable=True", "reward.reward_model.model_path=/models/rm")
-    found = values(served)
-    assert found["reward.function"] == "temper_legacy_shim.old_reward_models:by_model"
-    assert (found["reward.arguments.path"], found["reward.arguments.messages_key"]) == ("/models/rm", "prompt")
-    assert found["data.train.extra_keys"] == ["data_source", "extra_info", "prompt"]
+    result = values(served)
+    assert result["reward.function"] == "temper_legacy_shim.old_reward_models:by_model"
+    assert (result["reward.arguments.path"], result["reward.arguments.messages_key"]) == ("/models/rm", "prompt")
+    assert result["data.train.extra_keys"] == ["data_source", "extra_info", "prompt"]
     assert "reward-model" in rules_found(served, "hazard")
     assert served.outcome is Outcome.PINNED
 
 
 def test_an_old_reward_worker_without_an_input_tokenizer_saw_the_policys_own_text() -> None:
     old = ("reward_model.enable=True", "reward_model.model.path=/models/rm", "reward_model.model.input_tokenizer=null")
-    found = values(translated("v0.4.1", *old))
-    assert found["reward.arguments.messages_key"] is None
-    assert found["data.train.extra_keys"] == ["data_source", "extra_info"]
+    result = values(translated("v0.4.1", *old))
+    assert result["reward.arguments.messages_key"] is None
+    assert result["data.train.extra_keys"] == ["data_source", "extra_info"]
 
 
-def test_a_reward_model_that_a_function_asks_is_asked_about() -> None:
+def test_a_reward_model_that_a_function_asks_is_a_question() -> None:
     old = ("reward_model.enable=True", "reward_model.model.path=/models/rm", "custom_reward_function.path=mine.py")
     translation = translated("v0.7.0", *old)
     assert "reward-model" in rules_found(translation, "person")
@@ -407,15 +408,15 @@ def test_a_reward_model_that_a_function_asks_is_asked_about() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
 def test_a_group_of_one_kept_its_bare_reward_and_keeps_it(name: str) -> None:
-    found = translated("v0.7.0", f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=1")
-    assert values(found)["algorithm.advantage.name"] == "temper_legacy_shim.old_algorithms:bare_reward"
-    assert values(found)["algorithm.group_size"] == 1
-    assert "advantage" in rules_found(found, "hazard")
+    result = translated("v0.7.0", f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=1")
+    assert values(result)["algorithm.advantage.name"] == "temper_legacy_shim.old_algorithms:bare_reward"
+    assert values(result)["algorithm.group_size"] == 1
+    assert "advantage" in rules_found(result, "hazard")
 
 
-def test_an_estimator_that_did_something_else_with_a_group_of_one_is_asked_about() -> None:
-    found = translated("v0.7.0", "algorithm.adv_estimator=reinforce_plus_plus_baseline", "actor_rollout_ref.rollout.n=1")
-    assert "advantage" in rules_found(found, "person")
+def test_an_estimator_that_did_something_else_with_a_group_of_one_is_a_question() -> None:
+    result = translated("v0.7.0", "algorithm.adv_estimator=reinforce_plus_plus_baseline", "actor_rollout_ref.rollout.n=1")
+    assert "advantage" in rules_found(result, "person")
 
 
 def test_losses_that_the_trainer_has_no_name_for_are_the_old_ones_by_import_path() -> None:
@@ -424,15 +425,15 @@ def test_losses_that_the_trainer_has_no_name_for_are_the_old_ones_by_import_path
     assert plain["algorithm.policy_loss.name"] == "temper_legacy_shim.old_algorithms:PlainGradient"
     assert not NO_CLIP & plain.keys()
     bounds = ("actor_rollout_ref.actor.clip_ratio_low=0.15", "actor_rollout_ref.actor.clip_ratio_c=50.0")
-    held = translated("v0.7.1", f"{mode}=dppo_tv", *bounds)
+    kept = translated("v0.7.1", f"{mode}=dppo_tv", *bounds)
     block = "algorithm.policy_loss.arguments"
-    found = values(held)
-    assert (found[f"{block}.distance"], found[f"{block}.low"], found[f"{block}.max_ratio"]) == ("tv", 0.15, 50.0)
-    assert found[f"{block}.high"] == 0.2
-    assert not NO_CLIP & found.keys()
-    assert held.outcome is Outcome.PINNED
+    result = values(kept)
+    assert (result[f"{block}.distance"], result[f"{block}.low"], result[f"{block}.max_ratio"]) == ("tv", 0.15, 50.0)
+    assert result[f"{block}.high"] == 0.2
+    assert not NO_CLIP & result.keys()
+    assert kept.outcome is Outcome.PINNED
 
 
-def test_greedy_training_is_asked_about_however_it_was_said() -> None:
-    for said in ("do_sample=False", "temperature=0"):
-        assert "greedy" in rules_found(translated("v0.7.0", f"actor_rollout_ref.rollout.{said}"), "person")
+def test_greedy_training_is_a_question_however_it_was_reported() -> None:
+    for given in ("do_sample=False", "temperature=0"):
+        assert "greedy" in rules_found(translated("v0.7.0", f"actor_rollout_ref.rollout.{given}"), "person")

@@ -100,12 +100,12 @@ def test_concat_undoes_chunk_and_collects_metrics_by_rank() -> None:
     parts = batch(4).chunk(2)
     for rank, part in enumerate(parts):
         part.meta_info = {"t": 0.7, "metrics": {"loss": [rank, rank], "lr": 0.1}}
-    whole = DataProto.concat(parts)
-    assert whole.batch is not None
+    complete = DataProto.concat(parts)
+    assert complete.batch is not None
     assert batch().batch is not None
-    assert torch.equal(whole.batch.column("ids"), batch().batch["ids"])  # type: ignore[index]
-    assert uids(whole) == ["u0", "u1", "u2", "u3"]
-    assert whole.meta_info == {"t": 0.7, "metrics": {"loss": [[0, 0], [1, 1]], "lr": [0.1, 0.1]}}
+    assert torch.equal(complete.batch.column("ids"), batch().batch["ids"])  # type: ignore[index]
+    assert uids(complete) == ["u0", "u1", "u2", "u3"]
+    assert complete.meta_info == {"t": 0.7, "metrics": {"loss": [[0, 0], [1, 1]], "lr": [0.1, 0.1]}}
 
 
 def test_concat_refuses_settings_that_differ_and_metrics_that_only_a_later_rank_has() -> None:
@@ -131,7 +131,7 @@ def test_padding_to_a_divisor_repeats_rows_from_the_front_and_comes_off_again(ro
     assert uids(unpad_dataproto(padded, count)) == uids(batch(rows))
 
 
-def test_padding_in_place_repeats_an_edge_row() -> None:
+def test_padding_in_position_repeats_an_edge_row() -> None:
     data = batch(2)
     data.padding(2, "first")
     assert uids(data) == ["u0", "u1", "u0", "u0"]

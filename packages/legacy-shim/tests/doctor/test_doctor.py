@@ -55,8 +55,8 @@ def test_the_plan_is_carried_out_into_a_new_folder_and_the_old_one_stays(project
 
 
 def test_a_release_that_is_given_counts_for_every_configuration_and_script(project: Path) -> None:
-    told = ["doctor", str(project), "--json", "--from-version", "v0.4.0"]
-    steps = json.loads(CliRunner().invoke(app, told, catch_exceptions=False).stdout)["steps"]
+    reported = ["doctor", str(project), "--json", "--from-version", "v0.4.0"]
+    steps = json.loads(CliRunner().invoke(app, reported, catch_exceptions=False).stdout)["steps"]
     assert "v0.4.0" in steps[0]["what"]
     assert [step["command"].endswith("--from-version v0.4.0") for step in steps] == [True, True, False]
 
@@ -69,7 +69,7 @@ def _with_checkpoint(project: Path, *marks: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("marks", "release", "said"),
+    ("marks", "release", "given"),
     [
         (("config.json",), "v0.4.0", "(as its checkpoint, of 0.4.0)"),
         (("huggingface/config.json",), "v0.3.0", "(as its checkpoint, of 0.2 to 0.3.0)"),
@@ -77,12 +77,12 @@ def _with_checkpoint(project: Path, *marks: str) -> None:
     ],
 )
 def test_script_is_read_as_of_the_release_of_the_checkpoint_next_to_it(
-    project: Path, tmp_path: Path, marks: tuple[str, ...], release: str, said: str
+    project: Path, tmp_path: Path, marks: tuple[str, ...], release: str, given: str
 ) -> None:
     _with_checkpoint(project, *marks)
     (step,) = (each for each in examine(project) if each.kind is Kind.SCRIPT)
     assert f"of {release}" in step.what
-    assert step.what.endswith(said)
+    assert step.what.endswith(given)
     assert (step.version or "v0.9").startswith(release)
     assert step.command.endswith(f"--from-version {step.version}") is (step.version is not None)
     carry_out(step, project, tmp_path / "new")
@@ -150,7 +150,7 @@ def test_a_checkpoint_is_planned_and_converted(samples: Path, tmp_path: Path) ->
     assert (out / "checkpoints/config.json").is_file()
 
 
-def test_a_plan_in_a_pipe_has_every_path_whole(tmp_path: Path) -> None:
+def test_a_plan_in_a_pipe_has_every_path_full(tmp_path: Path) -> None:
     folder = tmp_path / "-".join(["nested"] * 12) / "-".join(["deeper"] * 12)
     folder.mkdir(parents=True)
     (folder / "run.sh").write_text(RUN)

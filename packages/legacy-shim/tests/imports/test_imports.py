@@ -15,7 +15,7 @@ from temper_legacy_shim.cli import app
 from temper_legacy_shim.imports.codemod import NotPythonError, change_imports
 from temper_legacy_shim.imports.successors import rows
 
-OURS = "from temper_trainer.runtime.worker_group import TrainingWorker\n"
+TEMPER_NAMES = "from temper_trainer.runtime.worker_group import TrainingWorker\n"
 
 
 def _change(text: str, *, keeps_legacy: bool = False) -> str:
@@ -24,7 +24,7 @@ def _change(text: str, *, keeps_legacy: bool = False) -> str:
 
 def test_an_imported_class_and_its_uses_get_the_new_name() -> None:
     text = "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\nworker = ActorRolloutRefWorker(config)  # mine\n"
-    assert _change(text) == OURS + "\nworker = TrainingWorker(config)  # mine\n"
+    assert _change(text) == TEMPER_NAMES + "\nworker = TrainingWorker(config)  # mine\n"
 
 
 def test_keep_legacy_takes_the_deprecated_class_and_leaves_its_uses() -> None:
@@ -48,7 +48,7 @@ def test_names_without_a_successor_stay_and_are_reported_with_their_line() -> No
     assert (left.line, left.old) == (2, "verl.protocol.DataProtoFuture")
 
 
-def test_a_module_imported_whole_is_replaced_with_what_was_used_of_it() -> None:
+def test_a_module_imported_full_is_replaced_with_what_was_used_of_it() -> None:
     text = "import verl.workers.fsdp_workers as fw\nimport os, sys\n\n\ndef f():\n    return fw.CriticWorker(fw)\n"
     changed = change_imports(text.encode(), keeps_legacy=True)
     assert b"CriticWorker(fw)" in changed.content
@@ -83,7 +83,7 @@ def test_a_new_name_that_is_taken_is_imported_under_the_old_one() -> None:
     assert "class TrainingWorker(ActorRolloutRefWorker):" in changed
 
 
-def test_imports_inside_blocks_and_on_shared_lines_keep_their_place() -> None:
+def test_imports_inside_blocks_and_on_shared_lines_keep_their_position() -> None:
     text = "try:\n    import os; from verl import DataProto  # late\nexcept ImportError:\n    DataProto = None\n"
     changed = _change(text, keeps_legacy=True)
     assert ast.parse(changed)
@@ -247,5 +247,5 @@ def test_a_copy_of_the_old_package_is_named_and_left(tmp_path: Path) -> None:
     assert [Path(each["path"]).name for each in report["files"]] == ["mine.py"]
     assert report["copies"] == [str(copy)]
     assert done.exit_code == 20
-    asked = CliRunner().invoke(app, ["imports", str(copy), "--keep-legacy", "--json"], catch_exceptions=False)
-    assert [Path(each["path"]).name for each in json.loads(asked.stdout)["files"]] == ["tools.py"]
+    requested = CliRunner().invoke(app, ["imports", str(copy), "--keep-legacy", "--json"], catch_exceptions=False)
+    assert [Path(each["path"]).name for each in json.loads(requested.stdout)["files"]] == ["tools.py"]

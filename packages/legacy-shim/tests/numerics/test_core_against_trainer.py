@@ -39,7 +39,10 @@ def column(name: object) -> Tensor:
 
 
 def samples_of(mask: Tensor, *, uid: str | None = None, **columns: Tensor) -> SequenceBatch:
-    """Rows of the traces as sequences: one token of prompt, and the response's whole padded width."""
+    """Return the rows of the traces as sequences.
+
+    One token of prompt, and the response's whole padded width.
+    """
     rows = range(len(mask))
     names = json_of(GOLDEN / "inputs" / "core_inputs_nontensor.json")["uid"][uid] if uid else list(rows)  # type: ignore[index]
     return from_sequences(
@@ -64,7 +67,7 @@ def old(group: str, name: str) -> Tensor:
 
 
 def unbiased(values: Tensor, mask: Tensor) -> Tensor:
-    """Whitened by a deviation over n, as by one over n - 1, which is the old one."""
+    """Return the whitened by a deviation over n, as by one over n - 1, which is the old one."""
     count = float(mask.sum())
     return values * math.sqrt((count - 1) / count)
 
@@ -85,20 +88,20 @@ def test_group_estimators_agree_but_for_groups_of_one(group: str, call: str) -> 
         name = "dr_grpo"
     samples = samples_of(mask, uid=case["index"])
     config = AlgorithmConfig(advantage=list_variants(AdvantageEstimator)[name](), group_size=2)
-    found = grid(estimate_advantages(config, samples=samples, rewards=scores).advantages)
+    result = grid(estimate_advantages(config, samples=samples, rewards=scores).advantages)
     expected = old(group, f"{call}.advantages") * mask
     sizes = torch.bincount(samples.group_ids)[samples.group_ids]
     if name == "reinforce_plus_plus_baseline":
         if bool((sizes == 1).any()):
             # The old estimator leaves the score of a lone completion as it is, and that moves the mean and deviation of all.
-            assert not torch.allclose(found[sizes > 1], expected[sizes > 1], atol=1e-3)
+            assert not torch.allclose(result[sizes > 1], expected[sizes > 1], atol=1e-3)
             return
-        found = unbiased(found, mask)
+        result = unbiased(result, mask)
     compared = torch.ones_like(sizes, dtype=torch.bool) if group == "adv_rloo_vectorized" else sizes > 1
-    assert_close(found[compared], expected[compared], tolerance=3e-5)
+    assert_close(result[compared], expected[compared], tolerance=3e-5)
     if not bool(compared.all()):
         # A group of one has nothing to be compared with: 0 here, the bare score there.
-        assert bool((found[~compared] == 0).all())
+        assert bool((result[~compared] == 0).all())
         assert_close(expected[~compared].sum(1) / mask[~compared].sum(1), scores[~compared], tolerance=1e-4)
 
 
@@ -119,7 +122,7 @@ def test_gae_agrees_but_for_the_deviation_that_whitens(call: str) -> None:
 def test_reinforce_plus_plus_agrees_but_for_the_deviation_and_in_the_older_release_for_holes(call: str, version: str) -> None:
     case, mask = case_of("adv_reinforce_plus_plus", call)
     samples = samples_of(mask, rewards=column(case["token_level_rewards"]) * mask)
-    found = (
+    result = (
         unbiased(
             grid(compute_reinforce_plus_plus_advantages(samples.columns["rewards"], samples=samples, gamma=case["config"]["gamma"])), mask
         )
@@ -127,24 +130,24 @@ def test_reinforce_plus_plus_agrees_but_for_the_deviation_and_in_the_older_relea
     )
     expected = tensors_of(GOLDEN / f"core_{version}" / "adv_reinforce_plus_plus" / "outputs.safetensors")[f"{call}.advantages"] * mask
     if "holes" in call and version == "v0.7.1":
-        assert not torch.allclose(found, expected, atol=1e-3)  # a reward did not reach the tokens before a hole
+        assert not torch.allclose(result, expected, atol=1e-3)  # a reward did not reach the tokens before a hole
     elif "holes" in call and "dense" in call:
         pass  # rewards that lie on untrained tokens: the old code adds them, Temper has none there
     else:
-        assert_close(found, expected, tolerance=3e-5)
+        assert_close(result, expected, tolerance=3e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mask_name", ["response_mask", "response_mask_holes", "response_mask_emptyrow"])
-def test_aggregation_over_a_whole_mini_batch_agrees(mode: str, mask_name: str) -> None:
+def test_aggregation_over_a_full_mini_batch_agrees(mode: str, mask_name: str) -> None:
     samples = samples_of(column(mask_name), loss=column("advantages") * column("old_log_prob"))
     terms = LossTerms(loss=samples.columns["loss"])
-    found = reduce_loss(terms, samples, denominators=count_denominators(samples), aggregation=MODES[mode])
-    assert_close(found, old("agg_loss", f"{mode}|{mask_name}|local.loss"))
+    result = reduce_loss(terms, samples, denominators=count_denominators(samples), aggregation=MODES[mode])
+    assert_close(result, old("agg_loss", f"{mode}|{mask_name}|local.loss"))
     if mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
-        # Given the whole mini-batch's counts, the old code multiplies by the ranks, whose mean it takes later; here ranks add up.
-        whole = Denominators(tokens=150, sequences=16, groups=16)
-        part = reduce_loss(terms, samples, denominators=whole, aggregation=MODES[mode])
+        # Given the full mini-batch's counts, the old code multiplies by the ranks, whose mean it takes later; here ranks add up.
+        full = Denominators(tokens=150, sequences=16, groups=16)
+        part = reduce_loss(terms, samples, denominators=full, aggregation=MODES[mode])
         assert_close(2 * part, old("agg_loss", f"{mode}|{mask_name}|global.loss"))
 
 
@@ -182,12 +185,12 @@ def test_the_value_loss_agrees(call: str) -> None:
 
 @pytest.mark.parametrize(("estimator", "name"), [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")])
 def test_kl_estimators_agree(estimator: str, name: str) -> None:
-    found = estimate_kl(column("log_prob"), ref_logprobs=column("ref_log_prob"), estimator=estimator)  # type: ignore[arg-type]
+    result = estimate_kl(column("log_prob"), ref_logprobs=column("ref_log_prob"), estimator=estimator)  # type: ignore[arg-type]
     expected = old("kl_penalty", f"{name}.kl")
     # Log-ratios beyond 20 are held here for every estimator, there for the third alone, which is also held to 10.
     is_moderate = (column("log_prob") - column("ref_log_prob")).abs() < 2
     assert int((~is_moderate).sum()) == 2
-    assert_close(found[is_moderate], expected[is_moderate], tolerance=1e-5)
+    assert_close(result[is_moderate], expected[is_moderate], tolerance=1e-5)
 
 
 @pytest.mark.parametrize("call", [c for c in core_calls("v0.7.1", "kl_controllers") if c.startswith("adaptive") and c != "adaptive_h0"])
@@ -195,9 +198,9 @@ def test_the_adaptive_kl_controller_agrees(call: str) -> None:
     case, _ = case_of("kl_controllers", call)
     given = case["kl_ctrl"]
     controller = KlController(coef=given["kl_coef"], target=given["target_kl"], horizon=given["horizon"])
-    found = [controller.coef]
+    result = [controller.coef]
     for kl in case["current_kl"]:
         controller = controller.adapt(kl=kl, num_samples=case["n_steps"])
-        found.append(controller.coef)
-    assert replace(controller).coef == pytest.approx(found[-1])
-    assert found == pytest.approx(json_of(CORE / "kl_controllers" / "metrics.json")[call]["value"])  # type: ignore[index]
+        result.append(controller.coef)
+    assert replace(controller).coef == pytest.approx(result[-1])
+    assert result == pytest.approx(json_of(CORE / "kl_controllers" / "metrics.json")[call]["value"])  # type: ignore[index]

@@ -152,8 +152,8 @@ def test_distances_from_the_sampler_are_the_old_ones(call: str) -> None:
     case = json_of(CORE / FROM_LOGPROBS / "case.json")["calls"][call]  # type: ignore[index]
     expected = json_of(CORE / FROM_LOGPROBS / "metrics.json")[call]
     assert isinstance(expected, dict)
-    found = mismatch(column(case["log_prob"]), rollout_logprobs=column(case["rollout_log_prob"]), mask=column(case["response_mask"]))
-    assert_numbers(found, expected)
+    result = mismatch(column(case["log_prob"]), rollout_logprobs=column(case["rollout_log_prob"]), mask=column(case["response_mask"]))
+    assert_numbers(result, expected)
 
 
 def test_every_group_of_traces_has_a_row_in_the_page() -> None:

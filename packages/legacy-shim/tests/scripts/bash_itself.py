@@ -1,4 +1,4 @@
-"""What bash itself would launch: a script run in an empty folder where every external command is a stub that records its arguments.
+"""Launches of bash itself: a script run in an empty folder where every external command is a stub that records its arguments.
 
 Nothing of the script's own commands runs: ``PATH`` holds a few filters and bash; the network is cut off, and root's rights are given up,
 where this machine allows it.
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 FILTERS = ("basename", "dirname", "tr", "cut", "seq", "sed", "expr", "head", "tail", "wc", "rev", "cat", "bash", "sh")
-NOBODY = "65534"
+NO_ONE = "65534"
 # Stubs that end pipes drain them, so that what writes to them is not killed; `srun bash -c ...` runs
 # that bash; folders and limits of this machine are no matter of the script.
 _STUBS = """
@@ -55,9 +55,9 @@ def _run(text: str, folder: Path, *, environment: dict[str, str], arguments: lis
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name in FILTERS:
-        found = shutil.which(name)
-        if found is not None and not (programs / name).exists():
-            (programs / name).symlink_to(os.path.realpath(found))
+        result = shutil.which(name)
+        if result is not None and not (programs / name).exists():
+            (programs / name).symlink_to(os.path.realpath(result))
     work, record = folder / "work", folder / "record"
     work.mkdir(exist_ok=True)
     record.write_bytes(b"")
@@ -84,9 +84,9 @@ def _run(text: str, folder: Path, *, environment: dict[str, str], arguments: lis
 
 @cache
 def _confined() -> tuple[str, ...]:
-    """What takes away the network and root's rights, where this machine has it."""
+    """Return a command that removes the network and root's rights if the machine has one."""
     prefix: tuple[str, ...] = ()
-    for each in (("unshare", "--net"), ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")):
+    for each in (("unshare", "--net"), ("setpriv", f"--reuid={NO_ONE}", f"--regid={NO_ONE}", "--clear-groups")):
         if shutil.which(each[0]) and subprocess.run([*prefix, *each, "true"], capture_output=True, check=False).returncode == 0:
             prefix = (*prefix, *each)
     return tuple(shutil.which(word) or word if word in ("unshare", "setpriv") else word for word in prefix)

@@ -26,7 +26,7 @@ class Comparison:
     was_stopped: bool
 
     def wrong_keys(self) -> list[str]:
-        """What differs in the number of launches, their entries, config names, and keys in order."""
+        """Return differences in the number of launches, entries, config names, and keys in order."""
         if len(self.read) != len(self.run):
             return [f"{len(self.read)} launches were read, {len(self.run)} ran"]
         out = []
@@ -37,7 +37,7 @@ class Comparison:
         return out
 
     def values(self) -> list[tuple[Text, str]]:
-        """Pairs of an argument as read and as run, where the keys are right."""
+        """Return the pairs of an argument as read and as run, where the keys are right."""
         return [
             (read.text, _shown(run.text))
             for one, other in zip(self.read, self.run, strict=True)
@@ -45,27 +45,31 @@ class Comparison:
         ]
 
     def wrong_values(self) -> list[str]:
-        """Arguments that differ; what is unknown to a reader may be anything."""
+        """Return the arguments that differ; what is unknown to a reader may be anything."""
         return [f"{_shown(read)!r} was read, {run!r} ran" for read, run in self.values() if not fits(read, run)]
 
 
 def surroundings(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
-    """The environment, the arguments, and both as settings of a reader.
+    """Return the environment, the arguments, and both as settings of a reader.
 
-    Variables that a script reads bare and never sets get a number each; so do the positional parameters that it asks for.
+    Variables that a script reads bare and never sets get a number each; so do the positional
+    parameters that it asks for.
     """
     first = read_script(text, settings=AMBIENT)
     bare = sorted(name for name, is_bare in first.free.items() if is_bare)
     environment = AMBIENT | {name: str(number) for number, name in enumerate(bare, 11)}
     arguments = [str(101 + number) for number in range(first.num_arguments)]
-    settings = environment | {str(place): argument for place, argument in enumerate(arguments, 1)} | ({} if arguments else {"0": ""})
+    settings = environment | {str(position): argument for position, argument in enumerate(arguments, 1)} | ({} if arguments else {"0": ""})
     return environment, arguments, settings
 
 
 def wrong_in_new(text: str) -> list[str] | None:
-    """What bash does otherwise in the new script than was meant: other commands than before, other arguments of temper-train.
+    """Return the differences of the new script under bash.
 
-    None where there is nothing to compare: no launch, a launch for a person, a script that stops or starts nothing under stubs.
+    Other commands, or other arguments of temper-train.
+
+    None where there is nothing to compare: no launch, a launch for a person, a script that stops or
+    starts nothing under stubs.
     """
     environment, arguments, settings = surroundings(text)
     migration = migrate_script(text, settings=settings)
@@ -86,7 +90,7 @@ def wrong_in_new(text: str) -> list[str] | None:
 
 
 def _overrides(command: list[str]) -> list[str]:
-    """What temper-train is given of its own keys: the arguments of the script itself are numbers here."""
+    """Return temper-train's overrides of its own keys; the script's arguments are numbers here."""
     return [word for word in command[command.index(COMMAND) + 1 :] if "=" in word]
 
 
@@ -99,7 +103,7 @@ def _keys(launches: Sequence[Sequence[Text | str]]) -> list[list[str]]:
 
 
 def _placeless(command: list[str]) -> list[str]:
-    """A command without the name of the folder that it ran in."""
+    """Return a command without the name of the folder that it ran in."""
     return [re.sub(r"/tmp/stubs-\w+", "", word) for word in command]
 
 
@@ -132,7 +136,7 @@ def as_event(command: list[str]) -> Event:
 
 
 def fits(read: Text, run: str) -> bool:
-    """Whether a value that was read is the one that ran, unknown parts aside."""
+    """Return whether a value that was read is the one that ran, unknown parts aside."""
     return re.fullmatch("".join(re.escape(piece.value) if piece.is_known else ".*" for piece in read.pieces), run, re.DOTALL) is not None
 
 

@@ -41,31 +41,31 @@ def test_the_new_script_of_most_samples_is_compared() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_new_scripts_of_public_ones_do_in_bash_what_was_meant() -> None:
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for path in public_scripts():
         wrong = wrong_in_new(path.read_text(errors="replace"))
-        found["not compared" if wrong is None else "wrong" if wrong else "right"] += 1
+        result["not compared" if wrong is None else "wrong" if wrong else "right"] += 1
         if wrong:
             logger.warning("%s: %s", path.name, "; ".join(wrong)[:500])
-    logger.warning("%s", dict(found))
-    assert found["wrong"] == 0
-    assert found["right"] >= found["not compared"]
+    logger.warning("%s", dict(result))
+    assert result["wrong"] == 0
+    assert result["right"] >= result["not compared"]
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_public_scripts_launch_what_bash_launches() -> None:
     paths = public_scripts()
-    found: Counter[str] = Counter(scripts=len(paths))
+    result: Counter[str] = Counter(scripts=len(paths))
     for path in paths:
-        found += of_one(path)
-    logger.warning("%s", dict(found))
-    assert found["keys right"] >= 0.995 * (found["keys right"] + found["keys wrong"])
-    assert found["values right"] >= 0.99 * (found["values right"] + found["values wrong"])
+        result += count_one(path)
+    logger.warning("%s", dict(result))
+    assert result["keys right"] >= 0.995 * (result["keys right"] + result["keys wrong"])
+    assert result["values right"] >= 0.99 * (result["values right"] + result["values wrong"])
 
 
-def of_one(path: Path) -> Counter[str]:
-    """What is counted of one script: its list of keys as a whole, and each value where that list is right."""
+def count_one(path: Path) -> Counter[str]:
+    """Count one script: its list of keys, and each value if that list is right."""
     comparison = compare(path.read_text(errors="replace"))
     if comparison.was_stopped or not comparison.run:
         return Counter({"stopped under stubs" if comparison.was_stopped else "launches nothing under stubs": 1})
@@ -76,5 +76,5 @@ def of_one(path: Path) -> Counter[str]:
     if wrong:
         logger.warning("%s: %s", path.name, "; ".join(wrong)[:500])
     right = len(comparison.values()) - len(wrong)
-    whole = "scripts with all values right" if not wrong else "scripts with wrong values"
-    return Counter({"keys right": 1, whole: 1, "values right": right, "values wrong": len(wrong)})
+    full = "scripts with all values right" if not wrong else "scripts with wrong values"
+    return Counter({"keys right": 1, full: 1, "values right": right, "values wrong": len(wrong)})

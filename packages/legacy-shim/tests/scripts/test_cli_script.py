@@ -55,7 +55,7 @@ def test_report_begins_with_what_the_user_can_act_on(tmp_path: Path) -> None:
     assert f"next: bash {new} --check" in _run(str(old), "--out", str(new))[1]
 
 
-def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_said(tmp_path: Path) -> None:
+def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_reported(tmp_path: Path) -> None:
     code, shown = _run(str(_script(tmp_path, RUN.replace("verl.trainer.main_ppo", "myfork.trainer.main_ppo"))))
     assert code == 10
     assert "myfork.trainer.main_ppo is no program of v" in shown
@@ -101,7 +101,7 @@ def test_the_report_says_whether_the_release_was_given_or_inferred_and_from_what
     assert "line 1: ppo of v0.7.0 (given as v0.7.0)" in given
 
 
-def test_a_table_in_a_pipe_has_every_token_whole(tmp_path: Path) -> None:
+def test_a_table_in_a_pipe_has_every_token_full(tmp_path: Path) -> None:
     value = "/data/" + "very-long-folder-name/" * 20 + "train.parquet"
     _, shown = _run(str(_script(tmp_path, RUN.replace("$HOME/a.parquet", value))), "--table")
     assert f"data.train_files={value}" in shown
@@ -126,6 +126,6 @@ def test_the_shells_own_number_of_processes_goes_on(tmp_path: Path, launcher: st
 
 
 @pytest.mark.parametrize("launcher", ["torchrun --nnodes=$n --nproc_per_node=$nproc -m", "torchrun --nproc_per_node=gpu -m"])
-def test_a_number_of_processes_that_no_variable_is_stays_to_be_said(tmp_path: Path, launcher: str) -> None:
+def test_a_number_of_processes_that_no_variable_is_stays_to_be_reported(tmp_path: Path, launcher: str) -> None:
     _, shown = _run(str(_script(tmp_path, f"nproc=$1\n{launcher} {SFT}")))
     assert "is torchrun's to say" in shown

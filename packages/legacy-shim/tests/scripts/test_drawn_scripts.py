@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bash_itself import run_in_bash
 from comparison import as_event, surroundings
-from configs.checking import place_files, run
+from configs.checking import put_files, run
 from test_forks import outcome_of
 
 from temper_legacy_shim.configs import Outcome
@@ -52,24 +52,24 @@ def test_drawn_scripts_meet_the_acceptance(tmp_path: Path, monkeypatch: pytest.M
     pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    place_files({}, tmp_path)  # modules of trackers
-    found: Counter[str] = Counter()
+    put_files({}, tmp_path)  # modules of trackers
+    result: Counter[str] = Counter()
     seconds = []
     for number, (name, path) in enumerate(drawn_scripts()):
         text = path.read_text(errors="surrogateescape")
         start = time.process_time()
         migration = migrate_script(text, folder=path.parent)
         seconds.append(time.process_time() - start)
-        found["scripts"] += 1
-        found.update(_count_script(name, text, migration))
-        found.update(_count_launches(migration))
-        found.update(_count_accepted(name, text, migration, tmp_path / f"s{number}", monkeypatch))
-    logger.warning("%s", json.dumps(dict(sorted(found.items())), indent=1))
+        result["scripts"] += 1
+        result.update(_count_script(name, text, migration))
+        result.update(_count_launches(migration))
+        result.update(_count_accepted(name, text, migration, tmp_path / f"s{number}", monkeypatch))
+    logger.warning("%s", json.dumps(dict(sorted(result.items())), indent=1))
     logger.warning("CPU seconds per script: median %.3f, largest %.2f", median(seconds), max(seconds))
-    assert found["scripts: false clean"] == 0
-    assert found["keys of verl: unmapped"] <= 0.005 * sum(count for name, count in found.items() if name.startswith("keys of verl: "))
-    checked = found["accepted, asks nobody"] + found["refused, asks nobody"]
-    assert found["accepted, asks nobody"] >= 0.97 * checked > 0
+    assert result["scripts: false clean"] == 0
+    assert result["keys of verl: unmapped"] <= 0.005 * sum(count for name, count in result.items() if name.startswith("keys of verl: "))
+    checked = result["accepted, asks nobody"] + result["refused, asks nobody"]
+    assert result["accepted, asks nobody"] >= 0.97 * checked > 0
     assert median(seconds) <= 0.1
 
 
@@ -109,7 +109,7 @@ def _count_accepted(name: str, text: str, migration: Migration, folder: Path, mo
     outcomes = [outcome_of(each.translation) for each in migration.launches]
     if all(outcome == "out of scope" for outcome in outcomes):
         return
-    asked = "asks a person" if "asks a person" in outcomes or migration.script.persons else "asks nobody"
+    requested = "asks a person" if "asks a person" in outcomes or migration.script.persons else "asks nobody"
     environment, arguments, _ = surroundings(text)
     # Unset variables have a number, which is no path.
     environment = {
@@ -121,13 +121,13 @@ def _count_accepted(name: str, text: str, migration: Migration, folder: Path, mo
         logger.warning("%s: launches nothing under stubs", name)
         yield "not startable: nothing under stubs"
     for number, argv in enumerate(sorted(launched)):
-        place = folder / str(number)
-        place.mkdir(parents=True)
-        monkeypatch.chdir(place)
-        code, said = _check(argv, place)
-        yield f"{'refused' if code else 'accepted'}, {asked}"
+        position = folder / str(number)
+        position.mkdir(parents=True)
+        monkeypatch.chdir(position)
+        code, given = _check(argv, position)
+        yield f"{'refused' if code else 'accepted'}, {requested}"
         if code:
-            logger.warning("%s, %s: %s", name, asked, said.strip()[-700:])
+            logger.warning("%s, %s: %s", name, requested, given.strip()[-700:])
 
 
 def _check(argv: tuple[str, ...], folder: Path) -> tuple[int, str]:
@@ -139,4 +139,4 @@ def _check(argv: tuple[str, ...], folder: Path) -> tuple[int, str]:
         except HydraException:
             continue  # the command itself says so
         values[override.key_or_group] = override.value()
-    return run([*argv, *place_files(values, folder), "--check"])
+    return run([*argv, *put_files(values, folder), "--check"])

@@ -26,13 +26,13 @@ OPEN = ("needs a person", "conflict")
 
 
 def outcome_of(translation: Translation) -> str:
-    """Whether it is within the scope, and whether somebody is asked."""
-    asked = {finding.rule for finding in translation.findings if finding.level == "person"}
-    return "out of scope" if asked & {"images", "foreign"} else "asks a person" if asked else "asks nobody"
+    """Return whether it is within the scope, and whether somebody is asked."""
+    requested = {finding.rule for finding in translation.findings if finding.level == "person"}
+    return "out of scope" if requested & {"images", "foreign"} else "asks a person" if requested else "asks nobody"
 
 
 def migrated(path: Path) -> Migration:
-    """Translated twice: the same bytes, with nothing old left where nobody is asked."""
+    """Return the translated twice: the same bytes, with nothing old left where no one is asked."""
     text = path.read_text(errors="surrogateescape")
     migration = migrate_script(text, folder=path.parent)
     again = migrate_script(text, folder=path.parent)
@@ -49,25 +49,25 @@ def test_public_scripts_are_translated(tmp_path: Path, monkeypatch: pytest.Monke
     pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for path in public_scripts():
         migration = migrated(path)
-        found["scripts"] += 1
-        found["without a launch"] += not migration.launches
+        result["scripts"] += 1
+        result["without a launch"] += not migration.launches
         for each in migration.launches:
             translation = each.translation
             outcome = outcome_of(translation)
-            found[f"launches: {outcome}"] += 1
-            found.update(f"tokens: {token.disposition}" for token in translation.tokens)
+            result[f"launches: {outcome}"] += 1
+            result.update(f"tokens: {token.disposition}" for token in translation.tokens)
             if outcome != "out of scope":
                 for name in re.findall(r"oc\.env:(\w+)", yaml_of(translation)):
                     monkeypatch.setenv(name, "2")  # what only the environment of a run knows
-                code, said = run(command(translation, tmp_path, name=f"c{found['scripts']}"))
-                found[f"{'refused' if code else 'accepted'}, {outcome}"] += 1
+                code, given = run(command(translation, tmp_path, name=f"c{result['scripts']}"))
+                result[f"{'refused' if code else 'accepted'}, {outcome}"] += 1
                 if code:
-                    logger.warning("%s, %s: %s", path.relative_to(path.anchor), outcome, said.strip())
-    logger.warning("%s", json.dumps(dict(sorted(found.items())), indent=1))
-    tokens = sum(count for name, count in found.items() if name.startswith("tokens: "))
-    assert sum(found[f"tokens: {name}"] for name in OPEN) <= 0.005 * tokens
-    in_scope = found["launches: asks nobody"] + found["launches: asks a person"]
-    assert found["accepted, asks nobody"] + found["accepted, asks a person"] >= 0.95 * in_scope
+                    logger.warning("%s, %s: %s", path.relative_to(path.anchor), outcome, given.strip())
+    logger.warning("%s", json.dumps(dict(sorted(result.items())), indent=1))
+    tokens = sum(count for name, count in result.items() if name.startswith("tokens: "))
+    assert sum(result[f"tokens: {name}"] for name in OPEN) <= 0.005 * tokens
+    in_scope = result["launches: asks nobody"] + result["launches: asks a person"]
+    assert result["accepted, asks nobody"] + result["accepted, asks a person"] >= 0.95 * in_scope

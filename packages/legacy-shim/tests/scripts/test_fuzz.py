@@ -1,6 +1,9 @@
-"""Any text, and any text that looks like a script: our own error type or a reading, in bounded time, and the same reading twice.
+"""Any text, and any text that looks like a script.
 
-The rewriting too: the same bytes twice, a new script that is read without complaint, and nothing old left in it where nobody is asked.
+Our own error type or a reading, in bounded time, and the same reading twice.
+
+The rewriting too: the same bytes twice, a new script that is read without complaint, and nothing
+old left in it where no one is asked.
 """
 
 import time
@@ -114,7 +117,7 @@ _PROJECTS = st.lists(st.one_of(_RUNS, _LISTS, _SETS, _NESTED, _NESTED, _COMMANDS
 
 
 def _check_new_script(text: str) -> bool:
-    """Whether a new script was written for it."""
+    """Return whether a new script was written for it."""
     started = time.monotonic()
     try:
         first = migrate_script(text)

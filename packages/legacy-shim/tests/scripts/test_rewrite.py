@@ -46,7 +46,7 @@ echo finished
 
 
 def _launched(text: str) -> list[str]:
-    """What the new script gives to temper-train, as a reader sees it."""
+    """Return the arguments of temper-train in the new script as the reader sees them."""
     events = [event for event in read_script(text).events if any(field.text.known == "temper-train" for field in event.fields)]
     (event,) = events
     return [field.text.shown() for field in event.fields]
@@ -171,14 +171,14 @@ def test_a_launch_that_no_reading_came_by_needs_a_person() -> None:
 
 
 @pytest.mark.parametrize("outside", ["A=$({})", 'A="$({})"', "for x in $({}); do :; done", "echo ${{A:-$({})}}"])
-def test_an_old_launch_in_a_branch_of_a_substitution_is_said(outside: str) -> None:
+def test_an_old_launch_in_a_branch_of_a_substitution_is_reported(outside: str) -> None:
     command = "python3 -m verl.trainer.main_ppo"
     migration = migrate_script(outside.format(f"if {command}; then\n{command}\nelse\n{command}\nfi"))
     assert migration.script is not None
     assert any("and still stands as it was" in person for person in migration.script.persons)
 
 
-def test_a_command_substitution_before_the_command_stays_whole() -> None:
+def test_a_command_substitution_before_the_command_stays_full() -> None:
     text = GRPO.replace("PYTHONUNBUFFERED=1", 'GPUS=(0 1)\nCUDA_VISIBLE_DEVICES=$(IFS=,; echo "${GPUS[*]}")')
     migration = migrate_script(text)
     assert migration.script is not None
@@ -232,7 +232,7 @@ def test_computed_values_that_differ_between_rounds_need_a_person() -> None:
     assert "python3 -m verl.trainer.main_ppo" in migration.script.text
 
 
-def test_a_launch_inside_bash_c_is_left_with_the_new_command_beside_it() -> None:
+def test_a_launch_inside_bash_c_is_left_with_the_new_command_next_to_it() -> None:
     command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=8 trainer.nnodes=1"
     migration = migrate_script(f"srun bash -c '{command}'\n")
     assert migration.outcome is Outcome.PERSON
@@ -246,14 +246,14 @@ def test_the_users_own_configuration_is_found_around_the_script(tmp_path: Path) 
     (tmp_path / "conf/mine.yaml").write_text("defaults:\n  - ppo_trainer\n  - _self_\nactor_rollout_ref:\n  rollout:\n    n: 16\n")
     options = '--config-path="$P/conf" --config-name=mine algorithm.adv_estimator=grpo trainer.nnodes=1'
     text = f"P=$(pwd)\npython3 -m verl.trainer.main_ppo {options}\n"
-    found, missing = migrate_script(text, folder=tmp_path), migrate_script(text)
-    assert found.script is not None
-    assert "algorithm.group_size=16" in found.script.text
+    result, missing = migrate_script(text, folder=tmp_path), migrate_script(text)
+    assert result.script is not None
+    assert "algorithm.group_size=16" in result.script.text
     assert missing.script is not None
     assert "of your own" in missing.script.persons[0]
 
 
-def test_a_folder_that_the_default_made_of_the_experiments_name_is_whole() -> None:
+def test_a_folder_that_the_default_made_of_the_experiments_name_is_full() -> None:
     run = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.nnodes=1 trainer.experiment_name=run_$SEED"
     for text in (f"{run}\n", f"for SEED in 1 2; do\n  {run}\ndone\n"):
         script = migrate_script(text).script
@@ -271,7 +271,7 @@ def test_a_folder_that_the_default_made_of_the_experiments_name_is_whole() -> No
         ('NNODES=2; ADV=grpo; if [ "${CRITIC:-no}" = yes ]; then ADV=gae; fi', "CRITIC", "algorithm.advantage.name"),
     ],
 )
-def test_what_an_environment_variable_would_change_and_the_new_script_holds_fixed_is_said(head: str, name: str, keys: str) -> None:
+def test_what_an_environment_variable_would_change_and_the_new_script_holds_fixed_is_reported(head: str, name: str, keys: str) -> None:
     run = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$ADV trainer.nnodes=$NNODES data.train_batch_size=64"
     migration = migrate_script(f"{head}\n{run} actor_rollout_ref.model.path=${{MODEL:-m}}\n")
     (sentence,) = [remark for remark in remarks(migration) if "has a default in the script" in remark]
@@ -315,14 +315,14 @@ def test_a_script_that_launches_nothing_is_clean() -> None:
     assert migration.outcome is Outcome.CLEAN
 
 
-def test_other_programs_with_hydras_overrides_are_left_alone() -> None:
+def test_other_programs_with_hydras_overrides_are_left_unchanged() -> None:
     cifar = "python train.py task=cifar optimizer.lr=0.1 data.root=/d trainer.max_epochs=10\n"
     assert migrate_script(cifar).script is None
     forks = "python src/train.py data.train_files=/d/a.parquet actor_rollout_ref.model.path=/m my.own=1 other.own=2\n"
     assert len(migrate_script(forks).launches) == 1
 
 
-def test_a_fork_with_a_configuration_of_another_kind_is_asked_about() -> None:
+def test_a_fork_with_a_configuration_of_another_kind_is_a_question() -> None:
     text = "python3 -m verl.trainer.main config=c.yaml data.train_files=a worker.rollout.n=8 trainer.n_gpus_per_node=8\n"
     migration = migrate_script(text)
     assert migration.outcome is Outcome.PERSON
@@ -369,5 +369,5 @@ REST = ("actor_rollout_ref.model.path=/m", "actor_rollout_ref.rollout.name=vllm"
 def test_switch_of_the_environment_that_is_off_by_default_is_named(switch: str, override: str, says: str) -> None:
     text = f"{switch}\npython3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.model.path=/m {override}\n"
     migration = migrate_script(text, options=Options(version="v0.7.0"))
-    found = [remark for remark in remarks(migration) if "switches nothing on" in remark]
-    assert [says in remark for remark in found] == ([True] if says else [])
+    result = [remark for remark in remarks(migration) if "switches nothing on" in remark]
+    assert [says in remark for remark in result] == ([True] if says else [])

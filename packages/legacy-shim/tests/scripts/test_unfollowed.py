@@ -159,7 +159,7 @@ def test_script_that_starts_no_trainer_is_clean(text: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("path", ["$HOME/models/Qwen3-VL-8B-Instruct", "${MODEL_PATH:-$HOME/Qwen2.5-VL-7B}", "${ROOT}/Qwen3-VL-2B"])
-def test_model_of_images_in_a_variable_is_asked_about(path: str) -> None:
+def test_model_of_images_in_a_variable_is_a_question(path: str) -> None:
     migration = migrate_script(f"MODEL_PATH={path}\npython3 -m verl.trainer.main_ppo {RUN} actor_rollout_ref.model.path=$MODEL_PATH\n")
     assert "images" in {finding.rule for finding in migration.launches[0].persons}
 
@@ -173,7 +173,7 @@ def test_default_path_below_home_is_written_as_hydra_reads_it() -> None:
     assert setting.value == "${oc.env:HOME}/models/q"
 
 
-def test_launch_in_a_written_text_beside_another_one_is_a_question() -> None:
+def test_launch_in_a_written_text_next_to_another_one_is_a_question() -> None:
     text = f"cat > eval.sh <<'EOF'\npython3 -m verl.trainer.main_ppo {RUN}\nEOF\npython3 -m verl.trainer.main_ppo {RUN}\n"
     migration = migrate_script(text)
     assert len(migration.launches) == 1

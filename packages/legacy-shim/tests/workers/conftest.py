@@ -18,7 +18,7 @@ VOCABULARY = 29
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place that has warned warns again in the next test."""
+    """Forget warned locations, so that each test warns again."""
     monkeypatch.setattr(deprecation, "_SEEN", set())
 
 
@@ -84,7 +84,7 @@ FP32 = {"dtype": "float32", "mixed_precision": {"param_dtype": "fp32"}, "fsdp_si
 
 @pytest.fixture
 def actor_config(model_folder: Path) -> dict[str, Any]:
-    """An old ``actor_rollout_ref`` block."""
+    """Return an old ``actor_rollout_ref`` block."""
     return {
         "model": {"path": str(model_folder), "use_remove_padding": False},
         "actor": {
@@ -115,7 +115,7 @@ def actor_config(model_folder: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def critic_config(model_folder: Path) -> dict[str, Any]:
-    """An old ``critic`` block."""
+    """Return an old ``critic`` block."""
     return {
         "strategy": "fsdp2",
         "ppo_mini_batch_size": 2,

@@ -3,6 +3,6 @@
 from temper_trainer.types import Prompt
 
 
-def share_of_even(prompt: Prompt, completion: str) -> float:
+def fraction_of_even(prompt: Prompt, completion: str) -> float:
     del prompt
     return sum(sign in "02468" for sign in completion) / max(len(completion), 1)

@@ -51,7 +51,10 @@ class WatchedCritic(PPOCritic):
 
 
 def build_engine(case: dict[str, Any], folder: Path, *, model_folder: Path) -> FSDPEngine:
-    """The engine that the trace's module was; weights copied to the name that transformers looks for."""
+    """Return the engine that the trace's module was.
+
+    Weights copied to the name that transformers looks for.
+    """
     folder.mkdir()
     shutil.copy(model_folder / "config.json", folder)
     shutil.copy(next(model_folder.glob("*.safetensors")), folder / "model.safetensors")
@@ -77,18 +80,18 @@ def build_engine(case: dict[str, Any], folder: Path, *, model_folder: Path) -> F
 
 
 def replay(case_folder: Path, *, folder: Path) -> dict[str, Any]:
-    """Everything that the trace's file holds, measured on this rank."""
+    """Measure everything in the trace's file on this rank."""
     case = json.loads((case_folder / "case.json").read_text())
     inputs = load_file(case_folder / case["inputs"])
     engine = build_engine(case, folder, model_folder=case_folder / case["model_files"])
     first, last = case["rows_per_rank"][engine.topology.dp.rank]
     data = DataProto.from_dict(tensors={key: inputs[name][first:last] for key, name in case["batch_keys"].items()})
     config = {**case["config"], "ppo_mini_batch_size": case["ppo_mini_batch_size_after_worker_normalization"]}
-    found = (_replay_critic if case["model"] == "critic" else _replay_actor)(case, config, engine, data)
+    result = (_replay_critic if case["model"] == "critic" else _replay_actor)(case, config, engine, data)
     with engine.export_weights() as stream:
-        found |= {f"param.{name}": tensor for name, tensor in stream}
+        result |= {f"param.{name}": tensor for name, tensor in stream}
     engine.close()
-    return found
+    return result
 
 
 def _replay_actor(case: dict[str, Any], config: dict[str, Any], engine: FSDPEngine, data: DataProto) -> dict[str, Any]:
@@ -96,26 +99,26 @@ def _replay_actor(case: dict[str, Any], config: dict[str, Any], engine: FSDPEngi
     actor.gradients = GradientsOf()
 
     def read(moment: str) -> dict[str, Tensor]:
-        asked = DataProto(data.batch, meta_info=dict(case["log_prob_meta_info"]))
-        return {f"{moment}.{name}": value for name, value in actor.compute_log_prob(asked, calculate_entropy=True).items()}
+        requested = DataProto(data.batch, meta_info=dict(case["log_prob_meta_info"]))
+        return {f"{moment}.{name}": value for name, value in actor.compute_log_prob(requested, calculate_entropy=True).items()}
 
-    found: dict[str, Any] = read("before")
+    result: dict[str, Any] = read("before")
     if any("update_policy" in call for call in case["calls"]):
         torch.manual_seed(1234)
-        found["metrics"] = actor.update_policy(DataProto(data.batch, meta_info=dict(case["meta_info"])))
-        found |= read("after")
-        found |= {f"grad0.{name}": gradient for name, gradient in (actor.gradients.first or {}).items()}
-    return found
+        result["metrics"] = actor.update_policy(DataProto(data.batch, meta_info=dict(case["meta_info"])))
+        result |= read("after")
+        result |= {f"grad0.{name}": gradient for name, gradient in (actor.gradients.first or {}).items()}
+    return result
 
 
 def _replay_critic(case: dict[str, Any], config: dict[str, Any], engine: FSDPEngine, data: DataProto) -> dict[str, Any]:
     critic = WatchedCritic(config, engine)
     critic.gradients = GradientsOf()
-    asked = DataProto(data.batch, meta_info=dict(case["compute_values_meta_info"]))
-    found: dict[str, Any] = {"before.values": critic.compute_values(asked)}
-    found["metrics"] = critic.update_critic(DataProto(data.batch))
-    found["after.values"] = critic.compute_values(asked)
-    return found | {f"grad0.{name}": gradient for name, gradient in (critic.gradients.first or {}).items()}
+    requested = DataProto(data.batch, meta_info=dict(case["compute_values_meta_info"]))
+    result: dict[str, Any] = {"before.values": critic.compute_values(requested)}
+    result["metrics"] = critic.update_critic(DataProto(data.batch))
+    result["after.values"] = critic.compute_values(requested)
+    return result | {f"grad0.{name}": gradient for name, gradient in (critic.gradients.first or {}).items()}
 
 
 def main(out: Path, cases: list[Path]) -> None:

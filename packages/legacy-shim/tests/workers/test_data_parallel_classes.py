@@ -71,7 +71,7 @@ def test_the_optimisers_learning_rate_is_read_at_each_update(model_folder: Path,
     actor.engine.close()
 
 
-def test_weights_that_the_user_loads_into_the_model_are_what_is_asked_next(model_folder: Path, make_data: MakeData) -> None:
+def test_weights_that_the_user_loads_into_the_model_are_what_is_requested_next(model_folder: Path, make_data: MakeData) -> None:
     actor, model, _ = make_actor(model_folder)
     before = actor.compute_log_prob(make_data(4))["log_probs"]
     with torch.no_grad():
@@ -97,13 +97,13 @@ def test_what_can_not_be_adopted_gets_a_sentence(model_folder: Path) -> None:
     model = load_model(model_folder)
     with pytest.warns(LegacyWorkerWarning), pytest.raises(ConfigError, match="the module is a Linear: pass the plain Hugging Face model"):
         DataParallelPPOActor(CONFIG, torch.nn.Linear(2, 2))
-    with pytest.warns(LegacyWorkerWarning), pytest.raises(ConfigError, match="the optimiser is a SGD with 1 parameter groups"):
+    with pytest.warns(LegacyWorkerWarning), pytest.raises(ConfigError, match="the optimizer is a SGD with 1 parameter groups"):
         DataParallelPPOActor(CONFIG, model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.warns(LegacyWorkerWarning), pytest.raises(ConfigError, match="numerics is 'old', but must be legacy or temper"):
         DataParallelPPOActor(CONFIG, model, numerics="old")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="overrides _forward_micro_batch, which training no longer calls"):
 
-        class Mine(DataParallelPPOActor):
+        class Derived(DataParallelPPOActor):
             def _forward_micro_batch(self, micro_batch, temperature, calculate_entropy=False):  # type: ignore[no-untyped-def]
                 raise NotImplementedError
 
@@ -151,6 +151,6 @@ def test_a_critics_single_forward_gives_its_values_without_gradient(model_folder
     critic.engine.close()
     with pytest.raises(ConfigError, match="Mine overrides _forward_micro_batch, which training no longer calls"):
 
-        class Mine(DataParallelPPOCritic):
+        class Derived(DataParallelPPOCritic):
             def _forward_micro_batch(self, micro_batch):  # type: ignore[no-untyped-def]
                 raise NotImplementedError

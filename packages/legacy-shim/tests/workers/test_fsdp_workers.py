@@ -40,7 +40,7 @@ def worker(actor_config: dict[str, Any], open_worker: Callable[[Any], Any]) -> A
 
 
 def open_actor(config: dict[str, Any], *, numerics: str) -> ActorRolloutRefWorker:
-    """Without the warning, which comes once a place."""
+    """Open an actor without the warning, which comes once per location."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LegacyWorkerWarning)
         return ActorRolloutRefWorker(config, "actor", numerics=numerics)
@@ -139,13 +139,13 @@ def test_one_micro_batch_gives_old_and_new_numerics_the_same_update(
     actor_config: dict[str, Any], make_data: MakeData, open_worker: Callable[[Any], Any]
 ) -> None:
     # Whole mini-batches as micro-batches, token-mean: then the quirks have nothing to act on.
-    found = []
+    result = []
     for numerics in ("legacy", "temper"):
         old = open_worker(open_actor(actor_config, numerics=numerics))
         metrics = old.update_actor(make_data(4)).meta_info["metrics"]
-        found.append((metrics["actor/grad_norm"], metrics["actor/ppo_kl"][0], old.compute_log_prob(make_data(4)).batch["old_log_probs"]))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    torch.testing.assert_close(masked(make_data(4), found[0][2]), masked(make_data(4), found[1][2]), atol=1e-5, rtol=1e-5)
+        result.append((metrics["actor/grad_norm"], metrics["actor/ppo_kl"][0], old.compute_log_prob(make_data(4)).batch["old_log_probs"]))
+    assert result[0][0] == pytest.approx(result[1][0], rel=1e-5)
+    torch.testing.assert_close(masked(make_data(4), result[0][2]), masked(make_data(4), result[1][2]), atol=1e-5, rtol=1e-5)
 
 
 def test_the_async_worker_gives_its_sampler_the_actors_weights(

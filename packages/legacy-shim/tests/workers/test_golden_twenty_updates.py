@@ -1,7 +1,7 @@
 """Twenty updates of the deprecated actor worker against the old formulas in plain torch, which first reproduce what the genuine class left.
 
 The traces hold two updates. The plain loop below (transformers' model with eager attention, torch's AdamW, the losses written out) begins
-with their weights and batch and must leave their losses, gradients, norms and parameters; then it goes on by the same formulas, the same
+with their weights and batch and must leave their losses, gradients, norms and parameters; then it continues by the same formulas, the same
 batch again, for eighteen updates more, and the worker that ``use_legacy_worker_impl=enable`` trains through must draw the same curve.
 
 Tolerances: on parameters after two updates those of test_golden_workers; curves agreed to 5e-6 where this was written, and may differ by
@@ -27,15 +27,15 @@ from temper_legacy_shim.workers import ActorRolloutRefWorker
 
 pytestmark = needs_golden
 CASES = ("actor/entropy/tied_fsdp2_ws1", "actor/entropy_and_kl/untied_fsdp2_ws1")
-"""Whose gradients do not end where every ratio is clipped."""
+"""Cases whose gradients do not vanish if every ratio is clipped."""
 TRACE, PARAMETER, STRAYS, STRAY_LIMIT, CURVE = 2e-5, 1e-5, 2, 5e-4, 1e-4
 NUM_CALLS = 10
-"""Of two updates each: a batch of 8 rows in mini-batches of 4, in micro-batches of 2."""
+"""Number of calls with two updates each: a batch of 8 rows in mini-batches of 4, in micro-batches of 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What a run reports: one entry for each call, but of norms two."""
+    """Reported numbers of a run: one entry per call, two for norms."""
 
     losses: list[float] = field(default_factory=list)
     """``actor/pg_loss``: sums over a call, entropy's part included."""
@@ -72,7 +72,7 @@ class PlainActor:
         self.curve = Curve()
 
     def call(self) -> None:
-        """One ``update_policy``: both mini-batches."""
+        """Call ``update_policy`` once with both mini-batches."""
         loss = kl_loss = 0.0
         for rows in torch.arange(8).split(4):
             self.optimizer.zero_grad()
@@ -89,7 +89,7 @@ class PlainActor:
         self.curve.kl_losses.append(kl_loss)
 
     def _losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(clipped policy loss less the entropy's share, KL to the reference): means over this micro-batch's own tokens."""
+        """Return (clipped policy loss without the entropy term, KL to the reference), means over this micro-batch."""
         batch = {name: column[rows] for name, column in self.batch.items()}
         mask, width = batch["response_mask"].bool(), batch["responses"].shape[1]
         passed = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
@@ -106,7 +106,7 @@ class PlainActor:
 
 
 def run_worker(case_folder: Path, folder: Path, *, numerics: str = "legacy") -> Curve:
-    """The same calls through the deprecated class."""
+    """Return the same calls through the deprecated class."""
     case: dict[str, Any] = json_of(case_folder / "case.json")
     model_folder = case_folder / case["model_files"]
     folder.mkdir()

@@ -26,13 +26,13 @@ from torch import Tensor
 pytestmark = needs_golden
 SCRIPT = Path(__file__).with_name("replay_golden.py")
 PARAMETER, AFTER, BEFORE, GRADIENT, METRIC = 1e-5, 2e-4, 5e-6, 1e-5, 2e-5
-STRAY_SHARE, STRAY_LIMIT = 5e-4, 5e-4
+STRAY_FRACTION, STRAY_LIMIT = 5e-4, 5e-4
 AFTER_STRAYS, METRIC_AFTER_STRAYS = 1e-3, 2e-4
 NORM_OF_LATER_UPDATE = 5e-5
 STEEP = {"rollout_corr/chi2_seq": 1e-4}
 """exp of twice a sum of log-ratios: what a sum of 16 rounds by, this multiplies."""
 LOOSE = 0.2
-"""For bfloat16 autocast, which the traces themselves call a loose reference: relative to the largest entry."""
+"""Tolerance for bfloat16 autocast, which the traces themselves call a loose reference: relative to the largest entry."""
 
 EVERYDAY = {
     1: (
@@ -62,12 +62,12 @@ EVERYDAY = {
 
 
 def all_cases(world_size: int) -> tuple[str, ...]:
-    found = sorted(path.parent for role in ("actor", "critic") for path in GOLDEN.glob(f"{role}/*/*_ws{world_size}/case.json"))
-    return tuple(str(path.relative_to(GOLDEN)) for path in found)
+    matches = sorted(path.parent for role in ("actor", "critic") for path in GOLDEN.glob(f"{role}/*/*_ws{world_size}/case.json"))
+    return tuple(str(path.relative_to(GOLDEN)) for path in matches)
 
 
 def replay(world_size: int, cases: tuple[str, ...], *, folder: Path, timeout_s: float = 240) -> dict[str, list[dict[str, Any]]]:
-    """What every rank measured, by case."""
+    """Return the measurements of every rank by case."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -107,7 +107,7 @@ def test_every_trace_is_reproduced(world_size: int, tmp_path: Path) -> None:
 
 
 def compare(case: str, ranks: list[dict[str, Any]]) -> list[str]:
-    """A sentence for each number that is not the trace's."""
+    """Return a sentence for each number that is not the trace's."""
     folder, is_loose = GOLDEN / case, "bf16" in case
     description: dict[str, Any] = json_of(folder / "case.json")
     expected = dict(tensors_of(folder / "outputs.safetensors"))
@@ -116,9 +116,9 @@ def compare(case: str, ranks: list[dict[str, Any]]) -> list[str]:
         others = tensors_of(folder / twin["twin"] / "outputs.safetensors")
         expected = {name: column for name, column in others.items() if name.startswith(("param.", "grad0."))} | expected
     mask = _mask(folder, description)
-    wanted = {name: want for name, want in expected.items() if name.startswith("param.")}
-    has_strays = any(bool(((ranks[0][name] - want).abs() > PARAMETER).any()) for name, want in wanted.items())
-    found = []
+    required = {name: want for name, want in expected.items() if name.startswith("param.")}
+    has_strays = any(bool(((ranks[0][name] - want).abs() > PARAMETER).any()) for name, want in required.items())
+    matches = []
     for name, want in expected.items():
         if name == "before.values_without_response_mask_in_batch":
             continue  # values at padding, which are arbitrary there and 0 here
@@ -126,18 +126,18 @@ def compare(case: str, ranks: list[dict[str, Any]]) -> list[str]:
             have = torch.cat([rank[name] for rank in ranks])
             limit = BEFORE if name.startswith("before.") else AFTER_STRAYS if has_strays else AFTER
             limit = LOOSE * max(1.0, float(want[mask].abs().max())) if is_loose else limit
-            found += _off(case, name, have[mask], want[mask], limit=limit)
+            matches += _off(case, name, have[mask], want[mask], limit=limit)
         elif name.startswith("param."):
-            found += _parameter_off(case, name, ranks[0][name], want, is_loose=is_loose)
+            matches += _parameter_off(case, name, ranks[0][name], want, is_loose=is_loose)
         elif name.startswith("grad0."):
-            share = float((ranks[0][name] - want).norm() / want.norm())
-            if share > (LOOSE if is_loose else GRADIENT):
-                found.append(f"{case}: {name} is off by {share:.1e} of its norm")
+            fraction = float((ranks[0][name] - want).norm() / want.norm())
+            if fraction > (LOOSE if is_loose else GRADIENT):
+                matches.append(f"{case}: {name} is off by {fraction:.1e} of its norm")
     digest = description.get("final_params_digest")
     if isinstance(digest, dict) and not is_loose:
-        found += _digest_off(case, ranks[0], digest)
+        matches += _digest_off(case, ranks[0], digest)
     tolerance = LOOSE if is_loose else METRIC_AFTER_STRAYS if has_strays else METRIC
-    return found + _metrics_off(case, folder, ranks, tolerance=tolerance)
+    return matches + _metrics_off(case, folder, ranks, tolerance=tolerance)
 
 
 def _mask(folder: Path, description: Mapping[str, Any]) -> Tensor:
@@ -155,13 +155,16 @@ def _parameter_off(case: str, name: str, have: Tensor, want: Tensor, *, is_loose
     stray = int((distance > PARAMETER).sum())
     if is_loose:
         return _off(case, name, have, want, limit=5e-3)
-    if float(distance.max()) > STRAY_LIMIT or stray > max(2, STRAY_SHARE * want.numel()):
+    if float(distance.max()) > STRAY_LIMIT or stray > max(2, STRAY_FRACTION * want.numel()):
         return [f"{case}: {name} is off by {float(distance.max()):.1e}, in {stray} of {want.numel()} entries by more than {PARAMETER}"]
     return []
 
 
 def _digest_off(case: str, rank: Mapping[str, Tensor], digest: Mapping[str, list[float]]) -> list[str]:
-    """Keys' biases have entries with hardly a gradient: softmax takes away what a query's scores share; strays are likely there."""
+    """Return the keys' biases have entries with hardly a gradient.
+
+    Softmax takes away what a query's scores share; strays are likely there.
+    """
     complaints = []
     for name, (total, norm) in digest.items():
         have = rank[f"param.{name}"].double()

@@ -56,7 +56,7 @@ CRITIC = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 2, "loss_agg
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """The classes' warnings have tests of their own."""
+    """Yield the classes' warnings have tests of their own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LegacyWorkerWarning)
         yield
@@ -64,7 +64,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    """A model with a layer for each of two stages."""
+    """Return a model with a layer for each of two stages."""
     folder = tmp_path_factory.mktemp("two_layers")
     config = AutoConfig.from_pretrained(model_folder)
     config.update({"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["full_attention"] * 2})
@@ -90,8 +90,8 @@ def open_engine(
     return engine
 
 
-def in_two_calls(old: Any, data: DataProto) -> dict[str, Any]:
-    """Metrics of an update of two mini-batches, and the log-probs before and after it."""
+def call_twice(old: Any, data: DataProto) -> dict[str, Any]:
+    """Return the metrics of an update of two mini-batches, and the log-probs before and after it."""
     if isinstance(old, MegatronActor):
         logprobs, entropies, _ = old.compute_log_prob(data, calculate_entropy=True)
         metrics = old.update_policy(old.make_minibatch_iterator(data))
@@ -104,16 +104,16 @@ def in_two_calls(old: Any, data: DataProto) -> dict[str, Any]:
 
 
 def train_actor(rank: Any, *, folder: Path, data: DataProto, numerics: str) -> dict[str, Any]:
-    """On one rank of a layout, with its share of the rows."""
+    """Train on one rank of a layout with its rows."""
     engine = open_engine("megatron", folder, layout=rank.layout.fields)
     config, rows = ACTOR, list(range(8))
     if engine.topology.dp.size == 2:
         # Both mini-batches of four rows consist of the same rows as on one rank.
         config, rows = {**ACTOR, "ppo_mini_batch_size": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]][engine.topology.dp.rank]
     actor = MegatronActor(config, engine, None, numerics=numerics)  # type: ignore[arg-type]
-    found = in_two_calls(actor, data[rows])
+    result = call_twice(actor, data[rows])
     engine.close()
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def fsdp_actor(two_layers: Path) -> Callable[[DataProto, str], dict[str, Any]]:
     def measure(data: DataProto, numerics: str) -> dict[str, Any]:
         if numerics not in seen:
             engine = open_engine("fsdp", two_layers)
-            seen[numerics] = in_two_calls(PPOActor(ACTOR, engine, numerics=numerics), data)  # type: ignore[arg-type]
+            seen[numerics] = call_twice(PPOActor(ACTOR, engine, numerics=numerics), data)  # type: ignore[arg-type]
             engine.close()
         return seen[numerics]
 
@@ -136,21 +136,21 @@ def test_the_actor_trains_as_its_fsdp_sibling_does(
 ) -> None:
     data = make_data(8)
     expected = fsdp_actor(data, numerics)
-    found = rank_pool.run(
+    result = rank_pool.run(
         train_actor, engine="megatron", layout=LAYOUTS[layout], arguments={"folder": two_layers, "data": data, "numerics": numerics}
     )
-    for rank in [joined(found)] if layout == "dp2" else found:
+    for rank in [joined(result)] if layout == "dp2" else result:
         for name in ("logprobs", "entropies"):
             torch.testing.assert_close(rank[name], expected[name], **CLOSE)
         torch.testing.assert_close(rank["after"], expected["after"], rtol=2e-4, atol=2e-4)
-        metrics, wanted = rank["metrics"], expected["metrics"]
-        assert metrics["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=1e-4)
+        metrics, required = rank["metrics"], expected["metrics"]
+        assert metrics["actor/grad_norm"] == pytest.approx(required["actor/grad_norm"], rel=1e-4)
         for name in ("actor/ppo_kl", "actor/pg_clipfrac"):
-            assert metrics[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5)
+            assert metrics[name] == pytest.approx(required[name], rel=1e-4, abs=1e-5)
 
 
 def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows of both ranks in the order of the batch, with the metrics of the first."""
+    """Return the rows of both ranks in the order of the batch, with the metrics of the first."""
     order = [0, 1, 4, 5, 2, 3, 6, 7]
     return {**ranks[0], **{name: torch.cat([rank[name] for rank in ranks])[order] for name in ("logprobs", "entropies", "after")}}
 
@@ -162,32 +162,32 @@ def test_the_policys_loss_is_listed_without_the_entropy(fsdp_actor: Any, two_lay
     actor = MegatronActor(ACTOR, engine, None, numerics="legacy")
     metrics: Any = actor.update_policy(actor.make_minibatch_iterator(data))
     engine.close()
-    wanted = fsdp_actor(data, "legacy")["metrics"]
+    required = fsdp_actor(data, "legacy")["metrics"]
     assert "actor/entropy" not in metrics
     # Two mini-batches of two micro-batches each.
     assert [len(metrics[name]) for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm")] == [4, 4, 2]
-    without_entropy = wanted["actor/pg_loss"] + 0.01 * sum(wanted["actor/entropy"]) / 2
+    without_entropy = required["actor/pg_loss"] + 0.01 * sum(required["actor/entropy"]) / 2
     assert sum(metrics["actor/pg_loss"]) / 2 == pytest.approx(without_entropy, rel=1e-4)
-    assert sum(metrics["actor/kl_loss"]) / 2 == pytest.approx(wanted["actor/kl_loss"], rel=1e-4)
+    assert sum(metrics["actor/kl_loss"]) / 2 == pytest.approx(required["actor/kl_loss"], rel=1e-4)
 
 
 def test_every_micro_batch_weighs_the_same_however_many_rows_it_has(two_layers: Path, make_data: MakeData) -> None:
     # Three rows in micro-batches of two and one: (g(two rows) + g(one row)) / 2, where the FSDP class takes 1 / (3 // 2) = 1 of each.
     data = make_data(3)
-    whole = gradients_of(two_layers, data, mini=3)
+    full = gradients_of(two_layers, data, mini=3)
     first, second = (gradients_of(two_layers, data[rows], mini=len(data[rows])) for rows in (slice(0, 2), slice(2, 3)))
-    for name, gradient in whole.items():
+    for name, gradient in full.items():
         torch.testing.assert_close(gradient, (first[name] + second[name]) / 2, rtol=1e-4, atol=1e-6)
 
 
 def gradients_of(folder: Path, data: DataProto, *, mini: int) -> dict[str, Tensor]:
-    """Of the first update, read from the first moments that it leaves: a tenth of each."""
+    """Return gradients of the first update: ten times the first moments."""
     engine = open_engine("megatron", folder, optimizer=replace(ADAMW, clip_grad_norm=None))
     actor = MegatronActor({**ACTOR, "ppo_mini_batch_size": mini}, engine, None, numerics="legacy")
     actor.update_policy(actor.make_minibatch_iterator(data))
-    found = {state.name: 10 * state.first_moment for state in engine.export_state()}
+    result = {state.name: 10 * state.first_moment for state in engine.export_state()}
     engine.close()
-    return found
+    return result
 
 
 def test_the_critic_trains_as_its_fsdp_sibling_does_where_masks_agree(two_layers: Path, make_data: MakeData) -> None:
@@ -268,24 +268,24 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("values", SCHEDULES, ids=str)
 def test_rates_are_those_of_megatrons_own_scheduler(values: dict[str, Any]) -> None:
-    ours = OldMegatronSchedule(lr=1e-2, **values)
+    target = OldMegatronSchedule(lr=1e-2, **values)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    theirs = OptimizerParamScheduler(
+    other = OptimizerParamScheduler(
         optimizer,
-        init_lr=ours.lr_warmup_init,
-        max_lr=ours.lr,
-        min_lr=ours.min_lr,
-        lr_warmup_steps=ours.warmup,
-        lr_decay_steps=max(ours.end, ours.warmup + 1),
-        lr_decay_style=ours.lr_decay_style,
+        init_lr=target.lr_warmup_init,
+        max_lr=target.lr,
+        min_lr=target.min_lr,
+        lr_warmup_steps=target.warmup,
+        lr_decay_steps=max(target.end, target.warmup + 1),
+        lr_decay_style=target.lr_decay_style,
         start_wd=0.0,
         end_wd=0.0,
         wd_incr_steps=99,
         wd_incr_style="constant",
     )
     for step in range(13):
-        assert ours.rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9), step
-        theirs.step(1)
+        assert target.rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9), step
+        other.step(1)
 
 
 OPTIM = {"lr": 1e-2, "weight_decay": 0.0, "lr_warmup_steps": 2, "clip_grad": 1.0}
@@ -294,7 +294,7 @@ MEGATRON = {"dtype": "float32", "tensor_model_parallel_size": 1, "sequence_paral
 
 @pytest.fixture
 def policy_config(actor_config: dict[str, Any]) -> dict[str, Any]:
-    """An old Megatron ``actor_rollout_ref`` block."""
+    """Return an old Megatron ``actor_rollout_ref`` block."""
     actor_config["actor"] |= {"strategy": "megatron", "optim": OPTIM, "megatron": MEGATRON}
     del actor_config["actor"]["fsdp_config"]
     actor_config["ref"] = {"strategy": "megatron", "log_prob_micro_batch_size_per_gpu": 4}
@@ -310,7 +310,7 @@ def test_a_worker_of_all_roles_trains_samples_saves_and_loads(policy_config: dic
     assert set(before) == {"old_log_probs", "entropys"}
     assert torch.equal(before["old_log_probs"], reference["ref_log_prob"])
     metrics = [worker.update_actor(data).meta_info["metrics"] for _ in range(2)]
-    assert [found["actor/lr"] for found in metrics] == pytest.approx([0.0, 5e-3])  # type: ignore[index,call-overload]
+    assert [result["actor/lr"] for result in metrics] == pytest.approx([0.0, 5e-3])  # type: ignore[index,call-overload]
     saved = answers(worker.compute_log_prob(data))
     assert torch.equal(answers(worker.compute_ref_log_prob(data))["ref_log_prob"], reference["ref_log_prob"])
     assert not torch.equal(saved["old_log_probs"], before["old_log_probs"])

@@ -25,7 +25,7 @@ def test_of_experts_those_count_that_a_token_visits() -> None:
     assert operations(experts, [2, 3]) == 30720 + 1248
 
 
-def test_what_is_not_in_the_tables_has_no_share() -> None:
+def test_what_is_not_in_the_tables_has_no_fraction() -> None:
     assert operations({"model_type": "mamba"}, [5]) == 0
     assert 1.0 / peak("Some Card") == 0
     assert peak("NVIDIA H200") == peak("NVIDIA H100 80GB HBM3") == pytest.approx(989e12)

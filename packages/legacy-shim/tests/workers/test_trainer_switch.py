@@ -28,7 +28,7 @@ SMALL = (
     "run.num_threads=1",
     "run.save_model=false",
     "run.trackers=[jsonl]",
-    "reward.function=random_rewards:share_of_even",
+    "reward.function=random_rewards:fraction_of_even",
 )
 
 
@@ -68,12 +68,12 @@ def test_with_several_micro_batches_the_old_mean_shows(tmp_path: Path) -> None:
 @pytest.mark.bitwise
 def test_critic_and_reference_are_deprecated_workers_too_and_the_run_resumes(tmp_path: Path) -> None:
     ppo = ("algorithm=ppo", "ref=frozen", "algorithm.kl_loss_coef=0.01", "use_legacy_worker_impl=enable", "run.save_every=1")
-    whole = run(tmp_path / "whole", *ppo, "run.total_steps=2")
+    full = run(tmp_path / "whole", *ppo, "run.total_steps=2")
     run(tmp_path / "parts", *ppo, "run.total_steps=1")
     parts = run(tmp_path / "parts", *ppo, "run.total_steps=2", "run.resume=auto")
-    assert {"critic/vf_clipfrac", "value/explained_variance", "actor/kl_loss"} <= whole[0].keys()
-    assert parts[-1]["actor/grad_norm"] == whole[-1]["actor/grad_norm"]
-    assert parts[-1]["critic/grad_norm"] == whole[-1]["critic/grad_norm"]
+    assert {"critic/vf_clipfrac", "value/explained_variance", "actor/kl_loss"} <= full[0].keys()
+    assert parts[-1]["actor/grad_norm"] == full[-1]["actor/grad_norm"]
+    assert parts[-1]["critic/grad_norm"] == full[-1]["critic/grad_norm"]
 
 
 def test_what_the_old_losses_can_not_express_is_refused(tmp_path: Path) -> None:

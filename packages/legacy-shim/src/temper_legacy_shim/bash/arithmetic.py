@@ -1,4 +1,4 @@
-"""The arithmetic of bash on 64-bit integers. A value that only a run would know makes the whole result unknown."""
+"""The arithmetic of bash on 64-bit integers. A value that only a run would know makes the result unknown."""
 
 import re
 from collections.abc import Callable
@@ -72,10 +72,10 @@ class _Calculation:
         return self.tokens[self.at][1] if self.at < len(self.tokens) and self.tokens[self.at][0] == "operator" else ""
 
     def take(self, *operators: str) -> str:
-        found = self.peek()
-        if found and found in operators:
+        result = self.peek()
+        if result and result in operators:
             self.at += 1
-            return found
+            return result
         return ""
 
     def comma(self) -> int:
@@ -222,7 +222,7 @@ def _number(text: str) -> int:
     try:
         if "#" in text:
             base, _, digits = text.partition("#")
-            return _in_base(int(base), digits)
+            return _convert_base(int(base), digits)
         if text[:2] in ("0x", "0X"):
             return int(text, 16)
         return int(text, 8) if text.startswith("0") and len(text) > 1 else int(text)
@@ -230,14 +230,14 @@ def _number(text: str) -> int:
         raise BadExpression(text) from error
 
 
-def _in_base(base: int, digits: str) -> int:
+def _convert_base(base: int, digits: str) -> int:
     alphabet = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ@_"
     value = 0
     for digit in digits.lower() if base <= 36 else digits:
-        place = alphabet.find(digit)
-        if not 2 <= base <= 64 or not 0 <= place < base:
+        position = alphabet.find(digit)
+        if not 2 <= base <= 64 or not 0 <= position < base:
             raise BadExpression(digits)
-        value = value * base + place
+        value = value * base + position
     return value
 
 

@@ -8,7 +8,7 @@ from temper_legacy_shim.errors import ScriptError
 _RANGE = re.compile(r"\{(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.(-?\d+))?\}")
 _MAX_WORDS = 2_000
 _MAX_LEVELS = 12
-Atom = str | Part
+Item = str | Part
 """One unquoted character, or a part that is taken whole."""
 
 
@@ -16,65 +16,65 @@ def expand(word: Word) -> list[Word]:
     """Return the words that a word stands for; itself alone if it has no braces to expand."""
     if not any(isinstance(part, Literal) and not part.is_quoted and "{" in part.text for part in word.parts):
         return [word]
-    atoms: list[Atom] = []
+    items: list[Item] = []
     for part in word.parts:
-        atoms.extend(part.text if isinstance(part, Literal) and not part.is_quoted else [part])
-    expanded = _expand(atoms, 0)
-    if len(expanded) == 1 and expanded[0] == atoms:
+        items.extend(part.text if isinstance(part, Literal) and not part.is_quoted else [part])
+    expanded = _expand(items, 0)
+    if len(expanded) == 1 and expanded[0] == items:
         return [word]
     return [Word(_parts(each), word.source, word.span) for each in expanded]
 
 
-def _expand(atoms: list[Atom], level: int) -> list[list[Atom]]:
+def _expand(items: list[Item], level: int) -> list[list[Item]]:
     if level > _MAX_LEVELS:
-        return [atoms]
-    for start, atom in enumerate(atoms):
-        if atom != "{":
+        return [items]
+    for start, item in enumerate(items):
+        if item != "{":
             continue
-        found = _alternatives(atoms, start)
-        if found is None:
+        result = _alternatives(items, start)
+        if result is None:
             continue
-        choices, end = found
+        choices, end = result
         firsts = [each for choice in choices for each in _expand(choice, level + 1)]
-        rests = _expand(atoms[end:], level + 1)
+        rests = _expand(items[end:], level + 1)
         if len(firsts) * len(rests) > _MAX_WORDS:
             raise ScriptError(f"braces that stand for more than {_MAX_WORDS} words: the script builds more than a launch command.")
-        return [[*atoms[:start], *first, *rest] for first in firsts for rest in rests]
-    return [atoms]
+        return [[*items[:start], *first, *rest] for first in firsts for rest in rests]
+    return [items]
 
 
-def _alternatives(atoms: list[Atom], start: int) -> tuple[list[list[Atom]], int] | None:
+def _alternatives(items: list[Item], start: int) -> tuple[list[list[Item]], int] | None:
     """Return the alternatives of the braces that open at `start`, and the end.
 
     None for literal braces.
     """
     depth = 0
-    choices: list[list[Atom]] = []
-    current: list[Atom] = []
-    for at in range(start, len(atoms)):
-        atom = atoms[at]
-        if atom == "{":
+    choices: list[list[Item]] = []
+    current: list[Item] = []
+    for at in range(start, len(items)):
+        item = items[at]
+        if item == "{":
             depth += 1
-        elif atom == "}":
+        elif item == "}":
             depth -= 1
             if depth == 0:
                 if choices:
                     return [*choices, current], at + 1
-                return _range(atoms[start : at + 1], at + 1)
+                return _range(items[start : at + 1], at + 1)
         if at == start:
             continue
-        if atom == "," and depth == 1:
+        if item == "," and depth == 1:
             choices.append(current)
             current = []
         else:
-            current.append(atom)
+            current.append(item)
     return None
 
 
-def _range(atoms: list[Atom], end: int) -> tuple[list[list[Atom]], int] | None:
-    if not all(isinstance(atom, str) for atom in atoms):
+def _range(items: list[Item], end: int) -> tuple[list[list[Item]], int] | None:
+    if not all(isinstance(item, str) for item in items):
         return None
-    match = _RANGE.fullmatch("".join(atom for atom in atoms if isinstance(atom, str)))
+    match = _RANGE.fullmatch("".join(item for item in items if isinstance(item, str)))
     if match is None or match[1].lstrip("-").isdigit() != match[2].lstrip("-").isdigit():
         return None
     is_number = match[1].lstrip("-").isdigit()
@@ -88,14 +88,14 @@ def _range(atoms: list[Atom], end: int) -> tuple[list[list[Atom]], int] | None:
     return [list(f"{number:0{width}d}" if is_number else chr(number)) for number in numbers], end
 
 
-def _parts(atoms: list[Atom]) -> tuple[Part, ...]:
+def _parts(items: list[Item]) -> tuple[Part, ...]:
     out: list[Part] = []
-    for atom in atoms:
+    for item in items:
         last = out[-1] if out else None
-        if not isinstance(atom, str):
-            out.append(atom)
+        if not isinstance(item, str):
+            out.append(item)
         elif isinstance(last, Literal) and not last.is_quoted:
-            out[-1] = Literal(last.text + atom, is_quoted=False)
+            out[-1] = Literal(last.text + item, is_quoted=False)
         else:
-            out.append(Literal(atom, is_quoted=False))
+            out.append(Literal(item, is_quoted=False))
     return tuple(out)

@@ -138,8 +138,8 @@ def _declared(shell: Shell, name: str, *, is_local: bool, exists: bool) -> Varia
     scope = shell.scopes[-1] if is_local else None
     if scope is not None and name not in scope:
         scope[name] = Variable()
-    found = shell.find(name)
-    return shell.variable(name) if found is not None or exists else None
+    result = shell.find(name)
+    return shell.variable(name) if result is not None or exists else None
 
 
 def _set_attributes(variable: Variable, flags: str, *, is_export: bool) -> None:

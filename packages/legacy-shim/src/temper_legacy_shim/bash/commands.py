@@ -266,8 +266,8 @@ def assign(shell: Shell, assignment: Assignment) -> None:
             text = literal(f"{old.shown()}+({text.shown()})")
         else:
             text = text if old is None else old + text
-    found = shell.find(assignment.name)
-    if found is not None and found.is_integer and text.is_known:
+    result = shell.find(assignment.name)
+    if result is not None and result.is_integer and text.is_known:
         text = expansion.arithmetic(shell, Word((Literal(text.shown(), is_quoted=True),), text.shown(), assignment.span), text.shown())
     shell.assign(assignment.name, text)
 

@@ -209,16 +209,16 @@ def _run_if(shell: Shell, command: If) -> None:
 
 
 def _run_case(shell: Shell, command: Case) -> None:
-    subject = expansion.expand_text(shell, command.subject)
+    case_word = expansion.expand_text(shell, command.case_word)
     chosen: int | None = None
-    if subject.is_known or subject.is_unset:
-        chosen = _matching_branch(shell, command, subject.if_unset())
-    if chosen is None or subject.is_unset:
+    if case_word.is_known or case_word.is_unset:
+        chosen = _matching_branch(shell, command, case_word.if_unset())
+    if chosen is None or case_word.is_unset:
         star = next((number for number, branch in enumerate(command.branches, 1) if branch[0][0].literal() == "*"), 0)
         usual = star if chosen is None else chosen
-        span = Span(command.span.start, command.subject.span.end)
+        span = Span(command.span.start, command.case_word.span.end)
         chosen = shell.reading.decide(
-            span, _written(shell, span), usual=usual, num_choices=len(command.branches) + 1, is_assumed=subject.is_unset
+            span, _written(shell, span), usual=usual, num_choices=len(command.branches) + 1, is_assumed=case_word.is_unset
         )
     shell.status = 0
     while 0 < chosen <= len(command.branches):
@@ -226,13 +226,13 @@ def _run_case(shell: Shell, command: Case) -> None:
         run(shell, body)
         if operator == ";&":
             chosen += 1
-        elif operator == ";;&" and (subject.is_known or subject.is_unset):
-            chosen = _matching_branch(shell, command, subject.if_unset(), after=chosen) or 0
+        elif operator == ";;&" and (case_word.is_known or case_word.is_unset):
+            chosen = _matching_branch(shell, command, case_word.if_unset(), after=chosen) or 0
         else:
             return
 
 
-def _matching_branch(shell: Shell, command: Case, subject: str, *, after: int = 0) -> int | None:
+def _matching_branch(shell: Shell, command: Case, case_word: str, *, after: int = 0) -> int | None:
     """Return the number of the first branch after this one that fits.
 
     0 for none, None if that is not known.
@@ -243,7 +243,7 @@ def _matching_branch(shell: Shell, command: Case, subject: str, *, after: int = 
             if not (is_known or is_unset):
                 return None
             try:
-                if matches(compiled(pieces), subject):
+                if matches(compiled(pieces), case_word):
                     return number
             except TooMuch:
                 return None

@@ -22,7 +22,7 @@ def expand_words(shell: Shell, words: tuple[Word, ...] | list[Word]) -> list[Fie
     for word in words:
         before = len(fields)
         for single in braces.expand(word):
-            fields.extend(_fields(shell, single, is_whole=single is word))
+            fields.extend(_fields(shell, single, is_complete=single is word))
         shell.reading.count_words(len(fields) - before)
         if len(fields) > MAX_FIELDS:
             raise ScriptError(f"a command has more than {MAX_FIELDS} arguments: the script builds more than a launch command.")
@@ -113,14 +113,14 @@ def _star(shell: Shell, listed: list[Field]) -> Text:
     return text
 
 
-def _fields(shell: Shell, word: Word, *, is_whole: bool) -> list[Field]:
+def _fields(shell: Shell, word: Word, *, is_complete: bool) -> list[Field]:
     """Return the arguments of one word."""
     builder = _Splitter(shell.separators())
     parts = fragments(shell, with_tilde(word), in_quotes=False)
     for fragment in parts:
         builder.add(fragment)
     builder.end()
-    if is_whole and len(builder.done) == 1 and not builder.has_split and builder.origins[0] is None:
+    if is_complete and len(builder.done) == 1 and not builder.has_split and builder.origins[0] is None:
         return [Field(builder.done[0], joined_lines(word.source), word.span.start)]
     return [origin or Field(text, text.raw()) for text, origin in zip(builder.done, builder.origins, strict=True)]
 
@@ -256,10 +256,10 @@ def substitute(shell: Shell, part: Substitution) -> Text:
         has_only_sources = all(piece.is_known or piece.source for piece in child.captured.pieces)
         if not has_only_sources or any(piece.value == "\0" for piece in child.captured.pieces):
             return unknown(part.source)
-    return sourced(_without_last_newlines(child.captured), part.source)
+    return sourced(_strip_last_newlines(child.captured), part.source)
 
 
-def _without_last_newlines(text: Text) -> Text:
+def _strip_last_newlines(text: Text) -> Text:
     pieces = list(text.pieces)
     while pieces and pieces[-1].is_known:
         last = pieces[-1]

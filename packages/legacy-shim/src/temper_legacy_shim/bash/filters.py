@@ -108,15 +108,15 @@ def _cut(arguments: list[str], stdin: str | None) -> str | None:
     if stdin is None or match is None:
         return None
     if joined.startswith("-d"):
-        delimiter, place, is_open = match[1] or " ", int(match[2]), bool(match[3])
+        delimiter, position, is_open = match[1] or " ", int(match[2]), bool(match[3])
     else:
-        delimiter, place, is_open = match[3], int(match[1]), bool(match[2])
-    if len(delimiter) != 1 or place == 0:
+        delimiter, position, is_open = match[3], int(match[1]), bool(match[2])
+    if len(delimiter) != 1 or position == 0:
         return None
     lines = []
     for line in stdin.splitlines():
         parts = line.split(delimiter)
-        lines.append(line if len(parts) == 1 else delimiter.join(parts[place - 1 :] if is_open else parts[place - 1 : place]))
+        lines.append(line if len(parts) == 1 else delimiter.join(parts[position - 1 :] if is_open else parts[position - 1 : position]))
     return "".join(line + "\n" for line in lines)
 
 

@@ -258,10 +258,10 @@ class Words:
             self.at += 1
             operator = "names"
         elif self.peek() != "}":
-            found = _OPERATOR.match(self.text, self.at)
-            if found is None:
+            result = _OPERATOR.match(self.text, self.at)
+            if result is None:
                 return self._bad_substitution(start)
-            operator, self.at = found[0], found.end()
+            operator, self.at = result[0], result.end()
         self.nest()
         operands = self._operands(operator, in_quotes=in_quotes)
         self.nesting -= 1
@@ -324,7 +324,7 @@ class Words:
 
 
 def _joined(parts: list[Part]) -> tuple[Part, ...]:
-    """Return the neighbouring literals of one kind as one."""
+    """Return the adjacent literals of one kind as one."""
     out: list[Part] = []
     for part in parts:
         last = out[-1] if out else None

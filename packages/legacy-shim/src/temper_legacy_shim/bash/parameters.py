@@ -64,7 +64,7 @@ def elements(shell: Shell, part: Parameter) -> list[Field] | None:
     if part.operator == ":":
         variable = shell.find(part.name)
         keys = [] if variable is None else list(_elements_of(variable))
-        indices = [key if isinstance(key, int) else place for place, key in enumerate(keys)]
+        indices = [key if isinstance(key, int) else position for position, key in enumerate(keys)]
         return sliced(shell, part, listed, indices)
     return [_transformed_field(shell, part, field) for field in listed]
 
@@ -102,10 +102,10 @@ def element_text(shell: Shell, variable: Variable, index: str) -> Text | None:
         number = calculate(index, read=lambda name: _known_number(shell, name), write=lambda _name, _value: None)
     except (UnknownNumber, BadExpression):
         return unknown(index)
-    found = _elements_of(variable)
-    if number < 0 and found:
-        number += max(int(key) for key in found) + 1
-    field = found.get(number)
+    result = _elements_of(variable)
+    if number < 0 and result:
+        number += max(int(key) for key in result) + 1
+    field = result.get(number)
     return None if field is None else field.text
 
 
@@ -189,12 +189,12 @@ def _with_default(shell: Shell, part: Parameter, text: Text | None, *, in_quotes
                 return unknown(part.source, is_unset=True)
             raise Stopped
         return unknown(part.source, is_unset=True)
-    found = _operand(shell, part, in_quotes=in_quotes)
+    result = _operand(shell, part, in_quotes=in_quotes)
     if part.operator in ("=", ":="):
-        default = found if isinstance(found, Text) else shell.interpreter.expand_text(shell, part.operands[0])
+        default = result if isinstance(result, Text) else shell.interpreter.expand_text(shell, part.operands[0])
         if part.index is None and part.name.isidentifier():
             shell.assign(part.name, default)
-    return found
+    return result
 
 
 def _operand(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Fragment]:
@@ -214,8 +214,8 @@ def _operand(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[F
         return [fragment if fragment.is_break else _splitting(fragment) for fragment in parts]
     text = Text(tuple(piece for fragment in parts for piece in fragment.pieces if piece.value or piece.source))
     if any(fragment.is_quoted for fragment in parts) and not in_quotes:
-        whole = sourced(text, part.source)
-        return [Fragment(whole.pieces, is_quoted=True)]
+        full = sourced(text, part.source)
+        return [Fragment(full.pieces, is_quoted=True)]
     return text
 
 
@@ -342,5 +342,5 @@ def sliced(shell: Shell, part: Parameter, listed: list[Field], indices: list[int
         listed = [Field(unknown("$0"), '"$0"'), *listed]
     keys = list(range(len(listed))) if part.name in ("@", "*") else indices
     start = bounds[0] if bounds[0] >= 0 else max([*keys, -1]) + 1 + bounds[0]
-    found = [field for key, field in zip(keys, listed, strict=True) if key >= start] if start >= 0 else []
-    return found if len(bounds) < 2 else found[: max(bounds[1], 0)]
+    result = [field for key, field in zip(keys, listed, strict=True) if key >= start] if start >= 0 else []
+    return result if len(bounds) < 2 else result[: max(bounds[1], 0)]

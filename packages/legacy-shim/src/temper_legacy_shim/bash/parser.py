@@ -212,12 +212,12 @@ class Parser(SimpleCommands):
     def _counting_for(self, start: int) -> CountingFor:
         self.at += 2
         inside = self.at
-        whole = self.calculation()
-        if whole is None or whole.source.count(";") != 2:
+        full = self.calculation()
+        if full is None or full.source.count(";") != 2:
             raise self.error("'for ((' needs three expressions with ';' between them.", inside)
         end = self.at
         expressions = []
-        for piece in whole.source.split(";"):
+        for piece in full.source.split(";"):
             part = Parser(piece + "))")
             part.nesting = self.nesting
             expressions.append(part.calculation() or Word((), piece, Span(0, 0)))
@@ -230,7 +230,7 @@ class Parser(SimpleCommands):
         start = self.at
         self.at += 4
         self.skip()
-        subject = self.word()
+        case_word = self.word()
         self.skip(newlines=True)
         self.expect("in")
         branches: list[tuple[tuple[Word, ...], Program, str]] = []
@@ -238,7 +238,7 @@ class Parser(SimpleCommands):
             self.skip(newlines=True)
             if self.reserved() == "esac":
                 self.at += 4
-                return Case(subject, tuple(branches), Span(start, self.at))
+                return Case(case_word, tuple(branches), Span(start, self.at))
             if not self.peek():
                 raise self.error("'case' is opened here and never closed by 'esac'.", start)
             branches.append(self._case_branch())

@@ -71,8 +71,8 @@ def _unquoted(text: str, *, is_greedy: bool) -> str:
                 out.append(".*" if is_greedy else ".*?")
         elif char == "?":
             out.append(".")
-        elif char == "[" and (found := _bracket(text, at)) is not None:
-            expression, at = found
+        elif char == "[" and (result := _bracket(text, at)) is not None:
+            expression, at = result
             out.append(expression)
             continue
         else:

@@ -193,8 +193,8 @@ class Reading:
         if index > 200:
             return usual
         taken = self.choices[index] if index < len(self.choices) else usual
-        place = self.inner or span
-        self.decisions.append(Decision(span=place, what=what, taken=taken, num_choices=num_choices, is_assumed=is_assumed))
+        position = self.inner or span
+        self.decisions.append(Decision(span=position, what=what, taken=taken, num_choices=num_choices, is_assumed=is_assumed))
         return taken
 
 
@@ -258,10 +258,10 @@ class Shell:
 
     def variable(self, name: str) -> Variable:
         """Return the variable to assign to, made in the outermost scope if there is none."""
-        found = self.find(name)
-        if found is None:
-            found = self.scopes[0][name] = Variable()
-        return found
+        result = self.find(name)
+        if result is None:
+            result = self.scopes[0][name] = Variable()
+        return result
 
     def assign(self, name: str, text: Text) -> None:
         """Run ``name=text``."""

@@ -126,7 +126,7 @@ class Simple:
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """``[[ ... ]]``, as operators and words."""
+    """A test ``[[ ... ]]``: operators and words."""
 
     tokens: "tuple[str | Word, ...]"
     """Operators as text, operands as words."""
@@ -170,7 +170,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """``for x in words``; words None for the positional parameters."""
+    """A loop ``for x in words``; words is None for the positional parameters."""
 
     name: str
     words: tuple[Word, ...] | None
@@ -180,7 +180,7 @@ class For:
 
 @dataclass(frozen=True, slots=True)
 class CountingFor:
-    """``for ((a; b; c))``."""
+    """A loop ``for ((a; b; c))``."""
 
     start: Word
     condition: Word
@@ -193,7 +193,7 @@ class CountingFor:
 class Case:
     """``case word in pattern) ...;; esac``."""
 
-    subject: Word
+    case_word: Word
     branches: "tuple[tuple[tuple[Word, ...], Program, str], ...]"
     """Patterns, body, and the operator that ends it."""
     span: Span

@@ -70,10 +70,10 @@ def started(fields: tuple[Field, ...] | list[Field]) -> list[Field]:
         name = (fields[0].text.known or "").rpartition("/")[2] if fields else ""
         if name not in _WRAPPERS:
             return fields
-        place = next((at for at, field in enumerate(fields) if at and (_may_start(field) or (name == "uv" and _is_module(field)))), None)
-        if place is None:
+        position = next((at for at, field in enumerate(fields) if at and (_may_start(field) or (name == "uv" and _is_module(field)))), None)
+        if position is None:
             return fields
-        fields = fields[place:]
+        fields = fields[position:]
     return fields
 
 

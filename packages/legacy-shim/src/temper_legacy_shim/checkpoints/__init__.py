@@ -6,7 +6,7 @@ for. Importing this needs no torch; ``as_torch``, ``training_state`` and ``--to 
 
 from pathlib import Path
 
-from temper_legacy_shim.errors import LayoutError, without_extra
+from temper_legacy_shim.errors import LayoutError, explain_missing_extra
 
 try:
     from temper_legacy_shim.checkpoints.conversion import convert
@@ -16,7 +16,7 @@ try:
     from temper_legacy_shim.checkpoints.plan import Job, Options, plan_jobs
     from temper_legacy_shim.checkpoints.receipt import Checked, Receipt, check_files, check_receipt, read_receipt
 except ModuleNotFoundError as error:
-    raise without_extra("checkpoints", "checkpoint", error) from None
+    raise explain_missing_extra("checkpoints", "checkpoint", error) from None
 
 __all__ = [
     "Checked",

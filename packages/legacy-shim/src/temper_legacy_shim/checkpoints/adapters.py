@@ -51,7 +51,7 @@ class Adapter:
     """Matrix pairs by Hugging Face name of the module."""
     saved_modules: Mapping[str, LazyTensor] = field(default_factory=dict)
     """Weights that were trained whole next to the adapter, by Hugging Face name."""
-    beside: Mapping[str, LazyTensor] = field(default_factory=dict)
+    extra: Mapping[str, LazyTensor] = field(default_factory=dict)
     """Other tensors of PEFT's file by name: trained biases, and embedding weights."""
     alpha: float | None = None
     """Numerator of the scale; None where no file says it and no one gave it."""
@@ -70,14 +70,14 @@ class Adapter:
         return any(pair.is_transposed for pair in self.pairs.values())
 
     @property
-    def whole(self) -> dict[str, LazyTensor]:
+    def full(self) -> dict[str, LazyTensor]:
         """Weights that stand in the base's place, by Hugging Face name."""
-        return {**self.saved_modules, **{name.replace(_BASE_LAYER, "."): tensor for name, tensor in self.beside.items()}}
+        return {**self.saved_modules, **{name.replace(_BASE_LAYER, "."): tensor for name, tensor in self.extra.items()}}
 
     @property
     def lacks_biases(self) -> bool:
         """True if biases were trained that only the base contains."""
-        return self.config.get("bias") not in (None, "none") and not self.beside
+        return self.config.get("bias") not in (None, "none") and not self.extra
 
     def scale(self, module: str) -> float:
         """Return alpha / rank of one module, as PEFT computes it.
@@ -101,8 +101,10 @@ class Adapter:
             if pattern is not None:
                 alpha = _alpha_in(patterns[pattern])
                 if alpha is None:
-                    said = repr(patterns[pattern])
-                    raise DamagedFileError(f"adapter_config.json says {name} of {pattern} is {said:.80}, which is no alpha: copy it again.")
+                    stated = repr(patterns[pattern])
+                    raise DamagedFileError(
+                        f"adapter_config.json says {name} of {pattern} is {stated:.80}, which is no alpha: copy it again."
+                    )
                 return alpha
         return default
 
@@ -157,14 +159,14 @@ def exported(tensors: Mapping[str, LazyTensor], *, where: Path) -> Adapter | Non
     if adapter is None:
         return None
     saved = dict(adapter.saved_modules)
-    beside: dict[str, LazyTensor] = {}
+    extra: dict[str, LazyTensor] = {}
     names = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in tensors.items()}
     others = {name: tensor for name, tensor in names.items() if not _HALF.fullmatch(name) and _SAVED not in name and _ORIGINAL not in name}
     for name, tensor in others.items():
         module = name.rpartition(".")[0]
         is_module = f"{module}.weight" in others and _BASE_LAYER not in name and module not in adapter.pairs
-        (saved if is_module else beside)[name] = tensor
-    return replace(adapter, saved_modules=saved, beside=beside)
+        (saved if is_module else extra)[name] = tensor
+    return replace(adapter, saved_modules=saved, extra=extra)
 
 
 def _pair(module: str, sides: Mapping[str, LazyTensor], *, table: bool, where: Path) -> Pair:
@@ -185,26 +187,26 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
     Raises:
         UsageError: a file says another alpha than the user, or a rank that the tensors contradict.
     """
-    beside = [role.path / "lora_adapter/adapter_config.json", role.path / "huggingface/adapter/adapter_config.json"]
-    beside += [role.path / "model/huggingface/adapter/adapter_config.json", role.path / "adapter_config.json"]
+    extra = [role.path / "lora_adapter/adapter_config.json", role.path / "huggingface/adapter/adapter_config.json"]
+    extra += [role.path / "model/huggingface/adapter/adapter_config.json", role.path / "adapter_config.json"]
     metas = [role.path / "lora_train_meta.json"] + ([role.step_directory / "lora_train_meta.json"] if role.step_directory else [])
-    found: tuple[float, Path, dict[str, object]] | None = None
-    for path in [*beside, *metas]:
+    matches: tuple[float, Path, dict[str, object]] | None = None
+    for path in [*extra, *metas]:
         if path.is_file():
             content = read_object(path)
             alpha, rank = _alpha_in(content.get("lora_alpha")), content.get("r")
             if alpha is not None:
                 if isinstance(rank, int) and rank != adapter.rank and not content.get("rank_pattern"):
                     raise UsageError(f"{path} says rank {rank}, but the adapter's tensors have rank {adapter.rank}: it is of another save.")
-                found = (alpha, path, content if path in beside else {})
+                matches = (alpha, path, content if path in extra else {})
                 break
     if given is not None:
-        if found is not None and found[0] != given:
-            raise UsageError(f"--lora-alpha is {given}, but {found[1]} says {found[0]}: leave the option out.")
-        return replace(adapter, alpha=given, alpha_from="--lora-alpha", config=found[2] if found else {})
-    if found is None:
+        if matches is not None and matches[0] != given:
+            raise UsageError(f"--lora-alpha is {given}, but {matches[1]} says {matches[0]}: leave the option out.")
+        return replace(adapter, alpha=given, alpha_from="--lora-alpha", config=matches[2] if matches else {})
+    if matches is None:
         return adapter
-    return replace(adapter, alpha=found[0], alpha_from=os.path.relpath(found[1], role.path.absolute().parent), config=found[2])
+    return replace(adapter, alpha=matches[0], alpha_from=os.path.relpath(matches[1], role.path.absolute().parent), config=matches[2])
 
 
 def around(adapter: Adapter, *, model_type: object) -> Adapter:
@@ -271,7 +273,7 @@ def peft_tensors(adapter: Adapter) -> dict[str, LazyTensor]:
         table, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
         named[f"{PEFT_PREFIX}{module}.lora_{table}A{end}"] = pair.down
         named[f"{PEFT_PREFIX}{module}.lora_{table}B{end}"] = pair.up
-    return named | {f"{PEFT_PREFIX}{name}": tensor for name, tensor in (*adapter.saved_modules.items(), *adapter.beside.items())}
+    return named | {f"{PEFT_PREFIX}{name}": tensor for name, tensor in (*adapter.saved_modules.items(), *adapter.extra.items())}
 
 
 def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[str, object]:

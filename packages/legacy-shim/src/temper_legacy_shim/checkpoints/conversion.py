@@ -95,7 +95,7 @@ def _write_shards(staging: Staging, plan: Plan, *, progress: Progress) -> list[W
     files = []
     for name, group in plan.shards.items():
 
-        def tell(count: int, name: str = name) -> None:
+        def report(count: int, name: str = name) -> None:
             nonlocal done
             done += count
             progress(name, done, total)
@@ -103,22 +103,22 @@ def _write_shards(staging: Staging, plan: Plan, *, progress: Progress) -> list[W
         before = done
         written = staging.produce(
             name,
-            lambda path, group=group, name=name, tell=tell: write(path, group, relative=name, progress=tell),  # type: ignore[misc]
+            lambda path, group=group, name=name, report=report: write(path, group, relative=name, progress=report),  # type: ignore[misc]
         )
         if done == before:
-            tell(written.num_bytes)
+            report(written.num_bytes)
         files.append(written)
     return files
 
 
 def _verify(folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Options, *, compared: Collection[str]) -> tuple[str, ...]:
-    found = receipts.check_files(folder, files, compared=compared)
-    said = [f"{len(files)} files read back: sizes, every byte or its checksum, and {found} tensors in their headers"]
+    result = receipts.check_files(folder, files, compared=compared)
+    given = [f"{len(files)} files read back: sizes, every byte or its checksum, and {result} tensors in their headers"]
     if options.verifies_logits:
         from temper_legacy_shim.checkpoints.huggingface.logits import check_logits  # needs torch and transformers
 
-        said.append(check_logits(folder, plan))
-    return tuple(said)
+        given.append(check_logits(folder, plan))
+    return tuple(given)
 
 
 def _receipt(

@@ -106,19 +106,19 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
     if not os.path.isdir(path):  # also for a name that no disk takes
         raise LayoutError(f"{path} is no directory: give a run, a step (global_step_N) or a role (actor, critic) directory.")
     # A run may also hold converted models; its steps come first.
-    found = _roles_of_run(path, step) or [each for each in (_role_at(path),) if each is not None]
-    found = found or _roles_of_first_run(path, step) or _roles_of_step(path)
-    if step is not None and any(each.step != step for each in found):
+    result = _roles_of_run(path, step) or [each for each in (_role_at(path),) if each is not None]
+    result = result or _roles_of_first_run(path, step) or _roles_of_step(path)
+    if step is not None and any(each.step != step for each in result):
         raise LayoutError(f"{path} is no run, so that step {step} can't be chosen in it: leave --step out, or give the run's directory.")
-    if not found:
+    if not result:
         present = sorted(entry.name for entry in path.iterdir())[:12]
         raise LayoutError(f"{path} holds no checkpoint that we know: it holds {present or 'nothing'}.")
     if role is not None:
-        names = [each.name for each in found]
-        found = [each for each in found if each.name == role]
-        if not found:
+        names = [each.name for each in result]
+        result = [each for each in result if each.name == role]
+        if not result:
             raise LayoutError(f"{path} has no role {role!r}: it has {', '.join(names)}.")
-    return found
+    return result
 
 
 def _roles_of_step(path: Path) -> list[Role]:
@@ -127,8 +127,8 @@ def _roles_of_step(path: Path) -> list[Role]:
     Folders of converted output count only if nothing else is there.
     """
     children = (_role_at(child) for child in sorted(path.iterdir()) if child.is_dir() and not _STEP.fullmatch(child.name))
-    found = [role for role in children if role is not None]
-    return [role for role in found if not (role.path / RECEIPT).is_file()] or found
+    result = [role for role in children if role is not None]
+    return [role for role in result if not (role.path / RECEIPT).is_file()] or result
 
 
 def _steps(path: Path) -> dict[int, Path]:
@@ -138,7 +138,8 @@ def _steps(path: Path) -> dict[int, Path]:
 def _roles_of_first_run(path: Path, step: int | None) -> list[Role]:
     """Return the roles of 0.1 at the newest step that all of them have.
 
-    Their steps are below the roles (``actor/global_step_N``), without a tracker."""
+    Their steps are below the roles (``actor/global_step_N``), without a tracker.
+    """
     of_role = {name: _steps(path / name) for name in _FIRST_ROLES if (path / name).is_dir()}
     of_role = {name: steps for name, steps in of_role.items() if steps}
     if not of_role:
@@ -148,8 +149,8 @@ def _roles_of_first_run(path: Path, step: int | None) -> list[Role]:
         have = "; ".join(f"{name} has {', '.join(map(str, sorted(steps)))}" for name, steps in of_role.items())
         raise LayoutError(f"{path} has no step {'' if step is None else f'{step} '}of all its roles: {have}. Give the folder of one role.")
     chosen = max(common) if step is None else step
-    found = {name: _role_at(steps[chosen]) for name, steps in of_role.items()}
-    return [replace(role, name=name) for name, role in found.items() if role is not None]
+    result = {name: _role_at(steps[chosen]) for name, steps in of_role.items()}
+    return [replace(role, name=name) for name, role in result.items() if role is not None]
 
 
 def _roles_of_run(path: Path, step: int | None) -> list[Role]:
@@ -217,21 +218,21 @@ def _role_at(path: Path) -> Role | None:
 
 
 def _fsdp_files(path: Path) -> dict[str, dict[int, Path]]:
-    found: dict[str, dict[int, Path]] = {}
+    result: dict[str, dict[int, Path]] = {}
     worlds: dict[str, set[int]] = {}
     for child in path.iterdir():
         match = _FSDP_FILE.fullmatch(child.name)
         if match and child.is_file():
             rank = int(match[3])
-            if rank in found.get(match[1], {}) and len(worlds[match[1]] | {int(match[2])}) == 1:
+            if rank in result.get(match[1], {}) and len(worlds[match[1]] | {int(match[2])}) == 1:
                 raise LayoutError(f"{path} has two files of rank {rank} ({child.name}): remove the copy.")
-            found.setdefault(match[1], {})[rank] = child
+            result.setdefault(match[1], {})[rank] = child
             worlds.setdefault(match[1], set()).add(int(match[2]))
     for kind, sizes in worlds.items():
         if len(sizes) > 1:
             raise LayoutError(f"{path} holds {kind} files of world sizes {sorted(sizes)}: move those of the older save elsewhere.")
-        missing = sorted(set(range(next(iter(sizes)))) - set(found[kind]))
-        surplus = sorted(set(found[kind]) - set(range(next(iter(sizes)))))
+        missing = sorted(set(range(next(iter(sizes)))) - set(result[kind]))
+        surplus = sorted(set(result[kind]) - set(range(next(iter(sizes)))))
         if missing and kind == "model":
             raise LayoutError(
                 f"{path} lacks {kind}_world_size_{next(iter(sizes))}_rank_{missing[0]}.pt"
@@ -239,21 +240,21 @@ def _fsdp_files(path: Path) -> dict[str, dict[int, Path]]:
                 + ": copy every rank's file here; on several nodes each holds its own."
             )
         if surplus:
-            raise LayoutError(f"{path} holds {found[kind][surplus[0]].name}, whose rank lies outside its world size: remove it.")
-    return {kind: dict(sorted(of_kind.items())) for kind, of_kind in found.items()}
+            raise LayoutError(f"{path} holds {result[kind][surplus[0]].name}, whose rank lies outside its world size: remove it.")
+    return {kind: dict(sorted(of_kind.items())) for kind, of_kind in result.items()}
 
 
 def _rank_files(folder: Path, pattern: re.Pattern[str]) -> tuple[RankFile, ...]:
     if not folder.is_dir():
         return ()
-    found = []
+    result = []
     for child in sorted(folder.iterdir()):
         match = pattern.fullmatch(child.name)
         file = child / "model.pt" if child.is_dir() else child
         if match and file.is_file():
-            found.append((match, file))
+            result.append((match, file))
     # mp_rank_TT_XXX is a stage, or an expert rank where there are no stages; mp_rank_TT_PPP_EEE is both.
-    return tuple(RankFile(path=file, tp=int(match[1]), pp=int(match[2] or 0), ep=int(match[3] or 0)) for match, file in found)
+    return tuple(RankFile(path=file, tp=int(match[1]), pp=int(match[2] or 0), ep=int(match[3] or 0)) for match, file in result)
 
 
 def _has_weights(path: Path) -> bool:

@@ -92,27 +92,27 @@ def read_model(role: Role, sources: Sources) -> OldModel:
         adapter = adapters.around(adapter, model_type=(config or {}).get("model_type"))
     elif sources.lora_alpha is not None:
         raise UsageError("--lora-alpha has no effect: this checkpoint has no adapter.")
-    whole = {} if adapter is None else adapter.whole
-    if raw.keys() <= whole.keys():  # an adapter alone, perhaps with modules that were trained whole
+    full = {} if adapter is None else adapter.full
+    if raw.keys() <= full.keys():  # an adapter alone, perhaps with modules that were trained whole
         raw = {}
     if sources.base_model is not None:
         if raw and (adapter is None or folder != sources.base_model):
-            beside = "" if adapter is None else ", beside its adapter"
-            raise UsageError(f"--base-model has no effect: this checkpoint holds a whole model of its own{beside}.")
+            extra = "" if adapter is None else ", beside its adapter"
+            raise UsageError(f"--base-model has no effect: this checkpoint holds a whole model of its own{extra}.")
         if not raw:
             _check_biases(role, adapter)
             raw = model_directory.read_weights(sources.base_model)
             notes.append(f"the base model comes from {sources.base_model}")
-    splits_tie = adapter is not None and _splits_tie(adapter)
+    splits_tied_weights = adapter is not None and _splits_tied_weights(adapter)
     if raw:
-        raw = _with_whole(_with_tied_head(raw, config) if splits_tie and "score.weight" not in whole else raw, whole)
+        raw = _with_full(_with_tied_head(raw, config) if splits_tied_weights and "score.weight" not in full else raw, full)
     if sources.num_updates is not None and not role.rank_files:
         raise UsageError("--num-updates has no effect: only Megatron's per-rank optimizer files do not say it themselves.")
     weights = {name.removeprefix(_TRL): tensor for name, tensor in raw.items()}
-    head = _head(weights or whole)
-    weights, dropped = _without_frequencies(weights, config)
+    head = _head(weights or full)
+    weights, dropped = _drop_frequencies(weights, config)
     notes += dropped
-    weights, said = (weights, ()) if splits_tie else _without_tied_copy(role, weights, config)
+    weights, stated = (weights, ()) if splits_tied_weights else _drop_tied_copy(role, weights, config)
     return OldModel(
         role=role,
         weights=weights,
@@ -120,7 +120,7 @@ def read_model(role: Role, sources: Sources) -> OldModel:
         config=config,
         config_folder=folder,
         head=head,
-        notes=(*notes, *said),
+        notes=(*notes, *stated),
         num_updates=sources.num_updates,
     )
 
@@ -128,14 +128,14 @@ def read_model(role: Role, sources: Sources) -> OldModel:
 def _check_biases(role: Role, adapter: Adapter | None) -> None:
     if adapter is not None and adapter.lacks_biases:
         raise UsageError(
-            f"{role.path} trained biases beside its adapter ({adapter.config.get('bias')!r:.40}), which the base does not have and no file "
-            "of the adapter holds: give the checkpoint with its whole model."
+            f"{role.path} trained biases next to its adapter ({adapter.config.get('bias')!r:.40}), which the base does not have and no "
+            "file of the adapter holds: give the checkpoint with its whole model."
         )
 
 
-def _splits_tie(adapter: Adapter) -> bool:
+def _splits_tied_weights(adapter: Adapter) -> bool:
     """Return whether one of the tables that may be tied has an adapter of its own, which the other one never saw."""
-    names = [*(f"{module}.weight" for module in adapter.pairs), *adapter.whole]
+    names = [*(f"{module}.weight" for module in adapter.pairs), *adapter.full]
     touched = [name for name in names if name == LANGUAGE_HEAD or name in _EMBEDDINGS]
     return bool(touched) and not adapter.config.get("ensure_weight_tying")
 
@@ -148,13 +148,13 @@ def _with_tied_head(base: Mapping[str, LazyTensor], config: Mapping[str, object]
     return {**base, LANGUAGE_HEAD: base[embedding]}
 
 
-def _with_whole(base: Mapping[str, LazyTensor], whole: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def _with_full(base: Mapping[str, LazyTensor], full: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the base with what was trained whole in its place.
 
     The head of a critic stands for that of the language model.
     """
-    result = {**base, **whole}
-    if "score.weight" in whole and LANGUAGE_HEAD not in whole:
+    result = {**base, **full}
+    if "score.weight" in full and LANGUAGE_HEAD not in full:
         result.pop(LANGUAGE_HEAD, None)
     return result
 
@@ -233,7 +233,7 @@ def _head(weights: Mapping[str, LazyTensor]) -> str:
     return "language_model"
 
 
-def _without_tied_copy(
+def _drop_tied_copy(
     role: Role, weights: Mapping[str, LazyTensor], config: Mapping[str, object] | None
 ) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     """Drop the head's copy of tied embeddings: Hugging Face's files hold them once."""
@@ -258,19 +258,17 @@ def _without_tied_copy(
     return result, ()
 
 
-def _without_frequencies(
-    weights: dict[str, LazyTensor], config: Mapping[str, object] | None
-) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+def _drop_frequencies(weights: dict[str, LazyTensor], config: Mapping[str, object] | None) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     """Drop frequencies of rotary embeddings, which transformers once saved and now computes, if the config gives the same."""
-    said = (config or {}).get("rope_parameters")
-    base = {**(config or {}), **(said if isinstance(said, dict) else {})}.get("rope_theta", 10_000.0)
+    stated = (config or {}).get("rope_parameters")
+    base = {**(config or {}), **(stated if isinstance(stated, dict) else {})}.get("rope_theta", 10_000.0)
     if config is None or not isinstance(base, int | float) or not 1 < base < 1e30:
         return weights, ()
-    found = [name for name in weights if name.endswith(_ROTARY) and _has_frequencies(weights[name], base=float(base))]
-    if not found:
+    matches = [name for name in weights if name.endswith(_ROTARY) and _has_frequencies(weights[name], base=float(base))]
+    if not matches:
         return weights, ()
-    kept = {name: tensor for name, tensor in weights.items() if name not in found}
-    return kept, (f"{len(found)} tables of rotary frequencies (inv_freq) are left out: they are what the config's rope_theta gives",)
+    kept = {name: tensor for name, tensor in weights.items() if name not in matches}
+    return kept, (f"{len(matches)} tables of rotary frequencies (inv_freq) are left out: they are what the config's rope_theta gives",)
 
 
 def _has_frequencies(tensor: LazyTensor, *, base: float) -> bool:

@@ -45,13 +45,13 @@ def check_one_save(role: Role) -> tuple[str, ...]:
 
 
 def _check_counts(files: Mapping[int, Path], counts: Mapping[int, RankCounts]) -> None:
-    _check_same(files, {rank: found.form for rank, found in counts.items()}, _other_torch)
+    _check_same(files, {rank: result.form for rank, result in counts.items()}, _other_torch)
     for name in _COMPARED_SETTINGS:
-        said = {rank: found.settings.get(name) for rank, found in counts.items()}
-        _check_same(files, said, lambda a, b, name=name: f"has {name} {a}, but {{}} {b}")  # type: ignore[misc]
+        given = {rank: result.settings.get(name) for rank, result in counts.items()}
+        _check_same(files, given, lambda a, b, name=name: f"has {name} {a}, but {{}} {b}")  # type: ignore[misc]
     # With use_orig_params a rank keeps only the parameters that lie in its shard.
-    for number in sorted({number for found in counts.values() for number in found.steps}):
-        steps = {rank: found.steps[number] for rank, found in counts.items() if number in found.steps}
+    for number in sorted({number for result in counts.values() for number in result.steps}):
+        steps = {rank: result.steps[number] for rank, result in counts.items() if number in result.steps}
         _check_same(files, steps, lambda a, b, number=number: f"has made {a} updates of parameter {number}, but {{}} {b}")  # type: ignore[misc]
 
 
@@ -59,14 +59,14 @@ def _other_torch(_: object, __: object) -> str:
     return "was written by another version of torch than {}"
 
 
-def _check_same(files: Mapping[int, Path], said: Mapping[int, object], describe: Callable[[object, object], str]) -> None:
+def _check_same(files: Mapping[int, Path], given: Mapping[int, object], describe: Callable[[object, object], str]) -> None:
     """Refuse the first rank that says something else than the lowest one."""
-    if not said:
+    if not given:
         return
-    first = min(said)
-    for rank, value in sorted(said.items()):
-        if value != said[first]:
-            raise DamagedFileError(f"{files[rank]} {describe(value, said[first]).format(files[first].name)}: {_REMEDY}.")
+    first = min(given)
+    for rank, value in sorted(given.items()):
+        if value != given[first]:
+            raise DamagedFileError(f"{files[rank]} {describe(value, given[first]).format(files[first].name)}: {_REMEDY}.")
 
 
 def _last_epoch(path: Path) -> int | None:

@@ -17,7 +17,7 @@ from temper_legacy_shim.errors import UsageError, VerificationError
 
 Target = Literal["hf", "peft", "temper"]
 _COPIED = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
-_OURS = frozenset(
+_SYNC_LOOP = frozenset(
     {
         "config.json",
         "adapter_config.json",
@@ -107,7 +107,7 @@ def _plan_hf(model: OldModel, options: Options) -> Plan:
         notes.append(f"adapter of rank {model.adapter.rank}, alpha {model.adapter.alpha:g} ({model.adapter.alpha_from}) added in float32")
     if not written.weights:
         raise no_base(model.role, model.adapter)
-    written = replace(written, weights={_in_file(name, model): _cast(tensor, options) for name, tensor in written.weights.items()})
+    written = replace(written, weights={_to_file_name(name, model): _cast(tensor, options) for name, tensor in written.weights.items()})
     shards: dict[str, Mapping[str, LazyTensor]] = dict(plan_shards(written.weights, max_bytes=options.max_shard_bytes, stem="model"))
     texts = {"config.json": _text(described(written, dtype=main_dtype(written.weights)))}
     if len(shards) > 1:
@@ -122,7 +122,7 @@ def _plan_hf(model: OldModel, options: Options) -> Plan:
     return Plan(shards=shards, texts=texts, copies=companions(model), model=written, notes=tuple(notes))
 
 
-def _in_file(name: str, model: OldModel) -> str:
+def _to_file_name(name: str, model: OldModel) -> str:
     """Return the name in transformers' files.
 
     That of a weight of Megatron's is of the other mixtures, where Mixtral has its own.
@@ -135,7 +135,7 @@ def _plan_peft(model: OldModel, options: Options) -> Plan:
     if model.adapter is None:
         raise UsageError(f"{model.role.path} has no adapter, which is all that --to peft writes: use --to hf.")
     if model.adapter.lacks_biases:
-        raise UsageError(f"{model.role.path} trained biases beside its adapter, which --to peft would leave behind: use --to hf.")
+        raise UsageError(f"{model.role.path} trained biases next to its adapter, which --to peft would leave behind: use --to hf.")
     tensors = {name: _cast(tensor, options) for name, tensor in adapters.peft_tensors(model.adapter).items()}
     base = _base_name(model)
     config = adapters.peft_config(model.adapter, base_model=base, task=_task(model))
@@ -178,18 +178,18 @@ def companions(model: OldModel) -> dict[str, Path]:
     Raises:
         LayoutError: one is a broken link, or one that leads out of the checkpoint.
     """
-    found: dict[str, Path] = {}
+    result: dict[str, Path] = {}
     for folder in (model.config_folder, model.role.tokenizer_in()):
         if folder is None:
             continue
         for path in sorted(folder.iterdir()):
-            is_wanted = path.suffix in _COPIED and path.name not in _OURS and not path.name.endswith(".index.json")
-            if is_wanted:
+            is_expected = path.suffix in _COPIED and path.name not in _SYNC_LOOP and not path.name.endswith(".index.json")
+            if is_expected:
                 check_readable(path)
-            if is_wanted and path.is_file() and path.stat().st_size <= _MAX_COPY:
+            if is_expected and path.is_file() and path.stat().st_size <= _MAX_COPY:
                 check_own(path, model.role)
-                found[path.name] = path
-    return found
+                result[path.name] = path
+    return result
 
 
 def _text(content: Mapping[str, object]) -> str:

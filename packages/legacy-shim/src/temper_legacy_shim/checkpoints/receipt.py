@@ -42,7 +42,7 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """The whole of it."""
+    """The receipt file."""
 
     source: SourceRecord
     target: str
@@ -129,11 +129,13 @@ def check_receipt(directory: Path, made: Receipt, *, with_content: bool = True) 
     """
     if not made.files:
         raise VerificationError(f"{directory / NAME} names no file: it was altered; convert again.")
-    found = check_files(directory, made.files, with_content=with_content)
-    if found != made.num_tensors:
-        raise VerificationError(f"{directory} holds {found} tensors instead of {made.num_tensors}: its receipt was altered; convert again.")
+    result = check_files(directory, made.files, with_content=with_content)
+    if result != made.num_tensors:
+        raise VerificationError(
+            f"{directory} holds {result} tensors instead of {made.num_tensors}: its receipt was altered; convert again."
+        )
     present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
-    return Checked(num_tensors=found, surplus=tuple(sorted(present - {NAME} - {file.path for file in made.files})))
+    return Checked(num_tensors=result, surplus=tuple(sorted(present - {NAME} - {file.path for file in made.files})))
 
 
 def check_files(
@@ -172,12 +174,12 @@ def check_files(
 
 def _count_tensors(path: Path, record: WrittenFile) -> int:
     try:
-        found = len(model_directory.read_safetensors(path))
+        result = len(model_directory.read_safetensors(path))
     except ShimError as error:
         raise VerificationError(f"{path} can't be read back: {error}") from error
-    if found != record.num_tensors:
-        raise VerificationError(f"{path} holds {found} tensors instead of {record.num_tensors}: convert again.")
-    return found
+    if result != record.num_tensors:
+        raise VerificationError(f"{path} holds {result} tensors instead of {record.num_tensors}: convert again.")
+    return result
 
 
 def _count_described(path: Path) -> int:
@@ -203,13 +205,13 @@ def source_record(role: Role) -> SourceRecord:
 
 def source_files(role: Role) -> list[Path]:
     """Return every file that the weights may come from."""
-    found = list(role.fsdp_files.get("model", {}).values())
-    found += [file.path for file in (*role.rank_files, *role.adapter_files)]
+    result = list(role.fsdp_files.get("model", {}).values())
+    result += [file.path for file in (*role.rank_files, *role.adapter_files)]
     for folder in role.dist_folders:
-        found += sorted(path for path in folder.iterdir() if path.is_file())
+        result += sorted(path for path in folder.iterdir() if path.is_file())
     if role.kind == Kind.HUGGINGFACE:
-        found += sorted(path for path in role.path.rglob("*") if path.suffix in (".safetensors", ".bin"))
-    return found
+        result += sorted(path for path in role.path.rglob("*") if path.suffix in (".safetensors", ".bin"))
+    return result
 
 
 def tool_version() -> str:

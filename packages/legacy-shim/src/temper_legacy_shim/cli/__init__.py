@@ -55,15 +55,15 @@ def main() -> None:
     try:
         app(arguments)
     except ShimError as error:
-        _say(f"{type(error).__name__}: {error}", style="red")
+        _explain(f"{type(error).__name__}: {error}", style="red")
         sys.exit(EXIT_FAILED)
     except SystemExit as end:  # typer makes it of Ctrl-C, without a word
         if end.code == EXIT_INTERRUPTED:
-            _say("interrupted; run the same command again to go on", style="")
+            _explain("interrupted; run the same command again to go on", style="")
         raise
 
 
-def _say(sentence: str, *, style: str) -> None:
+def _explain(sentence: str, *, style: str) -> None:
     from rich.console import Console
 
     Console(stderr=True, highlight=False, soft_wrap=True).print(sentence, style=style, markup=False)

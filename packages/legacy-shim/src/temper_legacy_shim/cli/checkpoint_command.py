@@ -140,12 +140,12 @@ def verify(
     results = []
     for folder in folders:
         receipt = read_receipt(folder)
-        found = check_receipt(folder, receipt)
-        counts = {"files": len(receipt.files), "tensors": found.num_tensors, "surplus": list(found.surplus)}
+        matches = check_receipt(folder, receipt)
+        counts = {"files": len(receipt.files), "tensors": matches.num_tensors, "surplus": list(matches.surplus)}
         results.append({"directory": str(folder), **counts, "ok": True})
-        console.print(f"{folder}: {len(receipt.files)} files as they were written, {found.num_tensors} tensors", markup=False)
-        if found.surplus:
-            console.print(f"{folder}: not of the conversion, and unchecked: {', '.join(found.surplus)}", style="yellow", markup=False)
+        console.print(f"{folder}: {len(receipt.files)} files as they were written, {matches.num_tensors} tensors", markup=False)
+        if matches.surplus:
+            console.print(f"{folder}: not of the conversion, and unchecked: {', '.join(matches.surplus)}", style="yellow", markup=False)
     if as_json:
         typer.echo(json.dumps(results, indent=1))
 
@@ -156,10 +156,10 @@ def _converted_in(directory: Path) -> list[Path]:
 
     if os.path.isfile(directory / NAME):
         return [directory]
-    found = sorted(path.parent for path in directory.glob(f"*/{NAME}")) if os.path.isdir(directory) else []
-    if not found:
+    matches = sorted(path.parent for path in directory.glob(f"*/{NAME}")) if os.path.isdir(directory) else []
+    if not matches:
         raise LayoutError(f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote.")
-    return found
+    return matches
 
 
 def _check_is_local(path: Path, expected: str) -> None:
@@ -254,10 +254,10 @@ def _with_progress(console: "Console", job: "Job", work: "Callable[[Progress], R
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(job.role.name, total=None)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def report(what: str, done: int, total: int) -> None:
             bars.update(task, description=what, completed=done, total=total)
 
-        return work(tell)
+        return work(report)
 
 
 def _show_role(console: "Console", role: "Role") -> None:

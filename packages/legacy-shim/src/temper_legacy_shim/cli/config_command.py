@@ -86,8 +86,8 @@ def _translate_all(
         return [("command line", translate(overrides, entry=entry, config_name=name, **options))]  # type: ignore[arg-type]
     results = []
     for file in files:
-        found = old_files(Path(file))
-        results += [(str(old.path), translate_file(old, overrides, entry=entry, config_name=name, **options)) for old in found]  # type: ignore[arg-type]
+        result = old_files(Path(file))
+        results += [(str(old.path), translate_file(old, overrides, entry=entry, config_name=name, **options)) for old in result]  # type: ignore[arg-type]
     if not results:
         raise UsageError(f"{', '.join(files)}: no file there looks like an old configuration.")
     return results
@@ -147,7 +147,7 @@ def _print_json(results: list[tuple[str, "Translation"]]) -> None:
 def _show(path: str, translation: "Translation", *, check: bool, table: bool, written: Path | None, prints_yaml: bool) -> None:
     from rich.console import Console
 
-    from temper_legacy_shim.configs.report import COLUMNS, OUTCOMES, by_severity, summary_lines, table_rows, unmapped_lines, yaml_of
+    from temper_legacy_shim.configs.report import COLUMNS, OUTCOMES, sort_by_severity, summary_lines, table_rows, unmapped_lines, yaml_of
 
     console = Console(stderr=prints_yaml, highlight=False, soft_wrap=True)
     source = translation.source
@@ -162,7 +162,7 @@ def _show(path: str, translation: "Translation", *, check: bool, table: bool, wr
     console.print(f"  {source.program} of {source.release}", markup=False)
     if table:
         print_table(console, COLUMNS, table_rows(translation), has_lines=True)
-    for finding in by_severity(translation.findings):
+    for finding in sort_by_severity(translation.findings):
         if finding.rule != "unmapped":
             console.print(f"  {finding.level}: {finding.message} [{finding.rule}]", markup=False)
     for line in unmapped_lines(translation):
@@ -192,10 +192,10 @@ def explain(
     """
     from temper_legacy_shim.configs.explanations import explain_key, plain_explanation, sentences
 
-    found = [explain_key(key) for key in keys]
+    result = [explain_key(key) for key in keys]
     if as_json:
-        typer.echo(json.dumps([plain_explanation(item) for item in found], indent=1, ensure_ascii=False))
+        typer.echo(json.dumps([plain_explanation(item) for item in result], indent=1, ensure_ascii=False))
         return
-    for item in found:
+    for item in result:
         for line in sentences(item):
             typer.echo(line)

@@ -66,12 +66,12 @@ def explain_key(text: str) -> Explanation:
         raise UsageError(f"{text!r} is no key: give one such as actor_rollout_ref.actor.grad_clip.")
     lives = tuple(life for family in _FAMILIES if (life := _life(family, key)) is not None)
     programs = dict.fromkeys([_FAMILIES[life.family] for life in lives] or ("ppo", "sft", "sft1"))
-    found = tuple(dict.fromkeys(rule for program in programs if (rule := find_rule(program, key)) is not None))
-    if not lives and not found:
+    result = tuple(dict.fromkeys(rule for program in programs if (rule := find_rule(program, key)) is not None))
+    if not lives and not result:
         near = _near(key)
         hint = f" Near it are {', '.join(near)}." if near else ""
         raise UsageError(f"{key} is a key of no release from {versions()[0]} to {versions()[-1]}, and no rule names it.{hint}")
-    return Explanation(key=key, lives=lives, rules=found)
+    return Explanation(key=key, lives=lives, rules=result)
 
 
 def _life(family: Family, key: str) -> Life | None:

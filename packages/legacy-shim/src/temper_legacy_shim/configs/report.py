@@ -86,7 +86,7 @@ def summary_lines(translations: Sequence[Translation], *, next_step: str) -> lis
     return [*lines, f"next: {next_step}"]
 
 
-def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+def sort_by_severity(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings with those first that ask most of the reader."""
     return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
 
@@ -154,24 +154,24 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
-def _in_file(setting: Setting) -> Plain:
+def _to_file_name(setting: Setting) -> Plain:
     return from_environment(setting.value, is_number=setting.is_number)
 
 
 def _block(settings: Mapping[str, Setting]) -> list[str]:
     """Return the nested blocks in the order in which their first value was put."""
-    return _lines(sorted(settings.items(), key=lambda item: _place(item[0], settings)))
+    return _lines(sorted(settings.items(), key=lambda item: _position(item[0], settings)))
 
 
-def _place(key: str, settings: Mapping[str, Setting]) -> tuple[int, ...]:
+def _position(key: str, settings: Mapping[str, Setting]) -> tuple[int, ...]:
     """Return the position of each of the key's blocks among its siblings, so that a block stands together."""
     names = list(settings)
     parts = key.split(".")
-    found = []
+    result = []
     for count in range(1, len(parts) + 1):
         prefix = ".".join(parts[:count])
-        found.append(next(number for number, name in enumerate(names) if name == prefix or name.startswith(f"{prefix}.")))
-    return tuple(found)
+        result.append(next(number for number, name in enumerate(names) if name == prefix or name.startswith(f"{prefix}.")))
+    return tuple(result)
 
 
 def _lines(items: Sequence[tuple[str, Setting]]) -> list[str]:
@@ -184,5 +184,7 @@ def _lines(items: Sequence[tuple[str, Setting]]) -> list[str]:
         for depth in range(len(open_blocks), len(parts) - 1):
             lines.append(f"{'  ' * depth}{yaml_text(parts[depth])}:")
             open_blocks.append(parts[depth])
-        lines.append(f"{'  ' * (len(parts) - 1)}{yaml_text(parts[-1])}: {yaml_text(_in_file(setting))}  # {printable(setting.comment)}")
+        lines.append(
+            f"{'  ' * (len(parts) - 1)}{yaml_text(parts[-1])}: {yaml_text(_to_file_name(setting))}  # {printable(setting.comment)}"
+        )
     return lines

@@ -34,16 +34,18 @@ def _report(draft: Draft, token: Override, *, program: Program, new_keys: tuple[
         return _block(draft, token, program=program, new_keys=new_keys)
     if rule is None:
         return _made(token, "unmapped", "a key of no release: a fork's own, or a slip. Nothing was guessed.", None)
-    asked = next((f for f in draft.findings if f.level == "person" and _is_about(f, token.key) and f.rule != "unmapped"), None)
-    if asked is not None:
-        disposition: Disposition = "conflict" if len(asked.old_keys) > 1 else "needs a person"
-        return _made(token, disposition, asked.message, rule, new_keys=new_keys)
+    requested = next((f for f in draft.findings if f.level == "person" and _is_about(f, token.key) and f.rule != "unmapped"), None)
+    if requested is not None:
+        disposition: Disposition = "conflict" if len(requested.old_keys) > 1 else "needs a person"
+        return _made(token, disposition, requested.message, rule, new_keys=new_keys)
     if new_keys:
         disposition = rule.disposition if rule.disposition in _CARRYING else "mapped"
         return _made(token, disposition, rule.reason, rule, new_keys=new_keys)
-    spoken = _spoken(draft, token.key)
-    if spoken is not None:
-        return _made(token, "ignored" if rule.disposition == "ignored" else "dropped", f"{spoken[0].upper()}{spoken[1:]}.", rule)
+    drop_reasons = _find_drop_reason(draft, token.key)
+    if drop_reasons is not None:
+        return _made(
+            token, "ignored" if rule.disposition == "ignored" else "dropped", f"{drop_reasons[0].upper()}{drop_reasons[1:]}.", rule
+        )
     if rule.disposition in _CARRYING:
         return _made(token, "dropped", f"No effect in this configuration. {rule.reason}", rule)
     return _made(token, rule.disposition, rule.reason, rule)
@@ -59,20 +61,20 @@ def _block(draft: Draft, token: Override, *, program: Program, new_keys: tuple[s
     if token.is_no_block:
         return _made(token, "unmapped", "one value in the place of a block of keys: a fork's own. Nothing was guessed.", None)
     leaves = flatten(token.value, f"{token.key}.") if isinstance(token.value, dict) else {}
-    found = [find_rule(program, key) for key in leaves]
-    if leaves and any(rule is None for rule in found):
+    result = [find_rule(program, key) for key in leaves]
+    if leaves and any(rule is None for rule in result):
         return _made(token, "unmapped", "a block with keys of no release: a fork's own. They were not guessed.", None, new_keys=new_keys)
     if new_keys:
-        names = ", ".join(dict.fromkeys(rule.id for rule in found if rule is not None))
-        return _made(token, "mapped", f"A block given as a whole, by the rules {names}.", found[0] if found else None, new_keys=new_keys)
+        names = ", ".join(dict.fromkeys(rule.id for rule in result if rule is not None))
+        return _made(token, "mapped", f"A block given as a whole, by the rules {names}.", result[0] if result else None, new_keys=new_keys)
     what = "given as a whole; none of its keys has an effect here" if leaves else "taken away as a whole: its keys had no value"
-    return _made(token, "dropped", f"A block {what}.", found[0] if found else None)
+    return _made(token, "dropped", f"A block {what}.", result[0] if result else None)
 
 
-def _spoken(draft: Draft, key: str) -> str | None:
-    if key in draft.spoken:
-        return draft.spoken[key]
-    return next((reason for name, reason in draft.spoken.items() if key.startswith(f"{name}.")), None)
+def _find_drop_reason(draft: Draft, key: str) -> str | None:
+    if key in draft.drop_reasons:
+        return draft.drop_reasons[key]
+    return next((reason for name, reason in draft.drop_reasons.items() if key.startswith(f"{name}.")), None)
 
 
 def _no_override(token: Override) -> TokenReport:

@@ -153,26 +153,26 @@ def _refusals(draft: Draft, tokens: Sequence[Override], unmapped: Mapping[str, P
 
 def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dict[str, Plain]:
     """Return the keys of no release: a fork's own. They are listed, and never guessed."""
-    found = {
+    result = {
         key: draft.old.get(key) for key in draft.old.origin if key not in GROUPS and find_rule(program, key) is None and not is_block(key)
     }
     unruled = [token for token in tokens if token.is_no_block and find_rule(program, token.key) is None]
-    found |= {token.key: token.value for token in unruled if is_block(token.key)}
-    for key, value in found.items():
+    result |= {token.key: token.value for token in unruled if is_block(token.key)}
+    for key, value in result.items():
         index = draft.old.origin.get(key, -1)
         is_added = index >= 0 and tokens[index].prefix in ("+", "++")
         what = "took it because of the + and never read it" if is_added else "would not have started with it"
         is_what = "stands for a block of keys" if is_block(key) else "is a key of no release"
         draft.find("unmapped", key, value=value, is_what=is_what, what=what)
-    return found
+    return result
 
 
 def _losses(draft: Draft, tokens: Sequence[Override], reports: Sequence[TokenReport]) -> None:
     """Report settings by the user that were dropped and may be missed."""
-    told = {key for finding in draft.findings for key in finding.old_keys}
+    reported = {key for finding in draft.findings for key in finding.old_keys}
     for token, report in zip(tokens, reports, strict=True):
         is_lost = report.disposition == "dropped" and report.hazard and token.value not in (*NEUTRAL, *_USUAL.get(token.key, ()))
-        if is_lost and token.key not in told and token.key not in draft.spoken:
+        if is_lost and token.key not in reported and token.key not in draft.drop_reasons:
             draft.report("hazard", report.rule, f"{token.text} has no counterpart. {report.hazard}", token.key)
 
 

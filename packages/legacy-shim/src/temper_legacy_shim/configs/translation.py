@@ -140,7 +140,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """The whole result; see ``translate``."""
+    """The full result; see ``translate``."""
 
     source: Source
     settings: tuple[Setting, ...]

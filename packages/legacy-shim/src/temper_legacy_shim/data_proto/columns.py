@@ -128,8 +128,8 @@ def concatenate(parts: "list[Columns]") -> Columns:
 
 def _check_column(name: str, value: object) -> None:
     if not isinstance(value, Tensor) or value.ndim == 0:
-        found = f"the scalar {value!r}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise BatchError(f"column {name!r} must be a tensor with a batch dimension, but is {found}.")
+        result = f"the scalar {value!r}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise BatchError(f"column {name!r} must be a tensor with a batch dimension, but is {result}.")
 
 
 T = TypeVar("T")

@@ -66,7 +66,7 @@ def read_file(path: str) -> tuple[Columns | None, dict[str, Array], dict[str, ob
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise BatchError(
             f"{path} is no file of DataProto.save_to_disk, or a pickle of the older generation, which is not executed: read it there and "
-            "write its tensors anew."
+            "write its tensors again."
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BatchError(f"{path} holds no DataProto of the format {FORMAT}.")

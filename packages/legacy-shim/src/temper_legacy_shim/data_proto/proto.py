@@ -185,7 +185,7 @@ class DataProto:
         """Split into that many pieces of equal length.
 
         Raises:
-            BatchError: the length does not divide; ``pad_dataproto_to_divisor`` mends it.
+            BatchError: the length does not divide; ``pad_dataproto_to_divisor`` pads it.
         """
         if chunks < 1 or len(self) % chunks:
             raise BatchError(f"{len(self)} rows do not divide into {chunks} equal chunks: use pad_dataproto_to_divisor before.")
@@ -308,8 +308,8 @@ def _same_names(data: Sequence[DataProto]) -> list[str]:
     names = set(data[0].non_tensor_batch)
     for other in data[1:]:
         if set(other.non_tensor_batch) != names:
-            found = sorted(other.non_tensor_batch)
-            raise BatchError(f"batches with different non-tensor columns can't be concatenated: {sorted(names)} against {found}.")
+            result = sorted(other.non_tensor_batch)
+            raise BatchError(f"batches with different non-tensor columns can't be concatenated: {sorted(names)} against {result}.")
     return sorted(names)
 
 
@@ -321,8 +321,8 @@ def _joined_settings(parts: Sequence[Settings]) -> Settings:
     joined: Settings = {}
     metrics: list[dict[str, object]] = []
     for part in parts:
-        found = part.get("metrics")
-        metrics += found if isinstance(found, list) else [cast("dict[str, object]", found)] if found is not None else []
+        result = part.get("metrics")
+        metrics += result if isinstance(result, list) else [cast("dict[str, object]", result)] if result is not None else []
         joined = merged_settings(joined, {name: value for name, value in part.items() if name != "metrics"})
     if metrics:
         joined["metrics"] = _lists_of(metrics)

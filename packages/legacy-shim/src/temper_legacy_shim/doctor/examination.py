@@ -142,17 +142,17 @@ def _configs(folder: Path, paths: list[Path], *, version: str | None) -> list[St
 
     What another one builds on is a part of that one.
     """
-    from temper_legacy_shim.configs.reading.config_files import read_if_old, whole_files
+    from temper_legacy_shim.configs.reading.config_files import drop_included_files, read_if_old
 
-    found, damaged = [], []
+    result, damaged = [], []
     for path in paths:
         try:
             old = read_if_old(path)
         except ShimError as error:
             damaged.append(_damaged(Kind.CONFIG, path.relative_to(folder), error, version=version))
             continue
-        found += [] if old is None or old.overrides else [old]
-    return [*damaged, *(_config(folder, old, version=version) for old in whole_files(found))]
+        result += [] if old is None or old.overrides else [old]
+    return [*damaged, *(_config(folder, old, version=version) for old in drop_included_files(result))]
 
 
 def _config(folder: Path, old: "OldFile", *, version: str | None) -> Step:
@@ -186,10 +186,10 @@ def _releases(directory: Path) -> dict[Path, str]:
     try:
         from temper_legacy_shim.checkpoints.layouts import find_roles
 
-        said = {role.version for role in find_roles(directory)}
+        given = {role.version for role in find_roles(directory)}
     except (ImportError, ShimError):
         return {}  # _checkpoint reports both
-    return {directory: said.pop()} if len(said) == 1 else {}
+    return {directory: given.pop()} if len(given) == 1 else {}
 
 
 def _release_next_to(path: Path, releases: dict[Path, str]) -> str | None:
@@ -198,15 +198,15 @@ def _release_next_to(path: Path, releases: dict[Path, str]) -> str | None:
     None if there is none, or several that differ.
     """
     shared = {directory: len(os.path.commonpath((path, directory))) for directory in releases}
-    said = {releases[directory] for directory, length in shared.items() if length == max(shared.values())}
-    return said.pop() if len(said) == 1 else None
+    given = {releases[directory] for directory, length in shared.items() if length == max(shared.values())}
+    return given.pop() if len(given) == 1 else None
 
 
-def _newest_outside(inferred: str, said: str) -> str | None:
+def _newest_outside(inferred: str, given: str) -> str | None:
     """Return the newest release of a checkpoint's range, if the release inferred from a script's keys is outside of it."""
     from temper_legacy_shim.configs.reading.trees import known_version, versions
 
-    match = _RANGE.fullmatch(said)
+    match = _RANGE.fullmatch(given)
     if match is None:
         return None
     known = versions()
@@ -231,12 +231,12 @@ def _script(folder: Path, path: Path, *, version: str | None, releases: dict[Pat
     source = ""
     try:
         migration = migrate_script(text, folder=path.parent, options=Options(version=version))
-        said = _release_next_to(path, releases)
-        if version is None and said is not None and migration.launches:
-            source = f" (inferred from its keys; its checkpoint is of {said})"
-            version = _newest_outside(migration.launches[0].translation.source.version, said)
+        given = _release_next_to(path, releases)
+        if version is None and given is not None and migration.launches:
+            source = f" (inferred from its keys; its checkpoint is of {given})"
+            version = _newest_outside(migration.launches[0].translation.source.version, given)
             if version is not None:
-                source = f" (as its checkpoint, of {said})"
+                source = f" (as its checkpoint, of {given})"
                 command += _option(version)
                 migration = migrate_script(text, folder=path.parent, options=Options(version=version))
     except ShimError as error:

@@ -96,7 +96,7 @@ class _Text:
             self._starts.append(self._starts[-1] + len(line))
         self._edits: list[tuple[int, int, str]] = []
 
-    def place(self, line: int, column: int) -> int:
+    def position(self, line: int, column: int) -> int:
         """Return the index in the text; the parser counts columns in bytes of UTF-8."""
         content = self._lines[line - 1] if line <= len(self._lines) else ""
         if not content.isascii():
@@ -107,7 +107,7 @@ class _Text:
         """Return where a node begins and ends."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
-        return self.place(node.lineno, node.col_offset), self.place(node.end_lineno, node.end_col_offset)
+        return self.position(node.lineno, node.col_offset), self.position(node.end_lineno, node.end_col_offset)
 
     def of(self, node: ast.stmt | ast.expr | ast.alias) -> str:
         """Return the text of a node."""
@@ -137,15 +137,15 @@ class _Changer:
         self.remarks: list[Remark] = []
         self._renamed: dict[str, str] = {}
         """Old full names whose uses get this name."""
-        self._whole: dict[str, dict[str, None]] = {}
+        self._full: dict[str, dict[str, None]] = {}
         """Modules imported whole, with the full names of what is used of them."""
 
     def change(self, tree: ast.Module) -> None:
         """Look at every import and every use, then replace both."""
         statements = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
         imported, modules = _old_imports(statements)
-        self._whole = self._by_module(modules)
-        for old in [*imported, *(old for names in self._whole.values() for old in names)]:
+        self._full = self._group_by_module(modules)
+        for old in [*imported, *(old for names in self._full.values() for old in names)]:
             successor = self._successor(old)
             if successor is not None:
                 self._renamed[old] = self._new_name(old, successor)
@@ -177,19 +177,19 @@ class _Changer:
 
     # --- uses ---------------------------------------------------------------------------------------------------------
 
-    def _by_module(self, modules: Sequence[str]) -> dict[str, dict[str, None]]:
+    def _group_by_module(self, modules: Sequence[str]) -> dict[str, dict[str, None]]:
         """Return ``module.name`` of every use, by the longest imported module that it begins with."""
         out: dict[str, dict[str, None]] = {module: {} for module in modules}
         for node, name in self.names.uses:
-            found = max((module for module in modules if name.startswith(f"{module}.")), key=len, default=None)
-            if found is not None and isinstance(node, ast.Attribute):
-                attribute = name[len(found) + 1 :].partition(".")[0]
-                if f"{found}.{attribute}" not in modules and not any(each.startswith(f"{found}.{attribute}.") for each in modules):
-                    out[found][f"{found}.{attribute}"] = None
+            matches = max((module for module in modules if name.startswith(f"{module}.")), key=len, default=None)
+            if matches is not None and isinstance(node, ast.Attribute):
+                attribute = name[len(matches) + 1 :].partition(".")[0]
+                if f"{matches}.{attribute}" not in modules and not any(each.startswith(f"{matches}.{attribute}.") for each in modules):
+                    out[matches][f"{matches}.{attribute}"] = None
         return out
 
     def _change_uses(self) -> None:
-        of_modules = {old for names in self._whole.values() for old in names}
+        of_modules = {old for names in self._full.values() for old in names}
         for node, old in self.names.uses:
             if old not in self._renamed:
                 continue
@@ -246,7 +246,7 @@ class _Changer:
         kept: list[ast.alias] = []
         for alias in node.names:
             old = f"{module}.{alias.name}"
-            if old in self._whole:
+            if old in self._full:
                 kept += [alias] if self._stays(node, old, moved) else []
                 continue
             self._remark(node.lineno, old)
@@ -267,7 +267,7 @@ class _Changer:
 
         Successors of what is used of it are added to `moved`.
         """
-        uses = self._whole.get(module, {})
+        uses = self._full.get(module, {})
         stays = [old for old in uses if old not in self._renamed]
         for old in uses:
             successor = self._successor(old)
@@ -339,8 +339,8 @@ def _on_one_line(block: Sequence[ast.stmt]) -> Iterator[list[ast.stmt]]:
 def _own_line(text: str, start: int, end: int) -> tuple[int, int] | None:
     """Return the line of a name between parentheses that has the line for itself, with its comma and comment."""
     first, last = text.rfind("\n", 0, start) + 1, text.find("\n", end) + 1
-    is_alone = not text[first:start].strip() and re.fullmatch(r"\s*,?\s*(#.*)?", text[end:last].rstrip("\r\n")) is not None
-    return (first, last) if "(" in text and first and last and is_alone else None
+    is_single = not text[first:start].strip() and re.fullmatch(r"\s*,?\s*(#.*)?", text[end:last].rstrip("\r\n")) is not None
+    return (first, last) if "(" in text and first and last and is_single else None
 
 
 def _lost_comments(old: str, new: Sequence[str]) -> list[str]:

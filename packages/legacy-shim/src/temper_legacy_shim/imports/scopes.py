@@ -60,11 +60,11 @@ def names_in(tree: ast.Module) -> CodeNames:
             continue
         if in_text:
             names.fixed.add(root.id)
-        found: list[tuple[ast.Name | ast.Attribute, str]] = []
+        result: list[tuple[ast.Name | ast.Attribute, str]] = []
         for part in reversed(chain):
             full = f"{full}.{part.attr}" if isinstance(part, ast.Attribute) else full
-            found.append((part, full))
-        names.uses.extend(reversed(found))
+            result.append((part, full))
+        names.uses.extend(reversed(result))
     return names
 
 

@@ -67,8 +67,8 @@ def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChang
     Raises:
         UsageError: a path is not there.
     """
-    found = [path for given in paths for path in _python_files(given)]
-    mentioning = [(path, content) for path in dict.fromkeys(found) if PACKAGE.encode() in (content := _content(path))]
+    result = [path for given in paths for path in _python_files(given)]
+    mentioning = [(path, content) for path in dict.fromkeys(result) if PACKAGE.encode() in (content := _content(path))]
     if not mentioning:
         return []
     out = []
@@ -95,9 +95,9 @@ def copies_below(paths: Sequence[Path]) -> list[Path]:
     out = []
     for path in paths:
         for folder, names, _ in os.walk(path):
-            found = [name for name in sorted(names) if is_copy(Path(folder) / name)]
-            out += [Path(folder) / name for name in found]
-            names[:] = sorted(name for name in names if name not in _SKIPPED and name not in found)
+            result = [name for name in sorted(names) if is_copy(Path(folder) / name)]
+            out += [Path(folder) / name for name in result]
+            names[:] = sorted(name for name in names if name not in _SKIPPED and name not in result)
     return out
 
 
@@ -111,10 +111,10 @@ def write_in_place(change: FileChange) -> None:
         if change.path.read_bytes() != change.before:
             raise OutputError(f"{change.path} was changed by someone else meanwhile: run the command again.")
         target = change.path.resolve()
-        beside = target.with_name(f".{target.name}.temper-migrate")
-        beside.write_bytes(change.after)
-        beside.chmod(target.stat().st_mode & 0o777)
-        os.replace(beside, target)
+        extra = target.with_name(f".{target.name}.temper-migrate")
+        extra.write_bytes(change.after)
+        extra.chmod(target.stat().st_mode & 0o777)
+        os.replace(extra, target)
     except OSError as error:
         raise OutputError(f"{change.path} can't be written ({error.strerror}): nothing of it was changed.") from error
 

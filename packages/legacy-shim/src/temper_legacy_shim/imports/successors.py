@@ -22,11 +22,11 @@ class Successor:
     """Instruction for other changes at its uses; empty if it takes the same arguments."""
 
 
-_OURS: dict[str, Successor] = {}
+_SYNC_LOOP: dict[str, Successor] = {}
 
 
 def _row(names: tuple[str, ...], target: str, how: str) -> None:
-    _OURS.update(dict.fromkeys(names, Successor(target=target, how=how)))
+    _SYNC_LOOP.update(dict.fromkeys(names, Successor(target=target, how=how)))
 
 
 def _in(modules: tuple[str, ...], *names: str) -> tuple[str, ...]:
@@ -146,24 +146,24 @@ def successor_of(name: str, *, keeps_legacy: bool) -> Successor | None:
     """
     if keeps_legacy:
         module, _, attribute = name.rpartition(".")
-        found = MODULES.get(module, {}).get(attribute)
-        if found is not None:
-            return Successor(target=found, how="")
-    return _OURS.get(name)
+        result = MODULES.get(module, {}).get(attribute)
+        if result is not None:
+            return Successor(target=result, how="")
+    return _SYNC_LOOP.get(name)
 
 
 def is_module(name: str) -> bool:
     """Return whether an old full name is that of a module with successors of its own."""
-    return name in MODULES or any(each.startswith(f"{name}.") for each in _OURS)
+    return name in MODULES or any(each.startswith(f"{name}.") for each in _SYNC_LOOP)
 
 
 def advice_for(name: str) -> str:
     """Return advice for a name without a successor."""
-    found = next((advice for start, advice in WITHOUT if name == start or name.startswith((f"{start}.", f"{start}_"))), "")
-    return found or "there is no such thing in Temper: keep a copy of the function in your own code, or do without"
+    result = next((advice for start, advice in WITHOUT if name == start or name.startswith((f"{start}.", f"{start}_"))), "")
+    return result or "there is no such thing in Temper: keep a copy of the function in your own code, or do without"
 
 
 def rows() -> list[tuple[str, Successor, str]]:
     """Return every row: old name, Temper's own, and the deprecated one of this package, empty if there is none."""
     legacy = {f"{module}.{name}": target for module, offers in MODULES.items() for name, target in offers.items()}
-    return [(name, successor, legacy.get(name, "")) for name, successor in sorted(_OURS.items())]
+    return [(name, successor, legacy.get(name, "")) for name, successor in sorted(_SYNC_LOOP.items())]

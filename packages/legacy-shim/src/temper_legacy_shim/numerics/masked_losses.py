@@ -78,9 +78,9 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Return half the larger of the squared errors of the value and of the value held near the old one, and its metrics; all [B, W]."""
     near = torch.clamp(values, old_values - cliprange, old_values + cliprange)
-    plain, held = (values - returns).square(), (near - returns).square()
-    loss = 0.5 * aggregate(torch.maximum(plain, held), mask, agg_mode)
+    plain, bounded = (values - returns).square(), (near - returns).square()
+    loss = 0.5 * aggregate(torch.maximum(plain, bounded), mask, agg_mode)
     return loss, {
-        "critic/vf_clipfrac": float(masked_mean((held > plain).float(), mask)),
+        "critic/vf_clipfrac": float(masked_mean((bounded > plain).float(), mask)),
         "critic/vpred_mean": float(masked_mean(values.detach(), mask)),
     }

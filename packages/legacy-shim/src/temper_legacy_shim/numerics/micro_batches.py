@@ -40,7 +40,7 @@ class _Split:
         return (self.spread, self.parts[0]) > (other.spread, other.parts[0])
 
     def joined(self, other: "_Split") -> "_Split":
-        return _Split([mine.joined(theirs) for mine, theirs in zip(self.parts, reversed(other.parts), strict=True)])
+        return _Split([own.joined(others) for own, others in zip(self.parts, reversed(other.parts), strict=True)])
 
 
 def rows_by_count(num_rows: int, *, size: int) -> list[list[int]]:

@@ -58,12 +58,12 @@ def clipped(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor,
     log_ratio, advantages = inputs.log_ratio(), inputs.advantages
     ratio = log_ratio.exp()
     plain = -advantages * ratio
-    held = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    worse = torch.maximum(plain, held)
+    bounded = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    worse = torch.maximum(plain, bounded)
     bound = -advantages * settings.clip_ratio_c
     loss = torch.where(advantages < 0, torch.minimum(bound, worse), worse)
     return inputs.reduced(loss), {
-        "actor/pg_clipfrac": inputs.mean(held > plain),
+        "actor/pg_clipfrac": inputs.mean(bounded > plain),
         "actor/ppo_kl": inputs.mean(-log_ratio),
         "actor/pg_clipfrac_lower": inputs.mean((worse > bound) & (advantages < 0)),
     }
@@ -81,9 +81,9 @@ def sequence_ratio(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
     shared = inputs.logprobs - inputs.logprobs.detach() + mean.detach()[:, None]
     ratio = torch.clamp(shared, max=10.0).exp()
     plain = -inputs.advantages * ratio
-    held = -inputs.advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return inputs.reduced(torch.maximum(plain, held), mode="seq-mean-token-mean"), {
-        "actor/pg_clipfrac": inputs.mean(held > plain),
+    bounded = -inputs.advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return inputs.reduced(torch.maximum(plain, bounded), mode="seq-mean-token-mean"), {
+        "actor/pg_clipfrac": inputs.mean(bounded > plain),
         "actor/ppo_kl": inputs.mean(-log_ratio),
         "actor/pg_clipfrac_lower": 0.0,
     }
@@ -113,9 +113,9 @@ def clipped_weight(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
     """Compute ``cispo``: -clip(rho) A log p, the clipped ratio without gradient."""
     log_ratio = inputs.log_ratio()
     ratio = log_ratio.exp()
-    held = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return inputs.reduced(-held.detach() * inputs.advantages * inputs.logprobs), {
-        "actor/pg_clipfrac": inputs.mean(held != ratio),
+    bounded = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return inputs.reduced(-bounded.detach() * inputs.advantages * inputs.logprobs), {
+        "actor/pg_clipfrac": inputs.mean(bounded != ratio),
         "actor/ppo_kl": inputs.mean(-log_ratio),
         "actor/pg_clipfrac_lower": 0.0,
     }
@@ -125,26 +125,26 @@ def geometric_mean(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
     """Compute ``geo_mean``: geometric mean of a row's clipped ratios times its mean advantage, averaged over all rows."""
     log_ratio, mask = inputs.log_ratio(), inputs.mask
     sign = inputs.advantages.sign()
-    held = log_ratio.clamp(-settings.clip_low, settings.clip_high)
-    worse = sign * torch.minimum(sign * log_ratio, sign * held)
+    bounded = log_ratio.clamp(-settings.clip_low, settings.clip_high)
+    worse = sign * torch.minimum(sign * log_ratio, sign * bounded)
     count = mask.sum(-1) + EPSILON
     ratio = ((worse * mask).sum(-1) / count).exp()
     advantage = (inputs.advantages * mask).sum(-1) / count
     loss = -advantage * ratio
     if inputs.weights is not None:
         loss = loss * (((inputs.weights + 1e-10).log() * mask).sum(-1) / count).exp()
-    is_held = held != log_ratio
+    is_kept = bounded != log_ratio
     return loss.mean(), {
-        "actor/pg_clipfrac": inputs.mean(is_held & (inputs.advantages > 0)),
+        "actor/pg_clipfrac": inputs.mean(is_kept & (inputs.advantages > 0)),
         "actor/ppo_kl": inputs.mean(-log_ratio),
-        "actor/pg_clipfrac_lower": inputs.mean(is_held & (inputs.advantages < 0)),
+        "actor/pg_clipfrac_lower": inputs.mean(is_kept & (inputs.advantages < 0)),
     }
 
 
 def total_variation(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
     """Compute ``dppo_tv``: drop tokens whose probability moved past the clip ratio in the direction of A."""
     moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
-    return _within_divergence(inputs, settings, is_over=moved > settings.clip_high, is_under=moved < -settings.clip_low)
+    return _drop_divergent(inputs, settings, is_over=moved > settings.clip_high, is_under=moved < -settings.clip_low)
 
 
 def bernoulli_kl(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
@@ -153,7 +153,7 @@ def bernoulli_kl(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Te
     distance = _binary_kl(old, new, log_old=inputs.old_logprobs, log_new=inputs.logprobs.detach())
     is_over = (distance > settings.clip_high) & (new > old)
     is_under = (distance > settings.clip_low) & (new < old)
-    return _within_divergence(inputs, settings, is_over=is_over, is_under=is_under)
+    return _drop_divergent(inputs, settings, is_over=is_over, is_under=is_under)
 
 
 def _binary_kl(old: Tensor, new: Tensor, *, log_old: Tensor, log_new: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def _binary_kl(old: Tensor, new: Tensor, *, log_old: Tensor, log_new: Tensor) ->
     return old * (log_old - log_new) + rest
 
 
-def _within_divergence(inputs: PolicyInputs, settings: PolicyLossSettings, *, is_over: Tensor, is_under: Tensor) -> tuple[Tensor, Numbers]:
+def _drop_divergent(inputs: PolicyInputs, settings: PolicyLossSettings, *, is_over: Tensor, is_under: Tensor) -> tuple[Tensor, Numbers]:
     log_ratio = inputs.log_ratio()
     is_dropped = torch.where(inputs.advantages > 0, is_over, is_under)
     ratio = log_ratio.exp().detach()
@@ -181,17 +181,17 @@ def clip_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor
     log_ratio, mask = inputs.logprobs - inputs.old_logprobs, inputs.mask
     ratio = log_ratio.exp()
     plain = -inputs.advantages * ratio
-    held = -inputs.advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    bounded = -inputs.advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     centred = inputs.advantages - masked_mean(inputs.advantages, mask)
     covariance = centred * (inputs.logprobs.detach() - masked_mean(inputs.logprobs.detach(), mask))
-    may_go = (mask > 0) & ~((held > plain) & (mask > 0))
-    places = torch.nonzero(may_go & (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub))
+    may_go = (mask > 0) & ~((bounded > plain) & (mask > 0))
+    positions = torch.nonzero(may_go & (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub))
     kept = torch.ones_like(ratio)
-    if len(places):
+    if len(positions):
         count = max(int(settings.clip_cov_ratio * mask.sum().item()), 1)
-        drawn = places[torch.randperm(len(places))[: min(count, len(places))]]
+        drawn = positions[torch.randperm(len(positions))[: min(count, len(positions))]]
         kept[drawn[:, 0], drawn[:, 1]] = 0
-    return inputs.reduced(torch.maximum(plain, held) * kept), {
+    return inputs.reduced(torch.maximum(plain, bounded) * kept), {
         "actor/pg_clipfrac": inputs.mean(kept == 0),
         "actor/ppo_kl": inputs.mean(-log_ratio),
     }
@@ -225,7 +225,7 @@ def bypass(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, 
     W is the truncated weight.
     """
     chosen = settings.rollout_correction
-    weights, mask, found = correct(inputs, chosen)
+    weights, mask, result = correct(inputs, chosen)
     kept = PolicyInputs(
         logprobs=inputs.logprobs,
         old_logprobs=inputs.old_logprobs,
@@ -241,7 +241,7 @@ def bypass(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, 
         metrics = {"actor/ppo_kl": kept.mean(inputs.old_logprobs - inputs.logprobs)}
     else:
         raise ConfigError(f"rollout_correction.loss_type is {chosen.loss_type!r}, but must be ppo_clip or reinforce.")
-    return loss, {**metrics, **found}
+    return loss, {**metrics, **result}
 
 
 @torch.no_grad()
@@ -305,11 +305,11 @@ def _weight_numbers(weights: Tensor, *, level: Tensor, mask: Tensor, threshold: 
         numbers["rollout_is_min"] = float(level.min().exp())
         numbers["rollout_is_ratio_fraction_high"] = float((level > bounds[1]).float().mean())
         numbers["rollout_is_ratio_fraction_low"] = float((level < bounds[0]).float().mean())
-    held = weights.clamp(low, threshold)
-    mean = masked_mean(held, mask)
-    variance = (masked_mean(held.square(), mask) - mean.square()).clamp(min=0.0)
+    bounded = weights.clamp(low, threshold)
+    mean = masked_mean(bounded, mask)
+    variance = (masked_mean(bounded.square(), mask) - mean.square()).clamp(min=0.0)
     numbers["rollout_is_std"] = float(variance.sqrt()) if int(mask.sum()) > 1 else 0.0
-    numbers["rollout_is_eff_sample_size"] = 1.0 / float(masked_mean((held / (mean + 1e-8)).square(), mask))
+    numbers["rollout_is_eff_sample_size"] = 1.0 / float(masked_mean((bounded / (mean + 1e-8)).square(), mask))
     rows = masked_mean(weights, mask, dim=-1)
     numbers["rollout_is_seq_mean"] = float(rows.mean())
     numbers["rollout_is_seq_std"] = float(rows.std()) if rows.numel() > 1 else 0.0
@@ -328,24 +328,24 @@ def mismatch(logprobs: Tensor, *, rollout_logprobs: Tensor, mask: Tensor) -> Num
     Perplexities, KL estimates, chi-square, over tokens or rows.
     """
     log_ratio = logprobs - rollout_logprobs
-    own, theirs = masked_mean(logprobs, mask, dim=-1), masked_mean(rollout_logprobs, mask, dim=-1)
-    gap = theirs - own
+    own, other = masked_mean(logprobs, mask, dim=-1), masked_mean(rollout_logprobs, mask, dim=-1)
+    gap = other - own
     safe = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    whole = masked_sum(log_ratio, mask, dim=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    full = masked_sum(log_ratio, mask, dim=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     numbers = {
         "training_ppl": (-own).exp().mean(),
         "training_log_ppl": (-own).mean(),
         "kl": masked_mean(-log_ratio, mask),
         "k3_kl": masked_mean(log_ratio.exp() - log_ratio - 1, mask),
-        "rollout_ppl": (-theirs).exp().mean(),
-        "rollout_log_ppl": (-theirs).mean(),
+        "rollout_ppl": (-other).exp().mean(),
+        "rollout_log_ppl": (-other).mean(),
         "log_ppl_diff": gap.mean(),
         "log_ppl_abs_diff": gap.abs().mean(),
         "log_ppl_diff_max": gap.max(),
         "log_ppl_diff_min": gap.min(),
         "ppl_ratio": gap.exp().mean(),
         "chi2_token": masked_mean(safe.exp().square(), mask) - 1.0,
-        "chi2_seq": (2.0 * whole).exp().mean() - 1.0,
+        "chi2_seq": (2.0 * full).exp().mean() - 1.0,
     }
     return {PREFIX + name: float(value) for name, value in numbers.items()}
 

@@ -41,14 +41,14 @@ def parse_rules(names: str, thresholds: str | float | None) -> list[Rule]:
     Raises:
         ConfigError: an unknown rule, or thresholds that do not fit.
     """
-    wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    unknown = [name for name in wanted if name not in RULES]
-    if unknown or not wanted:
+    expected = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    unknown = [name for name in expected if name not in RULES]
+    if unknown or not expected:
         raise ConfigError(f"rollout_rs is {names!r} ({unknown} unknown), but must name rules among {', '.join(RULES)}.")
     bounds = [part.strip() for part in str("" if thresholds is None else thresholds).split(",") if part.strip()]
-    if len(bounds) not in (1, len(wanted)):
+    if len(bounds) not in (1, len(expected)):
         raise ConfigError(f"rollout_rs_threshold is {thresholds!r}, but {names!r} needs one bound, or one for each rule.")
-    return [_rule(name, bound) for name, bound in zip(wanted, bounds * (len(wanted) if len(bounds) == 1 else 1), strict=True)]
+    return [_rule(name, bound) for name, bound in zip(expected, bounds * (len(expected) if len(bounds) == 1 else 1), strict=True)]
 
 
 def _rule(name: str, bound: str) -> Rule:
@@ -104,15 +104,15 @@ def _statistic(rule: Rule, *, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, 
 def _rule_numbers(rule: Rule, *, statistic: Tensor, rows: Tensor, mask: Tensor) -> dict[str, float]:
     low = 0.0 if rule.low is None else rule.low
     counted = statistic[mask.bool()] if rule.level == "token" else rows
-    held = statistic.clamp(low, rule.high)
-    mean = masked_mean(held, mask)
-    variance = (masked_mean(held.square(), mask) - mean.square()).clamp(min=0.0)
+    bounded = statistic.clamp(low, rule.high)
+    mean = masked_mean(bounded, mask)
+    variance = (masked_mean(bounded.square(), mask) - mean.square()).clamp(min=0.0)
     numbers = {
         "mean": masked_mean(statistic, mask),
         "max": counted.max(),
         "min": counted.min(),
-        "fraction_high": _share(statistic > rule.high, rows > rule.high, rule=rule, mask=mask),
-        "fraction_low": 0.0 if rule.low is None else _share(statistic < low, rows < low, rule=rule, mask=mask),
+        "fraction_high": _fraction(statistic > rule.high, rows > rule.high, rule=rule, mask=mask),
+        "fraction_low": 0.0 if rule.low is None else _fraction(statistic < low, rows < low, rule=rule, mask=mask),
         "std": variance.sqrt() if int(mask.sum()) > 1 else 0.0,
         "seq_mean": rows.mean(),
         "seq_std": rows.std() if rows.numel() > 1 else 0.0,
@@ -126,5 +126,5 @@ def _rule_numbers(rule: Rule, *, statistic: Tensor, rows: Tensor, mask: Tensor) 
     return {f"rollout_rs_{rule.name}_{name}": float(value) for name, value in numbers.items()}
 
 
-def _share(of_tokens: Tensor, of_rows: Tensor, *, rule: Rule, mask: Tensor) -> Tensor:
-    return masked_mean(of_tokens.float(), mask) if rule.level == "token" else of_rows.float().mean()
+def _fraction(of_tokens: Tensor, find_rows: Tensor, *, rule: Rule, mask: Tensor) -> Tensor:
+    return masked_mean(of_tokens.float(), mask) if rule.level == "token" else find_rows.float().mean()

@@ -35,7 +35,7 @@ class DeadArray:
 
     name: str
     span: Span
-    is_alone: bool
+    is_single: bool
     """It may be the only command of a body, which must not become empty."""
     is_own_line: bool
     """Nothing but a comment shares its lines."""
@@ -57,20 +57,20 @@ def find_dead_arrays(
         executed: where the assignments stand that were carried out.
         kept: what stands there instead.
     """
-    found = _with_overrides(list(_assignments(program, is_top=True)))
-    used = {each.name for each in found if any(element.word.span.start in tokens for element in each.elements)}
-    used |= {each.name for each in found if any(_is_read(each.name, text[span.start : span.end], []) for span in rewritten)}
-    used |= {each.alias for each in found if each.name in used and each.alias}
-    dead = _read_by_none_but({name for name in used if not _is_read(name, kept, [])}, found, text, rewritten)
+    result = _with_overrides(list(_assignments(program, is_top=True)))
+    used = {each.name for each in result if any(element.word.span.start in tokens for element in each.elements)}
+    used |= {each.name for each in result if any(_is_read(each.name, text[span.start : span.end], []) for span in rewritten)}
+    used |= {each.alias for each in result if each.name in used and each.alias}
+    dead = _read_by_none_but({name for name in used if not _is_read(name, kept, [])}, result, text, rewritten)
     return [
         DeadArray(each.name, each.span, not each.is_top, _is_own_line(text, each.span), each.start in executed, each.elements)
-        for each in found
+        for each in result
         if each.name in dead
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Match:
     name: str
     span: Span
     start: int
@@ -80,18 +80,18 @@ class _Found:
     """The one variable that the value is."""
 
 
-def _with_overrides(found: list[_Found]) -> list[_Found]:
+def _with_overrides(result: list[_Match]) -> list[_Match]:
     """Return names without those that only stand for variables without overrides."""
-    holding = {each.name for each in found if not each.alias}
-    while more := {each.name for each in found if each.alias in holding} - holding:
+    holding = {each.name for each in result if not each.alias}
+    while more := {each.name for each in result if each.alias in holding} - holding:
         holding |= more
-    return [each for each in found if not each.alias or each.alias in holding]
+    return [each for each in result if not each.alias or each.alias in holding]
 
 
-def _read_by_none_but(names: set[str], found: list[_Found], text: str, rewritten: list[Span]) -> set[str]:
+def _read_by_none_but(names: set[str], result: list[_Match], text: str, rewritten: list[Span]) -> set[str]:
     """Return the names that only rewritten commands and assignments of each other read."""
     while True:
-        own = [each.span for each in found if each.name in names]
+        own = [each.span for each in result if each.name in names]
         left = {name for name in names if not _is_read(name, text, rewritten + own)}
         if left == names:
             return names
@@ -126,24 +126,24 @@ def _is_own_line(text: str, span: Span) -> bool:
     return not before.strip() and (not after or after.startswith("#"))
 
 
-def _assignments(program: Program, *, is_top: bool) -> Iterator[_Found]:
+def _assignments(program: Program, *, is_top: bool) -> Iterator[_Match]:
     for item in program.items:
         for _, pipeline in item.pipelines:
             for command in pipeline.commands:
-                yield from _of_command(command, is_top=is_top)
+                yield from _find_command_names(command, is_top=is_top)
 
 
-def _of_command(command: Command, *, is_top: bool) -> Iterator[_Found]:
+def _find_command_names(command: Command, *, is_top: bool) -> Iterator[_Match]:
     if isinstance(command, Simple):
-        alone = command.assignments[0] if len(command.assignments) == 1 and not command.words and not command.redirects else None
+        single = command.assignments[0] if len(command.assignments) == 1 and not command.words and not command.redirects else None
         declared = command.words[1] if len(command.words) == 2 and not command.assignments and not command.redirects else None
-        for assignment in (alone, declared):
+        for assignment in (single, declared):
             if isinstance(assignment, Assignment) and (elements := _elements(assignment)) is not None:
-                yield _Found(assignment.name, command.span, assignment.span.start, is_top, elements, _alias(elements, assignment))
+                yield _Match(assignment.name, command.span, assignment.span.start, is_top, elements, _alias(elements, assignment))
     elif isinstance(command, Redirected):
-        yield from _of_command(command.command, is_top=is_top)
+        yield from _find_command_names(command.command, is_top=is_top)
     elif isinstance(command, Function):
-        yield from _of_command(command.body, is_top=False)
+        yield from _find_command_names(command.body, is_top=False)
     elif isinstance(command, If):
         for condition, body in command.branches:
             yield from _assignments(condition, is_top=False) if condition is not None else ()

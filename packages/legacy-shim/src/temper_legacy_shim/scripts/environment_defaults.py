@@ -20,7 +20,7 @@ _MOST_VALUES = 4
 _ARGUMENT = re.compile(r"\$\{([1-9])(?::?[-=])")
 
 
-def held_fixed(
+def kept_fixed(
     reading: ScriptReading, launches: Sequence[TranslatedLaunch], settings: dict[str, str], *, options: Options, folder: Path | None
 ) -> list[str]:
     """Return one sentence for each variable with a default that a written value was computed from, or that switches nothing on.
@@ -41,9 +41,9 @@ def held_fixed(
             for launch, each in zip(_launched(reading, {**settings, name: value}), launches, strict=False):
                 keys.update(dict.fromkeys(_fixed(launch, each, value)))
                 if _has_dropped_switch(launch, each):
-                    found = translate_launch(launch, options, folder=folder).translation.settings
+                    result = translate_launch(launch, options, folder=folder).translation.settings
                     written = {setting.key for setting in each.translation.settings}
-                    missing |= {setting.key: value for setting in found if setting.key not in written | missing.keys() | keys.keys()}
+                    missing |= {setting.key: value for setting in result if setting.key not in written | missing.keys() | keys.keys()}
         if missing and not keys:
             shown, value = ", ".join(list(missing)[:6]) + (", ..." if len(missing) > 6 else ""), next(iter(missing.values()))
             out.append(
@@ -65,10 +65,10 @@ def _values(text: str, name: str) -> list[str]:
     default = re.search(rf"\$\{{{name}:?[-=]([^}}]*)\}}", text)
     other = _OPPOSITE.get(default[1].strip("\"'").lower(), _OTHER) if default else _OTHER
     spelled = rf"\$\{{?{name}\b[^}}\s]*\}}?"
-    found = re.findall(rf"{spelled}\"?\s*(?:==?|!=|-eq|-ne|-gt|-ge|-lt|-le)\s*[\"']?([\w.-]+)", text)
+    result = re.findall(rf"{spelled}\"?\s*(?:==?|!=|-eq|-ne|-gt|-ge|-lt|-le)\s*[\"']?([\w.-]+)", text)
     for body in re.findall(rf"\bcase\s+\"?{spelled}\"?\s+in\b(.*?)\besac\b", text, re.DOTALL):
-        found += re.findall(r"^\s*\(?[\"']?([\w.-]+)[^)\n]*\)", body, re.MULTILINE)
-    return [other, *dict.fromkeys(found)][: 1 + _MOST_VALUES]
+        result += re.findall(r"^\s*\(?[\"']?([\w.-]+)[^)\n]*\)", body, re.MULTILINE)
+    return [other, *dict.fromkeys(result)][: 1 + _MOST_VALUES]
 
 
 def _launched(reading: ScriptReading, settings: dict[str, str]) -> list[Launch]:
@@ -79,7 +79,7 @@ def _launched(reading: ScriptReading, settings: dict[str, str]) -> list[Launch]:
 
 
 def _has_dropped_switch(launch: Launch, each: TranslatedLaunch) -> bool:
-    """Whether a launch with another value of a variable differs in a setting that has no successor with the default."""
+    """Return whether a launch with another value of a variable differs in a setting that has no successor with the default."""
     before = {override.key: override.text.shown() for override in each.launch.overrides if override.key}
     after = {override.key: override.text.shown() for override in launch.overrides if override.key}
     changed = [key for key, shown in after.items() if before.get(key, shown) != shown]

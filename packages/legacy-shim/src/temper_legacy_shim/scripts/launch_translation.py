@@ -148,8 +148,8 @@ def _with_processes(translation: Translation, launch: Launch, unknowns: dict[str
         return translation
     number = _shown(processes, unknowns)
     on_cpu = any(override.key == "trainer.device" and override.value().known == "cpu" for override in launch.overrides)
-    added = [_of_torchrun("actor.num_workers", number, is_number=True), _of_torchrun("runtime.kind", "ray")]
-    added += [] if on_cpu else [_of_torchrun("runtime.gpus_per_worker", 1.0)]
+    added = [_read_torchrun("actor.num_workers", number, is_number=True), _read_torchrun("runtime.kind", "ray")]
+    added += [] if on_cpu else [_read_torchrun("runtime.gpus_per_worker", 1.0)]
     note = Finding(
         level="note",
         rule="sft-cluster",
@@ -159,7 +159,7 @@ def _with_processes(translation: Translation, launch: Launch, unknowns: dict[str
     return replace(translation, settings=(*translation.settings, *added), findings=findings)
 
 
-def _of_torchrun(key: str, value: Plain, *, is_number: bool = False) -> Setting:
+def _read_torchrun(key: str, value: Plain, *, is_number: bool = False) -> Setting:
     return Setting(
         key=key,
         value=value,
@@ -221,7 +221,7 @@ def _argument(setting: Setting, overrides: tuple[Override, ...], unknowns: dict[
         source = f"{setting.key}={old.source[len(head) :]}" if plain else text.raw()
         return NewArgument(key=setting.key, text=text, source=source, at=at, comment=setting.comment)
     if len(origins) == 1 and setting.key not in literal_keys and setting.value == [_shown(origins[0].value(), dict(unknowns))]:
-        inner = _in_list(origins[0])
+        inner = _quote_in_list(origins[0])
         if inner:
             text = literal(f'{setting.key}=["') + origins[0].value() + literal('"]')
             return NewArgument(key=setting.key, text=text, source=f'"{setting.key}=[\\"{inner}\\"]"', at=at, comment=setting.comment)
@@ -248,7 +248,7 @@ def _around(setting: Setting, origins: list[Override], unknowns: dict[str, str])
     return text + literal(rest)
 
 
-def _in_list(old: Override) -> str:
+def _quote_in_list(old: Override) -> str:
     """Return a value with variables inside double quotes, as the one item of a list.
 
     Empty if impossible.

@@ -86,10 +86,10 @@ def find_launches(events: list[Event], *, is_written: bool = False) -> list[Laun
 
 def _launch(event: Event) -> Launch | None:
     command = started(event.fields)
-    place = _entry(command)
-    if place is None:
+    position = _entry(command)
+    if position is None:
         return None
-    entry, at, processes = place
+    entry, at, processes = position
     config: dict[str, str] = {}
     overrides: list[Override] = []
     open_arguments: list[Override] = []
@@ -107,8 +107,8 @@ def _launch(event: Event) -> Launch | None:
             continue
         match = _OVERRIDE.match(_known_start(field.text))
         key = match[0][:-1] if match else ""
-        found = Override(text=field.text, source=field.source, at=field.at, key=key)
-        (overrides if key or (field.text.is_known and shown) else open_arguments).append(found)
+        result = Override(text=field.text, source=field.source, at=field.at, key=key)
+        (overrides if key or (field.text.is_known and shown) else open_arguments).append(result)
     wrapped = next((override for override in overrides if not override.key and OLD_MODULE.fullmatch(override.text.shown())), None)
     if wrapped is not None and not OLD_MODULE.fullmatch(entry):  # a launcher of another package: python -m package.launch MODULE ...
         entry = wrapped.text.shown()

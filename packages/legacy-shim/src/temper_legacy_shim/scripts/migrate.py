@@ -6,7 +6,7 @@ from pathlib import Path
 
 from temper_legacy_shim.bash.parser import parse
 from temper_legacy_shim.configs import Outcome
-from temper_legacy_shim.scripts.environment_defaults import held_fixed
+from temper_legacy_shim.scripts.environment_defaults import kept_fixed
 from temper_legacy_shim.scripts.launch_translation import Options, TranslatedLaunch, translate_launch, worst
 from temper_legacy_shim.scripts.launches import Launch, find_launches
 from temper_legacy_shim.scripts.rewrite import COMMAND, NewScript, rewrite
@@ -64,7 +64,7 @@ def migrate_script(
             script.persons.append(f"{key}: the new script would not give the value that was meant: write it by hand.")
     script.persons += [] if script.persons else _still_there(script.text, reading, settings or {})
     script.persons += dict.fromkeys(sentence for each in launches if (sentence := each.missing_config()))
-    script.notes += held_fixed(reading, launches, settings or {}, options=options, folder=folder)
+    script.notes += kept_fixed(reading, launches, settings or {}, options=options, folder=folder)
     script.persons += decisions
     outcome = worst([each.translation.outcome for each in launches])
     return Migration(
@@ -100,15 +100,15 @@ def _still_there(text: str, reading: ScriptReading, settings: dict[str, str]) ->
     """Return the old trainers that the new script would start, or might where a condition turns out otherwise."""
     known = {launch.span.start for launch in reading.launches}
     others = [launch for other in reading.alternatives for launch in other.launches]
-    found = {reading.line_of(at): entry for at, entry in ((other.span.start, other.entry) for other in others) if at not in known}
-    if not found:
+    result = {reading.line_of(at): entry for at, entry in ((other.span.start, other.entry) for other in others) if at not in known}
+    if not result:
         lines = {text.count("\n", 0, at) + 1: entry for at, entry in left_behind(parse(text))}
         return [f"line {line} of the new script still names {entry}{_OTHERWISE}" for line, entry in lines.items()] or [
             f"the new script would still start {launch.entry}: write that command by hand."
             for launch in find_launches(reread(text, reading, settings))
         ]
     return [
-        f"line {line}: {entry} is started there where a condition turns out otherwise{_OTHERWISE}" for line, entry in sorted(found.items())
+        f"line {line}: {entry} is started there where a condition turns out otherwise{_OTHERWISE}" for line, entry in sorted(result.items())
     ]
 
 
@@ -121,7 +121,7 @@ def _different(text: str, reading: ScriptReading, launches: list[TranslatedLaunc
     written = [each for each in launches if each.is_writable and not each.launch.is_inner]
     out: list[str] = []
     for event, each in zip(events, written, strict=False):
-        place = next(number for number, field in enumerate(event.fields) if field.text.known == COMMAND)
-        found = {shown.partition("=")[0]: shown for field in event.fields[place + 1 :] if "=" in (shown := field.text.shown())}
-        out += [argument.key for argument in each.arguments if found.get(argument.key) != argument.text.shown()]
+        position = next(number for number, field in enumerate(event.fields) if field.text.known == COMMAND)
+        result = {shown.partition("=")[0]: shown for field in event.fields[position + 1 :] if "=" in (shown := field.text.shown())}
+        out += [argument.key for argument in each.arguments if result.get(argument.key) != argument.text.shown()]
     return list(dict.fromkeys(out))

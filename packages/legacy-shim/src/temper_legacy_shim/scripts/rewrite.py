@@ -42,12 +42,12 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
     rewritten: list[Span] = []
     kept: list[str] = []
     names = _array_names(reading.text)
-    for span, launches in _by_site(translated).items():
+    for span, launches in _group_by_site(translated).items():
         problem = _problem(launches)
         line = reading.text.count("\n", 0, span.start) + 1
         if problem:
             out.persons.append(f"line {line}: {problem}")
-            edits.append(_Edit(Span(span.start, span.start), _left_alone(reading.text, launches[0], problem)))
+            edits.append(_Edit(Span(span.start, span.start), _left_unchanged(reading.text, launches[0], problem)))
             continue
         edits += (replacement := _replacement(reading.text, launches[0], name=next(names)))
         rewritten.append(_from_starter(launches[0].launch))
@@ -55,7 +55,7 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
     tokens = {override.at for each in translated for override in each.launch.overrides if override.at >= 0}
     dead = (
         find_dead_arrays(
-            parse(reading.text), reading.text, rewritten=rewritten, tokens=tokens, executed=reading.executed, kept=_without_comments(kept)
+            parse(reading.text), reading.text, rewritten=rewritten, tokens=tokens, executed=reading.executed, kept=_strip_comments(kept)
         )
         if rewritten
         else []
@@ -70,7 +70,7 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
     return out
 
 
-def _by_site(translated: list[TranslatedLaunch]) -> dict[Span, list[TranslatedLaunch]]:
+def _group_by_site(translated: list[TranslatedLaunch]) -> dict[Span, list[TranslatedLaunch]]:
     """Return the launches by the command that starts them.
 
     In a loop or a function, one command starts several.
@@ -145,7 +145,7 @@ def _from_starter(launch: Launch) -> Span:
     return Span(start, launch.arguments.end) if is_inside else launch.arguments
 
 
-def _without_comments(texts: list[str]) -> str:
+def _strip_comments(texts: list[str]) -> str:
     """Return the new commands without comments on the old ones."""
     return "\n".join(line.partition("  # ")[0] for text in texts for line in text.splitlines() if not line.lstrip().startswith("#"))
 
@@ -156,9 +156,9 @@ def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:
     head = f"# {each.launch.entry} of {release}, by temper-migrate; what became of every key is in its report."
     lines = [head, *_findings(each), f"{name}=("]
     seen: set[int] = set()
-    asked = [argument for argument, setting in zip(each.arguments, each.translation.settings, strict=True) if not setting.is_pinned]
-    pinned = [argument for argument in each.arguments if argument not in asked]
-    for argument in asked:
+    requested = [argument for argument, setting in zip(each.arguments, each.translation.settings, strict=True) if not setting.is_pinned]
+    pinned = [argument for argument in each.arguments if argument not in requested]
+    for argument in requested:
         lines += _lines(text, each, argument, seen)
     if pinned:
         lines += ["", "    # Defaults of the old release that differ from Temper's:"]
@@ -170,21 +170,21 @@ def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:
 
 def _findings(each: TranslatedLaunch) -> list[str]:
     """Return decisions and differences as comments; unknown keys have a line below."""
-    found = [finding for finding in each.translation.findings if finding.level in _HEADS and finding.rule != "unmapped"]
-    return [f"# {_HEADS[finding.level]}: {' '.join(each.readable(finding.message).split())}" for finding in found]
+    result = [finding for finding in each.translation.findings if finding.level in _HEADS and finding.rule != "unmapped"]
+    return [f"# {_HEADS[finding.level]}: {' '.join(each.readable(finding.message).split())}" for finding in result]
 
 
 def _lines(text: str, each: TranslatedLaunch, argument: NewArgument, seen: set[int]) -> list[str]:
     """Return one argument with the comments of the token that it comes from."""
-    above, beside = [], argument.comment
+    above, extra = [], argument.comment
     if argument.at >= 0 and argument.at not in seen:
         seen.add(argument.at)
         source = next((override.source for override in each.launch.overrides if override.at == argument.at), "")
         comments = comments_at(text, argument.at, len(source))
         above = [f"    {line}" for line in comments.above]
-        beside = "; ".join(part for part in (comments.beside.lstrip("# "), beside) if part)
-    beside = " ".join(each.readable(beside).split())
-    return [*above, f"    {argument.source}" + (f"  # {beside}" if beside else "")]
+        extra = "; ".join(part for part in (comments.extra.lstrip("# "), extra) if part)
+    extra = " ".join(each.readable(extra).split())
+    return [*above, f"    {argument.source}" + (f"  # {extra}" if extra else "")]
 
 
 def _dropped_lines(text: str, each: TranslatedLaunch, seen: set[int]) -> list[str]:
@@ -197,12 +197,12 @@ def _dropped_lines(text: str, each: TranslatedLaunch, seen: set[int]) -> list[st
         comments = comments_at(text, override.at, len(override.source)) if override.at >= 0 and override.at not in seen else None
         out += [f"    {line}" for line in comments.above] if comments else []
         reason = " ".join(each.readable(token.reason).split())
-        kept = f" ({comments.beside.lstrip('# ')})" if comments and comments.beside else ""
+        kept = f" ({comments.extra.lstrip('# ')})" if comments and comments.extra else ""
         out.append(f"    # {' '.join(override.source.split())}{kept}: {token.disposition}. {reason}".rstrip())
     return ["", "    # Without a successor:", *out] if out else []
 
 
-def _left_alone(text: str, each: TranslatedLaunch, problem: str) -> str:
+def _left_unchanged(text: str, each: TranslatedLaunch, problem: str) -> str:
     """Return the comment above a launch that a person has to rewrite.
 
     With the new command if there is one.
@@ -230,7 +230,7 @@ def _commented(text: str, array: DeadArray) -> _Edit:
     lines = text[array.span.start : array.span.end].split("\n")
     head = f"# Old overrides, in {COMMAND}'s words below:" if array.is_executed else "# Old overrides:"
     shown = [(f"{indent}# {line}" if number else f"# {line}").rstrip() for number, line in enumerate(lines)]
-    first = f"{command}  {head}" if array.is_alone or not array.is_executed else head
+    first = f"{command}  {head}" if array.is_single or not array.is_executed else head
     return _Edit(array.span, f"{first}\n{indent}" + "\n".join(shown))
 
 
@@ -246,7 +246,7 @@ class Comments:
 
     above: tuple[str, ...]
     """Whole lines, without indentation."""
-    beside: str
+    extra: str
     """After it on its line; empty where there is none."""
 
 

@@ -47,7 +47,7 @@ class ScriptReading:
     num_arguments: int
     """Positional parameters that it reads."""
     passes_guards: bool
-    """Whether the reading went on where the script would end with an error."""
+    """True if the reading continued past an error exit of the script."""
 
     def line_of(self, at: int) -> int:
         """Return the line of an offset."""
@@ -123,19 +123,19 @@ def _first_that_launches(program: Program, text: str, settings: dict[str, str], 
     while waiting and passes < MAX_PASSES:
         current = waiting.pop(0)
         taken = [decision.taken for decision in current.decisions]
-        for place in reversed(range(len(taken))):
-            for other in range(current.decisions[place].num_choices):
-                choices = (*taken[:place], other)
-                if other == taken[place] or passes >= MAX_PASSES:
+        for position in reversed(range(len(taken))):
+            for other in range(current.decisions[position].num_choices):
+                choices = (*taken[:position], other)
+                if other == taken[position] or passes >= MAX_PASSES:
                     continue
-                found = _pass(program, text, settings, choices, passes_guards=main.passes_guards)
+                result = _pass(program, text, settings, choices, passes_guards=main.passes_guards)
                 passes += 1
-                if find_launches(found.events):
-                    return found, passes
-                path = tuple(decision.taken for decision in found.decisions)
-                if path not in seen and len(path) > place + 1:
+                if find_launches(result.events):
+                    return result, passes
+                path = tuple(decision.taken for decision in result.decisions)
+                if path not in seen and len(path) > position + 1:
                     seen.add(path)
-                    waiting.append(found)
+                    waiting.append(result)
     return main, passes
 
 
@@ -145,13 +145,13 @@ def _alternatives(
     """Return the script read again with each decision turned, where that changes what is launched."""
     taken = [decision.taken for decision in main.decisions]
     usual, out = [_signature(launch) for launch in launches], []
-    for place, decision in enumerate(main.decisions):
+    for position, decision in enumerate(main.decisions):
         for other in range(decision.num_choices):
             if other == decision.taken or passes <= 0:
                 continue
             passes -= 1
-            found = _pass(program, text, settings, (*taken[:place], other), passes_guards=main.passes_guards)
-            others = tuple(find_launches(found.events))
+            result = _pass(program, text, settings, (*taken[:position], other), passes_guards=main.passes_guards)
+            others = tuple(find_launches(result.events))
             if others and [_signature(launch) for launch in others] != usual:
                 out.append(Alternative(decision=decision, taken=other, launches=others))
     if passes <= 0 and main.decisions:

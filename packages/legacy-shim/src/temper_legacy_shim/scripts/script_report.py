@@ -6,7 +6,7 @@ from pathlib import Path
 
 from temper_legacy_shim.configs import EXIT_CODES
 from temper_legacy_shim.configs.reading.config_values import Plain
-from temper_legacy_shim.configs.report import OUTCOMES, by_severity, summary_lines, unmapped_lines
+from temper_legacy_shim.configs.report import OUTCOMES, sort_by_severity, summary_lines, unmapped_lines
 from temper_legacy_shim.configs.report import plain_report as plain_translation
 from temper_legacy_shim.scripts.migrate import Migration
 from temper_legacy_shim.scripts.script_reading import Alternative, ScriptReading
@@ -60,8 +60,10 @@ def remarks(migration: Migration) -> list[str]:
     """Return notes for the user."""
     out = []
     for each in migration.launches:
-        said = [finding for finding in by_severity(each.translation.findings) if finding.level != "person" and finding.rule != "unmapped"]
-        out += [f"{finding.level}: {each.readable(finding.message)}" for finding in said]
+        given = [
+            finding for finding in sort_by_severity(each.translation.findings) if finding.level != "person" and finding.rule != "unmapped"
+        ]
+        out += [f"{finding.level}: {each.readable(finding.message)}" for finding in given]
         out += [each.readable(line) for line in unmapped_lines(each.translation)]
         for override in each.launch.open_arguments:
             out.append(f"passed on: {override.source}; what it brings must be Temper's own keys from now on")
@@ -93,10 +95,10 @@ def differences(reading: ScriptReading, alternative: Alternative) -> str:
     """Summarize the launches of the other branch."""
     if len(alternative.launches) != len(reading.launches):
         return f"{len(alternative.launches)} trainers instead of {len(reading.launches)}"
-    ours = {override.text.shown() for launch in reading.launches for override in launch.overrides}
-    theirs = [override.text.shown() for launch in alternative.launches for override in launch.overrides]
-    new = [shown for shown in dict.fromkeys(theirs) if shown not in ours]
-    gone = sorted(ours - set(theirs))
+    target = {override.text.shown() for launch in reading.launches for override in launch.overrides}
+    others = [override.text.shown() for launch in alternative.launches for override in launch.overrides]
+    new = [shown for shown in dict.fromkeys(others) if shown not in target]
+    gone = sorted(target - set(others))
     parts = [f"with {', '.join(new[:6])}{' ...' if len(new) > 6 else ''}"] if new else []
     parts += [f"without {', '.join(gone[:6])}{' ...' if len(gone) > 6 else ''}"] if gone else []
     return "; ".join(parts) or "another entry or configuration"

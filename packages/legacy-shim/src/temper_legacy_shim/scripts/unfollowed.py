@@ -100,8 +100,8 @@ def _find_script(called: str, folder: Path | None) -> Path | None:
     tail = "/".join(parts[unknown + 1 :])
     if called.startswith("/") and unknown < 0:
         return Path(called) if Path(called).is_file() else None
-    places = (base / tail for base in (folder, *folder.resolve().parents[:6]))
-    return next((place for place in places if tail and place.is_file()), None)
+    positions = (base / tail for base in (folder, *folder.resolve().parents[:6]))
+    return next((position for position in positions if tail and position.is_file()), None)
 
 
 def _entry_behind(path: Path, level: int) -> str:
@@ -159,12 +159,13 @@ def left_behind(program: Program) -> Iterator[tuple[int, str]]:
 def only_named(text: str) -> list[str]:
     """Return sentences about old trainers that a script names without launching them.
 
-    Such as in a file that it writes."""
+    Such as in a file that it writes.
+    """
     lines = list(enumerate(text.splitlines(), 1))
-    found = [(number, match[1]) for number, line in lines if (match := _NAMED.match(line))]
+    result = [(number, match[1]) for number, line in lines if (match := _NAMED.match(line))]
     code = [(number, line.partition("#")[0]) for number, line in reversed(lines) if not _PRINTED.match(line)]
     keys = {key: number for number, line in code for key in _KEY.findall(line) if key in known_keys()}
-    if not found and len(keys) > 1:
+    if not result and len(keys) > 1:
         shown = ", ".join(sorted(keys)[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
         sentence = (
             f"line {min(keys.values())}: settings of verl ({shown}) are given there, but no command was seen that gets them: translate "
@@ -174,7 +175,7 @@ def only_named(text: str) -> list[str]:
     return [
         f"line {number}: {name} is named there, but nothing in this script was seen to start it: translate what does, such as the file "
         "that this script writes"
-        for number, name in found
+        for number, name in result
     ]
 
 

@@ -1,6 +1,6 @@
 """The deprecated worker classes, alive on Temper's engines; the Megatron ones are in ``megatron_workers``."""
 
-from temper_legacy_shim.errors import without_extra
+from temper_legacy_shim.errors import explain_missing_extra
 
 try:
     from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker
@@ -8,7 +8,7 @@ try:
     from temper_legacy_shim.workers.ppo_actor import DataParallelPPOActor
     from temper_legacy_shim.workers.ppo_critic import DataParallelPPOCritic
 except ModuleNotFoundError as error:
-    raise without_extra("workers", "workers", error) from None
+    raise explain_missing_extra("workers", "workers", error) from None
 
 __all__ = [
     "ActorRolloutRefWorker",

@@ -104,14 +104,14 @@ def adopt(
     """
     if isinstance(module, BaseEngine):
         if optimizer is not None:
-            raise ConfigError("an engine brings its own optimiser: pass None, and configure it in the engine's config.")
+            raise ConfigError("an engine brings its own optimizer: pass None, and configure it in the engine's config.")
         if module.model_type != model_type:
             raise ConfigError(f"the engine's model is a {module.model_type}, but this class trains a {model_type}.")
         return Adopted(module)
     if not isinstance(module, PreTrainedModel) or any(_is_sharded(part) for part in module.modules()):
         raise ConfigError(
             f"the module is a {type(module).__name__}: pass the plain Hugging Face model, which the engine shards itself, "
-            "or an initialised engine."
+            "or an initialized engine."
         )
     folder = tempfile.mkdtemp(prefix="temper-adopted-")
     module.save_pretrained(folder)
@@ -134,11 +134,11 @@ def optimizer_spec(optimizer: torch.optim.Optimizer, *, grad_clip: float | None)
     groups = optimizer.param_groups
     if type(optimizer) is not torch.optim.AdamW or len(groups) != 1 or groups[0]["amsgrad"] or groups[0]["maximize"]:
         raise ConfigError(
-            f"the optimiser is a {type(optimizer).__name__} with {len(groups)} parameter groups: pass torch.optim.AdamW with one group and "
+            f"the optimizer is a {type(optimizer).__name__} with {len(groups)} parameter groups: pass torch.optim.AdamW with one group and "
             "neither amsgrad nor maximize, which is what engines compute."
         )
     if optimizer.state:
-        raise ConfigError("the optimiser has already made steps, whose moments an engine can't take over: pass a fresh one.")
+        raise ConfigError("the optimizer has already made steps, whose moments an engine can't take over: pass a fresh one.")
     (group,) = groups
     beta1, beta2 = group["betas"]
     return OptimizerSpec(

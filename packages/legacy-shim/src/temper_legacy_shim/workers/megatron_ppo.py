@@ -111,8 +111,8 @@ class MegatronActor(_OnMegatron, PPOActor):
         Returns:
             Both, and None in the place of expert choices, which nothing here replays.
         """
-        found = PPOActor.compute_log_prob(self, data, calculate_entropy)
-        return found["log_probs"], found.get("entropys", torch.empty(0)), None
+        result = PPOActor.compute_log_prob(self, data, calculate_entropy)
+        return result["log_probs"], result.get("entropys", torch.empty(0)), None
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterable[DataProto]:
         """Return the mini-batches of every pass, as ``update_policy`` takes them."""
@@ -145,10 +145,10 @@ class MegatronActor(_OnMegatron, PPOActor):
     def _update_with_objective(self, dataloader: Iterable[DataProto]) -> dict[str, object]:
         metrics: dict[str, object] = {}
         for mini_batch in dataloader:
-            found = update_actor_with_objective(
+            result = update_actor_with_objective(
                 self, [mini_batch], settings=self.settings, loss_settings=self.loss_settings, temperature=temperature_of(mini_batch)
             )
-            for name, entries in found.items():
+            for name, entries in result.items():
                 assert isinstance(entries, list)
                 metrics.setdefault(name, []).extend(entries)  # type: ignore[attr-defined]
         return metrics
@@ -170,8 +170,8 @@ class MegatronActor(_OnMegatron, PPOActor):
         settings = self.settings
         logprobs = micro.rows.grid(predictions[HeadOutput.LOGPROB.value])
         inputs: PolicyInputs = self._inputs(micro, logprobs)
-        loss, found = policy_loss(self.loss_settings.loss_mode)(inputs, self.loss_settings)
-        metrics.update(found)
+        loss, result = policy_loss(self.loss_settings.loss_mode)(inputs, self.loss_settings)
+        metrics.update(result)
         sampled = column_of(micro.data, "rollout_log_probs", like=logprobs)
         if sampled is not None and self.loss_settings.loss_mode != "bypass_mode":
             metrics.update(mismatch(logprobs.detach(), rollout_logprobs=sampled, mask=inputs.mask))
@@ -198,12 +198,12 @@ class MegatronCritic(_OnMegatron, PPOCritic):
 
     def compute_values(self, data: DataProto) -> Tensor:
         """Return [B, W] values of the states before each token of the responses, 0 at padding, on every rank of a replica."""
-        asked = data.select(batch_keys=list(_INPUTS), non_tensor_batch_keys=[])
+        requested = data.select(batch_keys=list(_INPUTS), non_tensor_batch_keys=[])
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
-            return compute_outputs(self.engine, asked, requested_outputs=[HeadOutput.VALUE], temperature=1.0, micro_batches=micro_batches)[
-                HeadOutput.VALUE
-            ]
+            return compute_outputs(
+                self.engine, requested, requested_outputs=[HeadOutput.VALUE], temperature=1.0, micro_batches=micro_batches
+            )[HeadOutput.VALUE]
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterable[DataProto]:
         """Return the mini-batches of every pass, as ``update_critic`` takes them."""
@@ -232,7 +232,7 @@ class MegatronCritic(_OnMegatron, PPOCritic):
     def _train_part(self, part: DataProto, *, metrics: dict[str, object], scale: float, is_empty: bool) -> None:
         """Run one micro-batch forward and backward."""
         rows = read_rows(part)
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
 
         def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
             values = rows.grid(predictions[HeadOutput.VALUE.value])
@@ -245,10 +245,10 @@ class MegatronCritic(_OnMegatron, PPOCritic):
                 cliprange=self.settings.cliprange_value,
                 agg_mode=self.settings.loss_agg_mode,
             )
-            found.update(numbers)
-            found["critic/vf_loss"] = float(loss.detach())
+            result.update(numbers)
+            result["critic/vf_loss"] = float(loss.detach())
             return loss * scale, ctx
 
         self.engine.set_loss_fn(loss_of, required_outputs={HeadOutput.VALUE})
         self.engine.forward_backward_step(empty_batch(rows.sequences) if is_empty else rows.sequences)
-        append_metrics(metrics, found)
+        append_metrics(metrics, result)

@@ -61,8 +61,8 @@ class OldMegatronSchedule:
         if self.lr_decay_style == "inverse-square-root":
             return max(self.min_lr, self.lr * math.sqrt(max(self.warmup, 1) / max(step, 1)))
         progress = (step - self.warmup) / (self.end - self.warmup)
-        share = 1.0 - progress if self.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * progress) + 1.0)
-        return self.min_lr + share * (self.lr - self.min_lr)
+        fraction = 1.0 - progress if self.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * progress) + 1.0)
+        return self.min_lr + fraction * (self.lr - self.min_lr)
 
     def as_spec(self) -> ScheduleSpec:
         """Return Temper's own schedule of the same shape.

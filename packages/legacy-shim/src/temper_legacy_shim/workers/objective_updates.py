@@ -15,7 +15,7 @@ from temper_engine_api.reduction import count_denominators
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
 from temper_legacy_shim.workers.on_engine import OnEngine
-from temper_legacy_shim.workers.replica import of_replicas
+from temper_legacy_shim.workers.replica import gather_replicas
 from temper_legacy_shim.workers.rows import read_rows
 from temper_legacy_shim.workers.settings import ActorSettings, CriticSettings
 from temper_legacy_shim.workers.updates import append_metrics, scheduled
@@ -52,8 +52,8 @@ def update_actor_with_objective(
                 "rollout_is_weights is in the batch, which numerics temper can't apply: leave it out, or use numerics legacy."
             )
         objective = _policy_objective(settings, loss_settings, width=mini_batch.batch.column("responses").shape[1])
-        found = _update(actor, mini_batch, objective=objective, columns=columns, temperature=temperature)
-        append_metrics(metrics, _actor_names(found, has_kl=settings.use_kl_loss))
+        matches = _update(actor, mini_batch, objective=objective, columns=columns, temperature=temperature)
+        append_metrics(metrics, _actor_names(matches, has_kl=settings.use_kl_loss))
     actor.engine.optimizer_zero_grad()
     return metrics
 
@@ -65,7 +65,7 @@ def update_critic_with_objective(critic: OnEngine, mini_batches: Iterable[DataPr
         assert mini_batch.batch is not None
         width = mini_batch.batch.column("responses").shape[1]
         objective = ValueObjective(clip=settings.cliprange_value, aggregation=_aggregation(settings.loss_agg_mode, width=width))
-        found = _update(
+        matches = _update(
             critic,
             mini_batch,
             objective=objective,
@@ -73,7 +73,7 @@ def update_critic_with_objective(critic: OnEngine, mini_batches: Iterable[DataPr
             temperature=1.0,
         )
         names = {"critic/vf_loss": "loss", "critic/vf_clipfrac": "value/clip_fraction", "critic/grad_norm": "grad_norm"}
-        append_metrics(metrics, {old: found[new] for old, new in names.items()})
+        append_metrics(metrics, {old: matches[new] for old, new in names.items()})
     critic.engine.optimizer_zero_grad()
     return metrics
 
@@ -118,19 +118,19 @@ def _update(
         sequences,
         plan=MiniBatchPlan(ranks=(RankPlan(micro_batches=tuple(map(tuple, micro_batches))),)),
         rank=0,
-        denominators=_over_ranks(sequences, engine=engine),
+        denominators=_sum_over_ranks(sequences, engine=engine),
     )
     engine.set_loss_fn(objective)
     engine.optimizer_zero_grad()
     with engine.train_mode():
         result = engine.forward_backward_batch(packed, forward_only=False)
     norm = model.step_optimizer()
-    gathered: list[Mapping[str, Metric]] = list(of_replicas(engine, result.metrics))
+    gathered: list[Mapping[str, Metric]] = list(gather_replicas(engine, result.metrics))
     return {"grad_norm": norm, **{name: metric.result for name, metric in merge_metrics(gathered).items()}}
 
 
-def _over_ranks(sequences: SequenceBatch, *, engine: BaseEngine) -> Denominators:
-    counts = of_replicas(engine, count_denominators(sequences))
+def _sum_over_ranks(sequences: SequenceBatch, *, engine: BaseEngine) -> Denominators:
+    counts = gather_replicas(engine, count_denominators(sequences))
     return Denominators(
         tokens=sum(count.tokens for count in counts),
         sequences=sum(count.sequences for count in counts),
@@ -138,12 +138,12 @@ def _over_ranks(sequences: SequenceBatch, *, engine: BaseEngine) -> Denominators
     )
 
 
-def _actor_names(found: Mapping[str, float], *, has_kl: bool) -> dict[str, float]:
-    """Return the old names; pg_loss is the whole loss here, KL included."""
-    names = {"actor/pg_loss": found["loss"], "actor/ppo_kl": found["policy/old_kl"], "actor/grad_norm": found["grad_norm"]}
-    names["actor/pg_clipfrac"] = found["policy/clip_fraction_low"] + found["policy/clip_fraction_high"]
-    names["actor/pg_clipfrac_lower"] = found["policy/dual_clip_fraction"]
-    if "policy/entropy" in found:
-        names["actor/entropy"] = found["policy/entropy"]
-    names["actor/kl_loss"] = found["policy/ref_kl"] if has_kl else 0.0
+def _actor_names(matches: Mapping[str, float], *, has_kl: bool) -> dict[str, float]:
+    """Return the old names; pg_loss includes the KL here."""
+    names = {"actor/pg_loss": matches["loss"], "actor/ppo_kl": matches["policy/old_kl"], "actor/grad_norm": matches["grad_norm"]}
+    names["actor/pg_clipfrac"] = matches["policy/clip_fraction_low"] + matches["policy/clip_fraction_high"]
+    names["actor/pg_clipfrac_lower"] = matches["policy/dual_clip_fraction"]
+    if "policy/entropy" in matches:
+        names["actor/entropy"] = matches["policy/entropy"]
+    names["actor/kl_loss"] = matches["policy/ref_kl"] if has_kl else 0.0
     return names

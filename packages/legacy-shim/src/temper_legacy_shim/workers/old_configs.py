@@ -61,7 +61,7 @@ def _refuse_unsupported(model: Values, *, actor: Values, optim: Values | None) -
         raise ConfigError("model.lora_adapter_path is set: load the adapter with engine.load_adapter() after init_model() instead.")
     overrides = {name: value for name, value in block(model, "override_config").items() if value not in (None, {})}
     if overrides.keys() - {"attn_implementation"}:
-        raise ConfigError(f"model.override_config sets {sorted(overrides)}: write them into the config.json beside the weights instead.")
+        raise ConfigError(f"model.override_config sets {sorted(overrides)}: write them into the config.json next to the weights instead.")
     if optim is not None and (optim.get("optimizer", "AdamW") != "AdamW" or optim.get("override_optimizer_config")):
         raise ConfigError(
             f"optim.optimizer is {optim.get('optimizer')!r} with override_optimizer_config {optim.get('override_optimizer_config')!r}: the "
@@ -135,7 +135,7 @@ def _integer(values: Values, name: str) -> int:
     return value
 
 
-def per_rank_sizes(role: Values, *, num_ranks: int, rollout_n: object, where: str) -> dict[str, object]:
+def compute_rank_sizes(role: Values, *, num_ranks: int, rollout_n: object, where: str) -> dict[str, object]:
     """Return the role's sizes as each rank uses them.
 
     Old configs give prompts, and totals over all ranks.

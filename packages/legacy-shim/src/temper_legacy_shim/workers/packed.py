@@ -31,7 +31,7 @@ class PaddedPart:
     """The share without dummies, in its order."""
     row: Tensor
     """[T] int64 row of each token."""
-    place: Tensor
+    position: Tensor
     """[T] int64 column of each token."""
     prompt_width: int
     response_width: int
@@ -60,23 +60,23 @@ class PaddedPart:
 
     def tokens_of(self, grid: Tensor) -> Tensor:
         """Return [T] the entries of a response grid [B, W] at their tokens, 0 at tokens of the prompt."""
-        is_response = self.place >= self.prompt_width
+        is_response = self.position >= self.prompt_width
         column = grid.new_zeros(self.kept.num_tokens)
-        column[is_response] = grid[self.row[is_response], self.place[is_response] - self.prompt_width]
+        column[is_response] = grid[self.row[is_response], self.position[is_response] - self.prompt_width]
         return column
 
     def _pad(self, column: Tensor) -> Tensor:
         out = column.new_zeros(self.kept.num_sequences, self.prompt_width + self.response_width)
-        out[self.row, self.place] = column
+        out[self.row, self.position] = column
         return out
 
 
-def pad_part(part: PackedBatch, *, whole_rows: bool = False) -> PaddedPart:
+def pad_part(part: PackedBatch, *, full_rows: bool = False) -> PaddedPart:
     """Lay a share out as old rows.
 
     Args:
         part: this rank's share; its dummies are left out.
-        whole_rows: the response is everything but the first token, so that every token gets its answer; otherwise it begins at the first
+        full_rows: the response is everything but the first token, so that every token gets its answer; otherwise it begins at the first
             trained token.
 
     Raises:
@@ -91,12 +91,12 @@ def pad_part(part: PackedBatch, *, whole_rows: bool = False) -> PaddedPart:
         raise BatchError(f"rows have temperatures {heats.tolist()}, but the deprecated workers know one for a batch.")
     row, starts, lengths = kept.sequence_index, kept.sequence_starts.long()[:-1], kept.lengths
     within = torch.arange(kept.num_tokens) - starts[row]
-    begins = torch.ones_like(lengths) if whole_rows else _first_trained(kept, within)
+    begins = torch.ones_like(lengths) if full_rows else _first_trained(kept, within)
     prompt_width = int(begins.max())
     return PaddedPart(
         kept=SequenceBatch(**{name: getattr(kept, name) for name in SequenceBatch.__dataclass_fields__}),
         row=row,
-        place=within - begins[row] + prompt_width,
+        position=within - begins[row] + prompt_width,
         prompt_width=prompt_width,
         response_width=max(1, int((lengths - begins).max())),
         max_tokens=max(int(micro.lengths.sum()) for micro in part.micro_batches()),

@@ -85,12 +85,12 @@ class PPOActor(OnEngine):
             requested_outputs = [HeadOutput.LOGPROB, HeadOutput.ENTROPY] if calculate_entropy else [HeadOutput.LOGPROB]
             squares = self.settings.calculate_sum_pi_squared
             requested_outputs += [HeadOutput.LOGSUMEXP] if squares else []
-            found = compute_outputs(
+            result = compute_outputs(
                 self.engine, data, requested_outputs=requested_outputs, temperature=temperature, micro_batches=micro_batches
             )
-            outputs = {"log_probs": found[HeadOutput.LOGPROB]}
+            outputs = {"log_probs": result[HeadOutput.LOGPROB]}
             if calculate_entropy:
-                outputs["entropys"] = found[HeadOutput.ENTROPY]
+                outputs["entropys"] = result[HeadOutput.ENTROPY]
             if squares:
                 # sum pi^2 = exp(log sum e^2z - 2 log sum e^z), and halving the temperature doubles every logit z.
                 halved = compute_outputs(
@@ -100,8 +100,8 @@ class PPOActor(OnEngine):
                     temperature=temperature / 2,
                     micro_batches=micro_batches,
                 )
-                squared = (halved[HeadOutput.LOGSUMEXP] - 2 * found[HeadOutput.LOGSUMEXP]).exp()
-                outputs["sum_pi_squared"] = squared * (found[HeadOutput.LOGSUMEXP] != 0)
+                squared = (halved[HeadOutput.LOGSUMEXP] - 2 * result[HeadOutput.LOGSUMEXP]).exp()
+                outputs["sum_pi_squared"] = squared * (result[HeadOutput.LOGSUMEXP] != 0)
         return outputs
 
     def update_policy(self, data: DataProto) -> dict[str, object]:
@@ -144,15 +144,15 @@ class PPOActor(OnEngine):
         return {**totals, **metrics}
 
     def _train(self, micro: MicroBatch, *, metrics: dict[str, object], totals: dict[str, float]) -> None:
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
 
         def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
-            return self._loss(micro, predictions, metrics=found, totals=totals) * micro.scale, ctx
+            return self._loss(micro, predictions, metrics=result, totals=totals) * micro.scale, ctx
 
         required_outputs = {HeadOutput.LOGPROB, HeadOutput.ENTROPY} if self._needs_entropy else {HeadOutput.LOGPROB}
         self.engine.set_loss_fn(loss_of, required_outputs=required_outputs)
         self.engine.forward_backward_step(empty_batch(micro.rows.sequences) if micro.is_empty else micro.rows.sequences)
-        append_metrics(metrics, found)
+        append_metrics(metrics, result)
 
     @property
     def _needs_entropy(self) -> bool:
@@ -163,8 +163,8 @@ class PPOActor(OnEngine):
         settings = self.settings
         logprobs = micro.rows.grid(predictions[HeadOutput.LOGPROB.value])
         inputs = self._inputs(micro, logprobs)
-        loss, found = policy_loss(self.loss_settings.loss_mode)(inputs, self.loss_settings)
-        metrics.update(found)
+        loss, result = policy_loss(self.loss_settings.loss_mode)(inputs, self.loss_settings)
+        metrics.update(result)
         sampled = column_of(micro.data, "rollout_log_probs", like=logprobs)
         if sampled is not None and self.loss_settings.loss_mode != "bypass_mode":
             metrics.update(mismatch(logprobs.detach(), rollout_logprobs=sampled, mask=inputs.mask))

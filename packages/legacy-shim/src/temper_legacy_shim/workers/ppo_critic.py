@@ -54,8 +54,8 @@ class PPOCritic(OnEngine):
         """
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
-            found = compute_outputs(self.engine, data, requested_outputs=[HeadOutput.VALUE], temperature=1.0, micro_batches=micro_batches)
-        values = found[HeadOutput.VALUE]
+            result = compute_outputs(self.engine, data, requested_outputs=[HeadOutput.VALUE], temperature=1.0, micro_batches=micro_batches)
+        values = result[HeadOutput.VALUE]
         assert data.batch is not None
         return values * data.batch.column("response_mask").cpu() if "response_mask" in data.batch else values
 
@@ -100,7 +100,7 @@ class PPOCritic(OnEngine):
     def _train(self, part: DataProto, *, metrics: dict[str, object], scale: float, is_empty: bool) -> float:
         """Return one micro-batch forward and back; returns its loss before scaling."""
         rows = read_rows(part)
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         losses = [0.0]
 
         def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
@@ -113,13 +113,13 @@ class PPOCritic(OnEngine):
                 cliprange=self.settings.cliprange_value,
                 agg_mode=self.settings.loss_agg_mode,
             )
-            found.update(numbers)
+            result.update(numbers)
             losses.append(float(loss.detach()))
             return loss * scale, ctx
 
         self.engine.set_loss_fn(loss_of, required_outputs={HeadOutput.VALUE})
         self.engine.forward_backward_step(empty_batch(rows.sequences) if is_empty else rows.sequences)
-        append_metrics(metrics, found)
+        append_metrics(metrics, result)
         return losses[-1]
 
 

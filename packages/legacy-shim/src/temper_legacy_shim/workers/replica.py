@@ -16,11 +16,11 @@ def from_replica(engine: BaseEngine, item: T | None) -> T:
     if topology.world_size == topology.dp.size:
         return cast("T", item)
     gathered = engine.gather_objects((topology.dp.rank, topology.returns_outputs, item if topology.returns_outputs else None))
-    (found,) = (held for replica, speaks, held in gathered if speaks and replica == topology.dp.rank)
-    return cast("T", found)
+    (result,) = (kept for replica, speaks, kept in gathered if speaks and replica == topology.dp.rank)
+    return cast("T", result)
 
 
-def of_replicas(engine: BaseEngine, item: T) -> list[T]:
+def gather_replicas(engine: BaseEngine, item: T) -> list[T]:
     """Return one item of each replica, in the order of ranks, on every rank. Collective."""
     gathered = engine.gather_objects((engine.topology.returns_outputs, item))
-    return [held for speaks, held in gathered if speaks]
+    return [kept for speaks, kept in gathered if speaks]

@@ -19,13 +19,13 @@ from temper_engine_api.registry import load_engine_class, load_engine_config_cla
 from temper_engine_api.specs import EngineConfig
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.workers import checkpoints
-from temper_legacy_shim.workers.old_configs import per_rank_sizes
+from temper_legacy_shim.workers.old_configs import compute_rank_sizes
 from temper_legacy_shim.workers.old_rollout import OldRollout
 from temper_legacy_shim.workers.on_engine import Numerics
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_legacy_shim.workers.settings import block, plain
-from temper_legacy_shim.workers.speed import share_of_peak
+from temper_legacy_shim.workers.speed import compute_mfu
 from temper_legacy_shim.workers.updates import set_rate
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
@@ -100,9 +100,9 @@ class RoleWorker(ABC):
         numbers = {"timing_s/update": elapsed_s, "perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         passes = sizes.get("ppo_epochs", 1)
         lengths = data.meta_info.get("global_token_num")
-        share = share_of_peak(engine, lengths=lengths, passes=passes if isinstance(passes, int) else 1, elapsed_s=elapsed_s)
-        if share is not None:
-            numbers[f"perf/mfu/{name}"] = share
+        fraction = compute_mfu(engine, lengths=lengths, passes=passes if isinstance(passes, int) else 1, elapsed_s=elapsed_s)
+        if fraction is not None:
+            numbers[f"perf/mfu/{name}"] = fraction
         if torch.cuda.is_available():
             numbers["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
             numbers["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 2**30
@@ -183,11 +183,11 @@ class PolicyWorker(RoleWorker):
         """
         actor, _ = self._trained()
         is_reference = bool(data.meta_info.pop("is_lora", False))
-        asked = self._asked(data, "ref" if is_reference else "rollout")
+        requested = self._requested(data, "ref" if is_reference else "rollout")
         with actor.engine.disable_adapter() if is_reference else nullcontext():
-            found = self._answers(actor, asked, calculate_entropy=not is_reference)
-        found["ref_log_prob" if is_reference else "old_log_probs"] = found.pop("log_probs")
-        return DataProto.from_dict(tensors=found, meta_info={"temperature": asked.meta_info["temperature"]})
+            result = self._answers(actor, requested, calculate_entropy=not is_reference)
+        result["ref_log_prob" if is_reference else "old_log_probs"] = result.pop("log_probs")
+        return DataProto.from_dict(tensors=result, meta_info={"temperature": requested.meta_info["temperature"]})
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return the ref_log_prob [B, W] of the reference policy.
@@ -199,8 +199,8 @@ class PolicyWorker(RoleWorker):
                 raise EngineStateError(f"role {self.role!r} has no reference policy: use ref or actor_rollout_ref, and call init_model().")
             data.meta_info["is_lora"] = True
             return self.compute_log_prob(data)
-        found = self._answers(self.ref_policy, self._asked(data, "ref"), calculate_entropy=False)
-        return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
+        result = self._answers(self.ref_policy, self._requested(data, "ref"), calculate_entropy=False)
+        return DataProto.from_dict(tensors={"ref_log_prob": result["log_probs"]})
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Return one response for each row, from the actor's present weights."""
@@ -228,11 +228,11 @@ class PolicyWorker(RoleWorker):
         engine = self._open_engine(self._engine_config("actor"))
         actor = block(self.config, "actor")
         rollout_n = block(self.config, "rollout").get("n", 1)
-        sizes = per_rank_sizes(actor, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="actor")
+        sizes = compute_rank_sizes(actor, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="actor")
         self.actor = self._new_policy(sizes, engine)
         self._rates = self._rates_of(engine, optim=block(actor, "optim"), role="actor")
 
-    def _asked(self, data: DataProto, role: str) -> DataProto:
+    def _requested(self, data: DataProto, role: str) -> DataProto:
         """Return the batch with the settings of a forward pass, from the role's own block."""
         own, rollout = block(self.config, role), block(self.config, "rollout")
         ranks = self._any_engine().topology.dp.size
@@ -295,7 +295,7 @@ class ValueWorker(RoleWorker):
         """Build the value model. Collective."""
         engine = self._open_engine(self._engines.get("critic") or self._engine_config())
         rollout_n = self.config.get("rollout_n", 1)
-        sizes = per_rank_sizes(self.config, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="critic")
+        sizes = compute_rank_sizes(self.config, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="critic")
         self.critic = self._new_critic(sizes, engine)
         self._rates = self._rates_of(engine, optim=block(self.config, "optim"), role="critic")
 
@@ -306,8 +306,8 @@ class ValueWorker(RoleWorker):
             **self._forward_sizes(critic.engine.topology.dp.size),
             "use_dynamic_bsz": bool(self.config.get("use_dynamic_bsz", False)),
         }
-        asked = DataProto(data.batch, dict(data.non_tensor_batch), {**data.meta_info, **settings})
-        return DataProto.from_dict(tensors={"values": critic.compute_values(asked)})
+        requested = DataProto(data.batch, dict(data.non_tensor_batch), {**data.meta_info, **settings})
+        return DataProto.from_dict(tensors={"values": critic.compute_values(requested)})
 
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on this rank's rows.

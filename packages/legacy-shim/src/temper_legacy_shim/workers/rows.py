@@ -18,17 +18,17 @@ class Rows:
 
     sequences: SequenceBatch
     """The rows without their padding; sample ids are row numbers."""
-    place: Tensor
+    position: Tensor
     """[T] int64: which of the B * W cells of the grid each token fills; -1 for tokens of the prompt."""
     shape: tuple[int, int]
     """(B, W), W being the padded width of the responses."""
 
     def grid(self, column: Tensor) -> Tensor:
         """Return [B, W] a per-token answer [T] at its cells, 0 elsewhere, with gradient."""
-        place = self.place.to(column.device)
-        is_response = place >= 0
+        position = self.position.to(column.device)
+        is_response = position >= 0
         cells = column.new_zeros(self.shape[0] * self.shape[1])
-        return cells.index_copy(0, place[is_response], column[is_response]).reshape(self.shape)
+        return cells.index_copy(0, position[is_response], column[is_response]).reshape(self.shape)
 
 
 def read_rows(data: DataProto, *, temperature: float = 1.0, columns: Sequence[str] = ()) -> Rows:
@@ -51,20 +51,20 @@ def read_rows(data: DataProto, *, temperature: float = 1.0, columns: Sequence[st
     if "response_mask" in tensors:
         trained = _response_mask(tensors["response_mask"], within=trained)
 
-    def whole(column: Tensor) -> Tensor:
+    def complete(column: Tensor) -> Tensor:
         return torch.cat([column.new_zeros(batch_size, length - width), column], dim=1)
 
     padded = {
         "input_ids": tensors["input_ids"],
         "attention_mask": attention,
-        "loss_mask": whole(trained) & _has_predecessor(attention),
+        "loss_mask": complete(trained) & _has_predecessor(attention),
         "position_ids": tensors["position_ids"],
         "temperature": torch.tensor(temperature, dtype=torch.float32),
-        **{name: whole(tensors[name].float()) for name in columns},
+        **{name: complete(tensors[name].float()) for name in columns},
     }
     cells = torch.full((batch_size, length), -1, dtype=torch.int64)
     cells[:, length - width :] = torch.arange(batch_size * width).reshape(batch_size, width)
-    return Rows(sequences=from_padded(padded), place=cells[attention], shape=(batch_size, width))
+    return Rows(sequences=from_padded(padded), position=cells[attention], shape=(batch_size, width))
 
 
 def row_lengths(data: DataProto) -> list[int]:

@@ -57,7 +57,7 @@ def plain(config: object) -> dict[str, object]:
     """
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {field.name: _plain_value(getattr(config, field.name)) for field in dataclasses.fields(config)}
-    # An OmegaConf tree is a mapping by behaviour, though not always by type; interpolations are resolved by reading.
+    # An OmegaConf tree is a mapping by behavior, though not always by type; interpolations are resolved by reading.
     if isinstance(config, Mapping) or type(config).__name__ == "DictConfig":
         items = cast("Mapping[Any, object]", config)
         return {str(key): _plain_value(items[key]) for key in items}
@@ -113,8 +113,8 @@ def policy_loss_settings(config: Mapping[str, object]) -> PolicyLossSettings:
 
 def _rollout_correction(own: Mapping[str, object]) -> RolloutCorrectionSettings:
     given = block(own, "rollout_correction")
-    found = known(RolloutCorrectionSettings, given)
+    result = known(RolloutCorrectionSettings, given)
     # None means "off" for these two, where for other keys it means "the default".
     if "rollout_is" in given and given["rollout_is"] is None:
-        found = dataclasses.replace(found, rollout_is=None)
-    return found
+        result = dataclasses.replace(result, rollout_is=None)
+    return result

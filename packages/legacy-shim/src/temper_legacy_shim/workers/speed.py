@@ -37,7 +37,7 @@ Longer names come first if one contains another.
 _CPU_PEAK = 448e9
 
 
-def share_of_peak(engine: BaseEngine, *, lengths: object, passes: int, elapsed_s: float) -> float | None:
+def compute_mfu(engine: BaseEngine, *, lengths: object, passes: int, elapsed_s: float) -> float | None:
     """Compute ``perf/mfu`` of one call over all ranks.
 
     0 if architecture or device is not in the tables.

@@ -82,11 +82,11 @@ class DeprecatedTrainingWorker(TrainingWorker):
         """Return the log-probs of a policy, values of a critic, through the old methods."""
         if without_adapter:
             raise CapabilityError("a deprecated worker can't disable its adapter: set algorithm.kl_reference to ref.")
-        wanted = frozenset(outputs)
+        expected = frozenset(outputs)
         offered = {HeadOutput.VALUE} if self._role == "critic" else {HeadOutput.LOGPROB}
-        if wanted != offered:
-            raise CapabilityError(f"a deprecated {self._role} answers {sorted(offered)}, but was asked for {sorted(wanted)}.")
-        padded = pad_part(part, whole_rows=True)
+        if expected != offered:
+            raise CapabilityError(f"a deprecated {self._role} answers {sorted(offered)}, but was asked for {sorted(expected)}.")
+        padded = pad_part(part, full_rows=True)
         data = padded.data(columns=(), batch=part)
         self._adjust(padded)
         if self._role == "critic":
@@ -125,12 +125,12 @@ class DeprecatedTrainingWorker(TrainingWorker):
         self._engine.num_schedule_steps = steps + int(self._advances_per_update or is_last_of_step)
         report = self._engine.last_update
         assert report is not None
-        found = cast("Mapping[str, object]", metrics)
+        result = cast("Mapping[str, object]", metrics)
         return UpdateResult(
             report=report,
-            lr=float(cast("float", found[f"{self._role}/lr"])),
+            lr=float(cast("float", result[f"{self._role}/lr"])),
             elapsed_s=time.perf_counter() - begin,
-            metrics=self._metrics(found, part=part),
+            metrics=self._metrics(result, part=part),
         )
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
         assert policy is not None or not required, "init() comes before"
         return cast("PPOActor | PPOCritic", policy)
 
-    def _metrics(self, found: Mapping[str, object], *, part: PackedBatch) -> dict[str, Metric]:
+    def _metrics(self, result: Mapping[str, object], *, part: PackedBatch) -> dict[str, Metric]:
         """Return the old numbers in a form that merges.
 
         Losses are averaged over ranks, lists over their entries.
@@ -178,13 +178,13 @@ class DeprecatedTrainingWorker(TrainingWorker):
         own = {f"{self._role}/{name}" for name in ("lr", "grad_norm")}
         metrics = {
             name: Metric(value=float(sum(values)), weight=float(len(values)))
-            for name, values in found.items()
+            for name, values in result.items()
             if isinstance(values, list) and name not in own
         }
         dp_size = self._engine.topology.dp.size
-        loss = float(cast("float", found["critic/vf_loss" if self._role == "critic" else "actor/pg_loss"]))
+        loss = float(cast("float", result["critic/vf_loss" if self._role == "critic" else "actor/pg_loss"]))
         if isinstance(self._objective, PolicyObjective):
-            kl_loss = float(cast("float", found["actor/kl_loss"]))
+            kl_loss = float(cast("float", result["actor/kl_loss"]))
             metrics["actor/kl_loss"] = Metric(value=kl_loss)
             loss += self._objective.kl_coef * kl_loss
         metrics["loss"] = Metric(value=loss / dp_size, reduction="sum")

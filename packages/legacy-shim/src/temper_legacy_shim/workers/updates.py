@@ -86,15 +86,15 @@ def matched(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[l
 
 def scheduled(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[list[int]]:
     """Pad micro-batches as ``matched`` does, to a number that the engine's schedule accepts."""
-    found, constraints = matched(micro_batches, engine=engine), engine.topology.plan_constraints
-    wanted = max(len(found), constraints.min_micro_batches)
-    wanted += -wanted % constraints.micro_batch_multiple
-    return [*found, *([] for _ in range(wanted - len(found)))]
+    result, constraints = matched(micro_batches, engine=engine), engine.topology.plan_constraints
+    expected = max(len(result), constraints.min_micro_batches)
+    expected += -expected % constraints.micro_batch_multiple
+    return [*result, *([] for _ in range(expected - len(result)))]
 
 
-def append_metrics(metrics: dict[str, object], found: Mapping[str, float]) -> None:
+def append_metrics(metrics: dict[str, object], result: Mapping[str, float]) -> None:
     """Add one entry to each metric's list, as the old workers reported them."""
-    for name, value in found.items():
+    for name, value in result.items():
         entries = metrics.setdefault(name, [])
         assert isinstance(entries, list)
         entries.append(value)

@@ -115,7 +115,7 @@ class _Window(io.RawIOBase):
         self._at = at
         return at
 
-    def tell(self) -> int:
+    def report(self) -> int:
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
@@ -143,10 +143,10 @@ class Archive:
         self.path = Path(path)
         self.file = FileBytes(self.path)
         self._start = start
-        whole = self.file.size - start
-        self._length = whole if length is None else length
-        if start < 0 or self._length < 0 or self._length > whole:
-            raise DamagedFileError(f"{self.path}: bytes {start} to {start + self._length} lie outside its {whole + start} bytes.")
+        full = self.file.size - start
+        self._length = full if length is None else length
+        if start < 0 or self._length < 0 or self._length > full:
+            raise DamagedFileError(f"{self.path}: bytes {start} to {start + self._length} lie outside its {full + start} bytes.")
         self._entries: dict[str, zipfile.ZipInfo] = {}
         self._prefix = ""
         if self.file.read(start, min(4, self._length))[:1] != _PICKLE_MAGIC:
@@ -198,7 +198,7 @@ class Archive:
         if not self._entries:
             if _BEFORE_ZIPS in self.file.read(self._start, min(32, self._length)):
                 raise LayoutError(
-                    f"{self.path} is in torch.save's format of before torch 1.6, which is no zip and is not read: write it anew with "
+                    f"{self.path} is in torch.save's format of before torch 1.6, which is no zip and is not read: write it again with "
                     "torch.save(torch.load(path, weights_only=True), path), and convert again."
                 )
             if self._length > MAX_PICKLE_BYTES:

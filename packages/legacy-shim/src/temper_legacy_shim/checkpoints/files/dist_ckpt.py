@@ -39,7 +39,7 @@ class DistCheckpoint:
             described = attributes_of(value.state)
             self._entries = _mapping(described["state_dict_metadata"])
             self._original_shapes = _original_shapes(described.get("mcore_data"))
-            self.places = _places(described["storage_data"], path=path)
+            self.positions = _positions(described["storage_data"], path=path)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
             if isinstance(error, DamagedFileError):
                 raise
@@ -53,16 +53,16 @@ class DistCheckpoint:
         Raises:
             DamagedFileError: a chunk is missing, or lies outside its tensor.
         """
-        found: dict[str, LazyTensor] = {}
+        result: dict[str, LazyTensor] = {}
         for name, node in self._entries.items():
             if isinstance(name, str) and isinstance(node, Inert) and node.function.name == "TensorStorageMetadata":
                 try:
-                    found[name] = self._tensor(name, attributes_of(node.state))
+                    result[name] = self._tensor(name, attributes_of(node.state))
                 except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
                     if isinstance(error, DamagedFileError):
                         raise
                     raise DamagedFileError(f"{self.folder}/.metadata: {name} is malformed ({error}): copy it again.") from error
-        return found
+        return result
 
     @property
     def other_names(self) -> list[str]:
@@ -81,14 +81,16 @@ class DistCheckpoint:
         for chunk in chunks:
             box = attributes_of(chunk.state)
             offsets, sizes = sizes_of(box["offsets"]), sizes_of(box["sizes"])
-            place = self.places.get((name, offsets)) or self.places.get((name, None))
-            if place is None:
+            position = self.positions.get((name, offsets)) or self.positions.get((name, None))
+            if position is None:
                 raise DamagedFileError(f"{self.folder}/.metadata names no file for the part of {name} at {offsets}: copy it again.")
-            if math.prod(sizes) * dtype.num_bytes > place[2] or place[2] < 0 or place[1] < 0:
-                raise DamagedFileError(f"{self.folder}/.metadata gives {name} {place[2]} bytes for a part of shape {sizes}: copy it again.")
+            if math.prod(sizes) * dtype.num_bytes > position[2] or position[2] < 0 or position[1] < 0:
+                raise DamagedFileError(
+                    f"{self.folder}/.metadata gives {name} {position[2]} bytes for a part of shape {sizes}: copy it again."
+                )
             if 0 not in sizes:
                 kind = _FlatChunk if is_flattened else _Chunk
-                pieces.append(Piece(offsets=offsets, tensor=kind(self.folder, place, name=name, shape=sizes, dtype=dtype)))
+                pieces.append(Piece(offsets=offsets, tensor=kind(self.folder, position, name=name, shape=sizes, dtype=dtype)))
         like = _Chunk(self.folder, ("", 0, 0), name=name, shape=shape, dtype=dtype)
         if is_flattened:
             return self._unflattened(name, pieces, saved=shape, like=like)
@@ -100,34 +102,34 @@ class DistCheckpoint:
         Each shard is flat and cut over the data-parallel ranks, as the distributed optimizer keeps
         it.
         """
-        whole, counts, where = self._original_shapes[name], saved[:-1], str(self.folder)
-        is_grid = len(whole) == len(counts) and all(counts) and not any(size % count for size, count in zip(whole, counts, strict=True))
+        full, counts, where = self._original_shapes[name], saved[:-1], str(self.folder)
+        is_grid = len(full) == len(counts) and all(counts) and not any(size % count for size, count in zip(full, counts, strict=True))
         if not is_grid or math.prod(counts) > max(len(pieces), 1):
             raise DamagedFileError(
-                f"{where}/.metadata: {name} is flattened as {saved}, which is no grid of shards of {whole}: copy it again."
+                f"{where}/.metadata: {name} is flattened as {saved}, which is no grid of shards of {full}: copy it again."
             )
-        shard = tuple(size // count for size, count in zip(whole, counts, strict=True))
-        vectors: dict[Shape, list[Piece]] = {place: [] for place in product(*map(range, counts))}
+        shard = tuple(size // count for size, count in zip(full, counts, strict=True))
+        vectors: dict[Shape, list[Piece]] = {position: [] for position in product(*map(range, counts))}
         for piece in pieces:
             vectors.setdefault(piece.offsets[:-1], []).append(Piece(offsets=piece.offsets[-1:], tensor=piece.tensor))
         boxes = []
-        for place, parts in vectors.items():
-            offsets = tuple(at * size for at, size in zip(place, shard, strict=True))
+        for position, parts in vectors.items():
+            offsets = tuple(at * size for at, size in zip(position, shard, strict=True))
             vector = covering(f"{name} at {offsets}", parts, shape=(math.prod(shard),), like=like, where=where)
             boxes.append(Piece(offsets=offsets, tensor=Unflattened(vector, shard)))
-        return covering(name, boxes, shape=whole, like=like, where=where)
+        return covering(name, boxes, shape=full, like=like, where=where)
 
 
 class _Chunk:
     """A tensor saved into a stretch of a larger file; found there at its first read."""
 
-    def __init__(self, folder: Path, place: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype) -> None:
-        self._folder, self._place, self._name, self._saved_shape = folder, place, name, shape
+    def __init__(self, folder: Path, position: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype) -> None:
+        self._folder, self._position, self._name, self._saved_shape = folder, position, name, shape
         self.shape, self.dtype = shape, dtype
 
     @cached_property
     def _stored(self) -> LazyTensor:
-        relative, offset, length = self._place
+        relative, offset, length = self._position
         archive = Archive(self._folder / relative, start=offset, length=length)
         tensor = TensorReader(archive).plain(archive.value(), key=self._name)
         if tensor.shape != self._saved_shape or tensor.dtype != self.dtype:
@@ -143,10 +145,10 @@ class _Chunk:
 
 
 class _FlatChunk(_Chunk):
-    """A stretch of a flat shard, saved with as many dimensions of one element before it as the whole has."""
+    """A stretch of a flat shard, saved with as many dimensions of one element before it as the full tensor has."""
 
-    def __init__(self, folder: Path, place: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype) -> None:
-        super().__init__(folder, place, name=name, shape=shape, dtype=dtype)
+    def __init__(self, folder: Path, position: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype) -> None:
+        super().__init__(folder, position, name=name, shape=shape, dtype=dtype)
         self.shape = shape[-1:] if math.prod(shape[:-1]) == 1 else shape
 
     def read(self, start: int, stop: int) -> Block:
@@ -160,11 +162,11 @@ class _FlatChunk(_Chunk):
 def _original_shapes(node: object) -> dict[object, Shape]:
     """Return the shapes of what was flattened, from what Megatron keeps next to torch's own description."""
     key = "nd_reformulated_orig_global_shape"
-    found = {}
+    result = {}
     for name, described in node.items() if isinstance(node, dict) else ():
         if isinstance(described, dict) and key in described:
-            found[name] = sizes_of(described[key])
-    return found
+            result[name] = sizes_of(described[key])
+    return result
 
 
 def _mapping(node: object) -> dict[object, object]:
@@ -173,9 +175,9 @@ def _mapping(node: object) -> dict[object, object]:
     return node
 
 
-def _places(node: object, *, path: Path) -> dict[tuple[str, Shape | None], tuple[str, int, int]]:
+def _positions(node: object, *, path: Path) -> dict[tuple[str, Shape | None], tuple[str, int, int]]:
     """Return (file, first byte, number of bytes) by name and offset of the chunk."""
-    found: dict[tuple[str, Shape | None], tuple[str, int, int]] = {}
+    result: dict[tuple[str, Shape | None], tuple[str, int, int]] = {}
     for index, info in _mapping(node).items():
         if not isinstance(index, Inert):
             raise ValueError("an index that is none")
@@ -188,8 +190,8 @@ def _places(node: object, *, path: Path) -> dict[tuple[str, Shape | None], tuple
         pure = PurePosixPath(relative)
         if pure.is_absolute() or ".." in pure.parts or "\\" in relative or "\0" in relative:
             raise DamagedFileError(f"{path} refers to {relative!r:.200}, which lies outside its folder: it is no genuine checkpoint.")
-        found[key] = (relative, offset, length)
-    return found
+        result[key] = (relative, offset, length)
+    return result
 
 
 def _index(node: Inert) -> tuple[str, Shape | None]:

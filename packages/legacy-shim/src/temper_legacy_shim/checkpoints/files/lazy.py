@@ -170,7 +170,7 @@ class Assembled:
             (single.setdefault(piece.offsets[0], []) if piece.tensor.shape[0] == 1 else others).append(piece)
         return single, others
 
-    def of_rows(self, start: int, stop: int) -> list[Piece]:
+    def find_rows(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces that hold any of these rows."""
         single, others = self._by_row
         long = [p for p in others if p.offsets[0] < stop and p.offsets[0] + p.tensor.shape[0] > start]
@@ -179,7 +179,7 @@ class Assembled:
 
     def read(self, start: int, stop: int) -> Block:
         """Return the rows, from the pieces that hold them."""
-        touched = self.of_rows(start, stop) if self.shape else list(self._in_order)
+        touched = self.find_rows(start, stop) if self.shape else list(self._in_order)
         if len(touched) == 1 and touched[0].tensor.shape[1:] == self.shape[1:]:
             at = touched[0].offsets[0] if self.shape else 0
             return touched[0].tensor.read(start - at, stop - at)
@@ -271,8 +271,8 @@ class Element:
         inner = self._stored
         if inner is not None:
             return inner.read(start, stop)
-        whole = self.source.read(self.index, self.index + 1)
-        return whole.reshape(num_rows(self.shape), *self.shape[1:])[start:stop]
+        full = self.source.read(self.index, self.index + 1)
+        return full.reshape(num_rows(self.shape), *self.shape[1:])[start:stop]
 
     @cached_property
     def _stored(self) -> LazyTensor | None:
@@ -287,7 +287,7 @@ class Element:
         if isinstance(source, Assembled) and source.shape:
             pieces = tuple(
                 Piece(offsets=piece.offsets[1:], tensor=Element(piece.tensor, self.index - piece.offsets[0]))
-                for piece in source.of_rows(self.index, self.index + 1)
+                for piece in source.find_rows(self.index, self.index + 1)
             )
             return Assembled(pieces, self.shape, self.dtype)
         return None

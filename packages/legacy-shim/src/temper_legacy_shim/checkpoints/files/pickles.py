@@ -55,7 +55,7 @@ class Inert:
         return f"<{self.function}>"
 
 
-def in_short(node: object) -> str:
+def abbreviate(node: object) -> str:
     """Return a node for an error message: scalars as they are, of everything else the type.
 
     See ``Inert.__repr__``.
@@ -295,17 +295,17 @@ class _Machine:
         self._push_global(module, name)
 
     def _push_global(self, module: str, name: str) -> None:
-        wanted = Global(module, name)
+        expected = Global(module, name)
         # Older pickles ask for a class inside a class as an attribute of it: `_call` sees of which.
-        if wanted not in _ATTRIBUTE_OF and not is_allowed(module, name):
-            raise self._unsafe(wanted)
-        self._stack.append(wanted)
+        if expected not in _ATTRIBUTE_OF and not is_allowed(module, name):
+            raise self._unsafe(expected)
+        self._stack.append(expected)
 
-    def _unsafe(self, wanted: Global) -> UnsafeFileError:
+    def _unsafe(self, expected: Global) -> UnsafeFileError:
         return UnsafeFileError(
-            f"{self._source} asks for {wanted}"[:400] + ", which no checkpoint needs; nothing of the file was executed. If you "
+            f"{self._source} asks for {expected}"[:400] + ", which no checkpoint needs; nothing of the file was executed. If you "
             "trust where it comes from, say which program wrote it in a bug report.",
-            wanted=f"{wanted.module}.{wanted.name}",
+            expected=f"{expected.module}.{expected.name}",
         )
 
     def _op_REDUCE(self, _: object) -> None:
@@ -361,7 +361,8 @@ def _index(argument: object) -> int:
 def _hashable(key: object) -> object:
     """Return a key that hashes fast: a scalar, a name, a flat tuple of these, or an inert node.
 
-    Inert nodes are compared by identity. Hashing nested tuples could take for ever."""
+    Inert nodes are compared by identity. Hashing nested tuples could take for ever.
+    """
     if isinstance(key, (Inert, Global, *_SCALARS)):
         return key
     if isinstance(key, tuple) and all(isinstance(part, (Global, *_SCALARS)) for part in key):

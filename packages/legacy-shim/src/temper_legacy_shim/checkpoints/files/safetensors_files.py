@@ -25,8 +25,11 @@ from temper_legacy_shim.errors import DamagedFileError, VerificationError
 
 _QUEUED_BLOCKS = 4
 _READERS = 1 if (os.cpu_count() or 1) <= 2 else 2
-"""Threads that read and cast blocks, and how many blocks they are ahead. Beside them one writes, hashes and compares: more threads than
-cores only take the interpreter's lock from one another."""
+"""Number of threads that read and cast blocks, and of blocks that they are ahead.
+
+One more thread writes, hashes and compares: more threads than cores only contend for the
+interpreter's lock.
+"""
 _HASHED_BYTES = 4 << 20
 _FLUSHED_BYTES = 64 << 20
 """Bytes written between two flushes to disk, so that the last flush is short."""
@@ -182,12 +185,12 @@ def has_checksum(path: Path, expected: str) -> bool:
 
     Of an algorithm that is not known it has none.
     """
-    algorithm, _, wanted = expected.partition(":")
+    algorithm, _, required = expected.partition(":")
     if algorithm not in _DIGESTS:
         return False
     digest = _DIGESTS[algorithm]()
     _update_with(path, digest)
-    return digest.hexdigest() == wanted
+    return digest.hexdigest() == required
 
 
 def checksum_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Every rank's part of a tensor, put together: which box of the whole each shard is, and whether the boxes cover it.
+"""Every rank's part of a tensor, put together: which box of the full tensor each shard is, and whether the boxes cover it.
 
 A DTensor's axis of size n cuts a dimension of size s into chunks of ceil(s / n), the last ones shorter or empty (torch's chunk rule).
 """
@@ -160,8 +160,8 @@ def shard_box(shape: Shape, placements: tuple[Placement, ...], *, mesh_shape: Sh
     """
     offsets, sizes = [0] * len(shape), list(shape)
     axes = [axis for axis, placement in enumerate(placements) if placement.dim is not None]
-    in_order = [a for a in axes if placements[a].split_factor == 1] + [a for a in reversed(axes) if placements[a].split_factor > 1]
-    for axis in in_order:
+    sort_by_order = [a for a in axes if placements[a].split_factor == 1] + [a for a in reversed(axes) if placements[a].split_factor > 1]
+    for axis in sort_by_order:
         dim = placements[axis].dim
         assert dim is not None
         start, length = _chunk(sizes[dim], parts=mesh_shape[axis], index=coordinate[axis])
@@ -179,14 +179,14 @@ def _from_boxes(key: str, entries: Mapping[int, Sharded], *, where: str) -> Lazy
 
 
 def covering(key: str, pieces: list[Piece], *, shape: Shape, like: LazyTensor | Sharded, where: str) -> LazyTensor:
-    """Return the whole of boxes, which must lie inside it, not overlap, and leave nothing out.
+    """Join boxes, which must be inside the tensor, not overlap, and cover it.
 
     Raises:
         DamagedFileError: they do not.
     """
     for piece in pieces:
         if len(piece.offsets) != len(shape) or any(
-            offset + size > whole for offset, size, whole in zip(piece.offsets, piece.tensor.shape, shape, strict=True)
+            offset + size > complete for offset, size, complete in zip(piece.offsets, piece.tensor.shape, shape, strict=True)
         ):
             raise DamagedFileError(f"{where}: a shard of {key} at {piece.offsets} with shape {piece.tensor.shape} lies outside {shape}.")
     have, want = sum(math.prod(piece.tensor.shape) for piece in pieces), math.prod(shape)

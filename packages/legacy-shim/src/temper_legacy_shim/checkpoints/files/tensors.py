@@ -14,7 +14,7 @@ import numpy as np
 from temper_legacy_shim.checkpoints.files.archive import Archive
 from temper_legacy_shim.checkpoints.files.dtypes import BY_NAME, BY_STORAGE, Dtype
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Piece, Shape, Stored, Strided, read_all
-from temper_legacy_shim.checkpoints.files.pickles import Global, Inert, Persistent, in_short
+from temper_legacy_shim.checkpoints.files.pickles import Global, Inert, Persistent, abbreviate
 from temper_legacy_shim.errors import DamagedFileError
 
 _LARGEST = 1 << 48
@@ -81,7 +81,7 @@ class TensorReader:
             return ()
         spec = attributes_of(node.arguments[3]).get("_spec") if isinstance(node.arguments[3], dict) else None
         mesh = attributes_of(spec.state).get("mesh") if isinstance(spec, Inert) else None
-        fields = sorted(map(in_short, attributes_of(mesh.state))) if isinstance(mesh, Inert) else []
+        fields = sorted(map(abbreviate, attributes_of(mesh.state))) if isinstance(mesh, Inert) else []
         return (str(node.arguments[1]), *fields)
 
     def entry(self, node: object, *, key: str) -> Entry:
@@ -143,7 +143,7 @@ class TensorReader:
         _, kind, name, _, count = storage.key[:5]
         element = _dtype(dtype) if dtype is not None else _storage_dtype(kind)
         if element is None or not isinstance(count, int) or not isinstance(offset, int):
-            raise self._damaged(key, f"has elements of a type that is not known ({in_short(kind if dtype is None else dtype)})")
+            raise self._damaged(key, f"has elements of a type that is not known ({abbreviate(kind if dtype is None else dtype)})")
         stretch = self.archive.storage(str(name))
         if _storage_dtype(kind) is None:  # untyped: counted in bytes
             count //= element.num_bytes
@@ -190,7 +190,7 @@ class TensorReader:
             factor = attributes.get("split_factor", node.arguments[1] if len(node.arguments) > 1 else 1)
             if isinstance(dim, int) and isinstance(factor, int):
                 return Placement(dim=dim, split_factor=factor if node.function.name == "_StridedShard" else 1)
-        raise self._damaged(key, f"is placed as {node.function.name}, of which the whole can't be put together")
+        raise self._damaged(key, f"is placed as {node.function.name}, of which the full tensor can't be put together")
 
     def _mesh(self, node: object, *, key: str) -> tuple[Shape | None, Shape | None]:
         if not isinstance(node, Inert):
@@ -203,15 +203,15 @@ class TensorReader:
         ranks = self._mesh_ranks(attributes, key=key)
         if ranks is None:
             return None, None
-        found = np.argwhere(ranks == self._rank)
-        if len(found) != 1:
+        result = np.argwhere(ranks == self._rank)
+        if len(result) != 1:
             raise self._damaged(key, f"lies on a mesh of ranks {sorted(ranks.reshape(-1).tolist())}, but the file is rank {self._rank}'s")
-        place = tuple(int(along) for along in found[0])
+        position = tuple(int(along) for along in result[0])
         written = attributes.get("_coordinate_on_dim")  # every torch from 2.4 on says where the rank was that wrote the file
-        if isinstance(written, tuple | list) and tuple(written) != place:
-            said, is_at = (", ".join(in_short(along) for along in at[:_MOST_AXES]) for at in (written, place))
-            raise self._damaged(key, f"was written at ({said}) of its mesh, but rank {self._rank} is at ({is_at}): another rank's file")
-        return ranks.shape, place
+        if isinstance(written, tuple | list) and tuple(written) != position:
+            given, is_at = (", ".join(abbreviate(along) for along in at[:_MOST_AXES]) for at in (written, position))
+            raise self._damaged(key, f"was written at ({given}) of its mesh, but rank {self._rank} is at ({is_at}): another rank's file")
+        return ranks.shape, position
 
     def _mesh_ranks(self, attributes: Mapping[object, object], *, key: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
         """Return the ranks in the shape of the mesh: a tensor until torch 2.8.
@@ -285,13 +285,13 @@ def _listed(value: object) -> Sequence[object]:
 def _flattened(value: object) -> list[int]:
     """Return the numbers of a nested tuple, in order; a mesh has few axes."""
     waiting: list[object] = [value]
-    found: list[int] = []
+    result: list[int] = []
     for _ in range(_MOST_AXES):
         if not waiting:
-            return found
+            return result
         part = waiting.pop()
         if isinstance(part, int):
-            found.append(part)
+            result.append(part)
         else:
             waiting += reversed(_listed(part))
     raise ValueError(f"a mesh of more than {_MOST_AXES} axes")
@@ -339,7 +339,7 @@ def sizes_of(node: object) -> Shape:
     if isinstance(node, Inert) and node.function.name == "Size":
         node = node.arguments[0] if node.arguments else ()
     if not isinstance(node, tuple | list) or not all(isinstance(size, int) and 0 <= size < _LARGEST for size in node) or len(node) > 8:
-        raise ValueError(f"{in_short(node)} where a shape should be")
+        raise ValueError(f"{abbreviate(node)} where a shape should be")
     return tuple(int(size) for size in node)
 
 

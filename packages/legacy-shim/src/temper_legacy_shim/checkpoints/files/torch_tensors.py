@@ -11,5 +11,5 @@ def as_torch(tensor: LazyTensor) -> Tensor:
     block = read_all(tensor)
     dtype: torch.dtype = getattr(torch, tensor.dtype.name)
     # Elements that numpy has no type for travel as unsigned integers of the same width.
-    found = torch.from_numpy(block.copy() if not block.flags.writeable else block)
-    return found.view(dtype) if found.dtype != dtype else found
+    result = torch.from_numpy(block.copy() if not block.flags.writeable else block)
+    return result.view(dtype) if result.dtype != dtype else result

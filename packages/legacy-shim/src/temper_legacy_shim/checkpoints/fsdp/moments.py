@@ -79,12 +79,12 @@ def read_optimizer(role: Role, weights: Mapping[str, LazyTensor], *, parameters:
     if not is_distributed(ranks):
         check_flat_replicas(role, ranks, shard_order(role))
     parameters = [name for name in parameters if not is_buffer(name)]
-    found = _from_pieces(role, ranks, weights, parameters)
-    if found is None:
+    result = _from_pieces(role, ranks, weights, parameters)
+    if result is None:
         check_same_numbers(role, ranks)
         is_flat = _is_flat(ranks, weights, parameters)
-        found = _from_units(role, ranks, weights, parameters) if is_flat else _from_numbers(role, ranks, weights, parameters)
-    return OldOptimizer(moments=found, settings=first.settings)
+        result = _from_units(role, ranks, weights, parameters) if is_flat else _from_numbers(role, ranks, weights, parameters)
+    return OldOptimizer(moments=result, settings=first.settings)
 
 
 def read_trained_leaves(role: Role, weights: Mapping[str, LazyTensor], *, leaves: Sequence[str]) -> OldOptimizer:
@@ -109,20 +109,20 @@ def read_trained_leaves(role: Role, weights: Mapping[str, LazyTensor], *, leaves
         check_flat_replicas(role, ranks, order)
     else:
         check_same_numbers(role, ranks)
-    found: dict[str, OldMoments] = {}
+    result: dict[str, OldMoments] = {}
     for number, name in zip(numbers, leaves, strict=True):
         shape = weights[name].shape
         sides = {}
         for side in ("first", "second"):
             if is_flat:
-                whole = joined(role, ranks, order, number=number, side=side)
-                sides[side] = _unpadded(whole, shape, num_shards=len(order), name=name)
+                full = joined(role, ranks, order, number=number, side=side)
+                sides[side] = _unpadded(full, shape, num_shards=len(order), name=name)
             else:
-                sides[side] = _whole(role, ranks, number, side, name=name)
+                sides[side] = _full(role, ranks, number, side, name=name)
             if sides[side].shape != shape:
                 raise LayoutError(f"the {side} moment number {number} has shape {sides[side].shape}, but {name} has {shape}")
-        found[name] = OldMoments(first=sides["first"], second=sides["second"], update_count=step_of(ranks, number))
-    return OldOptimizer(moments=found, settings=ranks[min(ranks)].settings)
+        result[name] = OldMoments(first=sides["first"], second=sides["second"], update_count=step_of(ranks, number))
+    return OldOptimizer(moments=result, settings=ranks[min(ranks)].settings)
 
 
 def _unpadded(flat: LazyTensor, shape: Shape, *, num_shards: int, name: str) -> LazyTensor:
@@ -162,16 +162,16 @@ def _from_pieces(
     is_flat = not any(isinstance(entry, int | Sharded | Distributed) or len(entry.shape) != 1 for entry in entries)
     if not is_flat or not numbers or numbers[0] < 0 or numbers[-1] >= len(parameters):
         return None
-    found: dict[str, OldMoments] = {}
+    result: dict[str, OldMoments] = {}
     for number in numbers:
         shape = weights[parameters[number]].shape
         first, second = (joined(role, ranks, order, number=number, side=side) for side in ("first", "second"))
         if first.shape != (math.prod(shape),) or second.shape != first.shape:
             return None
-        found[parameters[number]] = OldMoments(
+        result[parameters[number]] = OldMoments(
             first=Unflattened(first, shape), second=Unflattened(second, shape), update_count=step_of(ranks, number)
         )
-    return found
+    return result
 
 
 def _from_numbers(
@@ -180,18 +180,18 @@ def _from_numbers(
     first = ranks[min(ranks)]
     if first.num_parameters != len(parameters) or max(first.states) >= len(parameters):
         raise LayoutError(f"the optimizer has {first.num_parameters} parameters, the model files {len(parameters)}")
-    found: dict[str, OldMoments] = {}
+    result: dict[str, OldMoments] = {}
     for number in first.states:
         name = parameters[number]
-        whole = {side: _whole(role, ranks, number, side, name=name) for side in ("first", "second")}
-        for side, tensor in whole.items():
+        full = {side: _full(role, ranks, number, side, name=name) for side in ("first", "second")}
+        for side, tensor in full.items():
             if tensor.shape != weights[name].shape:
                 raise LayoutError(f"the {side} moment of parameter {number} has shape {tensor.shape}, but {name} has {weights[name].shape}")
-        found[name] = OldMoments(first=whole["first"], second=whole["second"], update_count=step_of(ranks, number))
-    return found
+        result[name] = OldMoments(first=full["first"], second=full["second"], update_count=step_of(ranks, number))
+    return result
 
 
-def _whole(role: Role, ranks: Mapping[int, RankState], number: int, side: str, *, name: str) -> LazyTensor:
+def _full(role: Role, ranks: Mapping[int, RankState], number: int, side: str, *, name: str) -> LazyTensor:
     entries = {rank: entry for rank, state in ranks.items() if not isinstance(entry := state.states[number][side], int)}
     return assemble(f"the {side} moment of {name}", entries, where=str(role.path))
 
@@ -201,7 +201,7 @@ def _from_units(
 ) -> dict[str, OldMoments]:
     order = shard_order(role)
     units = _matching_units(ranks[order[0]], weights, parameters, num_shards=len(order))
-    found: dict[str, OldMoments] = {}
+    result: dict[str, OldMoments] = {}
     for number in ranks[order[0]].states:
         flat = {side: _joined_unit(role, ranks, order, number, side) for side in ("first", "second")}
         at = 0
@@ -209,9 +209,9 @@ def _from_units(
             shape = weights[name].shape
             count = math.prod(shape)
             parts = {side: Unflattened(Rows(vector, ((at, at + count),)), shape) for side, vector in flat.items()}
-            found[name] = OldMoments(first=parts["first"], second=parts["second"], update_count=step_of(ranks, number))
+            result[name] = OldMoments(first=parts["first"], second=parts["second"], update_count=step_of(ranks, number))
             at += count
-    return found
+    return result
 
 
 def _joined_unit(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], number: int, side: str) -> LazyTensor:
@@ -235,7 +235,7 @@ def _matching_units(state: RankState, weights: Mapping[str, LazyTensor], paramet
 
 def _wrappings(parameters: Sequence[str]) -> Iterable[list[list[str]]]:
     """Return Decoder layers as units, which was the default, or everything in one unit."""
-    yield _by_layer(parameters)
+    yield _group_by_layer(parameters)
     yield [list(parameters)]
 
 
@@ -244,7 +244,7 @@ def is_buffer(name: str) -> bool:
     return _BUFFER.fullmatch(name) is not None
 
 
-def _by_layer(names: Sequence[str]) -> list[list[str]]:
+def _group_by_layer(names: Sequence[str]) -> list[list[str]]:
     """Return the root's own parameters, then each layer's, each followed by its trained leaves.
 
     The order in which units are met.
@@ -261,7 +261,7 @@ def _by_layer(names: Sequence[str]) -> list[list[str]]:
             units.setdefault(layer, []).append(name)
         else:
             root.append(name)
-    found = [root, *leaves.get("", [])]
+    result = [root, *leaves.get("", [])]
     for layer, unit in units.items():
-        found += [unit, *leaves.get(layer, [])]
-    return found
+        result += [unit, *leaves.get(layer, [])]
+    return result

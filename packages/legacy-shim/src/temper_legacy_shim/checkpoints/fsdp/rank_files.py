@@ -7,7 +7,7 @@ from pathlib import Path
 
 from temper_legacy_shim.checkpoints.files.archive import Archive
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Shape, concatenated, read_all
-from temper_legacy_shim.checkpoints.files.pickles import Inert, in_short
+from temper_legacy_shim.checkpoints.files.pickles import Inert, abbreviate
 from temper_legacy_shim.checkpoints.files.sharded import assemble, check_replica
 from temper_legacy_shim.checkpoints.files.tensors import Distributed, Entry, Sharded, TensorReader
 from temper_legacy_shim.checkpoints.layouts import Role
@@ -51,23 +51,23 @@ def _entries(path: Path, *, rank: int) -> tuple[dict[str, Entry], tuple[str, ...
     if not isinstance(value, dict):
         raise DamagedFileError(f"{path} holds a {type(value).__name__} instead of a mapping of names to tensors: is it a model file?")
     reader = TensorReader(archive, rank=rank)
-    found: dict[str, Entry] = {}
+    result: dict[str, Entry] = {}
     form: tuple[str, ...] = ()
     for key, node in value.items():
         if not isinstance(key, str):
-            raise DamagedFileError(f"{path}: {in_short(key)} is no name of a tensor: is it a model file?")
+            raise DamagedFileError(f"{path}: {abbreviate(key)} is no name of a tensor: is it a model file?")
         if not reader.is_tensor(node):
             continue  # such as the extra state of a module
         name = key
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
-        if name in found:
+        if name in result:
             raise DamagedFileError(f"{path} has {name} twice, once inside a wrapper's name: which one counts can't be known.")
-        found[name] = reader.entry(node, key=key)
+        result[name] = reader.entry(node, key=key)
         form = form or reader.distributed_form(node)
-    if not found:
+    if not result:
         raise DamagedFileError(f"{path} holds no tensor: is it a model file?")
-    return found, form
+    return result, form
 
 
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad")
@@ -123,14 +123,14 @@ def _settings(group: Mapping[object, object]) -> dict[str, object]:
     return {name: group[name] for name in _SETTINGS if isinstance(group.get(name), int | float | tuple | list)}
 
 
-def check_is_beside_weights(role: Role) -> None:
+def check_is_next_to_weights(role: Role) -> None:
     """Check that optimizer files lie next to model files, whose order numbers their parameters.
 
     Raises:
         LayoutError: there are none, as where weights were saved as ``hf_model`` alone; for the receipt.
     """
     if "model" not in role.fsdp_files:
-        raise LayoutError("the optimizer numbers its parameters in the order of model files, of which there are none beside it")
+        raise LayoutError("the optimizer numbers its parameters in the order of model files, of which there are none next to it")
 
 
 def read_ranks(role: Role) -> dict[int, RankState]:
@@ -186,9 +186,9 @@ def _read(path: Path, *, rank: int) -> RankState:
     states: dict[int, Mapping[str, Entry | int]] = {}
     for number, state in value["state"].items():
         if not isinstance(number, int) or not isinstance(state, dict):
-            raise DamagedFileError(f"{path}: the state of {in_short(number)} is none of a numbered parameter.")
+            raise DamagedFileError(f"{path}: the state of {abbreviate(number)} is none of a numbered parameter.")
         if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
-            raise LayoutError(f"{path.name} is of an optimizer that keeps {sorted(map(in_short, state))}, not Adam's moments")
+            raise LayoutError(f"{path.name} is of an optimizer that keeps {sorted(map(abbreviate, state))}, not Adam's moments")
         states[number] = {
             "first": reader.entry(state["exp_avg"], key=f"exp_avg of {number}"),
             "second": reader.entry(state["exp_avg_sq"], key=f"exp_avg_sq of {number}"),
@@ -238,10 +238,10 @@ def check_flat_replicas(role: Role, ranks: Mapping[int, RankState], order: Seque
         first = order[rank % len(order)]
         for number, sides in state.states.items() if rank != first else ():
             for side in ("first", "second"):
-                mine, other = sides[side], ranks[first].states.get(number, {}).get(side)
-                if isinstance(mine, int | Distributed | Sharded) or other is None or isinstance(other, int | Distributed | Sharded):
+                own, other = sides[side], ranks[first].states.get(number, {}).get(side)
+                if isinstance(own, int | Distributed | Sharded) or other is None or isinstance(other, int | Distributed | Sharded):
                     continue
-                check_replica(f"the {side} moment of number {number}", {first: other, rank: mine}, where=str(role.path))
+                check_replica(f"the {side} moment of number {number}", {first: other, rank: own}, where=str(role.path))
 
 
 def flat_parts(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], *, number: int, side: str) -> list[LazyTensor]:
@@ -272,7 +272,7 @@ def step_of(ranks: Mapping[int, RankState], number: int) -> int:
 
 def shard_order(role: Role) -> list[int]:
     """Return the ranks of one replica in the order of their shards, from the mesh of the model files; all ranks where no tensor has one."""
-    places: dict[int, tuple[Shape, Shape]] = {}
+    positions: dict[int, tuple[Shape, Shape]] = {}
     for rank, path in role.fsdp_files["model"].items():
         archive = Archive(path)
         value = archive.value()
@@ -281,9 +281,9 @@ def shard_order(role: Role) -> list[int]:
             if isinstance(node, Inert) and reader.is_tensor(node):
                 entry = reader.entry(node, key="a weight")
                 if isinstance(entry, Distributed) and entry.coordinate is not None and entry.mesh_shape is not None:
-                    places[rank] = (entry.coordinate, entry.mesh_shape)
+                    positions[rank] = (entry.coordinate, entry.mesh_shape)
                     break
-    if len(places) != len(role.fsdp_files["model"]):
+    if len(positions) != len(role.fsdp_files["model"]):
         return sorted(role.fsdp_files["model"])
-    replica = {rank: place for rank, (place, _) in places.items() if not any(place[:-1])}
+    replica = {rank: position for rank, (position, _) in positions.items() if not any(position[:-1])}
     return sorted(replica, key=lambda rank: replica[rank][-1])

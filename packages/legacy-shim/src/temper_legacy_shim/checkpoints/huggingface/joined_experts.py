@@ -20,7 +20,7 @@ _JOINED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _Position:
     """Position of an expert's matrix in a joined tensor."""
 
     joined: str
@@ -31,7 +31,7 @@ class _Place:
     """Index among the row blocks."""
 
 
-def _place_of(name: str) -> _Place | None:
+def _position_of(name: str) -> _Position | None:
     """Return the expert position of a tensor by its name in files.
 
     None if it belongs to no expert.
@@ -41,16 +41,16 @@ def _place_of(name: str) -> _Place | None:
         return None
     kind = _ALIASES.get(match[3], match[3])
     joined, parts = next((joined, parts) for joined, parts in _PARTS.items() if kind in parts)
-    return _Place(joined=f"{in_memory(match[1])}.{joined}", expert=int(match[2]), part=parts.index(kind))
+    return _Position(joined=f"{to_memory_name(match[1])}.{joined}", expert=int(match[2]), part=parts.index(kind))
 
 
-def in_memory(name: str) -> str:
+def to_memory_name(name: str) -> str:
     """Return the name in transformers' model since 5.0 of what a file names so.
 
     That of the joined tensor, of an expert's matrix.
     """
-    place = _place_of(name)
-    return name.replace(".block_sparse_moe.", ".mlp.") if place is None else place.joined
+    position = _position_of(name)
+    return name.replace(".block_sparse_moe.", ".mlp.") if position is None else position.joined
 
 
 def as_mixtral_s_files(name: str) -> str:
@@ -68,15 +68,15 @@ def joined(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     Raises:
         DamagedFileError: an expert is missing, or has another shape than its relatives.
     """
-    found: dict[str, LazyTensor] = {}
+    result: dict[str, LazyTensor] = {}
     experts: dict[str, dict[tuple[int, int], LazyTensor]] = {}
     for name, tensor in tensors.items():
-        place = _place_of(name)
-        if place is None:
-            found[in_memory(name)] = tensor
+        position = _position_of(name)
+        if position is None:
+            result[to_memory_name(name)] = tensor
         else:
-            experts.setdefault(place.joined, {})[place.expert, place.part] = tensor
-    return found | {name: _stacked(name, parts) for name, parts in experts.items()}
+            experts.setdefault(position.joined, {})[position.expert, position.part] = tensor
+    return result | {name: _stacked(name, parts) for name, parts in experts.items()}
 
 
 def _stacked(name: str, parts: Mapping[tuple[int, int], LazyTensor]) -> LazyTensor:
@@ -86,16 +86,16 @@ def _stacked(name: str, parts: Mapping[tuple[int, int], LazyTensor]) -> LazyTens
     if missing or len(shapes) != 1:
         fault = f"none of number {missing[0][0]}" if missing else f"such of {' and '.join(sorted(map(str, shapes)))}"
         raise DamagedFileError(f"of the experts in {name} there are {len(parts)} matrices, but {fault}: copy the checkpoint again.")
-    whole = [_Alone(concatenated([parts[expert, part] for part in range(num_parts)], dim=0)) for expert in range(num_experts)]
-    return concatenated(whole, dim=0)
+    full = [_Single(concatenated([parts[expert, part] for part in range(num_parts)], dim=0)) for expert in range(num_experts)]
+    return concatenated(full, dim=0)
 
 
 def joined_counts(counts: Mapping[str, int]) -> dict[str, int]:
     """Update counts by names in memory: of one tensor, the largest of its experts'."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for name, count in counts.items():
-        found[in_memory(name)] = max(count, found.get(in_memory(name), 0))
-    return found
+        result[to_memory_name(name)] = max(count, result.get(to_memory_name(name), 0))
+    return result
 
 
 def split(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
@@ -112,7 +112,7 @@ def split(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
 
 
 @dataclass(frozen=True)
-class _Alone:
+class _Single:
     """A matrix as a stack of one."""
 
     source: LazyTensor

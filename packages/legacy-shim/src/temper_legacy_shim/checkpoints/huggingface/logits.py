@@ -49,15 +49,15 @@ def check_logits(directory: Path, plan: Plan) -> str:
     if faults:
         raise VerificationError(f"transformers did not take every weight of {directory}: {sorted(faults)[:5]}.")
     ids = torch.randint(0, config.vocab_size, (1, _NUM_TOKENS), generator=torch.Generator().manual_seed(0))
-    ours = _outputs(written, ids, value_head=heads[0])
-    theirs = _outputs(_from_source(auto, config, written, plan), ids, value_head=heads[1])
-    largest = max(_difference(directory, what, ours[what], theirs[what]) for what in theirs)
-    return f"{' and '.join(theirs)} of {_NUM_TOKENS} random tokens in transformers differ from the source's by {largest:.2g} at most"
+    target = _outputs(written, ids, value_head=heads[0])
+    other = _outputs(_from_source(auto, config, written, plan), ids, value_head=heads[1])
+    largest = max(_difference(directory, what, target[what], other[what]) for what in other)
+    return f"{' and '.join(other)} of {_NUM_TOKENS} random tokens in transformers differ from the source's by {largest:.2g} at most"
 
 
-def _difference(directory: Path, what: str, ours: Tensor, theirs: Tensor) -> float:
-    scale = max(float(theirs.abs().max()), 1e-6)
-    difference = float((ours - theirs).abs().max())
+def _difference(directory: Path, what: str, target: Tensor, other: Tensor) -> float:
+    scale = max(float(other.abs().max()), 1e-6)
+    difference = float((target - other).abs().max())
     if not difference <= _TOLERANCE * scale:
         raise VerificationError(f"{what} of {directory} differ from the source's by {difference:.3g} (the largest is {scale:.3g}).")
     return difference
@@ -92,11 +92,11 @@ def _loaded(directory: Path, auto: Any) -> tuple[transformers.PretrainedConfig, 
 def _outputs(model: nn.Module, ids: Tensor, *, value_head: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
     """Return the logits [1, T, vocabulary or labels], and values [1, T, 1] where a head of trl's stands next to the model."""
     model.eval()
-    found = model(input_ids=ids, output_hidden_states=value_head is not None)
+    result = model(input_ids=ids, output_hidden_states=value_head is not None)
     if value_head is None:
-        return {"logits": found.logits.float()}
+        return {"logits": result.logits.float()}
     weight, bias = value_head
-    return {"logits": found.logits.float(), "values": nn.functional.linear(found.hidden_states[-1].float(), weight, bias)}
+    return {"logits": result.logits.float(), "values": nn.functional.linear(result.hidden_states[-1].float(), weight, bias)}
 
 
 def _from_source(auto: type, config: transformers.PretrainedConfig, written: nn.Module, plan: Plan) -> nn.Module:

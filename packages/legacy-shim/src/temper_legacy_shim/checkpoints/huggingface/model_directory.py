@@ -39,11 +39,11 @@ def read_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _read_indexed(folder: Path, index: str) -> dict[str, LazyTensor]:
-    places = read_object(folder / index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+    positions = read_object(folder / index).get("weight_map")
+    if not isinstance(positions, dict) or not all(isinstance(name, str) for name in positions.values()):
         raise DamagedFileError(f"{folder / index} has no weight_map of names: copy it again.")
     tensors: dict[str, LazyTensor] = {}
-    for name in sorted(set(places.values())):
+    for name in sorted(set(positions.values())):
         pure = PurePosixPath(name)
         if pure.is_absolute() or len(pure.parts) != 1 or name in (".", "..") or "\\" in name or "\0" in name:
             raise DamagedFileError(f"{folder / index} refers to {name!r:.200}, which lies outside its folder: it is no genuine checkpoint.")
@@ -51,9 +51,9 @@ def _read_indexed(folder: Path, index: str) -> dict[str, LazyTensor]:
             raise LayoutError(f"{folder} lacks {name}, which its index names: copy it here.")
         path = folder / name
         tensors |= read_safetensors(path) if name.endswith(".safetensors") else rank_files.read_weights({0: path}, where=folder)
-    absent = sorted(set(places) - set(tensors))
+    absent = sorted(set(positions) - set(tensors))
     if absent:
-        raise DamagedFileError(f"{folder / index} names {absent[0]}, which {places[absent[0]]} does not hold: copy the files again.")
+        raise DamagedFileError(f"{folder / index} names {absent[0]}, which {positions[absent[0]]} does not hold: copy the files again.")
     return tensors
 
 
@@ -71,16 +71,16 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
     try:
         header = json.loads(file.read(8, length))
         header.pop("__metadata__", None)
-        found = {name: _described(file, name, entry, data=8 + length, size=size) for name, entry in header.items()}
+        result = {name: _described(file, name, entry, data=8 + length, size=size) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedFileError):
             raise
         raise DamagedFileError(f"{path} has a malformed header ({error}): copy it again.") from error
-    ordered = sorted((tensor.offset, name) for name, tensor in found.items() if num_bytes(tensor))
+    ordered = sorted((tensor.offset, name) for name, tensor in result.items() if num_bytes(tensor))
     for (start, name), (following, other) in pairwise(ordered):
-        if start + num_bytes(found[name]) > following:
+        if start + num_bytes(result[name]) > following:
             raise DamagedFileError(f"{path}: {other} begins inside {name}: copy it again.")
-    return dict(found)
+    return dict(result)
 
 
 def _described(file: FileBytes, name: str, entry: dict[str, object], *, data: int, size: int) -> Stored:

@@ -88,12 +88,12 @@ class NamesCheck:
     def watched(self, progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
         """Return another that raises what `outcome` does as soon as it is known, and waits for nothing."""
 
-        def tell(what: str, done: int, total: int) -> None:
+        def report(what: str, done: int, total: int) -> None:
             if self._outcome is None and self._process.poll() is not None:
                 self.outcome()
             progress(what, done, total)
 
-        return tell
+        return report
 
     def outcome(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Wait for the comparison.
@@ -132,7 +132,8 @@ def asks_for_code(directory: Path) -> bool:
 def _start(*arguments: str, answer: Path, errors: Path) -> "subprocess.Popen[bytes]":
     """Start the program without prompts and downloads.
 
-    -P keeps it from importing from the working directory, which may be a checkpoint."""
+    -P keeps it from importing from the working directory, which may be a checkpoint.
+    """
     with open(answer, "wb") as out, open(errors, "wb") as err:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, *arguments],
@@ -148,8 +149,8 @@ def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Sha
 
     Where transformers could not say the latter, experts may have any names.
     """
-    all_wanted = [{name: tuple(shape) for name, shape in names.items()} for names in answered]
-    faults = min((_faults(wanted, have, compares_kinds=len(all_wanted) > 1) for wanted in all_wanted), key=len)
+    all_expected = [{name: tuple(shape) for name, shape in names.items()} for names in answered]
+    faults = min((_faults(expected, have, compares_kinds=len(all_expected) > 1) for expected in all_expected), key=len)
     if faults:
         raise VerificationError(
             f"the weights do not match the model that the config describes: {'; '.join(faults[:5])}"
@@ -158,21 +159,24 @@ def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Sha
         )
 
 
-def _faults(wanted: Mapping[str, Shape], have: Mapping[str, Shape], *, compares_kinds: bool) -> list[str]:
+def _faults(expected: Mapping[str, Shape], have: Mapping[str, Shape], *, compares_kinds: bool) -> list[str]:
     """Return the differences.
 
-    Experts are compared by number of elements and kinds of matrices: they may be joined or separate tensors."""
-    kinds, kinds_there = _expert_kinds(wanted), _expert_kinds(have)
-    wanted, wanted_experts = _experts_apart(wanted)
+    Experts are compared by number of elements and kinds of matrices: they may be joined or separate tensors.
+    """
+    kinds, kinds_there = _expert_kinds(expected), _expert_kinds(have)
+    expected, expected_experts = _experts_apart(expected)
     have, have_experts = _experts_apart(have)
-    faults = [f"missing {name}" for name in sorted(wanted.keys() - have.keys())]
-    faults += [f"unexpected {name}" for name in sorted(have.keys() - wanted.keys())]
+    faults = [f"missing {name}" for name in sorted(expected.keys() - have.keys())]
+    faults += [f"unexpected {name}" for name in sorted(have.keys() - expected.keys())]
     faults += [
-        f"{name}: shape {have[name]}, expected {wanted[name]}" for name in sorted(wanted.keys() & have.keys()) if wanted[name] != have[name]
+        f"{name}: shape {have[name]}, expected {expected[name]}"
+        for name in sorted(expected.keys() & have.keys())
+        if expected[name] != have[name]
     ]
-    for name in sorted(wanted_experts.keys() | have_experts.keys()):
-        if wanted_experts.get(name) != have_experts.get(name):
-            faults.append(f"{name}: {have_experts.get(name, 0)} elements, expected {wanted_experts.get(name, 0)}")
+    for name in sorted(expected_experts.keys() | have_experts.keys()):
+        if expected_experts.get(name) != have_experts.get(name):
+            faults.append(f"{name}: {have_experts.get(name, 0)} elements, expected {expected_experts.get(name, 0)}")
         elif compares_kinds and kinds.get(name) != kinds_there.get(name):
             faults.append(f"{name}: matrices {sorted(kinds_there.get(name, ()))}, expected {sorted(kinds.get(name, ()))}")
     return faults

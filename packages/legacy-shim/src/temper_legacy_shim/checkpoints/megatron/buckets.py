@@ -18,7 +18,7 @@ from temper_legacy_shim.checkpoints.files.dtypes import Block, Dtype
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Rows, Unflattened
 from temper_legacy_shim.checkpoints.megatron import ranks
 from temper_legacy_shim.checkpoints.megatron.flat_moments import ALIGNMENT, KINDS, is_master
-from temper_legacy_shim.checkpoints.megatron.parameter_names import EXPERT, Geometry, Order, in_order
+from temper_legacy_shim.checkpoints.megatron.parameter_names import EXPERT, Geometry, Order, sort_by_order
 from temper_legacy_shim.checkpoints.model import OldModel
 from temper_legacy_shim.errors import LayoutError
 
@@ -37,7 +37,7 @@ Bucket = Mapping[str, LazyTensor]
 """Vectors by kind (param, exp_avg, exp_avg_sq)."""
 Ranks = Mapping[int, Mapping[int, Mapping[int, Bucket]]]
 """Buckets by model-parallel rank, buffer and index."""
-Whole = Mapping[str, Mapping[str, LazyTensor]]
+FullStates = Mapping[str, Mapping[str, LazyTensor]]
 """States of the full model by kind and name."""
 
 
@@ -63,7 +63,7 @@ class _DoesNotFitError(Exception):
     """A layout is another one; tried and passed over."""
 
 
-def read_buckets(model: OldModel, weights: Mapping[str, LazyTensor], geometry: Geometry, *, are_exported: bool) -> Whole:
+def read_buckets(model: OldModel, weights: Mapping[str, LazyTensor], geometry: Geometry, *, are_exported: bool) -> FullStates:
     """Return the masters and moments by kind and Megatron's name with global numbers.
 
     Args:
@@ -93,29 +93,29 @@ def bucket_settings(model: OldModel) -> Iterator[object]:
     """Yield the parameter-group settings of each model-parallel rank's optimizer."""
     for folder in model.role.dist_folders:
         checkpoint = DistCheckpoint(folder)
-        for (name, _), (relative, offset, length) in checkpoint.places.items():
+        for (name, _), (relative, offset, length) in checkpoint.positions.items():
             if _SETTINGS.fullmatch(name):
                 yield Archive(folder / relative, start=offset, length=length).value()
 
 
 def _buckets(model: OldModel) -> tuple[Ranks, Ranks]:
     """Return the buckets shared by all data-parallel ranks, and those of distributed experts, which have their own optimizer."""
-    found: dict[int, dict[int, dict[int, dict[int, dict[str, LazyTensor]]]]] = {}
+    result: dict[int, dict[int, dict[int, dict[int, dict[str, LazyTensor]]]]] = {}
     for folder in model.role.dist_folders:
         for name, tensor in DistCheckpoint(folder).tensors.items():
             if match := _VECTOR.fullmatch(name):
-                of_rank = found.setdefault(int(match[1] or 0), {}).setdefault(int(match[2]), {})
+                of_rank = result.setdefault(int(match[1] or 0), {}).setdefault(int(match[2]), {})
                 of_rank.setdefault(int(match[3]), {}).setdefault(int(match[4]), {})[match[5]] = tensor
-    if not found:
+    if not result:
         raise LayoutError("the distributed checkpoint holds none in model space (optimizer.state.exp_avg and exp_avg_sq by parameter)")
-    if not found.keys() <= {0, 1} or 0 not in found:
-        raise LayoutError(f"the distributed checkpoint holds buckets of {len(found)} optimizers, of which two at most are known")
-    by_rank = (of_rank for optimizer in found.values() for of_rank in optimizer.values())
+    if not result.keys() <= {0, 1} or 0 not in result:
+        raise LayoutError(f"the distributed checkpoint holds buckets of {len(result)} optimizers, of which two at most are known")
+    by_rank = (of_rank for optimizer in result.values() for of_rank in optimizer.values())
     for bucket in (bucket for of_rank in by_rank for of_buffer in of_rank.values() for bucket in of_buffer.values()):
         shapes = {tensor.shape for tensor in bucket.values()}
         if bucket.keys() != set(KINDS) or len(shapes) != 1 or len(shapes.pop()) != 1:
             raise LayoutError("the distributed checkpoint holds buckets that lack a master or a moment, or in which they differ in length")
-    return found[0], found.get(1, {})
+    return result[0], result.get(1, {})
 
 
 def _layouts(
@@ -155,30 +155,30 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _read(dense: Ranks, experts: Ranks, weights: Mapping[str, LazyTensor], layout: _Layout, *, num_layers: int) -> Whole:
+def _read(dense: Ranks, experts: Ranks, weights: Mapping[str, LazyTensor], layout: _Layout, *, num_layers: int) -> FullStates:
     """Read the buckets of all ranks: tensor ranks are numbered fastest, then expert ranks, then stages."""
-    found: dict[str, list[Mapping[str, LazyTensor]]] = {}
-    of_layer = _by_layer(weights)
+    result: dict[str, list[Mapping[str, LazyTensor]]] = {}
+    of_layer = _group_by_layer(weights)
     for stage in range(layout.num_stages):
         chunks = [_names(of_layer, weights, layout, stage=stage, virtual=v, num_layers=num_layers) for v in range(layout.num_virtual)]
-        shared = [_without_experts(chunk) for chunk in chunks] if experts else chunks
+        shared = [_drop_experts(chunk) for chunk in chunks] if experts else chunks
         for rank in range(layout.num_tensor):
             buffers = dense.get(stage * layout.num_tensor + rank, {})
-            _take(found, buffers, shared, weights, layout, rank=rank, num_ranks=layout.num_tensor)
+            _take(result, buffers, shared, weights, layout, rank=rank, num_ranks=layout.num_tensor)
         for expert_rank in range(layout.num_expert) if experts else ():
-            mine = [_experts_of(chunk, expert_rank, weights, layout) for chunk in chunks]
+            own = [_experts_of(chunk, expert_rank, weights, layout) for chunk in chunks]
             for rank in range(layout.num_expert_tensor):
                 number = (stage * layout.num_expert + expert_rank) * layout.num_expert_tensor + rank
-                with_experts = [chunk for chunk in mine if chunk]
-                _take(found, experts.get(number, {}), with_experts, weights, layout, rank=rank, num_ranks=layout.num_expert_tensor)
-    if not found.keys() >= weights.keys():
+                with_experts = [chunk for chunk in own if chunk]
+                _take(result, experts.get(number, {}), with_experts, weights, layout, rank=rank, num_ranks=layout.num_expert_tensor)
+    if not result.keys() >= weights.keys():
         raise _DoesNotFitError
     merge = ranks.merge_tensor_ranks
-    return {kind: {name: merge(name, [kinds[kind] for kinds in found[name]], where=_WHERE) for name in weights} for kind in KINDS}
+    return {kind: {name: merge(name, [kinds[kind] for kinds in result[name]], where=_WHERE) for name in weights} for kind in KINDS}
 
 
 def _take(
-    found: dict[str, list[Mapping[str, LazyTensor]]],
+    result: dict[str, list[Mapping[str, LazyTensor]]],
     buffers: Mapping[int, Mapping[int, Bucket]],
     chunks: Sequence[Mapping[str, str]],
     weights: Mapping[str, LazyTensor],
@@ -202,7 +202,7 @@ def _take(
             known[name] = min(max(weight.shape[0] - rank * part.shape[0], 0), part.shape[0]) if padded else part.shape[0]
         buckets = buffers[number]
         for name, kinds in _cut([buckets[i] for i in sorted(buckets)], parts, known=known).items():
-            found.setdefault(name, []).append(kinds)
+            result.setdefault(name, []).append(kinds)
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,13 @@ class _WithPadding:
         return self.source.read(start, stop)
 
 
-def _by_layer(weights: Mapping[str, LazyTensor]) -> dict[int, list[str]]:
+def _group_by_layer(weights: Mapping[str, LazyTensor]) -> dict[int, list[str]]:
     """Return the names in each layer, without the layer's number."""
-    found: dict[int, list[str]] = {}
+    result: dict[int, list[str]] = {}
     for name in weights:
         if match := _LAYER.fullmatch(name):
-            found.setdefault(int(match[1]), []).append(match[2])
-    return found
+            result.setdefault(int(match[1]), []).append(match[2])
+    return result
 
 
 def _names(
@@ -249,7 +249,7 @@ def _names(
     first = (virtual * layout.num_stages + stage) * per_chunk
     names = {_EMBEDDING: _EMBEDDING} if first == 0 and _EMBEDDING in weights else {}
     for layer in range(first, first + per_chunk):
-        for rest in in_order(of_layer.get(layer, ()), layout.order):
+        for rest in sort_by_order(of_layer.get(layer, ()), layout.order):
             names[f"decoder.layers.{layer}.{rest}"] = f"decoder.layers.{layer}.{rest}"
     if first + per_chunk == num_layers:
         names |= {name: name for name in (_NORM, _HEAD, _HEAD_BIAS) if name in weights}
@@ -258,7 +258,7 @@ def _names(
     return names
 
 
-def _without_experts(chunk: Mapping[str, str]) -> dict[str, str]:
+def _drop_experts(chunk: Mapping[str, str]) -> dict[str, str]:
     return {name: source for name, source in chunk.items() if not EXPERT.fullmatch(name)}
 
 
@@ -277,7 +277,7 @@ def _cut(buckets: Sequence[Bucket], chunk: Mapping[str, LazyTensor], *, known: M
         chunk: the parameters, in the order of the modules.
         known: rows of each that are no padding.
     """
-    found: dict[str, dict[str, LazyTensor]] = {}
+    result: dict[str, dict[str, LazyTensor]] = {}
     number = at = 0
     for name in reversed(list(chunk)):
         weight, count = chunk[name], prod(chunk[name].shape)
@@ -286,10 +286,10 @@ def _cut(buckets: Sequence[Bucket], chunk: Mapping[str, LazyTensor], *, known: M
             number, start = number + 1, 0
         if number >= len(buckets) or start + count > buckets[number]["param"].shape[0]:
             raise _DoesNotFitError
-        found[name] = {kind: Unflattened(Rows(buckets[number][kind], ((start, start + count),)), weight.shape) for kind in KINDS}
-        if not is_master(found[name]["param"], weight, num_rows=known[name]):
+        result[name] = {kind: Unflattened(Rows(buckets[number][kind], ((start, start + count),)), weight.shape) for kind in KINDS}
+        if not is_master(result[name]["param"], weight, num_rows=known[name]):
             raise _DoesNotFitError
         at = start + count
     if number != len(buckets) - 1 or at != buckets[number]["param"].shape[0]:
         raise _DoesNotFitError
-    return found
+    return result

@@ -21,7 +21,7 @@ from temper_legacy_shim.checkpoints.files.tensors import TensorReader
 from temper_legacy_shim.checkpoints.fsdp.moments import OldMoments, OldOptimizer, is_buffer
 from temper_legacy_shim.checkpoints.megatron import parameter_names, ranks
 from temper_legacy_shim.checkpoints.megatron.parameter_names import Geometry
-from temper_legacy_shim.checkpoints.megatron.ranks import Chunks, Place
+from temper_legacy_shim.checkpoints.megatron.ranks import Chunks, Position
 from temper_legacy_shim.checkpoints.model import OldModel
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
@@ -66,8 +66,8 @@ def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptim
     """
     chunks = ranks.read_chunks(model.role.rank_files, where=model.role.path / "model")
     files: dict[tuple[int, int], list[Path]] = {}
-    for place, path in _files(model.role.path / "optim"):
-        files.setdefault(place, []).append(path)
+    for position, path in _files(model.role.path / "optim"):
+        files.setdefault(position, []).append(path)
     absent = sorted({(pp, tp) for pp, _, tp in chunks} - set(files))
     if absent:
         raise LayoutError(f"the optimizer file of stage {absent[0][0]}, tensor rank {absent[0][1]} is missing from optim/")
@@ -75,11 +75,11 @@ def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptim
         raise LayoutError(
             "Megatron's per-rank optimizer files do not say how many updates were made, without which moments mislead: give --num-updates"
         )
-    states = {place: [_optimizers(path) for path in paths] for place, paths in files.items()}
-    named = {place: _named(states[place[0], place[2]], of_rank, place=place) for place, of_rank in chunks.items()}
+    states = {position: [_optimizers(path) for path in paths] for position, paths in files.items()}
+    named = {position: _named(states[position[0], position[2]], of_rank, position=position) for position, of_rank in chunks.items()}
     assert model.config is not None, "Megatron's weights were read with it"
     geometry = Geometry.of(model.config, source="config.json")
-    master, first, second = (_whole(named, kind, geometry, where=model.role.path) for kind in KINDS)
+    master, first, second = (_full(named, kind, geometry, where=model.role.path) for kind in KINDS)
     moments = {name: OldMoments(first=first[name], second=second[name], update_count=num_updates) for name in first}
     return OldOptimizer(moments=moments, masters=master)
 
@@ -95,17 +95,17 @@ def _files(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
         yield (pp, tp), path
 
 
-def _whole(
-    named: Mapping[Place, Sequence[Mapping[str, Mapping[str, LazyTensor]]]], kind: str, geometry: Geometry, *, where: Path
+def _full(
+    named: Mapping[Position, Sequence[Mapping[str, Mapping[str, LazyTensor]]]], kind: str, geometry: Geometry, *, where: Path
 ) -> dict[str, LazyTensor]:
     of_kind: Chunks = {
-        place: [{name: kinds[kind] for name, kinds in chunk.items()} for chunk in of_rank] for place, of_rank in named.items()
+        position: [{name: kinds[kind] for name, kinds in chunk.items()} for chunk in of_rank] for position, of_rank in named.items()
     }
     return parameter_names.to_hf(ranks.merge_chunks(of_kind, where=where), geometry, where=where)
 
 
 def _named(
-    states: Sequence[Sequence[list[_Buffer] | None]], chunks: Sequence[Mapping[str, LazyTensor]], *, place: Place
+    states: Sequence[Sequence[list[_Buffer] | None]], chunks: Sequence[Mapping[str, LazyTensor]], *, position: Position
 ) -> list[dict[str, dict[str, LazyTensor]]]:
     """Return one rank's tensors by chunk, name and kind.
 
@@ -114,22 +114,22 @@ def _named(
     shared = next((state[0] for state in states if state and state[0] is not None), None)
     if shared is None:
         raise LayoutError(
-            f"no optimizer file of stage {place[0]}, tensor rank {place[2]} holds what its data-parallel ranks share: {_OVERWRITTEN}"
+            f"no optimizer file of stage {position[0]}, tensor rank {position[2]} holds what its data-parallel ranks share: {_OVERWRITTEN}"
         )
     if all(len(state) == 1 for state in states):
         return _cut_all(shared, chunks)
     with_experts = [{name: tensor for name, tensor in chunk.items() if ranks.is_of_expert(name)} for chunk in chunks]
     without = [{name: tensor for name, tensor in chunk.items() if not ranks.is_of_expert(name)} for chunk in chunks]
-    found = _cut_all(shared, without)
-    places = [number for number, chunk in enumerate(with_experts) if chunk]
-    own = _experts([state[1] for state in states if len(state) > 1], [with_experts[number] for number in places], place=place)
-    for number, kinds in zip(places, own, strict=True):
-        found[number] |= kinds
-    return found
+    result = _cut_all(shared, without)
+    positions = [number for number, chunk in enumerate(with_experts) if chunk]
+    own = _experts([state[1] for state in states if len(state) > 1], [with_experts[number] for number in positions], position=position)
+    for number, kinds in zip(positions, own, strict=True):
+        result[number] |= kinds
+    return result
 
 
 def _experts(
-    states: Sequence[list[_Buffer] | None], chunks: Sequence[Mapping[str, LazyTensor]], *, place: Place
+    states: Sequence[list[_Buffer] | None], chunks: Sequence[Mapping[str, LazyTensor]], *, position: Position
 ) -> list[dict[str, dict[str, LazyTensor]]]:
     """Return an expert rank's, from whichever file has masters that round to its weights.
 
@@ -144,7 +144,7 @@ def _experts(
         except LayoutError:
             continue
     raise LayoutError(
-        f"no optimizer file of stage {place[0]}, tensor rank {place[2]} holds masters of the experts of expert rank {place[1]}: "
+        f"no optimizer file of stage {position[0]}, tensor rank {position[2]} holds masters of the experts of expert rank {position[1]}: "
         + _OVERWRITTEN
     )
 
@@ -169,13 +169,13 @@ def _optimizers(path: Path) -> list[list[_Buffer] | None]:
 def _buffers(state: object, reader: TensorReader, *, path: Path) -> list[_Buffer]:
     if not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
         raise LayoutError(f"{path.name} is of a Megatron that wrote its buckets one by one, before 0.7")
-    found = []
+    result = []
     for number in sorted(key for key in state if isinstance(key, int)):
         by_dtype = state[number]
         if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
             raise DamagedFileError(f"{path}: buffer {number} is no mapping of one dtype to its vectors.")
-        found.append(_buffer(next(iter(by_dtype.values())), reader, path=path, number=number))
-    return found
+        result.append(_buffer(next(iter(by_dtype.values())), reader, path=path, number=number))
+    return result
 
 
 def _buffer(node: object, reader: TensorReader, *, path: Path, number: int) -> _Buffer:
@@ -194,9 +194,9 @@ def _cut(buffer: _Buffer, chunk: Mapping[str, LazyTensor]) -> dict[str, dict[str
         starts, length = _layout(parameters, has_own_buckets=own)
         if length != buffer.length:
             continue
-        found = {name: _views(buffer, tensor, start=starts[name]) for name, tensor in parameters.items()}
-        if all(is_master(kinds["param"], parameters[name]) for name, kinds in found.items()):
-            return found
+        result = {name: _views(buffer, tensor, start=starts[name]) for name, tensor in parameters.items()}
+        if all(is_master(kinds["param"], parameters[name]) for name, kinds in result.items()):
+            return result
     raise LayoutError(
         f"{buffer.path.name} holds {buffer.length} elements in an order that is not known: no way of laying out the "
         f"{len(parameters)} parameters of its rank gives masters that round to the weights"
@@ -209,12 +209,12 @@ def _layout(parameters: Mapping[str, LazyTensor], *, has_own_buckets: bool) -> t
     begin = at = 0
     for name in reversed(list(parameters)):
         at += -at % ALIGNMENT
-        is_alone = has_own_buckets and name in _SHARED
-        if is_alone:
+        is_single = has_own_buckets and name in _SHARED
+        if is_single:
             begin, at = begin + at, 0
         starts[name] = begin + at
         at += prod(parameters[name].shape)
-        if is_alone:
+        if is_single:
             begin, at = begin + at, 0
     return starts, begin + at
 

@@ -9,7 +9,7 @@ from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.fsdp.moments import OldMoments, OldOptimizer, is_buffer
 from temper_legacy_shim.checkpoints.megatron import parameter_names
-from temper_legacy_shim.checkpoints.megatron.buckets import Whole, bucket_settings, read_buckets
+from temper_legacy_shim.checkpoints.megatron.buckets import FullStates, bucket_settings, read_buckets
 from temper_legacy_shim.checkpoints.megatron.flat_moments import KINDS, is_master
 from temper_legacy_shim.checkpoints.megatron.parameter_names import Geometry
 from temper_legacy_shim.checkpoints.megatron.weights import MARK, megatron_tensors, read_adapter
@@ -28,7 +28,7 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
         DamagedFileError: a file is damaged.
     """
     geometry = _geometry(model)
-    kinds = _by_parameter(model) or _from_buckets(model, geometry)
+    kinds = _group_by_parameter(model) or _from_buckets(model, geometry)
     named = {kind: parameter_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in KINDS}
     check_masters(named["param"], model.weights)
     return _optimizer(model, named)
@@ -46,7 +46,7 @@ def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyT
     for name, master in masters.items():
         if name in weights and not is_master(master, weights[name]):
             raise LayoutError(
-                f"the optimizer's float32 master of {name} does not round to the weight beside it: Megatron saves them shifted where tied "
+                f"the optimizer's float32 master of {name} does not round to the weight next to it: Megatron saves them shifted where tied "
                 "embeddings or a bucket size divide its buffers, and moments with them"
             )
 
@@ -62,7 +62,7 @@ def read_megatron_adapter_optimizer(model: OldModel) -> OldOptimizer:
         DamagedFileError: a file is damaged.
     """
     geometry = _geometry(model)
-    kinds = _by_parameter(model) or _from_buckets(model, geometry)
+    kinds = _group_by_parameter(model) or _from_buckets(model, geometry)
 
     def named(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         read = read_adapter(tensors, geometry, where=model.role.path, accepts_missing_layers=True)
@@ -76,7 +76,7 @@ def _geometry(model: OldModel) -> Geometry:
     return Geometry.of(model.config, source="config.json")
 
 
-def _by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
+def _group_by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
     """Return states in model space by kind and Megatron's name.
 
     Empty if the optimizer was saved in another form.
@@ -95,19 +95,19 @@ def _by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
     return kinds
 
 
-def _from_buckets(model: OldModel, geometry: Geometry) -> Whole:
+def _from_buckets(model: OldModel, geometry: Geometry) -> FullStates:
     """Read buckets with the weights of the distributed checkpoint, or of huggingface/, the default since 0.7."""
     where = model.role.path
     raw = megatron_tensors(model.role)
     trained = {name: tensor for name, tensor in raw.items() if (MARK in name) == (model.adapter is not None)}
-    whole = dict(parameter_names.unstacked(trained, geometry, where=where))
-    are_exported = not whole
+    full = dict(parameter_names.unstacked(trained, geometry, where=where))
+    are_exported = not full
     if are_exported:
-        whole = parameter_names.from_hf(model.weights, geometry)
-    return read_buckets(model, {name: tensor for name, tensor in whole.items() if not is_buffer(name)}, geometry, are_exported=are_exported)
+        full = parameter_names.from_hf(model.weights, geometry)
+    return read_buckets(model, {name: tensor for name, tensor in full.items() if not is_buffer(name)}, geometry, are_exported=are_exported)
 
 
-def _optimizer(model: OldModel, named: Whole) -> OldOptimizer:
+def _optimizer(model: OldModel, named: FullStates) -> OldOptimizer:
     groups = [*_groups(model), *(group for value in bucket_settings(model) for group in _nested_groups(value))]
     counts = {count for group in groups if (count := _count(group.get("step"))) is not None}
     if len(counts) != 1:

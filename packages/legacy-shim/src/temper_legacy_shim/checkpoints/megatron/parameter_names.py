@@ -119,27 +119,27 @@ def from_hf(weights: Mapping[str, LazyTensor], geometry: Geometry) -> dict[str, 
     plain = {hf: name for name, hf in reversed(_PLAIN.items())}
     for layer in range(geometry.num_layers):
         prefix, to = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        mine = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        made |= {to + plain[name]: tensor for name, tensor in mine.items() if name in plain}
+        own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        made |= {to + plain[name]: tensor for name, tensor in own.items() if name in plain}
         for end in ("weight", "bias"):
-            attention = [mine[name] for name in (f"self_attn.{each}_proj.{end}" for each in "qkv") if name in mine]
+            attention = [own[name] for name in (f"self_attn.{each}_proj.{end}" for each in "qkv") if name in own]
             if len(attention) == 3:
                 made[f"{to}self_attention.linear_qkv.{end}"] = _fused_qkv(attention, geometry)
-        for theirs, ours in _gated_modules(mine):
+        for other, target in _gated_modules(own):
             for end in ("weight", "bias"):
-                gated = [mine[name] for name in (f"{theirs}gate_proj.{end}", f"{theirs}up_proj.{end}") if name in mine]
+                gated = [own[name] for name in (f"{other}gate_proj.{end}", f"{other}up_proj.{end}") if name in own]
                 if len(gated) == 2:
-                    made[f"{to}{ours}linear_fc1.{end}"] = concatenated(gated, dim=0)
-            if f"{theirs}down_proj.weight" in mine:
-                made[f"{to}{ours}linear_fc2.weight"] = mine[f"{theirs}down_proj.weight"]
+                    made[f"{to}{target}linear_fc1.{end}"] = concatenated(gated, dim=0)
+            if f"{other}down_proj.weight" in own:
+                made[f"{to}{target}linear_fc2.weight"] = own[f"{other}down_proj.weight"]
     return made
 
 
-def _gated_modules(mine: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str]]:
+def _gated_modules(own: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str]]:
     """Yield the (Hugging Face, Megatron) prefixes of a layer's gated MLPs."""
     yield "mlp.", "mlp."
     yield "mlp.shared_expert.", "mlp.shared_experts."
-    for match in filter(None, map(_HF_EXPERT_OF_LAYER.fullmatch, mine)):
+    for match in filter(None, map(_HF_EXPERT_OF_LAYER.fullmatch, own)):
         yield f"mlp.experts.{match[1]}.", f"mlp.experts.local_experts.{match[1]}."
 
 
@@ -155,12 +155,12 @@ def _check_experts(converted: Mapping[str, LazyTensor], geometry: Geometry, *, w
     of_layer: dict[str, set[int]] = {}
     for match in filter(None, map(_HF_EXPERT.fullmatch, converted)):
         of_layer.setdefault(match[1], set()).add(int(match[2]))
-    wanted = geometry.num_experts
-    for layer, found in of_layer.items():
-        if wanted is not None and found != set(range(wanted)):
+    expected = geometry.num_experts
+    for layer, result in of_layer.items():
+        if expected is not None and result != set(range(expected)):
             raise DamagedFileError(
-                f"{where}: layer {layer} has {len(found)} experts (up to number {max(found)}), but the config has {wanted}. 0.4.0 saved "
-                "those of its first data-parallel rank alone; otherwise copy every rank's folder here."
+                f"{where}: layer {layer} has {len(result)} experts (up to number {max(result)}), but the config has {expected}. 0.4.0 "
+                "saved those of its first data-parallel rank alone; otherwise copy every rank's folder here."
             )
 
 
@@ -183,12 +183,12 @@ def unstacked(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: P
 
 def _unstacked_experts(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
     """Split ``mlp.experts.experts.linear_fc1.weight`` [E, ...] into one tensor per expert."""
-    found = re.fullmatch(r"(decoder\.layers\.\d+\.mlp\.experts)\.experts\.(linear_fc[12])\.weight", name)
-    if found is None:
+    result = re.fullmatch(r"(decoder\.layers\.\d+\.mlp\.experts)\.experts\.(linear_fc[12])\.weight", name)
+    if result is None:
         yield name, tensor
         return
     for expert in range(tensor.shape[0]):
-        yield f"{found[1]}.local_experts.{expert}.{found[2]}.weight", Element(tensor, expert)
+        yield f"{result[1]}.local_experts.{expert}.{result[2]}.weight", Element(tensor, expert)
 
 
 def _convert(name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path, is_value_model: bool) -> Iterator[tuple[str, LazyTensor]]:
@@ -302,16 +302,16 @@ class Order:
                 yield cls(norm_is_inside=norm_is_inside, is_grouped=is_grouped)
 
 
-def in_order(names: Iterable[str], order: Order) -> list[str]:
+def sort_by_order(names: Iterable[str], order: Order) -> list[str]:
     """Return a layer's parameters, by their names inside it, in the order of its modules.
 
     In a layer the norm, attention (where the output projection is made before that of queries, keys
     and values), another norm, and the MLP.
     """
-    return sorted(names, key=lambda name: _place(name, order))
+    return sorted(names, key=lambda name: _position(name, order))
 
 
-def _place(name: str, order: Order) -> tuple[int, ...]:
+def _position(name: str, order: Order) -> tuple[int, ...]:
     if name in _NORM:
         return (1, _ATTENTION.index("linear_qkv"), -1) if order.norm_is_inside else (0,)
     if name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"):

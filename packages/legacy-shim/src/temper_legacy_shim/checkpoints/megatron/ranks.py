@@ -41,9 +41,9 @@ class _Stage:
     num_layers: int
 
 
-Place = tuple[int, int, int]
+Position = tuple[int, int, int]
 """(stage, expert rank, tensor rank)."""
-Chunks = Mapping[Place, Sequence[Mapping[str, LazyTensor]]]
+Chunks = Mapping[Position, Sequence[Mapping[str, LazyTensor]]]
 """One mapping per virtual stage by rank, with layer numbers local to it."""
 
 
@@ -105,7 +105,7 @@ def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
         value = value["adapter_state_dict"]
     parts = value if isinstance(value, list) else [value]
     reader = TensorReader(archive)
-    found = []
+    result = []
     for part in parts:
         if not isinstance(part, dict) or not part:
             raise DamagedFileError(f"{path} holds a {type(part).__name__} where a mapping of names to tensors should be.")
@@ -114,8 +114,8 @@ def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
             if reader.is_tensor(node) and not str(key).endswith("_extra_state"):
                 name = str(key).removeprefix("module.").replace(".to_wrap.", ".")
                 tensors[name] = reader.plain(node, key=str(key))
-        found.append(tensors)
-    return found
+        result.append(tensors)
+    return result
 
 
 def _with_expert_ranks(
@@ -136,13 +136,13 @@ def is_of_expert(name: str) -> bool:
     return _EXPERT.fullmatch(name) is not None
 
 
-def _check_all_ranks(ranks: set[Place], *, where: Path) -> None:
+def _check_all_ranks(ranks: set[Position], *, where: Path) -> None:
     """Check that every stage has all tensor and expert ranks, or one of each if experts are spread over tensor ranks."""
     sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
-    wanted = {(pp, ep, tp) for pp in range(sizes[0]) for ep in range(sizes[1]) for tp in range(sizes[2])}
-    if sizes[2] % sizes[1] == 0 and ranks == {(pp, tp // (sizes[2] // sizes[1]), tp) for pp, _, tp in wanted}:
+    required = {(pp, ep, tp) for pp in range(sizes[0]) for ep in range(sizes[1]) for tp in range(sizes[2])}
+    if sizes[2] % sizes[1] == 0 and ranks == {(pp, tp // (sizes[2] // sizes[1]), tp) for pp, _, tp in required}:
         return
-    missing = sorted(wanted - ranks)
+    missing = sorted(required - ranks)
     if missing:
         pp, ep, tp = missing[0]
         raise LayoutError(
@@ -158,12 +158,12 @@ def _check_no_copies(chunks: Chunks, *, where: Path) -> None:
     """
     seen: dict[tuple[int, int, bytes], tuple[int, LazyTensor]] = {}
     for (pp, ep, tp), of_rank in sorted(chunks.items()):
-        mine = next((tensor for chunk in of_rank for name, tensor in chunk.items() if name.endswith("linear_qkv.weight")), None)
-        row = b"" if mine is None or not mine.shape[0] else mine.read(0, 1).tobytes()
-        if mine is None or len(set(row)) < _TELLING_BYTES:  # such as zeros
+        local = next((tensor for chunk in of_rank for name, tensor in chunk.items() if name.endswith("linear_qkv.weight")), None)
+        row = b"" if local is None or not local.shape[0] else local.read(0, 1).tobytes()
+        if local is None or len(set(row)) < _TELLING_BYTES:  # such as zeros
             continue
-        other, same = seen.setdefault((pp, ep, row), (tp, mine))
-        if other != tp and is_equal(same, mine):
+        other, same = seen.setdefault((pp, ep, row), (tp, local))
+        if other != tp and is_equal(same, local):
             raise DamagedFileError(f"{where}: the files of tensor ranks {other} and {tp} of stage {pp} hold the same: one is a copy.")
 
 
@@ -211,10 +211,10 @@ def _merge_stage(stage: _Stage, *, first_layer: int, where: Path) -> dict[str, L
             expert = _EXPERT.fullmatch(name)
             assert expert is not None, "only experts were asked for"
             merged[f"{expert[1]}{int(expert[2]) + ep * num_local}{expert[3]}"] = tensor
-    return {_in_layer(name, first_layer): tensor for name, tensor in merged.items()}
+    return {_split_layer_name(name, first_layer): tensor for name, tensor in merged.items()}
 
 
-def _in_layer(name: str, first_layer: int) -> str:
+def _split_layer_name(name: str, first_layer: int) -> str:
     layer = _LAYER.fullmatch(name)
     return f"{layer[1]}{int(layer[2]) + first_layer}{layer[3]}" if layer else name
 
@@ -264,29 +264,29 @@ def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -
     return parts[0]
 
 
-def part_of(name: str, whole: LazyTensor, *, rank: int, num_ranks: int) -> LazyTensor | None:
+def part_of(name: str, full: LazyTensor, *, rank: int, num_ranks: int) -> LazyTensor | None:
     """Return the part of a full tensor on one tensor rank: the inverse of ``merge_tensor_ranks``.
 
     None if it does not divide.
     """
     if num_ranks == 1:
-        return whole
-    rows = whole.shape[0]
+        return full
+    rows = full.shape[0]
     adapter = _ADAPTER.fullmatch(name)
     if adapter and adapter[1] in ("linear_proj", "linear_fc2") and adapter[2] == "in":
-        return _columns(whole, rank=rank, num_ranks=num_ranks)
+        return _columns(full, rank=rank, num_ranks=num_ranks)
     if _GATED.fullmatch(name) or (adapter and _is_gated(name, adapter)):
         if rows % (2 * num_ranks):
             return None
         half, size = rows // 2, rows // (2 * num_ranks)
-        return Rows(whole, ((rank * size, (rank + 1) * size), (half + rank * size, half + (rank + 1) * size)))
+        return Rows(full, ((rank * size, (rank + 1) * size), (half + rank * size, half + (rank + 1) * size)))
     if _ROWS.fullmatch(name):
-        return _columns(whole, rank=rank, num_ranks=num_ranks)
+        return _columns(full, rank=rank, num_ranks=num_ranks)
     is_value_head = name == "output_layer.weight" and rows == 1
     if adapter or (name.endswith(_COLUMNS) and not is_value_head):
         size, rest = divmod(rows, num_ranks)
-        return None if rest else Rows(whole, ((rank * size, (rank + 1) * size),))
-    return whole
+        return None if rest else Rows(full, ((rank * size, (rank + 1) * size),))
+    return full
 
 
 def _is_gated(name: str, adapter: re.Match[str]) -> bool:
@@ -294,9 +294,9 @@ def _is_gated(name: str, adapter: re.Match[str]) -> bool:
     return adapter[1] == "linear_fc1" and adapter[2] == "out" and ".adapter.adapter_" not in name
 
 
-def _columns(whole: LazyTensor, *, rank: int, num_ranks: int) -> LazyTensor | None:
-    size, rest = divmod(whole.shape[1], num_ranks)
-    return None if rest else Columns(whole, rank * size, (rank + 1) * size)
+def _columns(full: LazyTensor, *, rank: int, num_ranks: int) -> LazyTensor | None:
+    size, rest = divmod(full.shape[1], num_ranks)
+    return None if rest else Columns(full, rank * size, (rank + 1) * size)
 
 
 def _joined(name: str, parts: Sequence[LazyTensor], *, dim: int, where: Path) -> LazyTensor:
@@ -307,11 +307,11 @@ def _joined(name: str, parts: Sequence[LazyTensor], *, dim: int, where: Path) ->
 
 
 def _side_by_side_halves(name: str, parts: Sequence[LazyTensor], *, where: Path) -> LazyTensor:
-    """Return each rank holds its gate rows above its up rows; the whole has all gate rows first."""
-    whole = _joined(name, parts, dim=0, where=where)
+    """Join parts with gate rows above up rows; the full matrix has all gate rows first."""
+    full = _joined(name, parts, dim=0, where=where)
     if any(part.shape[0] % 2 for part in parts):
         raise DamagedFileError(f"{where}: {name} has parts of {[p.shape[0] for p in parts]} rows, but gate and up halves are expected.")
     starts = [sum(part.shape[0] for part in parts[:i]) for i in range(len(parts))]
     gates = [(start, start + part.shape[0] // 2) for start, part in zip(starts, parts, strict=True)]
     ups = [(start + part.shape[0] // 2, start + part.shape[0]) for start, part in zip(starts, parts, strict=True)]
-    return Rows(whole, (*gates, *ups))
+    return Rows(full, (*gates, *ups))

@@ -93,8 +93,8 @@ def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
     if role.rank_files:
         tensors |= ranks.read_weights(role.rank_files, where=role.path / "model")
     elif role.dist_folders:
-        found = DistCheckpoint(role.dist_folders[0]).tensors
-        tensors |= model_names(found)
+        result = DistCheckpoint(role.dist_folders[0]).tensors
+        tensors |= model_names(result)
     if role.adapter_files:
         adapter = ranks.read_weights(role.adapter_files, where=role.path / "adapter_checkpoint")
         tensors |= {name: tensor for name, tensor in adapter.items() if MARK in name}
@@ -112,7 +112,7 @@ def model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         LayoutError: there are weights of a model that is not known.
         DamagedFileError: a name is there twice.
     """
-    found: dict[str, LazyTensor] = {}
+    result: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         short = name.removeprefix("model.").removeprefix("module.").replace(".to_wrap.", ".")
         if _NO_WEIGHT.match(name) or "_extra_state" in short:
@@ -122,10 +122,10 @@ def model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
                 f"the distributed checkpoint has {name}, which is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and their "
                 "MoE): images, further heads and other architectures can't be converted."
             )
-        if short in found:
+        if short in result:
             raise DamagedFileError(f"the distributed checkpoint has {short} twice (as {name}): which one counts can't be known.")
-        found[short] = tensor
-    return found
+        result[short] = tensor
+    return result
 
 
 MARK = ".adapter."
@@ -137,7 +137,7 @@ _PARTS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_pr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _Position:
     layer: int
     module: str
     part: str | None
@@ -156,7 +156,7 @@ def read_adapter(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where
         DamagedFileError: half a pair is missing, or layers have no adapter.
         LayoutError: a module is not known.
     """
-    halves: dict[_Place, dict[str, LazyTensor]] = {}
+    halves: dict[_Position, dict[str, LazyTensor]] = {}
     for name, tensor in tensors.items():
         if MARK not in name:
             continue
@@ -164,20 +164,22 @@ def read_adapter(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where
         if match is None:
             raise LayoutError(f"{where}: {name} is of no adapter that is known here (LoRA and canonical LoRA of Megatron-Bridge).")
         if match["layer"] is not None:
-            place = _Place(layer=int(match["layer"]), module=match["module"], part=match["part"])
-            halves.setdefault(place, {})[match["side"]] = tensor
+            position = _Position(layer=int(match["layer"]), module=match["module"], part=match["part"])
+            halves.setdefault(position, {})[match["side"]] = tensor
         else:
             for layer in range(tensor.shape[0]):
-                halves.setdefault(_Place(layer=layer, module=match["module"], part=match["part"]), {})[match["side"]] = Element(
+                halves.setdefault(_Position(layer=layer, module=match["module"], part=match["part"]), {})[match["side"]] = Element(
                     tensor, layer
                 )
-    _check_layers({place.layer for place in halves}, geometry, where=where, accepts_missing=accepts_missing_layers)
+    _check_layers({position.layer for position in halves}, geometry, where=where, accepts_missing=accepts_missing_layers)
     pairs: dict[str, Pair] = {}
-    for place, sides in halves.items():
+    for position, sides in halves.items():
         if sides.keys() != {"in", "out"}:
-            raise DamagedFileError(f"{where}: the adapter of layer {place.layer}'s {place.module} lacks half: a file is of another save.")
-        for module, up in _parts(place, sides["out"], geometry, where=where).items():
-            pairs[f"model.layers.{place.layer}.{module}"] = Pair(down=sides["in"], up=up)
+            raise DamagedFileError(
+                f"{where}: the adapter of layer {position.layer}'s {position.module} lacks half: a file is of another save."
+            )
+        for module, up in _parts(position, sides["out"], geometry, where=where).items():
+            pairs[f"model.layers.{position.layer}.{module}"] = Pair(down=sides["in"], up=up)
     return Adapter(pairs=pairs)
 
 
@@ -193,17 +195,17 @@ def _check_layers(layers: set[int], geometry: Geometry, *, where: Path, accepts_
         )
 
 
-def _parts(place: _Place, up: LazyTensor, geometry: Geometry, *, where: Path) -> dict[str, LazyTensor]:
-    if place.part is not None:
-        if place.part not in _PARTS:
-            raise LayoutError(f"{where}: adapter_{place.part} of {place.module} is not known here.")
-        return {_PARTS[place.part]: up}
-    if place.module in _PLAIN:
-        return {_PLAIN[place.module]: up}
-    if place.module == "self_attention.linear_qkv":
-        rows = split_qkv(up, geometry, name=f"the adapter of layer {place.layer}'s linear_qkv", where=where)
+def _parts(position: _Position, up: LazyTensor, geometry: Geometry, *, where: Path) -> dict[str, LazyTensor]:
+    if position.part is not None:
+        if position.part not in _PARTS:
+            raise LayoutError(f"{where}: adapter_{position.part} of {position.module} is not known here.")
+        return {_PARTS[position.part]: up}
+    if position.module in _PLAIN:
+        return {_PLAIN[position.module]: up}
+    if position.module == "self_attention.linear_qkv":
+        rows = split_qkv(up, geometry, name=f"the adapter of layer {position.layer}'s linear_qkv", where=where)
         return {f"self_attn.{projection}": part for projection, part in rows}
-    if place.module == "mlp.linear_fc1":
+    if position.module == "mlp.linear_fc1":
         half = up.shape[0] // 2
         return {"mlp.gate_proj": Rows(up, ((0, half),)), "mlp.up_proj": Rows(up, ((half, 2 * half),))}
-    raise LayoutError(f"{where}: an adapter on {place.module} is not known here.")
+    raise LayoutError(f"{where}: an adapter on {position.module} is not known here.")

@@ -93,9 +93,9 @@ def join(folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]
     results, moved = [], {}
     for number, group in enumerate(groups):
         name = f"__{number}_0.distcp"
-        for (tensor, offset), (_, start, length) in DistCheckpoint(group).places.items():
-            place = _StorageInfo(relative_path=name, offset=start, length=length)
-            results.append(WriteResult(index=indices[tensor, offset or ()], size_in_bytes=length, storage_data=place))
+        for (tensor, offset), (_, start, length) in DistCheckpoint(group).positions.items():
+            position = _StorageInfo(relative_path=name, offset=start, length=length)
+            results.append(WriteResult(index=indices[tensor, offset or ()], size_in_bytes=length, storage_data=position))
         moved[group / DATA] = name
     folder.mkdir()
     for source, name in moved.items():
@@ -132,16 +132,16 @@ class _ChunkPlanner(DefaultSavePlanner):
         return self.plan
 
     def _chunks(self, item: WriteItem) -> Iterator[WriteItem]:
-        tensor, whole = self._tensors[item.index.fqn], item.tensor_data
+        tensor, full = self._tensors[item.index.fqn], item.tensor_data
         rows = list(spans(tensor, block_bytes=_CHUNK_BYTES)) if tensor.shape else []
-        if len(rows) < 2 or whole is None:
+        if len(rows) < 2 or full is None:
             yield item
             return
         inner = tensor.shape[1:]
         for start, stop in rows:
             offsets = torch.Size((start, *(0 for _ in inner)))
             chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((stop - start, *inner)))
-            data = TensorWriteData(chunk=chunk, properties=whole.properties, size=whole.size)
+            data = TensorWriteData(chunk=chunk, properties=full.properties, size=full.size)
             yield WriteItem(index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 

@@ -46,9 +46,9 @@ def read_extra(role: Role) -> OldExtra:
             steps.add(schedule["last_epoch"])
         if isinstance(states, dict):
             reader = TensorReader(archive, rank=rank)
-            found = {d: reader.plain(states[d], key=f"rng of {d}") for d in ("cpu", "cuda") if reader.is_tensor(states.get(d))}
-            if found:
-                random_states[rank] = found
+            result = {d: reader.plain(states[d], key=f"rng of {d}") for d in ("cpu", "cuda") if reader.is_tensor(states.get(d))}
+            if result:
+                random_states[rank] = result
     carried: list[str] = []
     left: list[str] = []
     if len(steps) == 1:
@@ -108,10 +108,10 @@ def _cursor(path: Path) -> str:
     try:
         value = Archive(path).value()
     except UnsafeFileError as error:
-        if error.wanted != _LOADER:
+        if error.expected != _LOADER:
             raise
         return f"{begin}; {path.name} is a pickled data loader, which is neither executed nor read on"
     except ShimError as error:
         return f"{begin}; {error}"
-    said = {name: value[name] for name in _CURSOR if name in value} if isinstance(value, dict) else {}
-    return f"{begin}; {path.name} says {', '.join(f'{name} = {count}' for name, count in said.items()) or 'nothing of use'}"
+    given = {name: value[name] for name in _CURSOR if name in value} if isinstance(value, dict) else {}
+    return f"{begin}; {path.name} says {', '.join(f'{name} = {count}' for name, count in given.items()) or 'nothing of use'}"

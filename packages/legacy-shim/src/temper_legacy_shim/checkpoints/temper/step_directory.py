@@ -60,8 +60,8 @@ def plan_step(model: OldModel, options: Options) -> StepPlan:
     if options.dtype is not None:
         raise UsageError("--dtype has no effect with --to temper: masters and moments are float32.")
     state = resumable(model)
-    whole = state.model if model.adapter is None else model
-    return StepPlan(state=state, config=described(whole, dtype="float32"), tensors=state.tensors(), copies=companions(state.model))
+    full = state.model if model.adapter is None else model
+    return StepPlan(state=state, config=described(full, dtype="float32"), tensors=state.tensors(), copies=companions(state.model))
 
 
 def write_temper(job: Job, model: OldModel, options: Options, sources: Sources, *, progress: Callable[[str, int, int], None]) -> Receipt:
@@ -114,7 +114,7 @@ def _write_groups(staging: Staging, plan: StepPlan, *, progress: Callable[[str, 
     """
     done, total = 0, plan.num_bytes
 
-    def tell(count: int) -> None:
+    def report(count: int) -> None:
         nonlocal done
         done += count
         progress("dcp", done, total)
@@ -124,7 +124,7 @@ def _write_groups(staging: Staging, plan: StepPlan, *, progress: Callable[[str, 
         relative = f"{_GROUPS}/{number}"
 
         def write(folder: Path, tensors: Mapping[str, LazyTensor] = tensors, relative: str = relative) -> list[WrittenFile]:
-            with_nan = write_group(folder, tensors, progress=tell)
+            with_nan = write_group(folder, tensors, progress=report)
             return [
                 written_file(folder / DATA, relative=f"{relative}/{DATA}", with_nan=with_nan),
                 written_file(folder / DESCRIPTION, relative=f"{relative}/{DESCRIPTION}"),
@@ -133,7 +133,7 @@ def _write_groups(staging: Staging, plan: StepPlan, *, progress: Callable[[str, 
         before = done
         written[staging.folder / relative] = staging.produce_folder(relative, (DATA, DESCRIPTION), write)
         if done == before:
-            tell(sum(num_bytes(tensor) for tensor in tensors.values()))
+            report(sum(num_bytes(tensor) for tensor in tensors.values()))
     return written
 
 
@@ -187,12 +187,12 @@ def _write_description(part: Path, plan: StepPlan) -> list[str]:
 
 
 def _read_back(directory: Path, tensors: Mapping[str, LazyTensor]) -> str:
-    found = DistCheckpoint(directory / ENGINE_PART / "dcp").tensors
+    result = DistCheckpoint(directory / ENGINE_PART / "dcp").tensors
     for name, tensor in tensors.items():
-        if name not in found or found[name].shape != tensor.shape:
+        if name not in result or result[name].shape != tensor.shape:
             raise VerificationError(f"{directory} lacks {name} with shape {tensor.shape} after writing: convert again.")
-    if len(found) != len(tensors):
-        raise VerificationError(f"{directory} holds {len(found)} tensors instead of {len(tensors)}: convert again.")
+    if len(result) != len(tensors):
+        raise VerificationError(f"{directory} holds {len(result)} tensors instead of {len(tensors)}: convert again.")
     return f"{len(tensors)} tensors found again in the step directory with their shapes; its manifest has every checksum"
 
 

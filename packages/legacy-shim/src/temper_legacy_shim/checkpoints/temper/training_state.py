@@ -21,8 +21,8 @@ from temper_legacy_shim.checkpoints.files.lazy import Cast, InMemory, LazyTensor
 from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 from temper_legacy_shim.checkpoints.fsdp import rank_files
 from temper_legacy_shim.checkpoints.fsdp.moments import OldMoments, OldOptimizer, is_buffer, read_optimizer, read_trained_leaves
-from temper_legacy_shim.checkpoints.fsdp.rank_files import check_is_beside_weights
-from temper_legacy_shim.checkpoints.huggingface.joined_experts import in_memory, joined, joined_counts, split
+from temper_legacy_shim.checkpoints.fsdp.rank_files import check_is_next_to_weights
+from temper_legacy_shim.checkpoints.huggingface.joined_experts import joined, joined_counts, split, to_memory_name
 from temper_legacy_shim.checkpoints.megatron.flat_moments import has_flat_optimizer, read_flat_optimizer
 from temper_legacy_shim.checkpoints.megatron.megatron_moments import check_masters, read_megatron_adapter_optimizer, read_megatron_optimizer
 from temper_legacy_shim.checkpoints.model import CLASSIFIER, LANGUAGE_HEAD, OldModel
@@ -62,18 +62,18 @@ class ResumableState:
         weights = self.model.weights
         trained = {name: tensor for name, tensor in weights.items() if not is_buffer(name)}
         buffers = {name: tensor for name, tensor in weights.items() if is_buffer(name)}
-        found = {f"parameter.{name}": tensor for name, tensor in joined(trained).items()}
-        found |= {f"buffer.{in_memory(name)}": tensor for name, tensor in buffers.items()}
+        result = {f"parameter.{name}": tensor for name, tensor in joined(trained).items()}
+        result |= {f"buffer.{to_memory_name(name)}": tensor for name, tensor in buffers.items()}
         # Without old moments they begin at 0, as a new optimizer's do: an engine loads no step directory without any.
         first: dict[str, LazyTensor] = {name: _Zeros(tensor.shape) for name, tensor in trained.items()}
         second = dict(first)
         for name, kept in self.moments.items():
-            first[name], second[name] = _in_float32(kept.first), _in_float32(kept.second)
-        found |= {f"first_moment.{name}": tensor for name, tensor in joined(first).items()}
-        found |= {f"second_moment.{name}": tensor for name, tensor in joined(second).items()}
+            first[name], second[name] = _as_float32(kept.first), _as_float32(kept.second)
+        result |= {f"first_moment.{name}": tensor for name, tensor in joined(first).items()}
+        result |= {f"second_moment.{name}": tensor for name, tensor in joined(second).items()}
         for name, count in joined_counts(_update_counts(trained, self.moments)).items():
-            found[f"update_count.{name}"] = InMemory(np.asarray(count, np.float32))
-        return found
+            result[f"update_count.{name}"] = InMemory(np.asarray(count, np.float32))
+        return result
 
 
 class _Zeros:
@@ -104,7 +104,7 @@ def resumable(model: OldModel) -> ResumableState:
     optimizer, why_not = _optimizer(model)
     extra = read_extra(model.role)
     names = {name: _TRL_HEAD.get(name, name) for name in model.weights if not (model.head == "trl_value_model" and name == LANGUAGE_HEAD)}
-    weights = {new: _in_float32(optimizer.masters.get(old, model.weights[old])) for old, new in names.items()}
+    weights = {new: _as_float32(optimizer.masters.get(old, model.weights[old])) for old, new in names.items()}
     moments = {new: optimizer.moments[old] for old, new in names.items() if old in optimizer.moments}
     carried = ["weights, as float32 masters" + (", the optimizer's own" if optimizer.masters else "")]
     if moments:
@@ -136,7 +136,7 @@ def _update_counts(names: Iterable[str], moments: Mapping[str, OldMoments]) -> d
 def _uneven(counts: Mapping[str, int]) -> list[str]:
     """Describe what is lost if an engine counts experts' updates together, which the old optimizer counted separately."""
     together = joined_counts(counts)
-    fewer = [name for name, count in counts.items() if count < together[in_memory(name)]]
+    fewer = [name for name, count in counts.items() if count < together[to_memory_name(name)]]
     if not fewer:
         return []
     return [f"update counts of {len(fewer)} experts' matrices, such as {fewer[0]}: a layer's experts go on with the largest of theirs"]
@@ -156,7 +156,7 @@ def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
     except LayoutError as error:
         why_not.insert(0, f"optimizer moments: {error}")
     notes = [*model.notes, f"resume it with lora.rank {adapter.rank} and the lora.alpha of the old run around the same base model"]
-    head = _head_beside(model, adapter)
+    head = _extra_head(model, adapter)
     if head:
         carried.append("the value head, as float32")
         notes.append("an engine trains the value head whole beside the adapter: what the old run's adapter had added to it is part of it")
@@ -166,7 +166,7 @@ def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
     return ResumableState(
         model=replace(
             model,
-            weights={name: _in_float32(optimizer.masters.get(name, tensor)) for name, tensor in below.items()} | head,
+            weights={name: _as_float32(optimizer.masters.get(name, tensor)) for name, tensor in below.items()} | head,
             notes=tuple(notes),
         ),
         moments={name: kept for name, kept in optimizer.moments.items() if name in below},
@@ -178,20 +178,20 @@ def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
     )
 
 
-def _head_beside(model: OldModel, adapter: Adapter) -> dict[str, LazyTensor]:
+def _extra_head(model: OldModel, adapter: Adapter) -> dict[str, LazyTensor]:
     """Return a critic's head by an engine's names, with what an adapter of its own adds.
 
     Raises:
         UsageError: the adapter has one, but the checkpoint not what it is added to.
     """
-    head = {name: _in_float32(tensor) for name, tensor in model.weights.items() if _is_of_head(name)}
+    head = {name: _as_float32(tensor) for name, tensor in model.weights.items() if _is_of_head(name)}
     pairs = {module: pair for module, pair in adapter.pairs.items() if _is_of_head(f"{module}.")}
     if pairs and not head:
         raise UsageError(
-            f"{model.role.path} has an adapter of the value head, but not the head itself, without which none goes on: start anew."
+            f"{model.role.path} has an adapter of the value head, but not the head itself, without which no run continues: start again."
         )
-    whole = merged(head, replace(adapter, pairs=pairs))
-    return {f"{PEFT_PREFIX}{_TRL_HEAD.get(name, name)}": tensor for name, tensor in whole.items()}
+    full = merged(head, replace(adapter, pairs=pairs))
+    return {f"{PEFT_PREFIX}{_TRL_HEAD.get(name, name)}": tensor for name, tensor in full.items()}
 
 
 def _is_of_head(name: str) -> bool:
@@ -202,7 +202,7 @@ def _optimizer(model: OldModel) -> tuple[OldOptimizer, tuple[str, ...]]:
     role = model.role
     try:
         if "optim" in role.fsdp_files:
-            check_is_beside_weights(role)
+            check_is_next_to_weights(role)
             return read_optimizer(role, model.weights, parameters=list(model.weights)), ()
         if role.dist_folders:
             return read_megatron_optimizer(model), ()
@@ -213,7 +213,7 @@ def _optimizer(model: OldModel) -> tuple[OldOptimizer, tuple[str, ...]]:
     return OldOptimizer(moments={}), ("optimizer moments: the old checkpoint has none",)
 
 
-def _in_float32(tensor: LazyTensor) -> LazyTensor:
+def _as_float32(tensor: LazyTensor) -> LazyTensor:
     return Cast(tensor, FLOAT32) if tensor.dtype.is_float and tensor.dtype != FLOAT32 else tensor
 
 
@@ -235,8 +235,8 @@ def training_state(model: OldModel) -> Iterator[TrainingState]:
             yield TrainingState(
                 name=name,
                 master=as_torch(tensor),
-                first_moment=zeros if kept is None else as_torch(_in_float32(kept.first)),
-                second_moment=zeros.clone() if kept is None else as_torch(_in_float32(kept.second)),
+                first_moment=zeros if kept is None else as_torch(_as_float32(kept.first)),
+                second_moment=zeros.clone() if kept is None else as_torch(_as_float32(kept.second)),
                 update_count=0 if kept is None else kept.update_count,
             )
 
@@ -277,17 +277,17 @@ def adapter_weights(adapter: Adapter, model: OldModel) -> dict[str, LazyTensor]:
         UsageError: of a kind that no engine trains.
     """
     tables = [module for module, pair in adapter.pairs.items() if pair.is_embedding or module == "lm_head"]
-    others = [*tables, *adapter.whole, *(["biases"] if adapter.lacks_biases else [])]
+    others = [*tables, *adapter.full, *(["biases"] if adapter.lacks_biases else [])]
     if others:
         raise UsageError(
-            f"{model.role.path} trained {', '.join(others[:3])} beside its linear layers below the head, which no "
+            f"{model.role.path} trained {', '.join(others[:3])} next to its linear layers below the head, which no "
             "engine resumes: use --to peft or --to hf and start a new run from it."
         )
-    found: dict[str, LazyTensor] = {}
+    result: dict[str, LazyTensor] = {}
     for module, pair in adapter.pairs.items():
-        found[f"{PEFT_PREFIX}{module}.lora_A.weight"] = pair.down
-        found[f"{PEFT_PREFIX}{module}.lora_B.weight"] = pair.up
-    return found
+        result[f"{PEFT_PREFIX}{module}.lora_A.weight"] = pair.down
+        result[f"{PEFT_PREFIX}{module}.lora_B.weight"] = pair.up
+    return result
 
 
 def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> OldOptimizer:
@@ -305,7 +305,7 @@ def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> Old
         return read
     if "optim" not in role.fsdp_files:
         raise LayoutError("the old checkpoint has none that tells what belongs to an adapter")
-    check_is_beside_weights(role)
+    check_is_next_to_weights(role)
     raw = rank_files.read_weights(role.fsdp_files["model"], where=role.path)
     leaves = [key for key in raw if any(side in key for side in _SIDES)]
     read = read_trained_leaves(role, raw, leaves=leaves)

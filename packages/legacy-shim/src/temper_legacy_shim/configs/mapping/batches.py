@@ -20,8 +20,8 @@ def build_batches(draft: Draft) -> None:
     _check_critic(draft)
     passes = draft.integer("actor_rollout_ref.actor.ppo_epochs")
     # A number below 1 is not what the new run makes, so its text may not stand there either.
-    is_theirs = passes is None or passes >= 1
-    draft.put("batching.num_passes", max(1, passes or 1), rule="passes", old=["actor_rollout_ref.actor.ppo_epochs"], verbatim=is_theirs)
+    is_other = passes is None or passes >= 1
+    draft.put("batching.num_passes", max(1, passes or 1), rule="passes", old=["actor_rollout_ref.actor.ppo_epochs"], verbatim=is_other)
     _tokens(draft)
 
 
@@ -66,9 +66,9 @@ def _check_ranks(draft: Draft, *, prompts: int) -> None:
         )
     micro = _micro(draft, ACTOR, ranks=ranks)
     if micro and not draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
-        mine = mini * n // ranks
-        if micro > 0 and mine % micro:
-            draft.find("micro-batch-divides", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", mine=mine, micro=micro)
+        local = mini * n // ranks
+        if micro > 0 and local % micro:
+            draft.find("micro-batch-divides", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", local=local, micro=micro)
 
 
 def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
@@ -77,9 +77,9 @@ def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
     The global key is divided as the old workers did.
     """
     own = draft.integer(f"{role.block}.ppo_micro_batch_size_per_gpu")
-    whole = draft.integer(f"{role.block}.ppo_micro_batch_size")
+    full = draft.integer(f"{role.block}.ppo_micro_batch_size")
     key, both = f"{role.block}.ppo_micro_batch_size", f"{role.block}.ppo_micro_batch_size_per_gpu"
-    if whole is None:
+    if full is None:
         return own
     follows = both not in draft.old.origin
     if own is not None and draft.old.is_set(key) and follows:
@@ -88,9 +88,9 @@ def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
     elif own is not None and draft.old.is_set(key):
         draft.find("micro-batch-both.both-set", key, both, both=both)
         return own
-    if whole % ranks:
-        draft.find("micro-batch-global.completions", key, whole=whole, ranks=ranks, detail=whole // ranks)
-    return max(1, whole // ranks)
+    if full % ranks:
+        draft.find("micro-batch-global.completions", key, full=full, ranks=ranks, detail=full // ranks)
+    return max(1, full // ranks)
 
 
 def _check_critic(draft: Draft) -> None:
@@ -161,4 +161,4 @@ def explain_unused(draft: Draft) -> None:
     """Explain sizes of passes that use the update's plan here."""
     for key in ("actor_rollout_ref.rollout.log_prob", "actor_rollout_ref.ref.log_prob"):
         for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"):
-            draft.say(f"{key}_{name}", "log-probs are computed over the update's own micro-batches, so that the first ratio is 1")
+            draft.explain_drop(f"{key}_{name}", "log-probs are computed over the update's own micro-batches, so that the first ratio is 1")

@@ -44,7 +44,7 @@ class Draft:
     """Settings by new key, in order of creation."""
     findings: list[Finding] = field(default_factory=list)
     """Findings in order of creation."""
-    spoken: dict[str, str] = field(default_factory=dict)
+    drop_reasons: dict[str, str] = field(default_factory=dict)
     """Reasons for old keys without a counterpart in this configuration."""
 
     def since(self, version: str) -> bool:
@@ -64,28 +64,28 @@ class Draft:
     ) -> None:
         """Add a new setting, unless it was not set by the user and equals the trainer's default."""
         sources = self.old.sources(*old)
-        is_asked = bool(sources)
+        is_requested = bool(sources)
         loss = self.settings.get("algorithm.policy_loss.name")
-        if not is_asked and not group and is_our_default(key, value, policy_loss="ppo" if loss is None else loss.value):
+        if not is_requested and not group and is_our_default(key, value, policy_loss="ppo" if loss is None else loss.value):
             return
-        comment = self._comment(old, is_asked=is_asked, rule=rule)
+        comment = self._comment(old, is_requested=is_requested, rule=rule)
         self.settings[key] = Setting(
             key=key,
             value=value,
-            is_pinned=not is_asked and not group,
+            is_pinned=not is_requested and not group,
             rule=rule,
             old_keys=tuple(old),
             sources=tuple(index for index in sources if index >= 0),
-            is_verbatim=verbatim and len(sources) == 1 and all(self.old.is_whole(key) for key in old),
+            is_verbatim=verbatim and len(sources) == 1 and all(self.old.is_complete(key) for key in old),
             comment=comment,
             is_group=group,
             is_number=number,
         )
 
-    def _comment(self, old: Sequence[str], *, is_asked: bool, rule: str) -> str:
-        keys = [key for key in old if self.old.is_set(key)] if is_asked else list(old)
+    def _comment(self, old: Sequence[str], *, is_requested: bool, rule: str) -> str:
+        keys = [key for key in old if self.old.is_set(key)] if is_requested else list(old)
         shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
-        what = shown if is_asked else f"default of {self.old.version}" + (f": {shown}" if shown else "")
+        what = shown if is_requested else f"default of {self.old.version}" + (f": {shown}" if shown else "")
         return f"{what} [{rule}]"
 
     def find(self, name: str, /, *old: str, **values: object) -> None:
@@ -107,9 +107,9 @@ class Draft:
         if finding not in self.findings:
             self.findings.append(finding)
 
-    def say(self, key: str, reason: str) -> None:
+    def explain_drop(self, key: str, reason: str) -> None:
         """Record why an old key has no counterpart in this configuration."""
-        self.spoken[key] = reason
+        self.drop_reasons[key] = reason
 
     def copy(self, new: str, old: str, *, rule: str, expected: Literal["number", "text", "switch", "any"] = "any") -> None:
         """Copy a value; do nothing if the old tree has none."""
@@ -121,9 +121,9 @@ class Draft:
                 self.put(new, value, rule=rule, old=[old], verbatim=True, number=True)
                 self.find("value-unknown.passed-on", old, value=value)
                 return
-            found = self.number(old)
-            if found is not None or _is_shell(value):
-                self.put(new, value if found is None else found, rule=rule, old=[old], verbatim=True)
+            result = self.number(old)
+            if result is not None or _is_shell(value):
+                self.put(new, value if result is None else result, rule=rule, old=[old], verbatim=True)
             return
         self.put(new, value, rule=rule, old=[old], verbatim=True)
 
@@ -134,13 +134,13 @@ class Draft:
         """
         value = self.old.get(key)
         if isinstance(value, str):
-            value = parse_value(self._without_environment(key, value))[0]
+            value = parse_value(self._resolve_environment(key, value))[0]
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             self.find("value-unknown.number", key, value=self.old.get(key))
             return None
         return value
 
-    def _without_environment(self, key: str, value: str) -> str:
+    def _resolve_environment(self, key: str, value: str) -> str:
         """Return the default of ``${oc.env:NAME,default}``, as a script's ``${NAME:-default}`` is read; other texts as they are."""
         match = _FROM_ENVIRONMENT.fullmatch(value.strip())
         if match is None:

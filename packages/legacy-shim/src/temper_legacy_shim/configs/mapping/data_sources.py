@@ -44,7 +44,9 @@ def build_rl_data(draft: Draft) -> None:
     if evaluates(draft) and put_source(draft, new="data.eval", old="data.val_files"):
         sources.append("data.eval")
     else:
-        draft.say("data.val_files", "trainer.test_freq and trainer.val_before_train turn evaluation off, so the files are never read")
+        draft.explain_drop(
+            "data.val_files", "trainer.test_freq and trainer.val_before_train turn evaluation off, so the files are never read"
+        )
     for source in sources:
         draft.put(
             f"{source}.prompt_key", draft.text("data.prompt_key") or "prompt", rule="prompt-key", old=["data.prompt_key"], verbatim=True
@@ -70,7 +72,7 @@ def _overlong(draft: Draft) -> None:
     cut = draft.text(key) or "error"
     if draft.switch(filters):
         draft.put("data.overlong_prompts", "drop", rule="overlong-prompts", old=[filters])
-        draft.say(key, "longer prompts are dropped before they could be cut")
+        draft.explain_drop(key, "longer prompts are dropped before they could be cut")
         return
     if cut == "error":
         draft.put("data.overlong_prompts", "error", rule="overlong-prompts", old=[key])

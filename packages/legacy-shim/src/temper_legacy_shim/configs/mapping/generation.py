@@ -33,7 +33,7 @@ def build_generation(draft: Draft) -> None:
 def _sampling(draft: Draft, block: str, *, is_server: bool) -> None:
     for name, key in (("temperature", "temperature"), ("top-p", "top_p"), ("top-k", "top_k")):
         if is_server and key == "top_k":
-            draft.say(f"{block}.top_k", "the program with servers did not pass it on, and drew from all tokens")
+            draft.explain_drop(f"{block}.top_k", "the program with servers did not pass it on, and drew from all tokens")
             continue
         apply_rules(draft, name, old=f"{block}.{key}")
     length = f"{block}.response_length" if draft.old.has(f"{block}.response_length") else "data.max_response_length"
@@ -51,7 +51,7 @@ def _sampling(draft: Draft, block: str, *, is_server: bool) -> None:
         draft.find("gen-sampler", f"{block}.name", block=block, name=name)
     if draft.number(f"{block}.temperature") == 0:
         for key in (f"{block}.top_p", f"{block}.top_k"):
-            draft.say(key, "greedy completions are not drawn")
+            draft.explain_drop(key, "greedy completions are not drawn")
 
 
 def _output(draft: Draft) -> None:

@@ -61,9 +61,9 @@ def _signs(draft: Draft) -> Iterator[str]:
     if _DATA.search(draft.config_name):
         yield f"the configuration is {draft.config_name}"
     # A limit or a cache of 0 is what a run of text says too.
-    said = [key for key in draft.old.origin if _SETTINGS.search(key) and draft.text(key) not in ("", "0", "0.0")]
-    if said:
-        yield f"{', '.join(said[:3])} {'is' if len(said) == 1 else 'are'} set"
+    given = [key for key in draft.old.origin if _SETTINGS.search(key) and draft.text(key) not in ("", "0", "0.0")]
+    if given:
+        yield f"{', '.join(given[:3])} {'is' if len(given) == 1 else 'are'} set"
 
 
 def _text(draft: Draft, key: str) -> str:

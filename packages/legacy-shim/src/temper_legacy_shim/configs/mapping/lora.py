@@ -26,7 +26,7 @@ def build_lora(draft: Draft, role: OldRole) -> None:
     path, engine = draft.text(path_key), f"{role.engine}.lora"
     if path:
         draft.put(f"{engine}.path", path, rule="lora-path", old=[path_key], verbatim=True)
-        draft.say(read, "the adapter's own adapter_config.json decides it")
+        draft.explain_drop(read, "the adapter's own adapter_config.json decides it")
         return
     if rank <= 0:
         return
@@ -45,7 +45,7 @@ def build_lora(draft: Draft, role: OldRole) -> None:
 
 def _unread(draft: Draft, *, read: str, unread: str, rank: int, other: int) -> None:
     if rank == other:
-        draft.say(unread, f"the engine read {read}, which says the same")
+        draft.explain_drop(unread, f"the engine read {read}, which says the same")
         return
     kind = "Megatron" if is_megatron(draft) else "FSDP"
     draft.find(

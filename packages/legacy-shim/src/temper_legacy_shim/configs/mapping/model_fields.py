@@ -21,10 +21,10 @@ _TEMPLATE = "data.apply_chat_template_kwargs"
 def find_model_fields(draft: Draft) -> None:
     """Report a question for each field that changes the model, which nothing here reads."""
     for key in draft.old.origin:
-        found = _FIELD.fullmatch(key)
-        if found is None or found["field"] in _OF_THE_MACHINE or draft.old.get(key) in NEUTRAL:
+        result = _FIELD.fullmatch(key)
+        if result is None or result["field"] in _OF_THE_MACHINE or draft.old.get(key) in NEUTRAL:
             continue
-        if found["field"] == _POSITIONS:
+        if result["field"] == _POSITIONS:
             _find_positions(draft, key)
             continue
         draft.find("override-config", key, value=draft.old.get(key))

@@ -14,17 +14,17 @@ def build_numerics(draft: Draft) -> None:
 
     Pin the old workers, or say in numbers what differs without them.
     """
-    said, word = draft.old.get(SWITCH), _word(draft)
+    given, word = draft.old.get(SWITCH), _word(draft)
     if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
-        draft.find("worker-switch.unknown", SWITCH, said=said)
+        draft.find("worker-switch.unknown", SWITCH, given=given)
         return
     if has_engines(draft):
-        draft.say(SWITCH, "the engine path is the only one but for use_legacy_worker_impl=enable")
+        draft.explain_drop(SWITCH, "the engine path is the only one but for use_legacy_worker_impl=enable")
         return
     _record(draft, str(word))
     if draft.numerics == "temper":
         _differences(draft)
-        draft.say(SWITCH, "the engine path is taken (--numerics legacy pins the old workers)")
+        draft.explain_drop(SWITCH, "the engine path is taken (--numerics legacy pins the old workers)")
     elif is_megatron(draft):
         draft.find("worker-switch.not-legacy", SWITCH)
         _differences(draft)
@@ -38,8 +38,8 @@ def has_engines(draft: Draft) -> bool:
 
 
 def _word(draft: Draft) -> Plain:
-    said = draft.old.get(SWITCH)
-    return {True: "enable", False: "disable", None: "auto"}.get(said, said) if not isinstance(said, list | dict) else None  # type: ignore[arg-type]
+    given = draft.old.get(SWITCH)
+    return {True: "enable", False: "disable", None: "auto"}.get(given, given) if not isinstance(given, list | dict) else None  # type: ignore[arg-type]
 
 
 def _record(draft: Draft, word: str) -> None:
@@ -62,8 +62,8 @@ def _differences(draft: Draft) -> None:
     if ranks is None or mini is None:
         return
     n = completions_per_prompt(draft)
-    mine = max(1, mini * n // ranks)
-    parts, how = _parts(draft, mine=mine)
+    own = max(1, mini * n // ranks)
+    parts, how = _parts(draft, own=own)
     if parts * ranks > 1:
         mode = draft.text("actor_rollout_ref.actor.loss_agg_mode") or "token-mean"
         roles = "actor's and the critic's losses" if needs_critic(draft) else "actor's loss"
@@ -113,7 +113,7 @@ def _divisor(draft: Draft, width: Plain) -> str:
     return f"the width of the padded completions, which {draft.old.version} padded to data.max_response_length, {width}"
 
 
-def _parts(draft: Draft, *, mine: int) -> tuple[int, str]:
+def _parts(draft: Draft, *, own: int) -> tuple[int, str]:
     """Return the micro-batches of an update on one rank, and how to say so.
 
     With a token budget, the least number there can be.
@@ -121,8 +121,8 @@ def _parts(draft: Draft, *, mine: int) -> tuple[int, str]:
     if draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
         budget = draft.integer("actor_rollout_ref.actor.ppo_max_token_len_per_gpu") or 1
         longest = (draft.integer("data.max_prompt_length") or 0) + (draft.integer("data.max_response_length") or 0)
-        most = max(1, -(-mine * longest // max(1, budget)))
+        most = max(1, -(-own * longest // max(1, budget)))
         return most, f"up to {most} micro-batches of {budget} tokens"
-    micro = draft.integer("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu") or mine
-    parts = max(1, -(-mine // max(1, micro)))
-    return parts, f"{parts} micro-batch{'es' * (parts > 1)} of {min(micro, mine)} completions"
+    micro = draft.integer("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu") or own
+    parts = max(1, -(-own // max(1, micro)))
+    return parts, f"{parts} micro-batch{'es' * (parts > 1)} of {min(micro, own)} completions"

@@ -34,12 +34,12 @@ def build_ppo(draft: Draft) -> None:
         build_role(draft, CRITIC)
         build_lora(draft, CRITIC)
     else:
-        draft.say("critic", "the estimator needs no critic, so there is none")
+        draft.explain_drop("critic", "the estimator needs no critic, so there is none")
     if has_ref_role(draft):
         build_role(draft, REF)
     else:
         without = "no KL coefficient is above 0, so there is no reference policy"
-        draft.say("actor_rollout_ref.ref", "there is no reference model of its own" if needs_ref(draft) else without)
+        draft.explain_drop("actor_rollout_ref.ref", "there is no reference model of its own" if needs_ref(draft) else without)
     build_rollout(draft)
     build_selection(draft)
     build_turns(draft)

@@ -31,7 +31,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (r"mixtral|glm[-_]?4[._][5-9]|minimax[-_]?m2", "mixtral|glm4_moe\\w*|minimax_m2", _EXPERTS),
     (r"gemma[-_]?2(?!\d)|command[-_]?[ar](?![a-z])|aya[-_]", "gemma2|cohere\\d?", _LOGITS),
 )
-"""Of FSDPEngine in a run with a sampler: a pattern of names, one of model types, and why."""
+"""Models that FSDPEngine refuses in a run with a sampler: patterns of names and of model types, and the reason."""
 _NOT_MEGATRON = (
     r"gemma|phi[-_]?[34]|olmoe?|glm[-_]?4|smollm|exaone|granite|internlm|baichuan|mimo[-_]|seed[-_]oss|qwen[-_]?(1[._]5|2)[-_](moe|57b)",
     "gemma\\w*|phi3|olmo\\w*|glm\\w*|smollm3|exaone\\w*|granite\\w*|qwen2_moe|mimo|seed_oss",

@@ -58,8 +58,8 @@ def _model(draft: Draft, block: str) -> None:
 
 def _file_of(draft: Draft) -> str:
     """Return the user's own function, which may have asked the model."""
-    found = (draft.text(f"{block}.path") for block in _FUNCTIONS)
-    path = next((path for path in found if path and path.lower() not in ("null", "none")), "")
+    result = (draft.text(f"{block}.path") for block in _FUNCTIONS)
+    path = next((path for path in result if path and path.lower() not in ("null", "none")), "")
     block = scoring_model(draft)
     if path and block:
         draft.find("reward-model.with-function", f"{block}.enable", block=block, path=path)
@@ -93,17 +93,17 @@ def _manager(draft: Draft) -> None:
 
 def _overlong(draft: Draft) -> None:
     """Set DAPO's soft penalty of long completions."""
-    places = [f"{block}.overlong_buffer_cfg" for block in KWARGS] + ["reward_model.overlong_buffer", "reward.overlong_buffer"]
-    block = next((place for place in places if draft.switch(f"{place}.enable")), "")
+    positions = [f"{block}.overlong_buffer_cfg" for block in KWARGS] + ["reward_model.overlong_buffer", "reward.overlong_buffer"]
+    block = next((position for position in positions if draft.switch(f"{position}.enable")), "")
     if not block:
-        for place in places:
-            draft.say(place, "the penalty is not enabled")
+        for position in positions:
+            draft.explain_drop(position, "the penalty is not enabled")
         return
     tokens, penalty = draft.integer(f"{block}.len"), draft.number(f"{block}.penalty_factor")
     if tokens is None or tokens < 1:
         return
     if penalty == 0:
-        draft.say(block, "its penalty_factor is 0, so long completions lost nothing")
+        draft.explain_drop(block, "its penalty_factor is 0, so long completions lost nothing")
         return
     draft.put("reward.shaping.overlong.buffer_tokens", tokens, rule="overlong", old=[f"{block}.len", f"{block}.enable"])
     draft.put(

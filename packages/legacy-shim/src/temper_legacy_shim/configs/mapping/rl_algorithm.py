@@ -29,7 +29,7 @@ _ADVANTAGES = {
     "gdpo": "gdpo",
 }
 _IN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo")
-_BARE_ALONE = ("grpo", "dr_grpo", "rloo", "opo")
+_BARE_SINGLE = ("grpo", "dr_grpo", "rloo", "opo")
 """Estimators that took the bare reward of a completion that is alone in its group."""
 BARE_REWARD = "temper_legacy_shim.old_algorithms:bare_reward"
 _AGGREGATIONS = {
@@ -54,9 +54,9 @@ def build_algorithm(draft: Draft) -> None:
     elif name == "reinforce_plus_plus":
         apply_rules(draft, "gamma")
     else:
-        draft.say("algorithm.gamma", f"{name} weighs whole completions and has no discount")
+        draft.explain_drop("algorithm.gamma", f"{name} weighs whole completions and has no discount")
     if name != "gae":
-        draft.say("algorithm.lam", f"only gae has it; the estimator is {name}")
+        draft.explain_drop("algorithm.lam", f"only gae has it; the estimator is {name}")
 
 
 def _advantage(draft: Draft) -> str:
@@ -64,33 +64,33 @@ def _advantage(draft: Draft) -> str:
     n = completions_per_prompt(draft)
     if only_distills(draft):
         reason = "only teachers say what is better (use_task_rewards is false), so no advantage is estimated from rewards"
-        draft.say(key, reason)
-        draft.say("algorithm.norm_adv_by_std_in_grpo", reason)
+        draft.explain_drop(key, reason)
+        draft.explain_drop("algorithm.norm_adv_by_std_in_grpo", reason)
         draft.put("algorithm.advantage.name", "reinforce_plus_plus", rule="distillation", old=["distillation.enabled"])
         draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n"], verbatim=True)
         return "distill"
-    ours = _ADVANTAGES.get(old)
-    if ours is None:
+    new_word = _ADVANTAGES.get(old)
+    if new_word is None:
         draft.find("advantage.unknown", key, old=old, names=", ".join(_ADVANTAGES))
         return "grpo"
-    if ours == "grpo" and draft.old.get("algorithm.norm_adv_by_std_in_grpo") is False:
-        ours = "dr_grpo"
-    if ours in _IN_GROUPS and n < 2:
-        ours = _alone(draft, ours, old=old, key=key)
+    if new_word == "grpo" and draft.old.get("algorithm.norm_adv_by_std_in_grpo") is False:
+        new_word = "dr_grpo"
+    if new_word in _IN_GROUPS and n < 2:
+        new_word = _single_estimator(draft, new_word, old=old, key=key)
     norm = ["algorithm.norm_adv_by_std_in_grpo"] if old.startswith("grpo") else []
-    draft.put("algorithm.advantage.name", ours, rule="advantage", old=[key, *norm])
+    draft.put("algorithm.advantage.name", new_word, rule="advantage", old=[key, *norm])
     draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n", "rollout.n"], verbatim=True)
     if not norm:
-        draft.say("algorithm.norm_adv_by_std_in_grpo", f"only grpo has it; the estimator is {old}")
-    return ours
+        draft.explain_drop("algorithm.norm_adv_by_std_in_grpo", f"only grpo has it; the estimator is {old}")
+    return new_word
 
 
-def _alone(draft: Draft, ours: str, *, old: str, key: str) -> str:
+def _single_estimator(draft: Draft, new_word: str, *, old: str, key: str) -> str:
     """Return the estimator of a run that draws one completion a prompt, which nothing can be compared with."""
-    if ours not in _BARE_ALONE:
+    if new_word not in _BARE_SINGLE:
         draft.find("advantage.group-of-one", key, "actor_rollout_ref.rollout.n", old=old)
-        return ours
-    draft.find("advantage.bare-reward", key, "actor_rollout_ref.rollout.n", old=old, ours=ours)
+        return new_word
+    draft.find("advantage.bare-reward", key, "actor_rollout_ref.rollout.n", old=old, new_word=new_word)
     return BARE_REWARD
 
 
@@ -100,22 +100,22 @@ def _gae(draft: Draft) -> None:
 
 def _clip(draft: Draft) -> None:
     low, high = clip_bounds(draft)
-    whole = f"{ACTOR}.clip_ratio"
-    if draft.old.is_set(whole) and whole not in (low, high):
-        draft.say(
-            whole,
+    full = f"{ACTOR}.clip_ratio"
+    if draft.old.is_set(full) and full not in (low, high):
+        draft.explain_drop(
+            full,
             f"{draft.old.version} did not read it: clip_ratio_low and clip_ratio_high are set, by default to 0.2, and win (since v0.4.0)",
         )
-        value, took = draft.old.get(whole), draft.old.get(low)
+        value, took = draft.old.get(full), draft.old.get(low)
         if value != took:
-            draft.find("clip-ratio-ignored", whole, value=value, took=took, value_2=draft.old.get(high))
+            draft.find("clip-ratio-ignored", full, value=value, took=took, value_2=draft.old.get(high))
     if updates_per_step(draft) == 1 and kl_coefs(draft)[1] == 0 and not takes_sampler_logprobs(draft):
-        for key in (low, high, whole, f"{ACTOR}.clip_ratio_c"):
-            draft.say(key, "a step makes one update, so the policy's ratio is always 1 and nothing is ever clipped")
+        for key in (low, high, full, f"{ACTOR}.clip_ratio_c"):
+            draft.explain_drop(key, "a step makes one update, so the policy's ratio is always 1 and nothing is ever clipped")
         return
     if not has_clip(draft):
-        for key in (low, high, whole):
-            draft.say(key, "this policy loss clips no ratio")
+        for key in (low, high, full):
+            draft.explain_drop(key, "this policy loss clips no ratio")
         return
     draft.copy("algorithm.policy_loss.clip_low", low, rule="clip", expected="number")
     draft.copy("algorithm.policy_loss.clip_high", high, rule="clip", expected="number")
@@ -126,7 +126,7 @@ def _dual_clip(draft: Draft) -> None:
     key = f"{ACTOR}.clip_ratio_c"
     loss = draft.settings.get("algorithm.policy_loss.name")
     if loss is not None and loss.value != "ppo":
-        draft.say(key, f"the policy loss {loss.value} has no dual clip")
+        draft.explain_drop(key, f"the policy loss {loss.value} has no dual clip")
         return
     bound = draft.number(key)
     if bound is None:
@@ -140,12 +140,12 @@ def _dual_clip(draft: Draft) -> None:
 def _aggregation(draft: Draft) -> None:
     key = f"{ACTOR}.loss_agg_mode"
     old = draft.text(key) or "token-mean"
-    ours = _AGGREGATIONS.get(old)
-    if ours is None:
+    new_word = _AGGREGATIONS.get(old)
+    if new_word is None:
         draft.find("aggregation", key, old=old)
         return
-    draft.put("algorithm.aggregation", ours, rule="aggregation", old=[key])
-    if ours == "sequence_mean_token_sum_norm":
+    draft.put("algorithm.aggregation", new_word, rule="aggregation", old=[key])
+    if new_word == "sequence_mean_token_sum_norm":
         factor = draft.integer(f"{ACTOR}.loss_scale_factor")
         horizon = factor if factor is not None else draft.integer("data.max_response_length")
         keys = [f"{ACTOR}.loss_scale_factor"] if factor is not None else ["data.max_response_length"]
@@ -160,10 +160,10 @@ def _kl(draft: Draft) -> None:
         _kl_reward(draft, in_reward)
     for key in (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"):
         if in_loss == 0:
-            draft.say(key, "the loss has no KL term, so no reference is needed for it")
+            draft.explain_drop(key, "the loss has no KL term, so no reference is needed for it")
     for key in ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl", "algorithm.kl_penalty"):
         if in_reward == 0:
-            draft.say(key, "the reward has no KL penalty")
+            draft.explain_drop(key, "the reward has no KL penalty")
     if not needs_ref(draft):
         return
     _estimator(draft, in_loss=in_loss > 0, in_reward=in_reward > 0)
@@ -183,27 +183,27 @@ def _kl_reward(draft: Draft, coef: float) -> None:
         draft.put("algorithm.kl_horizon", horizon or 10_000, rule="kl-controller", old=[f"{block}.horizon"])
     else:
         for name in ("target_kl", "horizon"):
-            draft.say(f"{block}.{name}", "the controller is fixed and does not read it")
+            draft.explain_drop(f"{block}.{name}", "the controller is fixed and does not read it")
 
 
 def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
     keys = [f"{ACTOR}.kl_loss_type"] * in_loss + ["algorithm.kl_penalty"] * in_reward
     words = {key: draft.text(key) or ("low_var_kl" if "loss" in key else "kl") for key in keys}
-    found = {key: _ESTIMATORS.get(word.removesuffix("+")) for key, word in words.items()}
+    result = {key: _ESTIMATORS.get(word.removesuffix("+")) for key, word in words.items()}
     for key, word in words.items():
-        if found[key] is None:
+        if result[key] is None:
             draft.find("kl-estimator.unknown", key, word=word)
             return
         if word.endswith("+"):
             draft.find("kl-estimator.two-gradients", key, word=word)
             return
-    if in_loss and found[keys[0]] == "k1":
+    if in_loss and result[keys[0]] == "k1":
         draft.find("kl-estimator.zero-gradient", keys[0], detail=words[keys[0]])
         return
-    if len(set(found.values())) > 1:
+    if len(set(result.values())) > 1:
         draft.find("kl-estimator.two", *keys, detail=words[keys[0]], detail_2=words[keys[1]])
         return
-    draft.put("algorithm.kl_estimator", found[keys[0]], rule="kl-estimator", old=keys)
+    draft.put("algorithm.kl_estimator", result[keys[0]], rule="kl-estimator", old=keys)
 
 
 def _reference(draft: Draft) -> None:
@@ -241,20 +241,20 @@ def build_policy_loss(draft: Draft) -> None:
     """Set ``algorithm.policy_loss`` and the keys of that loss."""
     key = f"{_ACTOR}.loss_mode" if draft.old.is_set(f"{_ACTOR}.loss_mode") else f"{_ACTOR}.policy_loss.loss_mode"
     old = draft.text(key) or "vanilla"
-    ours = _LOSSES.get(old)
-    if ours is None:
+    new_word = _LOSSES.get(old)
+    if new_word is None:
         draft.find("policy-loss", key, old=old, names=", ".join(_LOSSES))
         return
-    draft.put("algorithm.policy_loss.name", ours, rule="policy-loss", old=[key])
+    draft.put("algorithm.policy_loss.name", new_word, rule="policy-loss", old=[key])
     block = key.rpartition(".")[0]
-    if ours == "clip_cov":
+    if new_word == "clip_cov":
         draft.copy("algorithm.policy_loss.fraction", f"{block}.clip_cov_ratio", rule="covariance", expected="number")
         draft.copy("algorithm.policy_loss.min_covariance", f"{block}.clip_cov_lb", rule="covariance", expected="number")
         draft.copy("algorithm.policy_loss.max_covariance", f"{block}.clip_cov_ub", rule="covariance", expected="number")
-    if ours == "kl_cov":
+    if new_word == "kl_cov":
         draft.copy("algorithm.policy_loss.fraction", f"{block}.kl_cov_ratio", rule="covariance", expected="number")
         draft.copy("algorithm.policy_loss.kl_cov_coef", f"{block}.ppo_kl_coef", rule="covariance", expected="number")
-    if ours == "sapo":
+    if new_word == "sapo":
         apply_rules(draft, "sapo")
     if old.startswith("dppo_"):
         _divergence(draft, distance=old.removeprefix("dppo_"), key=key)
@@ -279,5 +279,5 @@ def has_clip(draft: Draft) -> bool:
 def clip_bounds(draft: Draft) -> tuple[str, str]:
     """Return the keys that the release read its bounds from."""
     low, high = f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"
-    whole = f"{_ACTOR}.clip_ratio"
-    return (low if draft.old.get(low) is not None else whole), (high if draft.old.get(high) is not None else whole)
+    full = f"{_ACTOR}.clip_ratio"
+    return (low if draft.old.get(low) is not None else full), (high if draft.old.get(high) is not None else full)

@@ -18,9 +18,9 @@ def needs_critic(draft: Draft) -> bool:
     """
     if only_distills(draft):
         return False
-    said = draft.old.get("critic.enable")
-    if isinstance(said, bool):
-        return said
+    given = draft.old.get("critic.enable")
+    if isinstance(given, bool):
+        return given
     return advantage(draft) == "gae"
 
 
@@ -133,11 +133,11 @@ def needs_ref(draft: Draft) -> bool:
 
 def updates_per_step(draft: Draft) -> int:
     """Return the updates of a step, as set by the batch builder."""
-    found = 1
+    result = 1
     for key in ("batching.num_mini_batches", "batching.num_passes"):
         setting = draft.settings.get(key)
-        found *= int(setting.value) if setting is not None and isinstance(setting.value, int) else 1
-    return found
+        result *= int(setting.value) if setting is not None and isinstance(setting.value, int) else 1
+    return result
 
 
 def prompts_of_step(draft: Draft) -> tuple[int | None, list[str]]:
@@ -171,7 +171,7 @@ def num_weight_syncs(draft: Draft) -> tuple[int | None, list[str]]:
 
 
 SWITCH, MODE = "trainer.use_v1", "trainer.v1.trainer_mode"
-_OURS = "loop=sync here samples with the newest weights, scores, and updates, one after the other"
+_SYNC_LOOP = "loop=sync here samples with the newest weights, scores, and updates, one after the other"
 
 
 def build_generation(draft: Draft) -> None:
@@ -182,11 +182,11 @@ def build_generation(draft: Draft) -> None:
     written = "written" if draft.old.is_set(SWITCH) else "the default"
     mode = draft.text(MODE) or "sync"
     if not draft.switch(SWITCH):
-        said = f"{SWITCH}=False ({written}) ran the trainer that main_ppo had before v0.9.0 (main_ppo_v0)"
-        draft.find("trainer-generation.first", SWITCH, said=said)
+        given = f"{SWITCH}=False ({written}) ran the trainer that main_ppo had before v0.9.0 (main_ppo_v0)"
+        draft.find("trainer-generation.first", SWITCH, given=given)
     elif mode == "sync":
-        said = f"{SWITCH}=True ({written}) ran the second trainer, with {MODE}=sync: batches went through TransferQueue"
-        draft.find("trainer-generation.second", SWITCH, said=said)
+        given = f"{SWITCH}=True ({written}) ran the second trainer, with {MODE}=sync: batches went through TransferQueue"
+        draft.find("trainer-generation.second", SWITCH, given=given)
     else:
         _ahead(draft, mode)
 

@@ -34,7 +34,7 @@ class OldRole:
         """Its engine in the new configuration."""
         return f"{self.name}.engine"
 
-    def places(self, draft: Draft) -> dict[str, str]:
+    def blocks(self, draft: Draft) -> dict[str, str]:
         """Return the role's blocks, for the rows of the table that hold for several roles."""
         parent = "critic" if self.name == "critic" else _HYBRID
         blocks = {"model": self.model, "megatron": self.megatron, "optim": self.optim, "fsdp": _block(draft, self)}
@@ -44,15 +44,15 @@ class OldRole:
 _HYBRID = "actor_rollout_ref"
 
 
-def _of_ppo(name: str, block: str, *, model: str, fsdp: tuple[str, ...], is_trained: bool) -> OldRole:
+def _make_ppo_role(name: str, block: str, *, model: str, fsdp: tuple[str, ...], is_trained: bool) -> OldRole:
     return OldRole(
         name=name, block=block, model=model, fsdp=fsdp, is_trained=is_trained, megatron=f"{block}.megatron", optim=f"{block}.optim"
     )
 
 
-ACTOR = _of_ppo("actor", f"{_HYBRID}.actor", model=f"{_HYBRID}.model", fsdp=(f"{_HYBRID}.actor.fsdp_config",), is_trained=True)
-REF = _of_ppo("ref", f"{_HYBRID}.ref", model=f"{_HYBRID}.model", fsdp=(f"{_HYBRID}.ref.fsdp_config",), is_trained=False)
-CRITIC = _of_ppo("critic", "critic", model="critic.model", fsdp=("critic.fsdp", "critic.model.fsdp_config"), is_trained=True)
+ACTOR = _make_ppo_role("actor", f"{_HYBRID}.actor", model=f"{_HYBRID}.model", fsdp=(f"{_HYBRID}.actor.fsdp_config",), is_trained=True)
+REF = _make_ppo_role("ref", f"{_HYBRID}.ref", model=f"{_HYBRID}.model", fsdp=(f"{_HYBRID}.ref.fsdp_config",), is_trained=False)
+CRITIC = _make_ppo_role("critic", "critic", model="critic.model", fsdp=("critic.fsdp", "critic.model.fsdp_config"), is_trained=True)
 SFT = OldRole(name="actor", block="engine", model="model", fsdp=("engine",), is_trained=True, megatron="engine", optim="optim")
 COLUMNS = OldRole(
     name="actor",
@@ -88,8 +88,8 @@ def is_megatron(draft: Draft) -> bool:
 def sequence_parallel(draft: Draft, role: OldRole) -> int:
     """Return the ranks that shared a sequence (Ulysses), as the release read it."""
     keys = ulysses_keys(role)
-    found = [draft.integer(key) or 1 for key in keys if draft.old.has(key)]
-    return max(found, default=1)
+    result = [draft.integer(key) or 1 for key in keys if draft.old.has(key)]
+    return max(result, default=1)
 
 
 def ulysses_keys(role: OldRole) -> list[str]:
@@ -133,7 +133,7 @@ def _model(draft: Draft, role: OldRole) -> None:
             draft.put(f"{engine}.model.path", here, rule="model-path", old=[key], verbatim=here == path)
         elif role.name == "actor":
             draft.find("model-path.missing", f"{role.model}.path", model=role.model)
-        apply_rules(draft, "trust-remote-code", "nccl-timeout", places=role.places(draft))
+        apply_rules(draft, "trust-remote-code", "nccl-timeout", blocks=role.blocks(draft))
         if role.name == "actor":
             _tokenizer(draft, role)
         if role.name == "critic":
@@ -150,15 +150,15 @@ def _tokenizer(draft: Draft, role: OldRole) -> None:
 
 def _optimizer(draft: Draft, role: OldRole) -> None:
     engine, optim = f"{role.engine}.optimizer", role.optim
-    places = role.places(draft)
-    apply_rules(draft, "lr", "weight-decay", places=places)
+    blocks = role.blocks(draft)
+    apply_rules(draft, "lr", "weight-decay", blocks=blocks)
     _clip(draft, role)
     if _another_optimizer(draft, role):
         return
     betas = draft.old.get(f"{optim}.betas")
     draft.put(f"{engine}.betas", betas if isinstance(betas, list) else [0.9, 0.999], rule="betas", old=[f"{optim}.betas"])
     if not is_megatron(draft):
-        apply_rules(draft, "decays-vectors", places=places)
+        apply_rules(draft, "decays-vectors", blocks=blocks)
 
 
 def _another_optimizer(draft: Draft, role: OldRole) -> bool:
@@ -199,26 +199,26 @@ _RATIOS = ("lr_warmup_steps_ratio", "warmup_steps_ratio")
 def _schedule(draft: Draft, role: OldRole) -> None:
     engine, optim = f"{role.engine}.schedule", role.optim
     styles = _STYLES if role.block != "model" else ("lr_scheduler",)  # the first generation of fine-tuning read no other
-    style_key = next((key for key in (f"{optim}.{name}" for name in styles) if _is_said(draft, key)), "")
+    style_key = next((key for key in (f"{optim}.{name}" for name in styles) if _is_given(draft, key)), "")
     # Before v0.4.0 the first generation of fine-tuning had one schedule, and no key for it.
     kind = draft.text(style_key) or ("cosine" if role.block == "model" else "constant")
-    ours = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "wsd", "WSD": "wsd"}.get(kind)
-    if ours is None:
+    target = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "wsd", "WSD": "wsd"}.get(kind)
+    if target is None:
         draft.find("schedule-kind", style_key, kind=kind)
-        ours = "constant"
-    ratio_key = next((f"{optim}.{name}" for name in _RATIOS if _is_said(draft, f"{optim}.{name}")), f"{optim}.{_RATIOS[0]}")
+        target = "constant"
+    ratio_key = next((f"{optim}.{name}" for name in _RATIOS if _is_given(draft, f"{optim}.{name}")), f"{optim}.{_RATIOS[0]}")
     warmup, ratio = draft.number(f"{optim}.lr_warmup_steps"), draft.number(ratio_key)
-    draft.put(f"{engine}.kind", ours, rule="schedule-kind", old=[style_key] if style_key else [])
+    draft.put(f"{engine}.kind", target, rule="schedule-kind", old=[style_key] if style_key else [])
     if warmup is not None and warmup >= 0 and (warmup > 0 or not is_megatron(draft)):
         if warmup > 0:
             steps = int(warmup) * (updates_per_schedule_step(draft) or 1)
             draft.put(f"{engine}.warmup_steps", steps, rule="warmup", old=[f"{optim}.lr_warmup_steps"], verbatim=steps == warmup)
-        draft.say(ratio_key, "lr_warmup_steps is set and wins over the ratio")
+        draft.explain_drop(ratio_key, "lr_warmup_steps is set and wins over the ratio")
     elif ratio:
         draft.put(f"{engine}.warmup_ratio", float(ratio), rule="warmup", old=[ratio_key], verbatim=True)
-    if ours != "constant":
+    if target != "constant":
         _floor(draft, engine, optim)
-    if ours != "constant" or f"{engine}.warmup_ratio" in draft.settings:
+    if target != "constant" or f"{engine}.warmup_ratio" in draft.settings:
         _schedule_length(draft, engine, optim)
     if {f"{engine}.warmup_steps", f"{engine}.warmup_ratio"} & draft.settings.keys():
         draft.find("warmup", f"{optim}.lr_warmup_steps")
@@ -231,13 +231,13 @@ def _schedule(draft: Draft, role: OldRole) -> None:
 
 def _floor(draft: Draft, engine: str, optim: str) -> None:
     """Set the floor of a falling schedule; Megatron's is a rate, not a fraction of the peak."""
-    share, rate, peak = draft.number(f"{optim}.min_lr_ratio"), draft.number(f"{optim}.min_lr"), draft.number(f"{optim}.lr")
-    if share is None and rate and peak:
-        share = rate / peak
-    draft.put(f"{engine}.min_lr_ratio", float(min(1.0, share or 0.0)), rule="min-lr", old=[f"{optim}.min_lr_ratio", f"{optim}.min_lr"])
+    fraction, rate, peak = draft.number(f"{optim}.min_lr_ratio"), draft.number(f"{optim}.min_lr"), draft.number(f"{optim}.lr")
+    if fraction is None and rate and peak:
+        fraction = rate / peak
+    draft.put(f"{engine}.min_lr_ratio", float(min(1.0, fraction or 0.0)), rule="min-lr", old=[f"{optim}.min_lr_ratio", f"{optim}.min_lr"])
 
 
-def _is_said(draft: Draft, key: str) -> bool:
+def _is_given(draft: Draft, key: str) -> bool:
     return draft.old.get(key) is not None
 
 
@@ -302,7 +302,7 @@ def _offload(draft: Draft, role: OldRole) -> None:
     hybrid = f"{role.optim}.override_optimizer_config.optimizer_cpu_offload"
     if draft.switch(hybrid):
         draft.put(f"{engine}.optimizer_on_cpu", True, rule="optimizer-cpu", old=[hybrid])
-        draft.say(f"{block}.optimizer_offload", "the optimiser lives on the CPU all the time (optimizer_cpu_offload)")
+        draft.explain_drop(f"{block}.optimizer_offload", "the optimiser lives on the CPU all the time (optimizer_cpu_offload)")
         return
     draft.put(
         f"{engine}.optimizer",
@@ -341,13 +341,13 @@ def _fsdp(draft: Draft, role: OldRole) -> None:
     reshard = draft.old.get(f"{block}.reshard_after_forward")
     if strategy == "fsdp2" and isinstance(reshard, bool | int) and reshard is not True:
         draft.put(f"{engine}.reshard_after_forward", reshard, rule="reshard", old=[f"{block}.reshard_after_forward"], verbatim=True)
-    apply_rules(draft, "prefetch", places=role.places(draft))
+    apply_rules(draft, "prefetch", blocks=role.blocks(draft))
     wrap = draft.old.get(f"{block}.wrap_policy.transformer_layer_cls_to_wrap")
     if wrap:
         names: Plain = wrap if isinstance(wrap, list) else [wrap]
         draft.put(f"{engine}.wrap_modules", names, rule="wrap-policy", old=[f"{block}.wrap_policy.transformer_layer_cls_to_wrap"])
     if role.is_trained:
-        apply_rules(draft, "checkpointing", places=role.places(draft))
+        apply_rules(draft, "checkpointing", blocks=role.blocks(draft))
 
 
 def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
@@ -360,7 +360,7 @@ def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
     if size is None or size < 1:
         return
     if world is not None and size > world:
-        draft.say(key, f"there are {world} ranks, and all of them shard, as with -1")
+        draft.explain_drop(key, f"there are {world} ranks, and all of them shard, as with -1")
         return
     draft.put(f"{role.engine}.fsdp_size", size, rule="fsdp-size", old=[key], verbatim=True)
     if world is not None and world % size:
@@ -371,7 +371,7 @@ def _megatron(draft: Draft, role: OldRole) -> None:
     engine, block = role.engine, role.megatron
     tensor = draft.integer(f"{block}.tensor_model_parallel_size") or 1
     pipeline = draft.integer(f"{block}.pipeline_model_parallel_size") or 1
-    apply_rules(draft, "tensor-parallel", "pipeline-parallel", "context-parallel", places=role.places(draft))
+    apply_rules(draft, "tensor-parallel", "pipeline-parallel", "context-parallel", blocks=role.blocks(draft))
     chunks = draft.integer(f"{block}.virtual_pipeline_model_parallel_size")
     if chunks is not None and chunks > 1 and pipeline > 1:
         key = f"{block}.virtual_pipeline_model_parallel_size"
@@ -382,13 +382,13 @@ def _megatron(draft: Draft, role: OldRole) -> None:
     _experts(draft, role)
     if role.is_trained:
         _transformer(draft, role)
-        apply_rules(draft, "distributed-optimizer", places=role.places(draft))
+        apply_rules(draft, "distributed-optimizer", blocks=role.blocks(draft))
 
 
 def _transformer(draft: Draft, role: OldRole) -> None:
     """Set recomputation and the expert-balancing loss from Megatron's own configuration."""
     block = f"{role.megatron}.override_transformer_config"
-    apply_rules(draft, "recompute", places=role.places(draft))
+    apply_rules(draft, "recompute", blocks=role.blocks(draft))
     weight = draft.number(f"{block}.moe_aux_loss_coeff")
     if weight is not None and weight > 0 and draft.text(f"{block}.moe_router_load_balancing_type") not in ("none", "None"):
         draft.put(f"{role.engine}.router_aux_loss", float(weight), rule="router-loss", old=[f"{block}.moe_aux_loss_coeff"])
@@ -403,7 +403,7 @@ def _experts(draft: Draft, role: OldRole) -> None:
     size = draft.integer(key) or 1
     draft.put(f"{role.engine}.expert_parallel", size, rule="expert-parallel", old=[key], verbatim=True)
     if size == 1:
-        draft.say(split, "experts are not divided over ranks, so that it follows tensor_parallel")
+        draft.explain_drop(split, "experts are not divided over ranks, so that it follows tensor_parallel")
         return
     if draft.text(split) not in ("", "None"):
         draft.put(f"{role.engine}.expert_tensor_parallel", draft.integer(split), rule="expert-parallel", old=[split], verbatim=True)
@@ -433,8 +433,8 @@ def _check_copies(draft: Draft, role: OldRole) -> None:
 
 
 def _refuse_ranks(draft: Draft, role: OldRole, size: int, world: int, keys: list[str]) -> None:
-    said = ", ".join(f"{key}={draft.integer(key)}" for key in keys)
-    draft.find("layout-divides", *keys, role=role.name, said=said, size=size, world=world)
+    given = ", ".join(f"{key}={draft.integer(key)}" for key in keys)
+    draft.find("layout-divides", *keys, role=role.name, given=given, size=size, world=world)
 
 
 def _known_world(draft: Draft) -> int | None:

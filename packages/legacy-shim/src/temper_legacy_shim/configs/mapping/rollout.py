@@ -21,10 +21,10 @@ def build_rollout(draft: Draft) -> None:
 def _sampling(draft: Draft) -> None:
     apply_rules(draft, "temperature", "top-p", "top-k")
     _lengths(draft, "sampling.max_tokens")
-    said = "do_sample is false" if draft.old.get(f"{BLOCK}.do_sample") is False else "temperature is 0"
-    if said.startswith("do_sample") or draft.number(f"{BLOCK}.temperature") == 0:
-        key = f"{BLOCK}.{said.partition(' ')[0]}"
-        draft.find("greedy", key, said=said)
+    given = "do_sample is false" if draft.old.get(f"{BLOCK}.do_sample") is False else "temperature is 0"
+    if given.startswith("do_sample") or draft.number(f"{BLOCK}.temperature") == 0:
+        key = f"{BLOCK}.{given.partition(' ')[0]}"
+        draft.find("greedy", key, given=given)
     if draft.switch(f"{BLOCK}.ignore_eos"):
         draft.find("ignore-eos", f"{BLOCK}.ignore_eos")
 
@@ -47,7 +47,7 @@ def _eval_sampling(draft: Draft) -> None:
         apply_rules(draft, "eval-top-p", "eval-top-k")
     else:
         for name in ("temperature", "top_p", "top_k"):
-            draft.say(f"{block}.{name}", "evaluation was greedy (val_kwargs.do_sample is false), so it was not read")
+            draft.explain_drop(f"{block}.{name}", "evaluation was greedy (val_kwargs.do_sample is false), so it was not read")
     _lengths(draft, f"{new}.max_tokens")
     count = draft.integer(f"{block}.n")
     if count is not None and count > 1:

@@ -7,10 +7,10 @@ from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rules import RuleSetting, rule_named
 from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
 
-_NO_PLACES: Mapping[str, str] = MappingProxyType({})
+_NO_BLOCKS: Mapping[str, str] = MappingProxyType({})
 
 
-def apply_rules(draft: Draft, *names: str, places: Mapping[str, str] = _NO_PLACES, old: str = "") -> None:
+def apply_rules(draft: Draft, *names: str, blocks: Mapping[str, str] = _NO_BLOCKS, old: str = "") -> None:
     """Set the new keys of these rows, in their order.
 
     Converters: ``number`` and ``any`` copy; ``number or X`` sets X if the release has no such key; ``switch`` is a boolean, ``count``
@@ -20,15 +20,15 @@ def apply_rules(draft: Draft, *names: str, places: Mapping[str, str] = _NO_PLACE
     Args:
         draft: read and written.
         names: ids of rows.
-        places: blocks of one role, for rows that hold for several.
+        blocks: blocks of one role, for rows that hold for several.
         old: the old key to read instead of the row's own.
     """
     for name in names:
         rule = rule_named(name)
         assert rule is not None
         for setting in rule.settings:
-            key = old or setting.old.format_map(places)
-            _apply(draft, setting.new.format_map(places), key, rule=name, setting=setting)
+            key = old or setting.old.format_map(blocks)
+            _apply(draft, setting.new.format_map(blocks), key, rule=name, setting=setting)
 
 
 def _apply(draft: Draft, new: str, old: str, *, rule: str, setting: RuleSetting) -> None:

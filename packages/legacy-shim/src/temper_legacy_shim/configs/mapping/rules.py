@@ -147,11 +147,11 @@ def is_block(key: str) -> bool:
 
 def rule_named(name: str) -> Rule | None:
     """Return the row with that id."""
-    return _by_id().get(name)
+    return _index_by_id().get(name)
 
 
 @cache
-def _by_id() -> dict[str, Rule]:
+def _index_by_id() -> dict[str, Rule]:
     return {rule.id: rule for rule in rules()}
 
 
@@ -221,9 +221,9 @@ def tree_sources(rule: Rule) -> tuple[str, ...]:
 @cache
 def _keys(family: Family, program: str) -> dict[str, frozenset[str]]:
     """Return the keys of a tree by the rule that they fall under."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for key in all_keys(family):
         rule = find_rule(program, key)
         if rule is not None:
-            found.setdefault(rule.id, set()).add(key)
-    return {name: frozenset(keys) for name, keys in found.items()}
+            result.setdefault(rule.id, set()).add(key)
+    return {name: frozenset(keys) for name, keys in result.items()}

@@ -33,7 +33,7 @@ def build_length(draft: Draft) -> None:
     steps, epochs = draft.integer("trainer.total_training_steps"), draft.integer("trainer.total_epochs")
     if steps is not None and steps > 0:
         draft.put("run.total_steps", steps, rule="total-steps", old=["trainer.total_training_steps"], verbatim=True)
-        draft.say("trainer.total_epochs", "trainer.total_training_steps is set and ends the run")
+        draft.explain_drop("trainer.total_epochs", "trainer.total_training_steps is set and ends the run")
         if epochs is not None:
             _epochs_may_end_first(draft, steps=steps, epochs=epochs)
         return
@@ -53,7 +53,7 @@ def _async_length(draft: Draft) -> None:
         return
     draft.put("run.total_steps", steps, rule="async-length", old=keys)
     for name in ("trainer.total_training_steps", "trainer.total_epochs", "rollout.total_epochs"):
-        draft.say(name, f"{keys[0]} ends the run")
+        draft.explain_drop(name, f"{keys[0]} ends the run")
 
 
 def build_habits(draft: Draft) -> None:

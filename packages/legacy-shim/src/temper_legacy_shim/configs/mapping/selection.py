@@ -23,7 +23,7 @@ def build_selection(draft: Draft) -> None:
     elif draft.switch(f"{FILTER}.enable"):
         _unread_filter(draft)
     else:
-        draft.say(FILTER, "filter_groups is not enabled")
+        draft.explain_drop(FILTER, "filter_groups is not enabled")
     if draft.switch("algorithm.use_pf_ppo"):
         _reweight(draft)
     if draft.old.has(f"{CORRECTION}.rollout_is") or takes_sampler_logprobs(draft):
@@ -31,7 +31,7 @@ def build_selection(draft: Draft) -> None:
     elif draft.switch("algorithm.rollout_is"):
         _first_correction(draft)
     else:
-        draft.say("algorithm.rollout_is", "rollout_is is not enabled")
+        draft.explain_drop("algorithm.rollout_is", "rollout_is is not enabled")
     cap = draft.number("actor_rollout_ref.actor.tis_imp_ratio_cap")
     if cap is not None and cap > 0:
         _put(draft, "truncate_at", float(cap), "actor_rollout_ref.actor.tis_imp_ratio_cap")
@@ -41,8 +41,10 @@ def _filter(draft: Draft) -> None:
     new, key = "algorithm.dynamic_sampling", f"{FILTER}.max_num_gen_batches"
     rounds = draft.integer(key) or 0
     if is_second_trainer(draft):
-        rounds = 0  # it warns and goes on
-        draft.say(key, f"the second trainer of {draft.old.version} ignored it with a warning, and sampled until the batch was full")
+        rounds = 0  # it warns and continues
+        draft.explain_drop(
+            key, f"the second trainer of {draft.old.version} ignored it with a warning, and sampled until the batch was full"
+        )
     old = [f"{FILTER}.enable"] if is_second_trainer(draft) else [key, f"{FILTER}.enable"]
     draft.put(f"{new}.max_rounds", rounds if rounds > 0 else _MANY_ROUNDS, rule="filter-groups", old=old)
     each = draft.integer("data.gen_batch_size")
@@ -68,19 +70,19 @@ The second trainer's ``reward`` is the sum of rewards with penalties, before KL.
 
 def _unread_filter(draft: Draft) -> None:
     program = draft.old.entry or "main_ppo"
-    draft.say(FILTER, f"{program} of {draft.old.version} did not read it")
+    draft.explain_drop(FILTER, f"{program} of {draft.old.version} did not read it")
     draft.find("filter-groups.not-read", f"{FILTER}.enable", program=program)
 
 
 def _reweight(draft: Draft) -> None:
     new, block = "algorithm.reweight", "algorithm.pf_ppo"
     method = draft.text(f"{block}.reweight_method") or "pow"
-    ours = {"pow": "power", "max_min": "max_min", "max_random": "max_random"}.get(method)
-    if ours is None:
+    target = {"pow": "power", "max_min": "max_min", "max_random": "max_random"}.get(method)
+    if target is None:
         draft.find("pf-ppo", f"{block}.reweight_method", block=block, method=method)
         return
-    draft.put(f"{new}.method", ours, rule="pf-ppo", old=[f"{block}.reweight_method", "algorithm.use_pf_ppo"])
-    if ours == "power":
+    draft.put(f"{new}.method", target, rule="pf-ppo", old=[f"{block}.reweight_method", "algorithm.use_pf_ppo"])
+    if target == "power":
         draft.copy(f"{new}.exponent", f"{block}.weight_pow", rule="pf-ppo", expected="number")
 
 
@@ -94,7 +96,7 @@ def _first_correction(draft: Draft) -> None:
     level, mode = draft.text(f"{block}_level") or "token", draft.text(f"{block}_mode") or "truncate"
     high, low = draft.number(f"{block}_threshold"), draft.number(f"{block}_threshold_lower")
     if draft.old.get(f"{block}_threshold") is None:
-        draft.say(block, f"without rollout_is_threshold, which is null, {draft.old.version} corrected nothing")
+        draft.explain_drop(block, f"without rollout_is_threshold, which is null, {draft.old.version} corrected nothing")
         return
     _veto(draft, f"{block}_veto_threshold")
     if level not in ("token", "sequence"):
@@ -113,7 +115,7 @@ def _correction(draft: Draft) -> None:
     weighs, rejects = draft.text(f"{CORRECTION}.rollout_is"), draft.text(f"{CORRECTION}.rollout_rs")
     bypasses = takes_sampler_logprobs(draft)
     if not weighs and not rejects and not bypasses:
-        draft.say(CORRECTION, "neither weights nor rejection are asked for")
+        draft.explain_drop(CORRECTION, "neither weights nor rejection are asked for")
         return
     _veto(draft, f"{CORRECTION}.rollout_token_veto_threshold")
     if weighs and weighs not in ("token", "sequence"):
@@ -157,7 +159,7 @@ def _bypass(draft: Draft, weighs: str) -> None:
         _put(draft, "proximal", "rollout", *keys)
         _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
         if weighs:
-            draft.say(f"{CORRECTION}.rollout_is", "the objective's own ratio is to the sampler, and is the correction")
+            draft.explain_drop(f"{CORRECTION}.rollout_is", "the objective's own ratio is to the sampler, and is the correction")
         return
     draft.find("correction.loss-type", key, loss_key, f"{CORRECTION}.use_policy_gradient", loss=loss)
 
@@ -254,4 +256,4 @@ def _veto(draft: Draft, key: str) -> None:
 
 def _no_counterpart(draft: Draft, key: str, value: str) -> None:
     draft.find("correction.no-counterpart", key, value=value)
-    draft.say(key, "no counterpart; see the hazard")
+    draft.explain_drop(key, "no counterpart; see the hazard")

@@ -40,7 +40,7 @@ def _build(draft: Draft, role: OldRole) -> None:
         draft.put("model_engine", "megatron", rule="model-engine", group=True)
     if not put_source(draft, new="data.train", old="data.train_files"):
         draft.find("data-files.no-demonstrations", "data.train_files")
-    draft.say("data.val_files", "the loss on held-out demonstrations is not measured here")
+    draft.explain_drop("data.val_files", "the loss on held-out demonstrations is not measured here")
     build_role(draft, role)
     build_lora(draft, role)
     _lengths(draft, role)
@@ -78,15 +78,15 @@ def _tokens(draft: Draft, role: OldRole, *, longest: int) -> None:
 
 def _micro(draft: Draft, role: OldRole) -> int:
     """Return the demonstrations of a micro-batch on one rank."""
-    whole, each = draft.integer("data.micro_batch_size"), draft.integer("data.micro_batch_size_per_gpu")
-    if whole is None or not draft.old.is_set("data.micro_batch_size"):
+    full, each = draft.integer("data.micro_batch_size"), draft.integer("data.micro_batch_size_per_gpu")
+    if full is None or not draft.old.is_set("data.micro_batch_size"):
         return max(1, each or 1)
     ranks = data_parallel(draft, role)
     if ranks is None:
-        return max(1, whole)
-    if whole % ranks:
-        draft.find("micro-batch-global.demonstrations", "data.micro_batch_size", whole=whole, ranks=ranks, detail=max(1, whole // ranks))
-    return max(1, whole // ranks)
+        return max(1, full)
+    if full % ranks:
+        draft.find("micro-batch-global.demonstrations", "data.micro_batch_size", full=full, ranks=ranks, detail=max(1, full // ranks))
+    return max(1, full // ranks)
 
 
 def _columns(draft: Draft) -> None:

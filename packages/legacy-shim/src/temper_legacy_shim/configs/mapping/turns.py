@@ -31,8 +31,8 @@ def build_turns(draft: Draft) -> None:
     else:
         if draft.switch(f"{TURNS}.enable"):
             draft.find("multi-turn.no-tools", f"{TURNS}.enable")
-        draft.say(TURNS, "one completion for each prompt: nothing answers it")
-    draft.say("actor_rollout_ref.rollout.agent", "how many processes ran the rollouts; servers are asynchronous anyway")
+        draft.explain_drop(TURNS, "one completion for each prompt: nothing answers it")
+    draft.explain_drop("actor_rollout_ref.rollout.agent", "how many processes ran the rollouts; servers are asynchronous anyway")
 
 
 def _ask(draft: Draft, *, tools: str, own: list[str], form: str) -> None:
@@ -41,7 +41,7 @@ def _ask(draft: Draft, *, tools: str, own: list[str], form: str) -> None:
     what = "; ".join(parts) or f"{draft.config_name} says so, and lies in a file that was not given"
     turns = _num_turns(draft)
     draft.find("multi-turn.own-code", what=what, detail=f" and environment.max_turns={turns}" if turns else "")
-    draft.say(TURNS, "turns and tools become an environment, which is asked about once")
+    draft.explain_drop(TURNS, "turns and tools become an environment, which is asked about once")
 
 
 def _tools(draft: Draft, path: str) -> None:
@@ -62,15 +62,15 @@ def _tools(draft: Draft, path: str) -> None:
     parallel = draft.integer(f"{TURNS}.max_parallel_calls") or 1
     also = f", and the other {parallel - 1} of max_parallel_calls wait for turns of their own" if parallel > 1 else ""
     draft.find("multi-turn.tools", tools, path=path, also=also)
-    draft.say(TURNS, "an environment has no such choice: it is called as before in any case")
+    draft.explain_drop(TURNS, "an environment has no such choice: it is called as before in any case")
 
 
 def _num_turns(draft: Draft) -> int:
     """Return the completions of a rollout at most; 0 if there was no limit."""
     counts = {key.rpartition(".")[2]: draft.integer(key) or 0 for key in _limits(draft)}
     others = counts.get("max_user_turns", 0)
-    found = [counts.get("max_assistant_turns", 0), others + 1 if others > 0 else 0, counts.get("max_turns", 0)]
-    return min((count for count in found if count > 0), default=0)
+    result = [counts.get("max_assistant_turns", 0), others + 1 if others > 0 else 0, counts.get("max_turns", 0)]
+    return min((count for count in result if count > 0), default=0)
 
 
 def _limits(draft: Draft) -> list[str]:
@@ -84,24 +84,24 @@ def _unread_limit(draft: Draft) -> None:
         return
     reason = f"{draft.old.version} does not read it: v0.4.0 alone did, and max_assistant_turns and max_user_turns came after it"
     draft.find("max-turns", key, value=draft.old.get(key), reason=reason)
-    draft.say(key, reason)
+    draft.explain_drop(key, reason)
 
 
 def build_staleness(draft: Draft) -> None:
     """Set a bound on sample age from the fraction of stale samples."""
     if not is_async(draft):
         return
-    share = draft.number("async_training.staleness_threshold")
-    if share is not None:
+    fraction = draft.number("async_training.staleness_threshold")
+    if fraction is not None:
         draft.put(
             "asynchrony.max_staleness",
-            1 if share <= 1 else int(-(-share // 1)),
+            1 if fraction <= 1 else int(-(-fraction // 1)),
             rule="staleness",
             old=["async_training.staleness_threshold"],
         )
     partial = draft.switch("async_training.partial_rollout")
     draft.put("asynchrony.partial_rollouts", partial, rule="staleness", old=["async_training.partial_rollout"])
-    draft.find("staleness", "async_training.staleness_threshold", share=share)
+    draft.find("staleness", "async_training.staleness_threshold", fraction=fraction)
     is_first = not draft.since("v0.7.1")
     if is_first and not draft.switch("async_training.use_rollout_log_probs"):
         draft.find(
@@ -114,7 +114,7 @@ def build_staleness(draft: Draft) -> None:
 def build_teachers(draft: Draft) -> None:
     """Set on-policy distillation of v0.8.0 and later."""
     if not draft.switch("distillation.enabled"):
-        draft.say("distillation", "distillation is not enabled")
+        draft.explain_drop("distillation", "distillation is not enabled")
         return
     names = {key.removeprefix(f"{_TEACHERS}.").partition(".")[0] for key in draft.old.below(_TEACHERS)}
     taught = [name for name in sorted(names) if draft.text(f"{_TEACHERS}.{name}.model_path")]

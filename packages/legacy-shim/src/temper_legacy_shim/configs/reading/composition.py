@@ -51,10 +51,10 @@ def _text(value: str, key: str, tree: Mapping[str, Plain], depth: int) -> Plain:
         end = _closing(value, begin)
         if end < 0:
             break
-        found = _lookup(value[begin + 2 : end], key, tree, depth)
-        if begin == 0 and end == len(value) - 1 and not isinstance(found, Unresolved):
-            return found
-        text = value[begin : end + 1] if isinstance(found, Unresolved) else "null" if found is None else str(found)
+        result = _lookup(value[begin + 2 : end], key, tree, depth)
+        if begin == 0 and end == len(value) - 1 and not isinstance(result, Unresolved):
+            return result
+        text = value[begin : end + 1] if isinstance(result, Unresolved) else "null" if result is None else str(result)
         parts += [value[at:begin], text]
         at = end + 1
         if sum(map(len, parts)) > _MAX_LENGTH:
@@ -78,9 +78,9 @@ def _lookup(inner: str, key: str, tree: Mapping[str, Plain], depth: int) -> "Pla
         return _node(_name(inner, key, tree, depth), key, tree, depth)
     target, comma, default = rest.partition(",")
     if name.strip() == "oc.select":
-        found = _node(_name(target, key, tree, depth), key, tree, depth)
-        if found is not UNRESOLVED and found is not None:
-            return found
+        result = _node(_name(target, key, tree, depth), key, tree, depth)
+        if result is not UNRESOLVED and result is not None:
+            return result
         if not comma:
             return None
         return resolve(default.strip(), key, tree, depth + 1) if "${" in default else parse_value(default.strip())[0]
@@ -133,9 +133,9 @@ class OldConfig:
         if key in self.tree:
             return resolve(self.tree[key], key, self.tree)
         below: Plain = {name[len(key) + 1 :]: resolve(self.tree[name], name, self.tree) for name in self.below(key)}
-        return below or self._in_block_of(key, default)
+        return below or self._find_in_block(key, default)
 
-    def _in_block_of(self, key: str, default: Plain) -> Plain:
+    def _find_in_block(self, key: str, default: Plain) -> Plain:
         """Return a leaf of a block that is as one value an interpolation of another block."""
         outer = key
         while "." in outer:
@@ -171,24 +171,24 @@ class OldConfig:
         """Return whether the user gave any of them a value."""
         return any(self.sources(key) for key in keys)
 
-    def is_whole(self, key: str) -> bool:
+    def is_complete(self, key: str) -> bool:
         """Return whether the value is one that was set, and not a text around another key's (``checkpoints/${trainer.project_name}``)."""
         value = self.tree.get(key)
         return key in self.origin or not isinstance(value, str) or "${" not in value or _ONE_KEY.fullmatch(value) is not None
 
     def sources(self, *keys: str) -> tuple[int, ...]:
         """Return the tokens that gave these keys their values, through one interpolation at most."""
-        found: list[int] = []
+        result: list[int] = []
         for key in keys:
             if key in self.blocks:
-                found += [index for name, index in self.origin.items() if name.startswith(f"{key}.")]
+                result += [index for name, index in self.origin.items() if name.startswith(f"{key}.")]
             elif key in self.origin:
-                found.append(self.origin[key])
+                result.append(self.origin[key])
             else:
-                found += self._through_interpolation(key)
-        return tuple(dict.fromkeys(found))
+                result += self._follow_interpolation(key)
+        return tuple(dict.fromkeys(result))
 
-    def _through_interpolation(self, key: str) -> list[int]:
+    def _follow_interpolation(self, key: str) -> list[int]:
         value = self.tree.get(key)
         if not isinstance(value, str):
             return []

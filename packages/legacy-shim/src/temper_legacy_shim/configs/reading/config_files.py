@@ -64,10 +64,10 @@ def find_files(path: Path) -> list[Path]:
         UsageError: there is none.
     """
     if path.is_dir():
-        found = sorted(item for item in path.rglob("*") if item.suffix in _SUFFIXES and item.is_file())
-        if not found:
+        result = sorted(item for item in path.rglob("*") if item.suffix in _SUFFIXES and item.is_file())
+        if not result:
             raise UsageError(f"{path} holds no YAML file: give a file or a folder with old configurations.")
-        return found
+        return result
     if not path.exists():
         raise UsageError(f"{path} is not there: give a YAML file or a folder with some.")
     return [path]
@@ -82,12 +82,14 @@ def read_old_file(path: Path) -> OldFile:
     loaded = _load(path)
     if isinstance(loaded, list):
         return OldFile(path=path, values={}, overrides=tuple(loaded))
-    found = compose_file(path, load=_load_mapping, bases=_BASES)
+    result = compose_file(path, load=_load_mapping, bases=_BASES)
     own = path.stem if path.stem in _BASES else ""
-    entry = found.base or own
+    entry = result.base or own
     if own and not _BASES[own].startswith("verl.trainer."):
         entry = own  # a recipe's own file, whatever it builds on
-    return OldFile(path=path, values=found.values, entry=entry, groups=found.groups, parts=tuple(found.parts), missing=tuple(found.missing))
+    return OldFile(
+        path=path, values=result.values, entry=entry, groups=result.groups, parts=tuple(result.parts), missing=tuple(result.missing)
+    )
 
 
 def read_if_old(path: Path) -> OldFile | None:
@@ -152,8 +154,8 @@ def refuse_other_systems(old: OldFile) -> None:
 
 def with_missing(translation: Translation, old: OldFile) -> Translation:
     """Return the translation with what its file builds on and no one found, which a person has to decide about."""
-    said = tuple(Finding(level="person", rule=DEFAULTS_LIST, message=f"{sentence}.") for sentence in old.missing)
-    return replace(translation, findings=(*said, *translation.findings)) if said else translation
+    stated = tuple(Finding(level="person", rule=DEFAULTS_LIST, message=f"{sentence}.") for sentence in old.missing)
+    return replace(translation, findings=(*stated, *translation.findings)) if stated else translation
 
 
 def old_files(path: Path) -> list[OldFile]:
@@ -165,14 +167,18 @@ def old_files(path: Path) -> list[OldFile]:
         UsageError: there is no YAML file.
         DamagedFileError: one speaks of an old configuration, and can't be read.
     """
-    found = find_files(path)
-    return [read_old_file(path)] if found == [path] else whole_files([old for each in found if (old := read_if_old(each)) is not None])
+    result = find_files(path)
+    return (
+        [read_old_file(path)]
+        if result == [path]
+        else drop_included_files([old for each in result if (old := read_if_old(each)) is not None])
+    )
 
 
-def whole_files(found: Sequence[OldFile]) -> list[OldFile]:
+def drop_included_files(result: Sequence[OldFile]) -> list[OldFile]:
     """Drop files that another one builds on."""
-    parts = {part.resolve() for old in found for part in old.parts}
-    return [old for old in found if old.path.resolve() not in parts]
+    parts = {part.resolve() for old in result for part in old.parts}
+    return [old for old in result if old.path.resolve() not in parts]
 
 
 def entry_of(base: str) -> str:
@@ -187,7 +193,7 @@ def _load(path: Path) -> dict[str, Plain] | list[str]:
         text = path.read_text(encoding="utf-8")
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise DamagedFileError(f"{path} is not YAML: {' '.join(str(error).split())}. Mend it there.") from error
+        raise DamagedFileError(f"{path} is not YAML: {' '.join(str(error).split())}. Fix it there.") from error
     except (OSError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise DamagedFileError(f"{path} can't be read ({type(error).__name__}: {error}): a YAML text file is expected.") from error
     if tree is None:

@@ -20,7 +20,7 @@ def parse_value(text: str) -> tuple[Plain, str | None]:
     """
     reader = _Reader(text)
     try:
-        value = reader.whole()
+        value = reader.full()
     except _NotHydraError as error:
         return _unquoted(text.strip()), str(error)
     return value, None
@@ -39,7 +39,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
 
-    def whole(self) -> Plain:
+    def full(self) -> Plain:
         self._space()
         if self.at == len(self.text):
             return ""
@@ -255,7 +255,7 @@ def from_environment(value: Plain, *, is_number: bool) -> Plain:
         return [from_environment(item, is_number=is_number) for item in value]
     if not isinstance(value, str):
         return value
-    read = SHELL_VARIABLE.sub(lambda found: f"${{oc.env:{found['braced'] or found['bare']}}}", value)
+    read = SHELL_VARIABLE.sub(lambda result: f"${{oc.env:{result['braced'] or result['bare']}}}", value)
     return f"${{oc.decode:{read}}}" if is_number and read != value else read
 
 

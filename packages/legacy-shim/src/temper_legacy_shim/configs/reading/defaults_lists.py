@@ -44,7 +44,7 @@ class Composed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _Position:
     """Position of a file in the composition."""
 
     folder: str
@@ -82,51 +82,51 @@ class _Composer:
         for entry in _entries(tree):
             if entry.is_override:
                 self._overridden[entry.group.lstrip("/")] = entry.choice
-        self._lay(self._path, tree, _Place(folder="", package="", seen=(self._path.resolve(),)))
+        self._lay(self._path, tree, _Position(folder="", package="", seen=(self._path.resolve(),)))
         return self._out
 
-    def _lay(self, path: Path, tree: dict[str, Plain], place: _Place) -> None:
+    def _lay(self, path: Path, tree: dict[str, Plain], position: _Position) -> None:
         """Lay a file, and what its list names, over what is there."""
         entries = _entries(tree)
         own = {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
         is_laid = False
         for entry in entries:
             if entry.is_self:
-                self._out.values = merged(self._out.values, _nested(place.package, own))
+                self._out.values = merged(self._out.values, _nested(position.package, own))
                 is_laid = True
             elif entry.is_override:
-                self._note_group(entry, entry.choice, place)
+                self._note_group(entry, entry.choice, position)
             else:
-                self._follow(path, entry, place, above_own=is_laid and bool(own))
+                self._follow(path, entry, position, above_own=is_laid and bool(own))
         if not is_laid:
-            self._out.values = merged(self._out.values, _nested(place.package, own))
+            self._out.values = merged(self._out.values, _nested(position.package, own))
 
-    def _follow(self, path: Path, entry: "_Entry", place: _Place, *, above_own: bool) -> None:
+    def _follow(self, path: Path, entry: "_Entry", position: _Position, *, above_own: bool) -> None:
         """Load one entry of a list: a neighboring file, one of a search folder, or the old package's own."""
         choice = self._overridden.get(entry.group.lstrip("/"), entry.choice) if entry.group else entry.choice
         choice = _NAME.sub(lambda match: self._out.groups.get(match[1], match[0]), choice)
-        self._note_group(entry, choice, place)
+        self._note_group(entry, choice, position)
         name = f"{entry.group}/{choice}" if entry.group else choice
-        location = posixpath.normpath(name.lstrip("/") if name.startswith("/") else posixpath.join(place.folder, name))
+        location = posixpath.normpath(name.lstrip("/") if name.startswith("/") else posixpath.join(position.folder, name))
         last = location.rpartition("/")[2]
-        found = next((file for root in self._roots if (file := root / f"{location}.yaml").is_file()), None)
+        result = next((file for root in self._roots if (file := root / f"{location}.yaml").is_file()), None)
         is_base = not entry.group and last in self._bases
         if is_base and self._out.base == "":
             self._out.base = last
-        if found is None or (is_base and found.parent != self._path.parent):
+        if result is None or (is_base and result.parent != self._path.parent):
             self._not_there(path, entry, name, choice, is_base=is_base, above_own=above_own)
             return
-        if found.resolve() in place.seen:
-            raise DamagedFileError(f"{found} builds on itself through its defaults list: take one of the entries out.")
-        self._out.parts.append(found)
-        inner = self._load(found)
-        package = _package(entry, header=_header(found), place=place)
-        self._lay(found, inner, _Place(folder=posixpath.dirname(location), package=package, seen=(*place.seen, found.resolve())))
+        if result.resolve() in position.seen:
+            raise DamagedFileError(f"{result} builds on itself through its defaults list: take one of the entries out.")
+        self._out.parts.append(result)
+        inner = self._load(result)
+        package = _package(entry, header=_header(result), position=position)
+        self._lay(result, inner, _Position(folder=posixpath.dirname(location), package=package, seen=(*position.seen, result.resolve())))
 
-    def _note_group(self, entry: "_Entry", choice: str, place: _Place) -> None:
+    def _note_group(self, entry: "_Entry", choice: str, position: _Position) -> None:
         """Record the engine: groups choose it at the top level, not below another block."""
         name = entry.group.lstrip("/")
-        if name in _ENGINE_GROUPS and not place.folder and entry.package in (None, "_global_", name):
+        if name in _ENGINE_GROUPS and not position.folder and entry.package in (None, "_global_", name):
             self._out.groups[name] = choice
 
     def _not_there(self, path: Path, entry: "_Entry", name: str, choice: str, *, is_base: bool, above_own: bool) -> None:
@@ -171,10 +171,10 @@ def _entries(tree: Mapping[str, Plain]) -> list[_Entry]:
 def _read(item: Plain) -> Iterator[_Entry]:
     """Yield entries of ``name``, ``name@package``, ``{[override] [optional] group[@package]: choices}``; null chooses nothing."""
     if isinstance(item, Mapping) and len(item) == 1:
-        ((said, chosen),) = item.items()
+        ((given, chosen),) = item.items()
     else:
-        said, chosen = "", item
-    words = said.split()
+        given, chosen = "", item
+    words = given.split()
     choices = chosen if isinstance(chosen, list) else [chosen]
     for choice in choices:
         if choice is None:
@@ -194,20 +194,20 @@ def _read(item: Plain) -> Iterator[_Entry]:
         )
 
 
-def _package(entry: _Entry, *, header: str | None, place: _Place) -> str:
+def _package(entry: _Entry, *, header: str | None, position: _Position) -> str:
     """Return the block for a file's values.
 
     What the entry says, else what the file says of itself, else its group.
     """
     group = (entry.group or posixpath.dirname(entry.choice)).lstrip("/").replace("/", ".")
-    said = entry.package
-    if said == "_here_":
-        said = ""
-    if said is None and header is not None:
-        said = f"_global_.{header.removeprefix('_global_').lstrip('.')}".rstrip(".") if header != "_group_" else group
-    package = group if said is None else said.replace("_group_", group)
-    whole = ".".join(part for part in (place.package, package) if part)
-    return whole.rpartition("_global_")[2].lstrip(".") if "_global_" in whole else whole
+    given = entry.package
+    if given == "_here_":
+        given = ""
+    if given is None and header is not None:
+        given = f"_global_.{header.removeprefix('_global_').lstrip('.')}".rstrip(".") if header != "_group_" else group
+    package = group if given is None else given.replace("_group_", group)
+    full = ".".join(part for part in (position.package, package) if part)
+    return full.rpartition("_global_")[2].lstrip(".") if "_global_" in full else full
 
 
 def _header(path: Path) -> str | None:

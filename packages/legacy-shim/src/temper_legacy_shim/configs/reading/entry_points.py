@@ -31,7 +31,7 @@ _OWN_CONFIGS: tuple[tuple[str, str], ...] = (
 )
 """Parts of an entry, and the configuration that it is composed from: its name, or its beginning."""
 
-FOREIGN_RECIPES = (
+FOREIGN_TRAINERS = (
     "prime",
     "spin",
     "sppo",
@@ -89,12 +89,12 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
         or given.get("actor_rollout_ref.actor.strategy") == "megatron"
     )
     foreign = f"the training engine {engine} has no counterpart here" if engine in _FOREIGN_ENGINES else ""
-    if "automodel" in path or any(f".{part}." in f".{path}." or f"main_{part}" in path for part in FOREIGN_RECIPES):
+    if "automodel" in path or any(f".{part}." in f".{path}." or f"main_{part}" in path for part in FOREIGN_TRAINERS):
         foreign = foreign or f"{entry} is a trainer of its own, which has no counterpart here"
     if path == "verl.trainer.main":
         foreign = f"{entry} is the entry of EasyR1, whose configuration is of another kind (config=FILE, worker.*)"
     contradiction = ""
-    if "megatron" not in path and _said_strategy(overrides) == "megatron" and program == "ppo":
+    if "megatron" not in path and _given_strategy(overrides) == "megatron" and program == "ppo":
         if not is_megatron and name in ("", "ppo_trainer") and not given:
             contradiction = (
                 "actor_rollout_ref.actor.strategy is megatron, but the configuration that the overrides are composed on is that of FSDP, "
@@ -121,12 +121,12 @@ def _configs_of(path: str, name: str, *, is_megatron: bool) -> tuple[str, ...]:
     """
     if name in own_configs():
         return (name,)
-    found = []
+    result = []
     for part, config in _OWN_CONFIGS:
         if part in path or part in name:
             names = (f"{config}_megatron_trainer", f"{config}_trainer", config) if is_megatron else (f"{config}_trainer", config)
-            found += [next(each for each in names if each in own_configs())]
-    return tuple(found)
+            result += [next(each for each in names if each in own_configs())]
+    return tuple(result)
 
 
 _KINDS = ("", "ppo", "sft", "sft1", "generation", "evaluation")
@@ -199,15 +199,15 @@ def _family(program: Program, *, is_megatron: bool) -> Family:
 
 
 def _flag(overrides: Sequence[Override], names: tuple[str, ...]) -> str | None:
-    found = [str(override.value) for override in overrides if override.kind == "flag" and override.key in names and override.value]
-    return next((name for name in found if "$" not in name), None)
+    result = [str(override.value) for override in overrides if override.kind == "flag" and override.key in names and override.value]
+    return next((name for name in result if "$" not in name), None)
 
 
 def _group(overrides: Sequence[Override], name: str) -> str:
     return next((str(item.value) for item in reversed(overrides) if item.kind == "set" and item.key == name), "")
 
 
-def _said_strategy(overrides: Sequence[Override]) -> str:
+def _given_strategy(overrides: Sequence[Override]) -> str:
     return _group(overrides, "actor_rollout_ref.actor.strategy")
 
 

@@ -46,18 +46,18 @@ class Override:
 
 def read_overrides(tokens: Sequence[str]) -> list[Override]:
     """Return every token, in order; none is lost, whatever stands in it."""
-    found: list[Override] = []
+    result: list[Override] = []
     flag: str | None = None
     for index, token in enumerate(tokens):
         if flag is not None:
-            found.append(Override(index=index, text=token, kind="flag", key=flag, value=token.strip("'\"")))
+            result.append(Override(index=index, text=token, kind="flag", key=flag, value=token.strip("'\"")))
             flag = None
             continue
         override = _read(index, token)
-        found.append(override)
+        result.append(override)
         if override.kind == "flag" and override.key in _TAKES_VALUE and not override.has_value:
             flag = override.key
-    return found
+    return result
 
 
 def _read(index: int, token: str) -> Override:

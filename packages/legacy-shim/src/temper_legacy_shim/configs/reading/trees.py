@@ -36,9 +36,9 @@ def _packed() -> dict[str, Plain]:
 @cache
 def versions() -> tuple[str, ...]:
     """Return every release with trees of its own, oldest first."""
-    found = _packed()["versions"]
-    assert isinstance(found, list)
-    return tuple(str(version) for version in found)
+    result = _packed()["versions"]
+    assert isinstance(result, list)
+    return tuple(str(version) for version in result)
 
 
 def known_version(text: str) -> str:
@@ -57,17 +57,17 @@ def known_version(text: str) -> str:
     known = [version for version in versions() if version != MAIN]
     if match is None:
         raise UsageError(f"{text!r} is no version: give one such as v0.7.1, from {known[0]} to {known[-1]}, or {MAIN}.")
-    wanted = _number(match)
-    if wanted < _parsed(known[0]):
+    expected = _number(match)
+    if expected < _parsed(known[0]):
         raise UsageError(f"{text} is older than the oldest known release: give one from {known[0]} to {known[-1]}, or {MAIN}.")
     newest = _parsed(known[-1])
     is_line = match[3] is None and match[4] is None  # v0.4 means the last of its line
-    if (wanted[:2] > newest[:2]) if is_line else (wanted > newest):
+    if (expected[:2] > newest[:2]) if is_line else (expected > newest):
         raise UsageError(
             f"{text} is newer than the newest release that is known here, {known[-1]}: keys and defaults may have changed. Update "
             f"temper-legacy-shim, or give --from-version {known[-1]} to translate it as that release."
         )
-    last = (*wanted[:2], 99, 99) if is_line else wanted
+    last = (*expected[:2], 99, 99) if is_line else expected
     return [version for version in known if _parsed(version) <= last][-1]
 
 
@@ -165,12 +165,12 @@ def _config_changes(version: str, config: str) -> dict[str, Plain]:
     GONE for a key that it removes.
     """
     number = order(version)
-    found = {}
+    result = {}
     for key, history in _configs()[config]["keys"].items():
         defaults = [default for since, default in history if since <= number]
         if defaults and defaults[-1] != BASE:
-            found[key] = defaults[-1]
-    return found
+            result[key] = defaults[-1]
+    return result
 
 
 def composed_tree(version: str, family: Family, configs: tuple[str, ...] = ()) -> dict[str, Plain]:

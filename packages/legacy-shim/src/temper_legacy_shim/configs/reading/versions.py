@@ -49,14 +49,14 @@ def releases_with(family: Family, configs: tuple[str, ...]) -> list[str]:
 
 def _bounds(counts: dict[str, set[str]], best: list[str], candidates: list[str]) -> list[str]:
     """Describe what the releases next to the range refuse."""
-    found = []
+    result = []
     first, last = candidates.index(best[0]), candidates.index(best[-1])
     for number, side in ((first - 1, "before"), (last + 1, "after")):
         if 0 <= number < len(candidates):
             more = sorted(counts[candidates[number]] - counts[best[-1]])[:_MOST_SHOWN]
             if more:
-                found.append(f"{candidates[number]}, {side} it, refuses {', '.join(more)}")
-    return found
+                result.append(f"{candidates[number]}, {side} it, refuses {', '.join(more)}")
+    return result
 
 
 def _refusals(
@@ -112,7 +112,7 @@ def other_meanings(taken: Mapping[str, Setting], others: Mapping[str, Mapping[st
 def _difference(taken: Mapping[str, Setting], other: Mapping[str, Setting]) -> str:
     keys = [key for key in dict.fromkeys((*other, *taken)) if key.startswith(_BEHAVIOUR)]
     pairs = [(key, _shown(other, key), _shown(taken, key)) for key in keys]
-    return ", ".join(f"{key}={theirs} (here {ours})" for key, theirs, ours in pairs if theirs != ours)
+    return ", ".join(f"{key}={others} (here {target})" for key, others, target in pairs if others != target)
 
 
 def _shown(settings: Mapping[str, Setting], key: str) -> str:

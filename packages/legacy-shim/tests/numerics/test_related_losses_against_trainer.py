@@ -1,4 +1,7 @@
-"""PPO's kin in the old algorithms' traces against the trainer's: equal, or different in the way that docs/migration/workers.md says."""
+"""PPO's relatives in the old algorithms' traces against the trainer's.
+
+Equal, or different in the way that docs/migration/workers.md says.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -30,7 +33,10 @@ pytestmark = needs_golden
 
 
 def calls(group: str) -> list[str]:
-    """Those of one rank's own counts; given the whole mini-batch's, the old losses differ as ``agg_loss`` does."""
+    """Yield the calls with one rank's own counts.
+
+    With the full mini-batch's, the old losses differ as ``agg_loss``.
+    """
     return [call for call in core_calls("v0.7.1", group) if not call.startswith("global_batch_info")]
 
 
@@ -75,7 +81,7 @@ def test_cispo_agrees(call: str) -> None:
 
 
 @pytest.mark.parametrize("call", calls("policy_loss_gspo"))
-def test_gspo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_whatever_was_asked_for(call: str) -> None:
+def test_gspo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_whatever_was_requested(call: str) -> None:
     case, samples = case_of("policy_loss_gspo", call)[0], samples_for("policy_loss_gspo", call)
     objective = PolicyObjective(
         loss=Gspo(**clips(case)), uses_correction_weights=CORRECTION_WEIGHTS in samples.columns, aggregation=MODES["seq-mean-token-mean"]
@@ -86,7 +92,7 @@ def test_gspo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_wha
 
 
 @pytest.mark.parametrize("call", calls("policy_loss_sapo"))
-def test_sapo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_whatever_was_asked_for(call: str) -> None:
+def test_sapo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_whatever_was_requested(call: str) -> None:
     config, samples = case_of("policy_loss_sapo", call)[0]["config"], samples_for("policy_loss_sapo", call)
     objective = PolicyObjective(
         loss=Sapo(positive_temperature=config.get("tau_pos", 1.0), negative_temperature=config.get("tau_neg", 1.05)),
@@ -99,7 +105,7 @@ def test_sapo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_wha
 
 
 @pytest.mark.parametrize("call", calls("policy_loss_geo_mean"))
-def test_gmpo_agrees_but_for_completions_without_a_trained_token_and_the_place_of_correction_weights(call: str) -> None:
+def test_gmpo_agrees_but_for_completions_without_a_trained_token_and_the_position_of_correction_weights(call: str) -> None:
     case, samples = case_of("policy_loss_geo_mean", call)[0], samples_for("policy_loss_geo_mean", call)
     uses_correction_weights = CORRECTION_WEIGHTS in samples.columns
     objective = PolicyObjective(
@@ -111,19 +117,19 @@ def test_gmpo_agrees_but_for_completions_without_a_trained_token_and_the_place_o
         assert not torch.allclose(loss, expected, rtol=1e-3)
         return
     # One row of eight is empty: the old mean counts it, ours is over the completions that train.
-    share = 7 / 8 if "emptyrow" in call else 1.0
-    assert_close(share * loss, expected)
-    assert_close(share * gradient, expected_gradient)
+    fraction = 7 / 8 if "emptyrow" in call else 1.0
+    assert_close(fraction * loss, expected)
+    assert_close(fraction * gradient, expected_gradient)
 
 
-def held_by_old_rule(group: str, call: str, objective: PolicyObjective, samples: SequenceBatch) -> SequenceBatch:
+def clipped_by_old_rule(group: str, call: str, objective: PolicyObjective, samples: SequenceBatch) -> SequenceBatch:
     """Tokens by the covariance with the current log-probs, which the old losses took; ours take those before the update."""
     current = replace(samples, columns={**samples.columns, "old_logprobs": logprobs_of(group, call)})
     return replace(samples, columns={**samples.columns, **objective.prepare(current, seed=0)})
 
 
 @pytest.mark.parametrize("call", calls("policy_loss_kl_cov"))
-def test_kl_cov_agrees_when_it_is_told_the_current_log_probs_for_the_covariance(call: str) -> None:
+def test_kl_cov_agrees_when_it_is_reported_the_current_log_probs_for_the_covariance(call: str) -> None:
     group = "policy_loss_kl_cov"
     case, samples = case_of(group, call)[0], samples_for(group, call)
     chosen = case["config"].get("policy_loss", {})
@@ -132,13 +138,13 @@ def test_kl_cov_agrees_when_it_is_told_the_current_log_probs_for_the_covariance(
         uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
         aggregation=MODES[case["loss_agg_mode"]],
     )
-    loss, gradient = computed(objective, held_by_old_rule(group, call, objective, samples), logprobs_of(group, call))
+    loss, gradient = computed(objective, clipped_by_old_rule(group, call, objective, samples), logprobs_of(group, call))
     assert_close(loss, old(group, f"{call}.loss"))
     assert_close(gradient, old(group, f"{call}.grad_log_prob"))
 
 
 @pytest.mark.parametrize("call", [call for call in calls("policy_loss_clip_cov") if call not in ("default_cov", "random_pick")])
-def test_clip_cov_has_the_old_gradient_when_it_is_told_the_current_log_probs_for_the_covariance(call: str) -> None:
+def test_clip_cov_has_the_old_gradient_when_it_is_reported_the_current_log_probs_for_the_covariance(call: str) -> None:
     group = "policy_loss_clip_cov"
     case, samples = case_of(group, call)[0], samples_for(group, call)
     chosen = case["config"].get("policy_loss", {})
@@ -152,11 +158,11 @@ def test_clip_cov_has_the_old_gradient_when_it_is_told_the_current_log_probs_for
         uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
         aggregation=MODES[case["loss_agg_mode"]],
     )
-    held = held_by_old_rule(group, call, objective, samples)
-    loss, gradient = computed(objective, held, logprobs_of(group, call))
+    bounded = clipped_by_old_rule(group, call, objective, samples)
+    loss, gradient = computed(objective, bounded, logprobs_of(group, call))
     assert_close(gradient, old(group, f"{call}.grad_log_prob"))
     # A token that PPO's clip holds already may be chosen here and not there: its gradient is 0 in both, its loss 0 here alone.
-    assert float(held.columns[IS_SELECTED].sum()) > 0
+    assert float(bounded.columns[IS_SELECTED].sum()) > 0
     if call == "on_policy":
         assert_close(loss, old(group, f"{call}.loss"))
 
@@ -165,27 +171,27 @@ def test_clip_cov_has_the_old_gradient_when_it_is_told_the_current_log_probs_for
 def test_opo_agrees_but_for_groups_of_one(call: str) -> None:
     case, mask = case_of("adv_opo", call)
     scores, samples = column(case["token_level_rewards"]).sum(1), samples_of(mask, uid=case["index"])
-    found = grid(estimate_advantages(AlgorithmConfig(advantage=Opo(), group_size=2), samples=samples, rewards=scores).advantages)
+    result = grid(estimate_advantages(AlgorithmConfig(advantage=Opo(), group_size=2), samples=samples, rewards=scores).advantages)
     expected = old("adv_opo", f"{call}.advantages") * mask
-    is_alone = torch.bincount(samples.group_ids)[samples.group_ids] == 1
-    assert_close(found[~is_alone], expected[~is_alone])
-    assert bool((found[is_alone] == 0).all())
-    assert_close(expected[is_alone], scores[is_alone, None] * mask[is_alone])
+    is_single = torch.bincount(samples.group_ids)[samples.group_ids] == 1
+    assert_close(result[~is_single], expected[~is_single])
+    assert bool((result[is_single] == 0).all())
+    assert_close(expected[is_single], scores[is_single, None] * mask[is_single])
 
 
 @pytest.mark.parametrize("call", core_calls("v0.7.1", "adv_gpg"))
 def test_gpg_agrees_but_for_what_counts_as_teaching_and_groups_of_one(call: str) -> None:
     case, mask = case_of("adv_gpg", call)
     scores, samples = column(case["token_level_rewards"]).sum(1), samples_of(mask, uid=case["index"])
-    found = grid(estimate_advantages(AlgorithmConfig(advantage=Gpg(), group_size=2), samples=samples, rewards=scores).advantages)
+    result = grid(estimate_advantages(AlgorithmConfig(advantage=Gpg(), group_size=2), samples=samples, rewards=scores).advantages)
     expected = old("adv_gpg", f"{call}.advantages") * mask
     groups = [scores[samples.group_ids == group] for group in samples.group_ids.unique()]
     alive = sum(len(group) for group in groups if float(group.max() - group.min()) > 0)
     # There the scale is B over the number of scores that are not 0, here over the completions of groups that are not all equal.
     ratio = alive / int(torch.count_nonzero(scores))
-    is_alone = torch.bincount(samples.group_ids)[samples.group_ids] == 1
-    assert_close(found[~is_alone] * ratio, expected[~is_alone], tolerance=1e-5)
-    assert bool((found[is_alone] == 0).all())
+    is_single = torch.bincount(samples.group_ids)[samples.group_ids] == 1
+    assert_close(result[~is_single] * ratio, expected[~is_single], tolerance=1e-5)
+    assert bool((result[is_single] == 0).all())
 
 
 @pytest.mark.parametrize("call", core_calls("v0.7.1", "adv_remax"))
@@ -193,14 +199,14 @@ def test_remax_agrees_but_for_rewards_before_the_last_token(call: str) -> None:
     case, mask = case_of("adv_remax", call)
     rewards, baselines = column(case["token_level_rewards"]), column(case["reward_baselines"])
     config = AlgorithmConfig(advantage=ReMax(), group_size=2)
-    found = grid(estimate_advantages(config, samples=samples_of(mask), rewards=rewards.sum(1), baselines=baselines).advantages)
+    result = grid(estimate_advantages(config, samples=samples_of(mask), rewards=rewards.sum(1), baselines=baselines).advantages)
     expected = old("adv_remax", f"{call}.advantages") * mask
     if "dense" in call:  # there a token has the rewards from itself on, here a completion has one reward
         rest = (rewards * mask).flip(1).cumsum(1).flip(1) - baselines[:, None]
         assert_close(rest * mask, expected, tolerance=1e-5)
-        assert not torch.allclose(found, expected, atol=1e-2)
+        assert not torch.allclose(result, expected, atol=1e-2)
     else:
-        assert_close(found, expected)
+        assert_close(result, expected)
 
 
 @pytest.mark.parametrize("call", [c for c in core_calls("v0.7.1", "adv_gdpo") if c.endswith("norm_std_True")])
@@ -211,26 +217,26 @@ def test_gdpo_agrees_but_for_a_group_of_one_which_moves_the_mean_and_deviation_o
     weights = case["config"]["gdpo_reward_weights"] or [1.0] * len(keys)
     components = torch.tensor([given[key] for key in keys], dtype=torch.float64).T  # type: ignore[index]
     samples = samples_of(mask, uid=case["index"])
-    is_alone = torch.bincount(samples.group_ids)[samples.group_ids] == 1
+    is_single = torch.bincount(samples.group_ids)[samples.group_ids] == 1
     total = torch.zeros(len(mask), dtype=torch.float64)
     for k, weight in enumerate(weights):
         config = AlgorithmConfig(advantage=Grpo(), group_size=2)
-        alone = grid(estimate_advantages(config, samples=samples, rewards=components[:, k]).advantages).double()
-        of_group = (alone * mask).sum(1) / mask.sum(1)
-        total += weight * torch.where(is_alone, components[:, k] / (1 + 1e-6), of_group)
+        single = grid(estimate_advantages(config, samples=samples, rewards=components[:, k]).advantages).double()
+        of_group = (single * mask).sum(1) / mask.sum(1)
+        total += weight * torch.where(is_single, components[:, k] / (1 + 1e-6), of_group)
     expected = old("adv_gdpo", f"{call}.advantages") * mask
     assert_close(whitened(total[:, None] * mask, mask).float() * mask, expected, tolerance=1e-4)
     config = AlgorithmConfig(advantage=Gdpo(), group_size=2)
-    found = estimate_advantages(
+    result = estimate_advantages(
         config, samples=samples, rewards=components.sum(1).float(), components=components, component_weights=tuple(weights)
     )
     # Ours is the same formula with 0 for the lone completion, whitened by the deviation over n.
-    ours = whitened(torch.where(is_alone, 0.0, total)[:, None] * mask, mask).float() * mask
-    assert_close(unbiased(grid(found.advantages), mask), ours, tolerance=1e-4)
+    target = whitened(torch.where(is_single, 0.0, total)[:, None] * mask, mask).float() * mask
+    assert_close(unbiased(grid(result.advantages), mask), target, tolerance=1e-4)
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """By the mean and the deviation over n - 1 of the trained tokens."""
+    """Whiten by the mean and the deviation over n - 1 of the trained tokens."""
     trained = values[mask.bool()]
     return (values - trained.mean()) / (trained.std() + 1e-8)
 
@@ -245,16 +251,16 @@ def test_importance_weights_agree_but_for_the_mean_that_normalises_those_of_comp
     config = RolloutCorrectionConfig(
         level=case["rollout_is"], truncate_at=case["rollout_is_threshold"], self_normalize=case["rollout_is_batch_normalize"]
     )
-    found = compute_rollout_correction(
+    result = compute_rollout_correction(
         config, samples=samples, old_logprobs=samples.columns["old"], rollout_logprobs=samples.columns["rollout"]
     )
-    weights, expected = grid(found.weights) * mask, tensors_of(CORE / "rollout_correction" / "outputs.safetensors")
-    wanted = expected[f"{call}.rollout_is_weights"] * mask
+    weights, expected = grid(result.weights) * mask, tensors_of(CORE / "rollout_correction" / "outputs.safetensors")
+    required = expected[f"{call}.rollout_is_weights"] * mask
     if case["rollout_is"] == "sequence" and case["rollout_is_batch_normalize"]:
         # Ours average 1 over the trained tokens, the old ones over the completions that train.
         assert float(weights.sum() / mask.sum()) == pytest.approx(1.0, rel=1e-5)
         trains = mask.sum(1) > 0
-        assert float((wanted[trains].sum(1) / mask[trains].sum(1)).mean()) == pytest.approx(1.0, rel=1e-5)
-        assert_close(weights / weights.sum(), wanted / wanted.sum(), tolerance=1e-5)
+        assert float((required[trains].sum(1) / mask[trains].sum(1)).mean()) == pytest.approx(1.0, rel=1e-5)
+        assert_close(weights / weights.sum(), required / required.sum(), tolerance=1e-5)
     else:
-        assert_close(weights, wanted, tolerance=1e-5)
+        assert_close(weights, required, tolerance=1e-5)
