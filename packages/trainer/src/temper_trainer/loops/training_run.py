@@ -113,7 +113,8 @@ def train(
         except WorkAbandoned:  # before the first step or while components are closed
             raise RunInterrupted(step=completed_steps, checkpoint=checkpoint, stop=stop) from None
         except SystemExit:
-            # While Ray starts, its own handler of SIGTERM is active, which raises SystemExit.
+            # A library, such as another version of Ray, may have set its own handler of SIGTERM,
+            # which raises SystemExit.
             if not stop.is_set:
                 raise
             raise RunInterrupted(step=completed_steps, checkpoint=checkpoint, stop=stop) from None
@@ -157,7 +158,7 @@ def _run_task(
         ) as log,
         _write_report_at_end(log, stop=stop),
     ):
-        stop.install()  # again, because Ray has set its own handler
+        stop.install()  # again, because a library may have set its own handler
         for line in _describe_start(
             config,
             folder=folder,

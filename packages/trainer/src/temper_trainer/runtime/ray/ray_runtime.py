@@ -2,9 +2,12 @@
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import cast
 
 import ray
@@ -284,20 +287,64 @@ def _start_or_join(address: str | None, bind_address: str) -> None:
 
 def _init_ray(*, address: str | None, bind_address: str | None, root: Path | None) -> None:
     try:
-        ray.init(
-            address=address,
-            _node_ip_address=bind_address,
-            _temp_dir=None if root is None else str(root),
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-        )
+        with _defer_signals():
+            ray.init(
+                address=address,
+                _node_ip_address=bind_address,
+                _temp_dir=None if root is None else str(root),
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+            )
     except ConnectionError as error:
         raise ConfigError(
             f"runtime.address is {address}, but no Ray cluster answers there: start one (ray start "
             "--head), correct the address, or remove it to start Ray on this host. A cluster with "
             "token authentication needs RAY_AUTH_MODE=token and the same ~/.ray/auth_token here."
         ) from error
+
+
+@contextmanager
+def _defer_signals() -> Iterator[None]:
+    """Pass SIGINT and SIGTERM to their handlers after the body; a second SIGINT at once.
+
+    Ray forks its processes with a `preexec_fn`, so Python runs the hooks that modules registered
+    for a fork. An exception that a signal handler raises in such a hook is lost, and the hook does
+    not release its lock: the stop request would be ignored, and every other thread that logs would
+    wait forever. For the same reason, Ray must not install its own handlers of SIGTERM: one in
+    Python, which raises SystemExit, and one in C++, which aborts the process. A start that hangs is
+    ended with its process at the end of the grace period.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in previous.items() if callable(handler)}
+    if not is_main or signal.SIGTERM not in handlers:
+        yield
+        return
+    deferred: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and deferred:
+            deferred.clear()
+            handlers[signal.SIGINT](number, frame)
+        elif not deferred:
+            deferred.append(number)
+
+    install_of_ray = ray._private.utils.set_sigterm_handler
+    is_disabled = ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER
+    ray._private.utils.set_sigterm_handler = lambda _: None
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
+    try:
+        for number in handlers:
+            signal.signal(number, handle)
+        yield
+    finally:
+        ray._private.utils.set_sigterm_handler = install_of_ray
+        ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = is_disabled
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if deferred:
+            signal.raise_signal(deferred[0])
 
 
 def _format_resources(cpus: float, gpus: float) -> dict[str, float]:
