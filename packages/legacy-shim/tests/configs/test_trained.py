@@ -18,6 +18,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from temper_legacy_shim.configs import Outcome, translate
 from temper_legacy_shim.configs.report import yaml_of
+from temper_legacy_shim.scripts.launch_translation import Options
+from temper_legacy_shim.scripts.migrate import migrate_script
+from temper_trainer.__main__ import main
 from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.data.tokenizer import build_tokenizer
@@ -183,3 +186,21 @@ def test_a_translated_fine_tuning_run_trains(old_project: Path, tmp_path: Path) 
     assert [row["step"] for row in rows if row["phase"] == "sft"] == [1, 2, 3, 4, 5, 6]
     loss = [row["actor/loss"] for row in rows if row["phase"] == "sft"]
     assert loss[-1] < loss[0]
+
+
+def test_cpu_trial_of_a_script_for_eight_gpus_trains(old_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        f"python3 -m verl.trainer.main_ppo data.train_files={old_project}/train.parquet data.val_files={old_project}/train.parquet "
+        f"actor_rollout_ref.model.path={old_project}/model custom_reward_function.path={old_project}/reward.py "
+        "algorithm.adv_estimator=gae critic.optim.lr=1e-5 actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 "
+        "actor_rollout_ref.actor.fsdp_config.param_offload=True trainer.n_gpus_per_node=8 trainer.nnodes=2 trainer.test_freq=5 "
+        f"critic.model.path={old_project}/model actor_rollout_ref.actor.optim.lr_warmup_steps=10 data.max_prompt_length=16\n"
+    )
+    migration = migrate_script(text, options=Options(version="v0.6.1", cpu_trial=True))
+    assert migration.outcome is not Outcome.PERSON
+    monkeypatch.chdir(tmp_path)
+    assert main([argument.text.shown() for argument in migration.launches[0].arguments]) == 0
+    rows = [row for row in losses(tmp_path / "runs/cpu_trial") if row["phase"] == "rl"]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[-1]["actor/grad_norm"] > 0

@@ -34,6 +34,9 @@ def script(
     numerics: Annotated[
         NumericsChoice, typer.Option(help="temper: engines, hazards listed. legacy: pin the deprecated workers where they were in use.")
     ] = NumericsChoice.TEMPER,
+    cpu_trial: Annotated[
+        bool, typer.Option("--cpu-trial", help="Make the new script a trial on a CPU: two short steps with the same data, model and loss.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Write nothing and print one line for each script; for CI.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Print every token and what became of it.")] = False,
@@ -49,7 +52,7 @@ def script(
     if (nodes is None) != (gpus_per_node is None):
         raise typer.BadParameter("--nodes and --gpus-per-node belong together: give both.")
     cluster = None if nodes is None or gpus_per_node is None else Cluster(nodes=nodes, gpus_per_node=gpus_per_node)
-    options = Options(version=from_version, numerics=numerics.value, cluster=cluster)
+    options = Options(version=from_version, numerics=numerics.value, cluster=cluster, cpu_trial=cpu_trial)
     settings = _settings(given or [])
     results: list[tuple[Path, Migration]] = []
     for path in paths:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from temper_legacy_shim.bash.shell_values import Piece, Text, literal
 from temper_legacy_shim.configs import Cluster, Finding, Outcome, Setting, Translation, translate
+from temper_legacy_shim.configs.cpu_trial import make_cpu_trial
 from temper_legacy_shim.configs.reading.config_files import OldFile, entry_of, read_old_file, with_missing
 from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
 from temper_legacy_shim.scripts.launches import Launch, Override
@@ -30,6 +31,8 @@ class Options:
     """Numerics of the result: legacy or temper."""
     cluster: Cluster | None = None
     """Nodes and GPUs, where neither the configuration nor the launcher says them."""
+    cpu_trial: bool = False
+    """Make the new command a short trial on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,7 @@ def translate_launch(
     )
     translation = translation if own is None else with_missing(translation, own)
     translation = _with_processes(translation, launch, unknowns)
+    translation = make_cpu_trial(translation) if options.cpu_trial else translation
     arguments = tuple(_argument(setting, launch.overrides, unknowns, literal_keys) for setting in translation.settings)
     return TranslatedLaunch(
         launch=launch, translation=translation, arguments=arguments, unknowns=unknowns, own_config=None if own is None else own.path
