@@ -1,14 +1,14 @@
 r"""Measure whether each algorithm learns: accuracy before and after 60 steps, with a curve.
 
-    python -m bench.bench_learning run --out FOLDER [--methods NAME,...] [--budget-s N]
-        [--parallel N] [--rehearse]
-    python -m bench.bench_learning table --out FOLDER
+    python bench/bench_learning.py [--methods NAME,...|all] [--out FOLDER] [--budget-s N]
+        [--parallel N] [--rehearse] [--table]
 
 All methods start from the warm start of the quickstart (seed 0), whose demonstrations are half
-wrong. `run` tries a grid of learning rates on seed 0, and repeats the best one on two more seeds.
-Every run is a `temper-train` process with one thread. Its row is appended to FOLDER/rows.jsonl at
+wrong. The bench tries a grid of learning rates on seed 0, and repeats the best one on two more
+seeds. Every run is a `temper-train` process with one thread. Its row is appended to FOLDER/rows.jsonl at
 its end, and runs that have a row are skipped, so the same command continues an interrupted
-measurement. `table` prints one line per method, and draws FOLDER/curves.png.
+measurement. At its end, or at once with `--table`, it prints one line per method and draws
+FOLDER/curves.png.
 
 On-policy methods take one update per step. Methods whose loss differs from the policy gradient only
 after the first update take four. Preference, SFT and reward-model methods train on right against
@@ -31,6 +31,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 from tools.gpu.engine_fsdp import write_entry_points
 from tools.gpu.train_arithmetic import is_installed, write_pairs
@@ -501,18 +504,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    running = commands.add_parser("run")
-    running.add_argument("--methods", default=",".join(METHODS))
-    running.add_argument("--budget-s", type=float, default=36_000.0)
-    running.add_argument("--parallel", type=int, default=1)
-    running.add_argument("--rehearse", action="store_true")
-    tabulating = commands.add_parser("table")
-    for command in (running, tabulating):
-        command.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--methods", default="grpo", help="names, or all")
+    parser.add_argument("--out", type=Path, default=ROOT / ".temper" / "learning")
+    parser.add_argument("--budget-s", type=float, default=36_000.0)
+    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print the table without running")
     chosen = parser.parse_args(arguments)
     out = chosen.out.resolve()
-    if chosen.command == "table":
+    if chosen.table:
         print_table(out)
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -530,9 +530,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_problems=16 if chosen.rehearse else NUM_PROBLEMS,
         is_rehearsal=chosen.rehearse,
     )
-    names = chosen.methods.split(",")
+    names = list(METHODS) if chosen.methods == "all" else chosen.methods.split(",")
+    if unknown := sorted(set(names) - set(METHODS)):
+        parser.error(f"--methods names {', '.join(unknown)}; known are {', '.join(METHODS)}")
     prepare(bench, names)
     run_all(bench, names, parallel=chosen.parallel)
+    print_table(out)
 
 
 if __name__ == "__main__":
