@@ -30,9 +30,12 @@ from temper_trainer.config_loading.external_checks import (
     check_models,
     warn_about_aggregation,
     warn_about_judges,
+    warn_about_settings,
 )
 from temper_trainer.config_loading.first_rows import check_first_rows
 from temper_trainer.config_loading.help_text import USAGE, build_help_text
+from temper_trainer.config_loading.hub_models import load_hub_models
+from temper_trainer.config_loading.reward_calls_check import check_reward_calls
 from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.sizes import describe_sizes
 from temper_trainer.metrics.run_files import METRICS_FILE, read_latest_rows
@@ -192,12 +195,15 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
     if options.print:
         print(format_config(loaded), end="")
         return 0
+    loaded = load_hub_models(loaded)
     check_external_objects(loaded.config)
     if loaded.config.task == "rl":
         warn_about_aggregation(loaded.config.algorithm)
+    warn_about_settings(loaded.config)
     if options.check:
         check_models(loaded)
         check_first_rows(loaded.config)
+        check_reward_calls(loaded.config)
         warn_about_judges(loaded.config)
         placement = [f"  {line}" for line in describe_plan(loaded.config)]
         print(

@@ -93,7 +93,9 @@ def test_chat_messages_become_a_tuple(tmp_path: Path) -> None:
         ('{"question": "1 + 1?"', "not a JSON object"),
         ('["1 + 1?", "2"]', "expected an object with fields 'question' and 'answer'"),
         ('{"question": "1 + 1?"}', "no field 'answer' among"),
-        ('{"question": "1 + 1?", "answer": 2}', "'answer' must be text, but is int 2"),
+        ('{"question": "1 + 1?", "answer": 2.5}', "must be text or an integer, but is float 2.5"),
+        ('{"question": "1 + 1?", "answer": null}', "must be text or an integer, but is NoneType"),
+        ('{"question": "1 + 1?", "answer": true}', "must be text or an integer, but is bool True"),
         ('{"question": 7, "answer": "2"}', "must be text or a list of chat messages, but is int 7"),
         ('{"question": "  ", "answer": "2"}', "is empty"),
         ('{"question": [], "answer": "2"}', "empty list"),
@@ -180,3 +182,17 @@ def test_field_with_a_dot_in_its_name_takes_precedence_over_a_nested_field(tmp_p
     )
     (row,) = load_rows(replace(source, answer_key="a.b"))
     assert row.answer == "named"
+
+
+def test_integer_answer_is_read_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "3 + 4?", "answer": 7}\n')
+    (row,) = load_rows(SourceConfig(kind="jsonl", paths=(str(path),)))
+    assert (row.answer, row.solution) == ("7", "7")
+
+
+def test_byte_order_mark_at_the_start_of_a_file_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "3 + 4?", "answer": "7"}\n')
+    (row,) = load_rows(SourceConfig(kind="jsonl", paths=(str(path),)))
+    assert row.prompt == "3 + 4?"

@@ -110,6 +110,20 @@ def warn_about_judges(config: TrainerConfig) -> None:
             warn_if_unreachable(config.reward.judges[name], name=name)
 
 
+def warn_about_settings(config: TrainerConfig) -> None:
+    """Log a warning for each trained model whose learning rate is 0."""
+    if config.task in ("eval", "generate"):
+        return
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        optimizer = None if role is None else role.engine.optimizer
+        if optimizer is not None and optimizer.lr == 0:
+            logger.warning(
+                "%s.engine.optimizer.lr is 0, so its weights will not change: set it above 0, or "
+                "use task=eval to measure the model",
+                name,
+            )
+
+
 def check_models(loaded: LoadedConfig) -> None:
     """Check models and optimizers with the code of the engine that will build them.
 

@@ -16,16 +16,16 @@ from temper_trainer.config_loading.data_files import NUM_CHECKED_ROWS, trains_ne
 from temper_trainer.config_loading.external_checks import preview_checkpoint
 from temper_trainer.data.rows import PairRow, Row
 
-_Use = Literal["prompts", "demonstrations", "pairs"]
+SampleUse = Literal["prompts", "demonstrations", "pairs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
+class FirstSample:
     """The first rows of a source."""
 
     key: str
     """Setting of the source, for messages."""
-    use: _Use
+    use: SampleUse
     rows: tuple[Row, ...]
     """The rows; for pairs, the preferred row of each."""
     pairs: tuple[PairRow, ...]
@@ -65,16 +65,16 @@ def check_first_rows(config: TrainerConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _iterate_samples(config: TrainerConfig) -> Iterator[_Sample]:
+def _iterate_samples(config: TrainerConfig) -> Iterator[FirstSample]:
     """Yield the first rows of each source that the task reads, by their use."""
     train = ("data.train", config.data.train)
-    all_train: list[tuple[tuple[str, SourceConfig], _Use]] = [
+    all_train: list[tuple[tuple[str, SourceConfig], SampleUse]] = [
         (item, "prompts") for item in config.data.train_sources.items()
     ]
-    eval_uses: list[tuple[tuple[str, SourceConfig], _Use]] = [
+    eval_uses: list[tuple[tuple[str, SourceConfig], SampleUse]] = [
         (item, "prompts") for item in config.data.eval_sources.items()
     ]
-    uses: list[tuple[tuple[str, SourceConfig], _Use]]
+    uses: list[tuple[tuple[str, SourceConfig], SampleUse]]
     match config.task:
         case "sft":
             uses = [(train, "demonstrations")]
@@ -89,7 +89,7 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[_Sample]:
                 uses.append((train if own is None else ("warm_start.data", own), "demonstrations"))
     for (key, source), use in uses:
         if source.kind != "datasets":
-            yield _read_sample(key, source, use=use)
+            yield read_sample(key, source, use=use)
 
 
 def _has_warm_start(config: TrainerConfig) -> bool:
@@ -98,7 +98,8 @@ def _has_warm_start(config: TrainerConfig) -> bool:
     return (folder / "huggingface").exists() or preview_checkpoint(config.run) is not None
 
 
-def _read_sample(key: str, source: SourceConfig, *, use: _Use) -> _Sample:
+def read_sample(key: str, source: SourceConfig, *, use: SampleUse) -> FirstSample:
+    """Return the first rows of the local files of a source."""
     # Imported here, because pyarrow and fsspec take 0.2 s.
     from temper_trainer.data.sources import iterate_pairs, iterate_rows
 
@@ -123,10 +124,12 @@ def _read_sample(key: str, source: SourceConfig, *, use: _Use) -> _Sample:
             if left == 0:
                 break
         is_complete = is_complete and num_read < NUM_CHECKED_ROWS
-    return _Sample(key=key, use=use, rows=tuple(rows), pairs=tuple(pairs), is_complete=is_complete)
+    return FirstSample(
+        key=key, use=use, rows=tuple(rows), pairs=tuple(pairs), is_complete=is_complete
+    )
 
 
-def _find_problems(config: TrainerConfig, samples: list[_Sample]) -> Iterator[str]:
+def _find_problems(config: TrainerConfig, samples: list[FirstSample]) -> Iterator[str]:
     """Yield what the run would refuse about the first rows.
 
     Raises:

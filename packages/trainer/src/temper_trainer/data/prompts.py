@@ -203,8 +203,9 @@ def _encode(
         ids = _strip_end_token(with_special, tokenizer) if isinstance(row.prompt, str) else without
         if not ids:
             raise DataError(
-                f"{row.location}: the prompt {text!r:.80} has no tokens: there is nothing to "
-                "complete."
+                f"{row.location}: the prompt {text!r:.80} has no tokens, so there is nothing to "
+                "complete: the text is empty, or the tokenizer knows none of its words. Correct "
+                "the row, or use the tokenizer of the model."
             )
         prompt = Prompt(
             prompt_id=row.row_id,

@@ -103,10 +103,13 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, location: st
     _check_field(record, config.prompt_key, setting="prompt_key", location=location)
     _check_field(record, config.answer_key, setting="answer_key", location=location)
     answer = get_field(record, config.answer_key)
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        # Common in data sets of mathematics. Not float: 0.1 has more than one spelling.
+        answer = str(answer)
     if not isinstance(answer, str):
         raise DataError(
-            f"{location}: field {config.answer_key!r} must be text, but is {type(answer).__name__} "
-            f"{answer!r:.80}."
+            f"{location}: field {config.answer_key!r} must be text or an integer, but is "
+            f"{type(answer).__name__} {answer!r:.80}: correct or remove the row, or set answer_key."
         )
     prompt = _parse_prompt(
         get_field(record, config.prompt_key), location=f"{location}: field {config.prompt_key!r}"

@@ -119,7 +119,8 @@ def _resolve_path(path: str, base_dir: Path | None) -> str:
 def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
     """Yield (file:line, record) for every line that is not blank."""
     try:
-        with fsspec.open(path, "rt", encoding="utf-8") as lines:
+        # utf-8-sig skips the byte order mark that programs on Windows put at the start.
+        with fsspec.open(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue

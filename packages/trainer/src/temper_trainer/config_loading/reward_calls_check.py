@@ -1,0 +1,64 @@
+"""Call the reward functions on the first row of each data source, for `--check`."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.reward import REWARD_MODEL
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.first_rows import read_sample
+from temper_trainer.data.rows import Row
+from temper_trainer.reward.registry import find_rewards, get_function_config, resolve_reward
+from temper_trainer.reward.reward_calls import RewardCall
+from temper_trainer.reward.reward_threads import ThreadScoring
+from temper_trainer.types import Prompt
+
+
+def check_reward_calls(config: TrainerConfig) -> None:
+    """Check that each reward function scores the reference answer of the first row.
+
+    The answer takes the place of a completion, and the prompt has neither template nor tokens.
+    Judges and reward models are left out.
+
+    Raises:
+        ConfigError: If a call raises, takes longer than reward.timeout_s, or returns no finite
+            number, in the words of the run.
+    """
+    if config.generates_completions and (problems := list(_find_problems(config))):
+        raise ConfigError("\n".join(problems))
+
+
+def _find_problems(config: TrainerConfig) -> Iterator[str]:
+    called: set[str] = set()
+    for key, source in {**config.data.train_sources, **config.data.eval_sources}.items():
+        if source.kind == "datasets":
+            continue
+        for row in read_sample(key, replace(source, max_rows=1), use="prompts").rows:
+            for name in find_rewards(config.reward, [row.reward]):
+                if name == REWARD_MODEL or name in config.reward.judges or name in called:
+                    continue
+                called.add(name)
+                if problem := _call(config, name, row):
+                    yield f"{key}: the reward {name} of the first row failed: {problem}"
+
+
+def _call(config: TrainerConfig, name: str, row: Row) -> str | None:
+    """Return why a reward function gives no reward for a row, or None."""
+    function = get_function_config(config.reward, name)
+    call = RewardCall(function=resolve_reward(function), arguments=dict(function.arguments))
+    prompt = Prompt(
+        prompt_id=row.row_id,
+        text=row.question,
+        tokens=(0,),
+        answer=row.answer,
+        question=row.question,
+        location=row.location,
+        extra=row.extra,
+        route=row.route,
+        reward=row.reward,
+        category=row.category,
+    )
+    scoring = ThreadScoring(call, timeout_s=config.reward.timeout_s)
+    (outcome,) = scoring.run([(prompt, row.answer)], max_failures=1)
+    outcome = outcome.redacted()
+    return None if outcome.kind is None else f"{outcome.kind}: {outcome.message}\n{outcome.trace}"

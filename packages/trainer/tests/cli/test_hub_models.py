@@ -1,0 +1,141 @@
+"""Models are loaded by their names on the Hugging Face Hub: from its cache, or from a server."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import yaml
+from safetensors.numpy import save
+
+from temper_trainer.config.data import TokenizerConfig
+from temper_trainer.data.tokenizer import build_tokenizer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def make_files() -> dict[str, bytes]:
+    with TemporaryDirectory() as folder:
+        word_level = TokenizerConfig(kind="word_level")
+        build_tokenizer(word_level, model_path=None, texts=["one two"], directory=Path(folder))
+        tokenizer = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    config = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 64}
+    return tokenizer | {
+        "config.json": json.dumps(config).encode(),
+        "model.safetensors": save({}),
+        "onnx/model.safetensors": b"not wanted",
+    }
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers the requests of huggingface_hub for one model."""
+
+    files = make_files()
+
+    def do_HEAD(self) -> None:
+        self._answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(has_body=True)
+
+    def _answer(self, *, has_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        headers: dict[str, str] = {}
+        body, status = b"", 200
+        model = "/api/models/acme/tiny"
+        if path in (f"{model}/revision/main", f"{model}/revision/{COMMIT}"):
+            siblings = [{"rfilename": name} for name in self.files]
+            body = json.dumps({"id": "acme/tiny", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path == f"{model}/tree/{COMMIT}":
+            entries = [
+                {"type": "file", "path": name, "size": len(text), "oid": name.encode().hex()}
+                for name, text in self.files.items()
+            ]
+            body = json.dumps(entries).encode()
+        elif (name := path.removeprefix(f"/acme/tiny/resolve/{COMMIT}/")) in self.files:
+            body = self.files[name]
+            headers = {"ETag": f'"{name.encode().hex()}"', "X-Repo-Commit": COMMIT}
+        else:
+            status, headers = 404, {"X-Error-Code": "RepoNotFound"}
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if has_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def run(folder: Path, name: str, *arguments: str, **variables: str) -> tuple[int, str]:
+    """Run temper-train with a name of a model; return the exit code and all output."""
+    (folder / "rows.jsonl").write_text('{"question": "one", "answer": "#### 1"}\n')
+    command = [
+        *(sys.executable, "-m", "temper_trainer", "experiment=quickstart", "warm_start=null"),
+        *("~data.train", "~data.eval", "+data.train.kind=jsonl", "+data.train.paths=[rows.jsonl]"),
+        *("data.tokenizer.kind=pretrained", "~actor.engine.model.architecture"),
+        *(f"actor.engine.model.path={name}", "run.dir=out", *arguments),
+    ]
+    environment = os.environ | {"HF_HOME": str(folder / "cache"), **variables}
+    environment.pop("HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" not in variables else "", None)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_model_of_a_server_is_downloaded_with_progress_and_then_found_in_the_cache(
+    tmp_path: Path, endpoint: str
+) -> None:
+    code, output = run(tmp_path, "acme/tiny", "--check", HF_ENDPOINT=endpoint)
+    assert code == 0, output
+    assert "100%" in output
+    snapshot = tmp_path / "cache" / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
+    expected = sorted(name for name in Hub.files if "/" not in name)
+    assert sorted(path.name for path in snapshot.iterdir()) == expected
+    code, output = run(tmp_path, f"acme/tiny@{COMMIT}", "--check", HF_HUB_OFFLINE="1")
+    assert code == 0, output
+
+
+def test_configuration_of_a_run_has_the_commit(tmp_path: Path, endpoint: str) -> None:
+    # The model has no weights, so the run ends after it has written its configuration.
+    code, output = run(tmp_path, "acme/tiny", HF_ENDPOINT=endpoint)
+    assert code != 0
+    written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
+    assert written["actor"]["engine"]["model"]["path"] == f"acme/tiny@{COMMIT}", output
+
+
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_unknown_model_is_refused_with_the_command_that_downloads_it(
+    tmp_path: Path, endpoint: str, is_offline: bool
+) -> None:
+    variables = {"HF_HUB_OFFLINE": "1"} if is_offline else {"HF_ENDPOINT": endpoint}
+    code, output = run(tmp_path, "acme/other", "--check", **variables)
+    assert code == 2
+    assert "actor.engine.model.path is acme/other, which is not a folder here" in output
+    advice = "hf download acme/other --local-dir models/other where the network allows it"
+    assert advice in output
+    assert "actor.engine.model.path=models/other" in output
+    assert "Traceback" not in output
