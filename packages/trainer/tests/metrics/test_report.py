@@ -53,7 +53,7 @@ def row(*cells: str) -> str:
 def test_report_is_self_contained(page: tuple[Path, str]) -> None:
     folder, text = page
     assert re.findall(r'(?:src|href)="(?!data:)', text) == []
-    evaluations, curves = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    curves, evaluations = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
     assert base64.b64decode(evaluations).startswith(b"\x89PNG")
     assert base64.b64decode(curves) == (folder / "curves.png").read_bytes()
 

@@ -38,6 +38,8 @@ from temper_trainer.versions import list_installed_versions
 REPORT_FILE = "report.html"
 NUM_SAMPLES = 100
 """Number of completions shown; the newest ones."""
+MAX_OPEN_LINES = 12
+"""Lines from which on the table of evaluations is folded."""
 MAX_SAMPLE_CHARACTERS = 4000
 """Longest text of a sample; samples.jsonl has the rest."""
 STYLE = """
@@ -84,8 +86,8 @@ def write_report(directory: Path) -> Path | None:
     result = describe_result(rows)
     sections = {
         "Run": _summary(directory, rows),
-        "Evaluations": _evaluations(rows),
         "Curves": _curves(draw_curves(directory)),
+        "Evaluations": _evaluations(rows),
         "Samples": _samples(directory / "samples.jsonl"),
         "Time": _format_times(rows),
         "First and last step": _first_and_last(rows),
@@ -148,7 +150,11 @@ def _evaluations(rows: Sequence[Row]) -> str:
     evaluations = list_evaluations(rows)
     picture = draw_evaluations(evaluations)
     plot = "" if picture is None else _embed(picture, alt="evaluations with confidence intervals")
-    return _table(*tabulate_evaluations(evaluations)) + plot
+    heading, lines = tabulate_evaluations(evaluations)
+    table = _table(heading, lines)
+    if len(lines) > MAX_OPEN_LINES:
+        table = f"<details><summary>{len(lines)} evaluations</summary>{table}</details>"
+    return plot + table
 
 
 def _curves(path: Path | None) -> str:
