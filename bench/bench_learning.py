@@ -5,10 +5,10 @@ r"""Measure whether each algorithm learns: accuracy before and after 60 steps, w
 
 All methods start from the warm start of the quickstart (seed 0), whose demonstrations are half
 wrong. The bench tries a grid of learning rates on seed 0, and repeats the best one on two more
-seeds. Every run is a `temper-train` process with one thread. Its row is appended to FOLDER/rows.jsonl at
-its end, and runs that have a row are skipped, so the same command continues an interrupted
-measurement. At its end, or at once with `--table`, it prints one line per method and draws
-FOLDER/curves.png.
+seeds. Every run is a `temper-train` process with one thread. Its row is appended to
+FOLDER/rows.jsonl at its end, and runs that have a row are skipped, so the same command continues an
+interrupted measurement. At its end, or at once with `--table`, it prints one line per method and
+draws FOLDER/curves.png.
 
 On-policy methods take one update per step. Methods whose loss differs from the policy gradient only
 after the first update take four. Preference, SFT and reward-model methods train on right against
