@@ -30,7 +30,8 @@ def test_users_file_may_choose_groups(tmp_path: Path) -> None:
         "- _self_\n"
     )
     assert (
-        load([], config_dir=str(tmp_path), config_name="mine").config.algorithm.advantage == "rloo"
+        load([], config_dir=str(tmp_path), config_name="mine").config.algorithm.advantage.name
+        == "rloo"
     )
 
 

@@ -25,7 +25,7 @@ def test_quickstart_is_a_small_model_from_scratch_on_arithmetic() -> None:
         "gsm8k_strict",
     )
     assert (
-        config.algorithm.advantage,
+        config.algorithm.advantage.name,
         config.algorithm.group_size,
         config.batching.num_mini_batches,
     ) == ("grpo", 8, 1)
@@ -68,7 +68,7 @@ def test_setting_one_key_keeps_the_other_defaults_of_its_block() -> None:
 
 def test_ppo_adds_a_critic_with_the_actors_architecture() -> None:
     config = load([*RL, "algorithm=ppo", "actor.engine.precision.compute=fp32"]).config
-    assert config.algorithm.advantage == "gae"
+    assert config.algorithm.advantage.name == "gae"
     assert config.critic is not None
     assert (config.critic.engine.model.path, config.critic.engine.model.model_type) == (
         "model",
@@ -111,7 +111,7 @@ def test_group_choice_can_be_reverted() -> None:
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "ppo"])
 def test_every_algorithm_composes_with_the_quickstart(algorithm: str) -> None:
     config = load(["experiment=quickstart", f"algorithm={algorithm}"]).config
-    assert config.algorithm.advantage == ("gae" if algorithm == "ppo" else algorithm)
+    assert config.algorithm.advantage.name == ("gae" if algorithm == "ppo" else algorithm)
 
 
 @pytest.mark.parametrize("experiment", ["gsm8k_sft", "gsm8k_grpo", "gsm8k_ppo"])
