@@ -109,7 +109,7 @@ def test_configuration_reference_explains_every_key() -> None:
     assert [key for key, meaning in rows.items() if not meaning.strip()] == []
     for entry in iterate_entries(TrainerConfig, engine_class=EngineConfig):
         assert f"`{entry.name}" in page or f"# {entry.name}\n" in page
-    assert "| `runtime.worker_timeout_s` | number | " in page
+    assert "| `runtime.worker_timeout_s` | number, above 0 | " in page
     assert " | seconds | " in page
 
 

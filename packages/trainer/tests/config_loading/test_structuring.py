@@ -9,16 +9,16 @@ from .conftest import RL
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("run.seed=1.5", "run.seed is 1.5, but must be: whole number."),
-        ("run.seed=1.0", "run.seed is 1.0, but must be: whole number."),
-        ("run.seed=true", "run.seed is true, but must be: whole number."),
-        ("run.seed='1'", "run.seed is '1', but must be: whole number."),
-        ("run.seed=null", "run.seed is null, but must be: whole number."),
+        ("run.seed=1.5", "run.seed is 1.5, but must be: whole number, at least 0."),
+        ("run.seed=1.0", "run.seed is 1.0, but must be: whole number, at least 0."),
+        ("run.seed=true", "run.seed is true, but must be: whole number, at least 0."),
+        ("run.seed='1'", "run.seed is '1', but must be: whole number, at least 0."),
+        ("run.seed=null", "run.seed is null, but must be: whole number, at least 0."),
         ("run.save_model='true'", "run.save_model is 'true', but must be: true or false."),
         ("run.save_model=1", "run.save_model is 1, but must be: true or false."),
         ("run.dir=3", "run.dir is 3, but must be: text."),
-        ("reward.timeout_s=ten", "reward.timeout_s is 'ten', but must be: number."),
-        ("reward.timeout_s=true", "reward.timeout_s is true, but must be: number."),
+        ("reward.timeout_s=ten", "reward.timeout_s is 'ten', but must be: number, above 0."),
+        ("reward.timeout_s=true", "reward.timeout_s is true, but must be: number, above 0."),
         (
             "run.trackers=jsonl",
             (
@@ -42,7 +42,10 @@ from .conftest import RL
             "actor.engine.optimizer.betas is [0.9], but must be: list of 2: number.",
         ),
         ("actor=5", "actor is 5, but must be a block of keys."),
-        ("run.num_threads=few", "run.num_threads is 'few', but must be: whole number | null."),
+        (
+            "run.num_threads=few",
+            "run.num_threads is 'few', but must be: whole number, at least 1 | null.",
+        ),
         (
             "reward.arguments.x=[1]",
             (
@@ -116,7 +119,7 @@ def test_every_bad_value_of_a_mapping_has_its_line() -> None:
     assert set(str(caught.value).splitlines()) == {
         "reward.components.b is 'two', but must be: number.",
         "reward.components.c is null, but must be: number.",
-        "run.seed is 'x', but must be: whole number.",
+        "run.seed is 'x', but must be: whole number, at least 0.",
     }
 
 

@@ -11,7 +11,13 @@ from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.estimators.group_estimators import Grpo
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
-from temper_trainer.config.ranges import check_range
+from temper_trainer.settings.ranges import (
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_ranges,
+)
 from temper_trainer.settings.variants import Custom, list_variants
 
 REJECTION_RULES = tuple(
@@ -26,12 +32,13 @@ REJECTION_RULES = tuple(
 class RejectionBounds:
     """Bounds of one rule; what is outside them gets weight 0."""
 
-    low: float | None = None
-    """Lower bound on p_old / p_rollout, above 0; only for the rules by ratio. None is none."""
-    high: float | None = None
-    """Upper bound, above 0: on p_old / p_rollout, or on the KL(sampler, trainer) in nats. None is
-    none.
-    """
+    low: PositiveFloat | None = None
+    """Lower bound on p_old / p_rollout; only for the rules by ratio. None is none."""
+    high: PositiveFloat | None = None
+    """Upper bound: on p_old / p_rollout, or on the KL(sampler, trainer) in nats. None is none."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +53,8 @@ class RolloutCorrectionConfig:
     """token: the ratio of each token; sequence: the product over the completion, used for all its
     tokens; none: all weights are 1.
     """
-    truncate_at: float | None = 2.0
-    """Upper bound on the weights, above 0; larger weights are lowered to it. None does not
+    truncate_at: PositiveFloat | None = 2.0
+    """Upper bound on the weights; larger weights are lowered to it. None does not
     truncate.
     """
     self_normalize: bool = False
@@ -63,8 +70,8 @@ class RolloutCorrectionConfig:
     """
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         name = "algorithm.rollout_correction"
-        check_range(f"{name}.truncate_at", self.truncate_at, above=0)
         for rule, bounds in self.reject.items():
             _check_rejection_rule(rule, bounds, key=f"{name}.reject")
         if self.level == "none" and (self.self_normalize or self.truncate_at not in (None, 2.0)):
@@ -93,8 +100,6 @@ def _check_rejection_rule(rule: str, bounds: RejectionBounds, *, key: str) -> No
         raise ConfigError(
             f"{key} names the rule {rule!r}, but must be one of {', '.join(REJECTION_RULES)}.{hint}"
         )
-    check_range(f"{key}.{rule}.low", bounds.low, above=0)
-    check_range(f"{key}.{rule}.high", bounds.high, above=0)
     if not rule.startswith("ratio") and bounds.low is not None:
         raise ConfigError(
             f"{key}.{rule}.low is {bounds.low}, but a KL is best at 0 and has only an upper bound: "
@@ -113,9 +118,9 @@ def _check_rejection_rule(rule: str, bounds: RejectionBounds, *, key: str) -> No
 class DynamicSamplingConfig:
     """DAPO's dynamic sampling: discard groups with equal rewards, and sample more prompts."""
 
-    max_rounds: int = 10
+    max_rounds: PositiveInt = 10
     """Maximum number of sampling rounds per step."""
-    prompts_per_round: int | None = None
+    prompts_per_round: PositiveInt | None = None
     """Prompts per round; None takes batching.prompts_per_step."""
     on: Literal["score", "reward"] = "score"
     """Quantity that must differ within a group. score: the reward function's output; reward: the
@@ -127,10 +132,7 @@ class DynamicSamplingConfig:
     """
 
     def __post_init__(self) -> None:
-        check_range("algorithm.dynamic_sampling.max_rounds", self.max_rounds, at_least=1)
-        check_range(
-            "algorithm.dynamic_sampling.prompts_per_round", self.prompts_per_round, at_least=1
-        )
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +146,11 @@ class ReweightConfig:
     """power: probability proportional to |reward| ** exponent; max_min: the best and the worst of
     each group; max_random: the best and a random one.
     """
-    exponent: float = 2.0
-    """Exponent of method power, at least 0."""
+    exponent: NonNegativeFloat = 2.0
+    """Exponent of method power."""
 
     def __post_init__(self) -> None:
-        check_range("algorithm.reweight.exponent", self.exponent, at_least=0)
+        check_ranges(self)
 
 
 AggregationName = Literal[
@@ -168,33 +170,33 @@ class AlgorithmConfig:
     advantage: AdvantageEstimator | Custom = field(default_factory=Grpo)
     """Advantage estimator, from docs/algorithms.md (gae needs a critic), or a function of your own.
     """
-    group_size: int = 8
-    """Number of completions that are sampled for each prompt, at least 1."""
+    group_size: PositiveInt = 8
+    """Number of completions that are sampled for each prompt."""
     policy_loss: PolicyLoss | Custom = field(default_factory=Ppo)
     """Loss of each trained token, from docs/algorithms.md, or of your own."""
     aggregation: AggregationName = "token_mean"
     """Reduction of the per-token losses to a scalar."""
-    horizon: int | None = None
+    horizon: PositiveInt | None = None
     """sequence_mean_token_sum_norm only, which needs it: constant divisor in tokens, usually
     sampling.max_tokens.
     """
-    entropy_coef: float = 0.0
+    entropy_coef: FiniteFloat = 0.0
     """Weight of the entropy bonus; with entropy_target, the controller's initial weight."""
-    entropy_target: float | None = None
+    entropy_target: PositiveFloat | None = None
     """Entropy in nats: a controller raises entropy_coef after each step below it, and lowers it
     after each step above it. The bonus is applied only after a step at or below it. None keeps the
     weight fixed.
     """
-    entropy_coef_step: float = 0.001
+    entropy_coef_step: PositiveFloat = 0.001
     """Change of entropy_coef per step by the controller; only with entropy_target."""
-    entropy_coef_max: float = 1.0
-    """Upper bound on the controller's weight, above 0; only with entropy_target."""
-    kl_loss_coef: float = 0.0
-    """Weight of KL(policy, reference) in the loss, at least 0. Above 0 needs a reference, see
+    entropy_coef_max: PositiveFloat = 1.0
+    """Upper bound on the controller's weight; only with entropy_target."""
+    kl_loss_coef: NonNegativeFloat = 0.0
+    """Weight of KL(policy, reference) in the loss. Above 0 needs a reference, see
     kl_reference.
     """
-    kl_reward_coef: float = 0.0
-    """Weight of KL(policy, reference) that is subtracted from the reward, at least 0. Above 0 needs
+    kl_reward_coef: NonNegativeFloat = 0.0
+    """Weight of KL(policy, reference) that is subtracted from the reward. Above 0 needs
     a reference, see kl_reference.
     """
     kl_reference: Literal["ref", "disabled_adapter"] = "ref"
@@ -205,7 +207,7 @@ class AlgorithmConfig:
     """KL per completion in nats that an adaptive controller steers kl_reward_coef to, above 0. None
     keeps the weight fixed.
     """
-    kl_horizon: int = 10_000
+    kl_horizon: PositiveInt = 10_000
     """Completions over which the controller adapts kl_reward_coef; only with kl_target."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+", "k3_ratio"] = "k3"
     """Estimator of the KL. k1, k2, k3: Schulman's; as a loss, k2 has the gradient of KL(policy,
@@ -213,9 +215,9 @@ class AlgorithmConfig:
     only for the loss. k1+, k3+: the value of k1 or k3 with the gradient of k2; k3_ratio: k3 times
     the ratio of the policy loss, exact in expectation also for tokens of an older policy.
     """
-    kl_clamp: float | None = None
-    """Bound on the k3 estimate of one token in nats, above 0; no gradient beyond it. Peers use 10.
-    None is off. Only for estimators that contain k3.
+    kl_clamp: PositiveFloat | None = None
+    """Bound on the k3 estimate of one token in nats; no gradient beyond it. Peers use 10. None is
+    off. Only for estimators that contain k3.
     """
     whiten_advantages: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the step's trained tokens;
@@ -238,7 +240,7 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         # Ranges first, because the checks below compare values that must be valid.
-        self._check_ranges()
+        check_ranges(self)
         self._check_advantage()
         self._check_entropy()
         self._check_kl()
@@ -253,18 +255,6 @@ class AlgorithmConfig:
     def reads(self, name: str) -> bool:
         """Return True if the estimator needs an optional field of ``StepRewards``."""
         return isinstance(self.advantage, AdvantageEstimator) and name in self.advantage.inputs
-
-    def _check_ranges(self) -> None:
-        check_range("algorithm.group_size", self.group_size, at_least=1)
-        check_range("algorithm.horizon", self.horizon, at_least=1)
-        check_range("algorithm.entropy_coef", self.entropy_coef)
-        check_range("algorithm.entropy_target", self.entropy_target, above=0)
-        check_range("algorithm.entropy_coef_step", self.entropy_coef_step, above=0)
-        check_range("algorithm.entropy_coef_max", self.entropy_coef_max, above=0)
-        check_range("algorithm.kl_clamp", self.kl_clamp, above=0)
-        check_range("algorithm.kl_loss_coef", self.kl_loss_coef, at_least=0)
-        check_range("algorithm.kl_reward_coef", self.kl_reward_coef, at_least=0)
-        check_range("algorithm.kl_horizon", self.kl_horizon, at_least=1)
 
     def _check_advantage(self) -> None:
         estimator = self.advantage
@@ -342,24 +332,22 @@ class AlgorithmConfig:
 class BatchingConfig:
     """Batch sizes in prompts, sequences and tokens; no size needs to divide another."""
 
-    prompts_per_step: int = 64
+    prompts_per_step: PositiveInt = 64
     """Prompts per RL step; for SFT, demonstrations per update."""
-    num_mini_batches: int = 1
+    num_mini_batches: PositiveInt = 1
     """Updates per pass over a step's samples."""
-    num_passes: int = 1
+    num_passes: PositiveInt = 1
     """Passes over a step's samples (PPO epochs). Above 1, old log-probs differ from the policy's.
     """
-    max_tokens: int = 16384
+    max_tokens: PositiveInt = 16384
     """Maximum number of tokens in a micro-batch."""
-    tokens_per_update: int | None = None
+    tokens_per_update: PositiveInt | None = None
     """task sft only: fill each update with demonstrations, in order, up to this many tokens. None
     takes prompts_per_step demonstrations.
     """
 
     def __post_init__(self) -> None:
-        if min(self.prompts_per_step, self.num_mini_batches, self.num_passes, self.max_tokens) < 1:
-            raise ConfigError(f"batching is {self}, but every size must be at least 1.")
-        check_range("batching.tokens_per_update", self.tokens_per_update, at_least=1)
+        check_ranges(self)
         # Group statistics need complete groups, so a mini-batch consists of prompts.
         if self.num_mini_batches > self.prompts_per_step:
             raise ConfigError(

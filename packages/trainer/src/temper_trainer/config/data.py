@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.ranges import check_range
+from temper_trainer.settings.ranges import PositiveFloat, PositiveInt, UnitFloat, check_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,29 +56,27 @@ class SourceConfig:
     reward.judges or reward.sums, or that of a registered function. An empty text or null stands
     for reward.function or reward.components.
     """
-    weight: float | None = None
+    weight: PositiveFloat | None = None
     """Weight of a training source with data.train_sets: its fraction of the prompts of every step,
     relative to the other sources. None, for all of them, mixes all rows in one order.
     """
-    max_rows: int | None = None
+    max_rows: PositiveInt | None = None
     """Use only the first rows; None uses all. arithmetic: number of problems to generate, required.
     """
     seed: int = 0
     """arithmetic only: seed of the generated problems."""
-    wrong_first_operation: float = 0.0
+    wrong_first_operation: UnitFloat = 0.0
     """arithmetic only: fraction of demonstrations with a wrong first operation and hence a wrong
     answer, in [0, 1].
     """
 
     def __post_init__(self) -> None:
-        check_range("max_rows", self.max_rows, at_least=1)
-        check_range("weight", self.weight, above=0)
+        check_ranges(self)
         if self.reward is not None and self.reward_key is not None:
             raise ConfigError(
                 f"reward is {self.reward} and reward_key is {self.reward_key}: remove one of them. "
                 "The first selects the reward of the source, the second that of each row."
             )
-        check_range("wrong_first_operation", self.wrong_first_operation, at_least=0, at_most=1)
         if self.kind == "arithmetic":
             if self.split not in ("train", "test"):
                 raise ConfigError(
@@ -168,7 +166,7 @@ class DataConfig:
     """More held-out data by name, such as eval_sets.math500.paths; metrics are eval/NAME/... ."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Tokenizer of all roles, loaded or trained on the data."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: PositiveInt = 1024
     """Maximum prompt length in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """Longer prompts: error stops with the first of them, drop removes and counts them."""
@@ -193,12 +191,13 @@ class DataConfig:
     """task sft only: read data.train during training and shuffle within a buffer, in place of
     loading all rows first.
     """
-    streaming_buffer: int = 1000
+    streaming_buffer: PositiveInt = 1000
     """Size of the shuffle buffer in rows; only with streaming and shuffle."""
     train_on: Literal["last", "all"] = "all"
     """Assistant turns of a conversation that are trained; only with messages_key."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         for name in self.eval_sets:
             if name in RESERVED_SET_NAMES or not re.fullmatch(r"[\w.-]+", name):
                 raise ConfigError(
@@ -212,8 +211,6 @@ class DataConfig:
                 f"the weights of data.train and data.train_sets are {weights}: set all of them, or "
                 "none."
             )
-        check_range("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)
-        check_range("data.streaming_buffer", self.streaming_buffer, at_least=1)
         if "{prompt}" not in self.prompt_template:
             raise ConfigError(
                 f"data.prompt_template is {self.prompt_template!r}, but must contain {{prompt}}."

@@ -2,11 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.ranges import check_range
+from temper_trainer.settings.ranges import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    check_ranges,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +23,9 @@ class TeacherConfig:
     """engine: the run's model engine; vllm: a vLLM server."""
     engine: EngineConfig
     """Model, precision and layout. No optimizer is built, and nothing may be offloaded."""
-    num_replicas: int = 1
+    num_replicas: PositiveInt = 1
     """Number of copies, which requests are balanced over."""
-    num_workers: int = 1
+    num_workers: PositiveInt = 1
     """Processes per replica; more than 1 needs runtime.kind=ray. With backend vllm: GPUs (or CPU
     processes) per server.
     """
@@ -31,13 +37,11 @@ class TeacherConfig:
     """ray only: resource pool; must not be the pool of another role."""
     route: str | None = None
     """Value of data.train.route_key that selects this teacher; None takes the teacher's name."""
-    weight: float = 1.0
-    """Factor on the loss or reward from this teacher, at least 0."""
+    weight: NonNegativeFloat = 1.0
+    """Factor on the loss or reward from this teacher."""
 
     def __post_init__(self) -> None:
-        check_range("num_replicas", self.num_replicas, at_least=1)
-        check_range("num_workers", self.num_workers, at_least=1)
-        check_range("weight", self.weight, at_least=0)
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,7 @@ class DistillationConfig:
     """loss: add a term to the objective; reward: give each token a reward. Only reverse_kl can be a
     reward.
     """
-    top_k: int = 64
+    top_k: PositiveInt = 64
     """forward_kl and jensen_shannon only: number of most likely tokens that a teacher returns per
     position.
     """
@@ -66,13 +70,13 @@ class DistillationConfig:
     """forward_kl and jensen_shannon only: count the probability outside the top_k as one more
     token.
     """
-    mixture: float = 0.5
-    """jensen_shannon only: weight of the teacher in the mixture, between 0 and 1."""
-    coef: float = 1.0
-    """Weight of the distillation loss or reward, above 0."""
-    clamp: float | None = None
+    mixture: Annotated[float, Range(above=0, below=1)] = 0.5
+    """jensen_shannon only: weight of the teacher in the mixture."""
+    coef: PositiveFloat = 1.0
+    """Weight of the distillation loss or reward."""
+    clamp: PositiveFloat | None = None
     """Clamp each token's loss or reward to [-clamp, clamp]; None does not clamp."""
-    timeout_s: float = 600.0
+    timeout_s: PositiveFloat = 600.0
     """Maximum time in seconds to wait for a teacher."""
     tokenizer_mismatch: Literal["refuse", "map"] = "refuse"
     """Behavior if a teacher's tokenizer differs from the policy's. refuse: stop the run; map:
@@ -80,15 +84,7 @@ class DistillationConfig:
     """
 
     def __post_init__(self) -> None:
-        check_range("distillation.top_k", self.top_k, at_least=1)
-        check_range("distillation.mixture", self.mixture, above=0)
-        check_range("distillation.coef", self.coef, above=0)
-        check_range("distillation.clamp", self.clamp, above=0)
-        check_range("distillation.timeout_s", self.timeout_s, above=0)
-        if self.mixture >= 1:
-            raise ConfigError(
-                f"distillation.mixture is {self.mixture}, but must be above 0 and below 1."
-            )
+        check_ranges(self)
         if self.apply_as == "reward" and self.objective != "reverse_kl":
             raise ConfigError(
                 "distillation.apply_as is reward, but distillation.objective is "

@@ -2,11 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.ranges import check_range
 from temper_trainer.settings.import_path import import_object, is_import_path
+from temper_trainer.settings.ranges import (
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    UnitFloat,
+    check_ranges,
+)
 
 BUILT_IN_ENVIRONMENTS = ("calculator", "python")
 """Environments that the trainer provides."""
@@ -24,13 +30,13 @@ class EnvironmentConfig:
     """
     arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """Keyword arguments of a custom class."""
-    max_turns: int = 4
+    max_turns: PositiveInt = 4
     """Maximum number of completions per rollout; sampling.max_tokens bounds each of them."""
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     """Maximum number of tokens after the prompt, observations included; None is max_turns *
     sampling.max_tokens + (max_turns - 1) * max_observation_tokens.
     """
-    max_observation_tokens: int = 256
+    max_observation_tokens: PositiveInt = 256
     """Longer observations of the environment are truncated to this many tokens."""
     call_start: str = "<tool>"
     """Text before a tool call; if empty, the call starts after the last line break."""
@@ -40,18 +46,19 @@ class EnvironmentConfig:
     """Text before a tool's answer; may be empty."""
     answer_end: str = "</result>"
     """Text after a tool's answer; may be empty."""
-    tool_timeout_s: float = 5.0
+    tool_timeout_s: PositiveFloat = 5.0
     """Maximum time in seconds of a tool call; the answer then reports the timeout."""
-    tool_memory_mib: int = 256
-    """python only: memory limit of a program in MiB, at least 16."""
+    tool_memory_mib: Annotated[int, Range(at_least=16)] = 256
+    """python only: memory limit of a program in MiB."""
     sandbox: SandboxName = "bubblewrap"
     """python only. bubblewrap isolates programs from files, network and processes of the host; none
     runs them as your user, limited only in time, memory and output.
     """
-    turn_discount: float = 1.0
+    turn_discount: UnitFloat = 1.0
     """Multiply the advantages of a turn by turn_discount ** (number of later turns); in [0, 1]."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if self.name not in BUILT_IN_ENVIRONMENTS and not is_import_path(self.name):
             raise ConfigError(
                 f"environment.name is {self.name!r}, but must be "
@@ -68,12 +75,6 @@ class EnvironmentConfig:
                 f"environment.sandbox is {self.sandbox}, but only the environment python uses it, "
                 f"not {self.name}: remove it."
             )
-        check_range("environment.max_turns", self.max_turns, at_least=1)
-        check_range("environment.max_tokens", self.max_tokens, at_least=1)
-        check_range("environment.max_observation_tokens", self.max_observation_tokens, at_least=1)
-        check_range("environment.tool_timeout_s", self.tool_timeout_s, above=0)
-        check_range("environment.tool_memory_mib", self.tool_memory_mib, at_least=16)
-        check_range("environment.turn_discount", self.turn_discount, at_least=0, at_most=1)
         if not self.call_end:
             raise ConfigError(
                 "environment.call_end is empty, but a completion must stop at it after a tool "

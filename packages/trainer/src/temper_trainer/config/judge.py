@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import Scalar
 from temper_trainer.config.ranges import check_range
+from temper_trainer.settings.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_ranges,
+)
 
 TEMPLATE_FIELD = re.compile(r"\{([a-z_]+)(?:\.([\w.-]+))?\}")
 """A field of a judge's template: {question}, or {extra.NAME}. Other braces, such as those of a JSON
@@ -48,28 +55,29 @@ class JudgeConfig:
     """Name of the environment variable with the API key; None for endpoints without one. The key
     cannot be given in another way.
     """
-    max_tokens: int = 1024
+    max_tokens: PositiveInt = 1024
     """Maximum length of the answer in tokens, including reasoning."""
-    temperature: float | None = 0.0
+    temperature: NonNegativeFloat | None = 0.0
     """Sampling temperature; None leaves it to the endpoint."""
     request_arguments: Mapping[str, Scalar] = field(default_factory=dict)
     """Additional fields of each request, such as reasoning_effort."""
-    max_concurrency: int = 16
+    max_concurrency: PositiveInt = 16
     """Maximum number of simultaneous requests."""
-    request_timeout_s: float = 60.0
+    request_timeout_s: PositiveFloat = 60.0
     """Maximum time in seconds to wait for data of one request; then it is retried."""
-    timeout_s: float = 180.0
+    timeout_s: PositiveFloat = 180.0
     """Maximum time of one score in seconds, including retries; then it counts as a timeout."""
-    max_retries: int = 4
+    max_retries: NonNegativeInt = 4
     """Retries of a request after a timeout, a lost connection, or status 408, 409, 429 or 5xx. The
     delay grows exponentially from 0.5 to 8 s; a Retry-After of up to two minutes is followed.
     """
-    usd_per_million_prompt_tokens: float = 0.0
+    usd_per_million_prompt_tokens: NonNegativeFloat = 0.0
     """Price, for the metric of the cost."""
-    usd_per_million_completion_tokens: float = 0.0
+    usd_per_million_completion_tokens: NonNegativeFloat = 0.0
     """Price of the answer's tokens, for the metric of the cost."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"base_url is {self.base_url!r}, but must start with http:// or https://."
@@ -84,16 +92,6 @@ class JudgeConfig:
                 "api_key_variable is not the name of an environment variable: give the name of "
                 "the variable that contains the key, such as JUDGE_API_KEY."
             )
-        check_range("max_tokens", self.max_tokens, at_least=1)
-        check_range("temperature", self.temperature, at_least=0)
-        check_range("max_concurrency", self.max_concurrency, at_least=1)
-        check_range("request_timeout_s", self.request_timeout_s, above=0)
-        check_range("timeout_s", self.timeout_s, above=0)
-        check_range("max_retries", self.max_retries, at_least=0)
-        check_range("usd_per_million_prompt_tokens", self.usd_per_million_prompt_tokens, at_least=0)
-        check_range(
-            "usd_per_million_completion_tokens", self.usd_per_million_completion_tokens, at_least=0
-        )
 
     @property
     def extra_fields(self) -> frozenset[str]:

@@ -1,9 +1,9 @@
 """Checks of numbers and addresses in the configuration."""
 
-import math
 from ipaddress import IPv4Address
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.settings.ranges import Range
 
 LOOPBACK = "127.0.0.1"
 """Reachable only from processes on the same host."""
@@ -53,19 +53,6 @@ def check_range(
     Raises:
         ConfigError: With key, value and bounds.
     """
-    if value is None:
-        return
-    # Also isfinite: without bounds, no comparison would find NaN or infinity.
-    is_valid = (
-        math.isfinite(value)
-        and (at_least is None or value >= at_least)
-        and (above is None or value > above)
-        and (at_most is None or value <= at_most)
-    )
-    if is_valid:
-        return
-    bounds = {"at least": at_least, "above": above, "at most": at_most}
-    expected = " and ".join(
-        f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None
-    )
-    raise ConfigError(f"{key} is {value}, but must be {expected or 'a finite number'}.")
+    bounds = Range(at_least=at_least, above=above, at_most=at_most)
+    if value is not None and value not in bounds:
+        raise ConfigError(f"{key} is {value}, but must be {bounds}.")

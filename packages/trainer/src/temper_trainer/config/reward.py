@@ -9,6 +9,14 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.judge import JudgeConfig
 from temper_trainer.config.ranges import check_range
+from temper_trainer.settings.ranges import (
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitFloat,
+    check_ranges,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,27 +27,26 @@ class OverlongConfig:
     sampling.max_tokens.
     """
 
-    buffer_tokens: int
+    buffer_tokens: PositiveInt
     """Tokens over which the penalty grows."""
-    penalty: float = 1.0
-    """Penalty at the maximum length, above 0."""
+    penalty: PositiveFloat = 1.0
+    """Penalty at the maximum length."""
 
     def __post_init__(self) -> None:
-        check_range("reward.shaping.overlong.buffer_tokens", self.buffer_tokens, at_least=1)
-        check_range("reward.shaping.overlong.penalty", self.penalty, above=0)
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapingConfig:
     """Steps from a score to a reward, in order: scale, overlong penalty, bounds, normalization."""
 
-    scale: float = 1.0
+    scale: FiniteFloat = 1.0
     """Factor on every score; not 0."""
     overlong: OverlongConfig | None = None
     """Penalty on long completions; None is off."""
-    low: float | None = None
+    low: FiniteFloat | None = None
     """Lower bound of the reward; None is unbounded."""
-    high: float | None = None
+    high: FiniteFloat | None = None
     """Upper bound of the reward; None is unbounded."""
     normalization: Literal["none", "step", "running"] = "none"
     """Normalize to mean 0 and standard deviation 1. step: over the step's rewards; running: over
@@ -47,9 +54,7 @@ class ShapingConfig:
     """
 
     def __post_init__(self) -> None:
-        check_range("reward.shaping.scale", self.scale)
-        check_range("reward.shaping.low", self.low)
-        check_range("reward.shaping.high", self.high)
+        check_ranges(self)
         if self.scale == 0:
             raise ConfigError(
                 "reward.shaping.scale is 0, which would make all scores equal: set it to another "
@@ -85,13 +90,13 @@ class RewardModelConfig:
 
     engine: EngineConfig
     """Model, precision and layout. model_type must be reward_model; no optimizer is built."""
-    num_workers: int = 1
+    num_workers: PositiveInt = 1
     """Number of processes; more than 1 needs runtime.kind=ray."""
     pool: str = "train"
     """ray only: resource pool; it shares the pool's devices with the other roles in it."""
 
     def __post_init__(self) -> None:
-        check_range("num_workers", self.num_workers, at_least=1)
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,20 +125,20 @@ class RewardConfig:
     model: RewardModelConfig | None = None
     """Reward model; used if a reward is named ``reward_model``."""
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
-    timeout_s: float = 10.0
+    timeout_s: PositiveFloat = 10.0
     """Maximum time in seconds of one call; slower calls count as failed."""
-    num_workers: int = 0
+    num_workers: NonNegativeInt = 0
     """Worker processes for scoring; a worker is killed if a call exceeds timeout_s. 0 scores in a
     thread of the driver, where a call that never releases the GIL (such as a runaway regular
     expression) blocks the run.
     """
-    max_failure_fraction: float = 0.1
+    max_failure_fraction: UnitFloat = 0.1
     """Stop the run if more than this fraction of a step's rewards failed (raised, timed out, not
     finite), in [0, 1]. Otherwise the failed ones are dropped.
     """
 
     def __post_init__(self) -> None:
-        check_range("reward.timeout_s", self.timeout_s, above=0)
+        check_ranges(self)
         self._check_names()
         sums = {f"reward.sums.{name}": weights for name, weights in self.sums.items()}
         for key, weights in {"reward.components": self.components, **sums}.items():
@@ -144,8 +149,6 @@ class RewardConfig:
                         f"{key} names {name}, which is a sum itself: list its parts, with their "
                         "weights multiplied."
                     )
-        check_range("reward.num_workers", self.num_workers, at_least=0)
-        check_range("reward.max_failure_fraction", self.max_failure_fraction, at_least=0, at_most=1)
 
     @property
     def defined_names(self) -> list[str]:

@@ -2,10 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.ranges import check_range
+from temper_trainer.settings.ranges import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    UnitFloat,
+    check_ranges,
+)
 
 RESERVED_ENGINE_KWARGS = {
     "model": "actor.engine.model",
@@ -37,19 +45,19 @@ RESERVED_ENGINE_KWARGS = {
 class VllmConfig:
     """One vLLM server; see also rollout.num_replicas and rollout.max_concurrent (max_num_seqs)."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: PositiveInt = 1
     """GPUs (or CPU processes) per replica."""
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: Annotated[float, Range(above=0, at_most=1)] | None = None
     """Fraction of GPU memory for weights and KV cache, in (0, 1]; None is vLLM's default. Not
     allowed with kv_cache_bytes.
     """
-    kv_cache_bytes: int | None = None
+    kv_cache_bytes: Annotated[int, Range(at_least=1 << 20)] | None = None
     """Size of the KV cache in bytes; None derives it from gpu_memory_utilization, which needs a
     GPU.
     """
-    max_model_len: int | None = None
+    max_model_len: Annotated[int, Range(at_least=2)] | None = None
     """Maximum sequence length in tokens; None is the longest that data and sampling allow."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: PositiveInt | None = None
     """Maximum number of tokens per scheduler step; None is vLLM's default."""
     enforce_eager: bool = False
     """Run without CUDA graphs and compilation; the CPU build always does."""
@@ -61,40 +69,29 @@ class VllmConfig:
     """Initial weights of a server: dummy (random, replaced by the first weight sync), or one of
     vLLM's formats such as auto, which reads actor.engine.model.path.
     """
-    sleep_level: int = 0
+    sleep_level: Annotated[int, Range(at_least=0, at_most=2)] = 0
     """Memory that a server frees while the actor trains. 0: none; 1: the KV cache, with weights
     moved to host memory; 2: cache and weights. Needs CUDA.
     """
     engine_kwargs: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """More arguments of vLLM's ``EngineArgs``; a string that starts with { or [ is parsed as JSON.
     """
-    start_timeout_s: float = 600.0
+    start_timeout_s: PositiveFloat = 600.0
     """Maximum time in seconds for the start of a server."""
-    stall_timeout_s: float = 120.0
+    stall_timeout_s: PositiveFloat = 120.0
     """Restart a server with open requests if neither a token nor a heartbeat arrives within this
     many seconds.
     """
-    load_timeout_s: float = 600.0
+    load_timeout_s: PositiveFloat = 600.0
     """Restart a server whose heartbeat continues if loading weights, or any call without new
     tokens, takes longer than this many seconds.
     """
-    max_restarts: int = 3
+    max_restarts: NonNegativeInt = 3
     """Maximum number of server restarts in a run; after that the run stops."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         key = "rollout.vllm"
-        check_range(f"{key}.tensor_parallel_size", self.tensor_parallel_size, at_least=1)
-        check_range(
-            f"{key}.gpu_memory_utilization", self.gpu_memory_utilization, above=0, at_most=1
-        )
-        check_range(f"{key}.kv_cache_bytes", self.kv_cache_bytes, at_least=1 << 20)
-        check_range(f"{key}.max_model_len", self.max_model_len, at_least=2)
-        check_range(f"{key}.max_num_batched_tokens", self.max_num_batched_tokens, at_least=1)
-        check_range(f"{key}.sleep_level", self.sleep_level, at_least=0, at_most=2)
-        check_range(f"{key}.start_timeout_s", self.start_timeout_s, above=0)
-        check_range(f"{key}.stall_timeout_s", self.stall_timeout_s, above=0)
-        check_range(f"{key}.load_timeout_s", self.load_timeout_s, above=0)
-        check_range(f"{key}.max_restarts", self.max_restarts, at_least=0)
         if self.kv_cache_bytes is not None and self.gpu_memory_utilization is not None:
             raise ConfigError(
                 f"{key}.gpu_memory_utilization has no effect with {key}.kv_cache_bytes: remove "
@@ -114,24 +111,21 @@ class VllmConfig:
 class SamplingConfig:
     """Sampling parameters of training rollouts; run.eval_sampling has the same for evaluation."""
 
-    temperature: float = 1.0
+    temperature: NonNegativeFloat = 1.0
     """Divides the logits; 0 is greedy. Training needs it above 0, and log-probs use the same
     temperature.
     """
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(above=0, at_most=1)] = 1.0
     """Sample from the smallest set of tokens with at least this total probability, in (0, 1]."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Sample from the k most likely tokens; 0 uses all."""
-    max_tokens: int = 512
+    max_tokens: PositiveInt = 512
     """Maximum completion length in tokens, the end token included."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion in addition to the end token; they stay part of it."""
 
     def __post_init__(self) -> None:
-        check_range("temperature", self.temperature, at_least=0)
-        check_range("top_p", self.top_p, above=0, at_most=1)
-        check_range("top_k", self.top_k, at_least=0)
-        check_range("max_tokens", self.max_tokens, at_least=1)
+        check_ranges(self)
         if "" in self.stop:
             raise ConfigError(
                 f"stop is {list(self.stop)}, but an empty string would end every completion "
@@ -147,9 +141,9 @@ class RolloutConfig:
     """hf: continuous batching with transformers, runs on any device; vllm: servers in separate
     processes.
     """
-    num_replicas: int = 1
+    num_replicas: PositiveInt = 1
     """Number of servers that requests are balanced over; more than 1 needs sampler vllm."""
-    max_concurrent: int = 256
+    max_concurrent: PositiveInt = 256
     """Maximum number of sequences that one replica decodes at the same time."""
     dtype: Literal["bf16", "fp32"] = "fp32"
     """Data type of the sampler's weights."""
@@ -157,7 +151,7 @@ class RolloutConfig:
     """ray only: resource pool of the sampler; the pool of the roles colocates it with them."""
     canary: bool = True
     """After each weight sync, compare the log-probs of a prompt between engine and sampler."""
-    canary_tolerance: float | None = None
+    canary_tolerance: PositiveFloat | None = None
     """Maximum difference of a log-prob, in nats. None accepts 0.05, or 0.3 if the sampler or the
     actor computes in bf16.
     """
@@ -165,14 +159,12 @@ class RolloutConfig:
     """Settings of the servers; sampler vllm only."""
 
     def __post_init__(self) -> None:
-        check_range("rollout.num_replicas", self.num_replicas, at_least=1)
-        check_range("rollout.max_concurrent", self.max_concurrent, at_least=1)
+        check_ranges(self)
         if self.sampler == "hf" and self.num_replicas > 1:
             raise ConfigError(
                 f"rollout.num_replicas is {self.num_replicas}, but rollout.sampler hf runs in one "
                 "process: use rollout=vllm."
             )
-        check_range("rollout.canary_tolerance", self.canary_tolerance, above=0)
 
     def resolve_canary_tolerance(self, actor_compute: str) -> float:
         """Return the canary's tolerance in nats for an actor that computes in `actor_compute`."""
@@ -203,27 +195,24 @@ class WeightSyncConfig:
     that changed since the last sync, after a first full one. full and delta give the sampler
     bitwise equal weights.
     """
-    max_changed_fraction: float = 0.25
+    max_changed_fraction: UnitFloat = 0.25
     """content delta only: send a tensor in full if a larger fraction of its elements changed, in
     [0, 1].
     """
-    bucket_bytes: int = 256 << 20
+    bucket_bytes: Annotated[int, Range(at_least=1 << 10)] = 256 << 20
     """Maximum size of a transfer bucket in bytes; a larger tensor gets its own bucket."""
     checksum: bool = True
     """Verify a checksum of every bucket after its transfer."""
 
     def __post_init__(self) -> None:
-        check_range(
-            "weight_sync.max_changed_fraction", self.max_changed_fraction, at_least=0, at_most=1
-        )
-        check_range("weight_sync.bucket_bytes", self.bucket_bytes, at_least=1 << 10)
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsynchronyConfig:
     """Settings of loop async; one_step_off always has a staleness of 1."""
 
-    max_staleness: int = 1
+    max_staleness: PositiveInt = 1
     """Maximum number of weight updates between a completion's first token and the step that trains
     on it.
     """
@@ -233,4 +222,4 @@ class AsynchronyConfig:
     """
 
     def __post_init__(self) -> None:
-        check_range("asynchrony.max_staleness", self.max_staleness, at_least=1)
+        check_ranges(self)

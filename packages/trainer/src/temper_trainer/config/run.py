@@ -2,12 +2,21 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.ranges import LOOPBACK, check_listen_address, check_range
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.settings.ranges import (
+    FiniteFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    check_ranges,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +27,11 @@ class RunConfig:
     """Run folder for metrics, plots, the resolved configuration, checkpoints and the model. An
     existing run is never overwritten.
     """
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of data order, sampling and all other randomness except the initial weights."""
-    total_steps: int = 100
+    total_steps: PositiveInt = 100
     """Number of RL steps, or of updates in tasks sft, dpo and rm."""
-    total_epochs: int | None = None
+    total_epochs: PositiveInt | None = None
     """Passes over the training data; replaces total_steps. Each pass has as many full steps as the
     data fills.
     """
@@ -31,13 +40,13 @@ class RunConfig:
     damaged ones are renamed, never deleted. Or the path of a step directory (later steps of the
     same run are renamed) or of a converted checkpoint.
     """
-    save_every: int = 0
+    save_every: NonNegativeInt = 0
     """Steps between checkpoints, in addition to save_interval_s; 0 is off. The end of a run always
     saves.
     """
-    save_interval_s: float | None = 900.0
+    save_interval_s: PositiveFloat | None = 900.0
     """Seconds between checkpoints, taken after the next complete step; None is off."""
-    stop_grace_s: float = 60.0
+    stop_grace_s: PositiveFloat = 60.0
     """Maximum time in seconds from SIGINT or SIGTERM to the end of the process. A step still
     sampling after half of it is abandoned, and the state after the previous step is saved. Set it
     below the time after which your scheduler sends SIGKILL.
@@ -46,11 +55,11 @@ class RunConfig:
     """Copy the state to host memory and write it while the next steps run. Only one save is in
     progress at a time, and the run waits for the last one.
     """
-    max_ckpt_to_keep: int | None = 2
+    max_ckpt_to_keep: PositiveInt | None = 2
     """Number of newest verified checkpoints to keep; older ones of this run are deleted. None keeps
     all.
     """
-    keep_every: int = 0
+    keep_every: NonNegativeInt = 0
     """Keep checkpoints of steps that are a multiple of this, in addition to max_ckpt_to_keep; 0 is
     off.
     """
@@ -60,27 +69,27 @@ class RunConfig:
     """
     save_model: bool = True
     """Write a Hugging Face model directory at the end."""
-    eval_every: int = 0
+    eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     eval_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     """Sampling parameters of evaluation, greedy by default."""
     eval_sampled: bool = False
     """Evaluate additionally with the sampling parameters of training."""
-    eval_num_completions: int = 1
+    eval_num_completions: PositiveInt = 1
     """Completions per problem of evaluations with a temperature above 0; more than 1 also measures
     pass@k and maj@k. Greedy evaluations always take one.
     """
-    eval_solved_reward: float = 1.0
+    eval_solved_reward: FiniteFloat = 1.0
     """A completion is right for pass@k and maj@k if its reward is at least this."""
     eval_answer_pattern: str | None = None
     """Regular expression of a completion's answer for maj@k: its last match, or the first group of
     that. None takes the answer of a built-in reward.function; other functions have no maj@k.
     """
-    num_table_rows: int = 4
+    num_table_rows: NonNegativeInt = 4
     """Number of completions in the printed table of samples."""
-    table_every: int = 20
+    table_every: NonNegativeInt = 20
     """Steps between printed tables of samples; 0 prints none."""
-    num_threads: int | None = None
+    num_threads: PositiveInt | None = None
     """CPU threads of torch per process; None is torch's default."""
     progress: bool = True
     """Show progress bars if the output is a terminal."""
@@ -91,7 +100,7 @@ class RunConfig:
     """Destinations of metrics; mlflow and trackio also need jsonl, which provides the earlier steps
     after a resume.
     """
-    prometheus_port: int | None = None
+    prometheus_port: Annotated[int, Range(at_least=1, at_most=65535)] | None = None
     """Serve the latest value of every metric to Prometheus on this port during the run; None is
     off. Scrapes need the token in RUN.DIR/prometheus_token.
     """
@@ -99,33 +108,23 @@ class RunConfig:
     """IP address of the driver's host on which the port is opened."""
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if "://" in self.dir:
             raise ConfigError(
                 f"run.dir is {self.dir!r}, a URL: give a folder that all nodes can access, and "
                 "copy it after the run."
             )
-        check_range("run.seed", self.seed, at_least=0)
-        check_range("run.total_steps", self.total_steps, at_least=1)
-        check_range("run.total_epochs", self.total_epochs, at_least=1)
-        check_range("run.save_every", self.save_every, at_least=0)
-        check_range("run.save_interval_s", self.save_interval_s, above=0)
-        check_range("run.stop_grace_s", self.stop_grace_s, above=0)
         if self.save_in_background and self.save_every == 0 and self.save_interval_s is None:
             raise ConfigError(
                 "run.save_in_background is on, but run.save_every is 0 and run.save_interval_s is "
                 "null, so the only save is the last one, which the run always waits for: set one "
                 "of them, or turn run.save_in_background off."
             )
-        check_range("run.max_ckpt_to_keep", self.max_ckpt_to_keep, at_least=1)
-        check_range("run.keep_every", self.keep_every, at_least=0)
         if self.keep_every and self.max_ckpt_to_keep is None:
             raise ConfigError(
                 f"run.keep_every is {self.keep_every}, but run.max_ckpt_to_keep is null, which "
                 "keeps all checkpoints: set run.max_ckpt_to_keep, or remove run.keep_every."
             )
-        check_range("run.eval_every", self.eval_every, at_least=0)
-        check_range("run.eval_num_completions", self.eval_num_completions, at_least=1)
-        check_range("run.eval_solved_reward", self.eval_solved_reward)
         if self.eval_answer_pattern is not None:
             try:
                 re.compile(self.eval_answer_pattern)
@@ -134,10 +133,6 @@ class RunConfig:
                     f"run.eval_answer_pattern is {self.eval_answer_pattern!r}, which is not a "
                     f"regular expression ({error}): correct it."
                 ) from None
-        check_range("run.num_table_rows", self.num_table_rows, at_least=0)
-        check_range("run.table_every", self.table_every, at_least=0)
-        check_range("run.num_threads", self.num_threads, at_least=1)
-        check_range("run.prometheus_port", self.prometheus_port, at_least=1, at_most=65535)
         check_listen_address("run.prometheus_address", self.prometheus_address, may_be_any=True)
         for name in ("mlflow", "trackio"):
             if name in self.trackers and "jsonl" not in self.trackers:
@@ -153,9 +148,9 @@ class RuntimeConfig:
 
     kind: Literal["inline", "ray"] = "inline"
     """inline: all roles in the driver's process; ray: actors in placement groups."""
-    cpus_per_worker: float = 1.0
+    cpus_per_worker: PositiveFloat = 1.0
     """ray only: CPUs per worker."""
-    gpus_per_worker: float = 0.0
+    gpus_per_worker: NonNegativeFloat = 0.0
     """ray only: GPUs per worker; colocated roles share them."""
     address: str | None = None
     """ray only: address of an existing cluster; None starts one on this host."""
@@ -171,14 +166,15 @@ class RuntimeConfig:
     """runtime inline and sampler vllm only: CUDA_VISIBLE_DEVICES of each replica, in order, such as
     ["1", "2,3"]; empty gives every server the driver's devices.
     """
-    worker_timeout_s: float = 1800.0
+    worker_timeout_s: PositiveFloat = 1800.0
     """ray only: maximum time in seconds to wait for a worker before the run stops and names it."""
-    watchdog_s: float | None = 300.0
+    watchdog_s: PositiveFloat | None = 300.0
     """Warn once per this many seconds while a wait lasts longer, naming who has not answered; None
     disables it.
     """
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         check_listen_address("runtime.bind_address", self.bind_address)
         if self.address is not None and self.bind_address != LOOPBACK:
             raise ConfigError(
@@ -186,10 +182,6 @@ class RuntimeConfig:
                 "cluster, whose nodes listen on their own addresses: remove runtime.bind_address, "
                 "and start the nodes with ray start --node-ip-address."
             )
-        check_range("runtime.cpus_per_worker", self.cpus_per_worker, above=0)
-        check_range("runtime.gpus_per_worker", self.gpus_per_worker, at_least=0)
-        check_range("runtime.worker_timeout_s", self.worker_timeout_s, above=0)
-        check_range("runtime.watchdog_s", self.watchdog_s, above=0)
 
 
 LEGACY_WORKER_GROUP = "temper.legacy_workers"
@@ -206,11 +198,11 @@ class RoleConfig:
 
     engine: EngineConfig
     """Settings of the engine that model_engine names."""
-    num_workers: int = 1
+    num_workers: PositiveInt = 1
     """Number of processes; more than 1 needs runtime.kind=ray."""
     pool: str = "train"
     """ray only: resource pool; roles with the same pool share its devices."""
 
     def __post_init__(self) -> None:
-        check_range("num_workers", self.num_workers, at_least=1)
+        check_ranges(self)
         check_range("engine.collective_timeout_s", self.engine.collective_timeout_s, above=0)

@@ -1,12 +1,18 @@
 """Settings that only single tasks or the warm start have."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import OptimizerSpec, ScheduleSpec
 from temper_trainer.config.data import SourceConfig
-from temper_trainer.config.ranges import check_range
+from temper_trainer.settings.ranges import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    check_ranges,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +26,17 @@ class WarmStartConfig:
 
     data: SourceConfig | None = None
     """Demonstrations; None takes data.train."""
-    total_steps: int = 100
-    """Number of updates of the warm start, at least 1."""
-    batch_size: int = 64
-    """Number of demonstrations in each update, at least 1."""
+    total_steps: PositiveInt = 100
+    """Number of updates of the warm start."""
+    batch_size: PositiveInt = 64
+    """Number of demonstrations in each update."""
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     """Optimizer of the warm start; the actor's own starts fresh afterwards."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """Learning-rate schedule of the warm start; the actor's own starts at step 0 afterwards."""
 
     def __post_init__(self) -> None:
-        check_range("warm_start.total_steps", self.total_steps, at_least=1)
-        check_range("warm_start.batch_size", self.batch_size, at_least=1)
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +45,9 @@ class PreferenceConfig:
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """dpo only: sigmoid is DPO as published."""
-    beta: float = 0.1
-    """dpo only: strength of the regularization toward the reference policy, above 0."""
-    label_smoothing: float = 0.0
+    beta: PositiveFloat = 0.1
+    """dpo only: strength of the regularization toward the reference policy."""
+    label_smoothing: Annotated[float, Range(at_least=0, at_most=0.5)] = 0.0
     """dpo with the sigmoid loss, and rm: assumed fraction of pairs with swapped labels, in [0,
     0.5].
     """
@@ -52,17 +57,14 @@ class PreferenceConfig:
     """
     length_normalized: bool = False
     """dpo only: use a completion's mean log-prob in place of the sum."""
-    sft_coef: float = 0.0
-    """dpo only: weight of the chosen completion's negative log-likelihood per token, at least 0."""
-    center_coef: float = 0.0
+    sft_coef: NonNegativeFloat = 0.0
+    """dpo only: weight of the chosen completion's negative log-likelihood per token."""
+    center_coef: NonNegativeFloat = 0.0
     """rm only: weight of the squared sum of a pair's scores, which keeps scores near 0; at least 0.
     """
 
     def __post_init__(self) -> None:
-        check_range("preference.beta", self.beta, above=0)
-        check_range("preference.label_smoothing", self.label_smoothing, at_least=0, at_most=0.5)
-        check_range("preference.sft_coef", self.sft_coef, at_least=0)
-        check_range("preference.center_coef", self.center_coef, at_least=0)
+        check_ranges(self)
         if self.label_smoothing and self.loss != "sigmoid":
             raise ConfigError(
                 f"preference.label_smoothing has no effect with preference.loss {self.loss}: "
@@ -74,11 +76,11 @@ class PreferenceConfig:
 class GenerateConfig:
     """Settings of task generate, which completes held-out prompts (else data.train)."""
 
-    num_completions: int = 1
+    num_completions: PositiveInt = 1
     """Completions per prompt; more than 1 needs sampling.temperature above 0."""
     file: str = "completions.jsonl"
     """File in the run folder with one line per completion: prompt, completion, log-probs and score.
     """
 
     def __post_init__(self) -> None:
-        check_range("generate.num_completions", self.num_completions, at_least=1)
+        check_ranges(self)
