@@ -898,7 +898,12 @@ class BaseEngine(ABC):
         failures = self._rank_failures
         passes = nullcontext() if failures is None else failures.exchanging_messages()
         if forward_only:
-            with passes:
+            # No backward pass can use the tensors that an engine makes in inference mode and keeps,
+            # such as FSDP2's gathered parameters. The check is needed, because
+            # inference_mode(False) also enables gradients.
+            is_inference = torch.is_inference_mode_enabled()
+            leaves = torch.inference_mode(mode=False) if is_inference else nullcontext()
+            with leaves, passes:
                 return run(reduce_gradients=False)
         self._require_optimizer()
         # A plain function may give a gradient to a batch without trained tokens.

@@ -74,6 +74,30 @@ def call_out_of_order(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -
     assert run_update(engine, [local_batch]).report.outcome == "stepped"
 
 
+def test_evaluation_in_inference_mode_does_not_disturb_training(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """An update has the oracle's gradient norm if the first pass was in `torch.inference_mode`.
+
+    Tensors that an engine makes in its first pass, such as gathered parameters, could not be used
+    in a backward pass.
+    """
+    setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
+    expected = oracle.get_update(setup, ClippedPpoProbe(), batch).grad_norm
+    for norm in engine_under_test.run(norm_after_inference_mode, setup=setup, batch=batch):
+        assert_close(norm, expected, LOGPROB, quantity="gradient norm")
+
+
+def norm_after_inference_mode(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> float:
+    """Evaluate a new engine in inference mode, then return the gradient norm of an update."""
+    engine = rank.temporary_engine(setup)
+    local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
+    with torch.inference_mode(), engine.eval_mode():
+        engine.forward_backward_batch(local_batch, forward_only=True, outputs=[HeadOutput.LOGPROB])
+    engine.set_loss_fn(ClippedPpoProbe())
+    return run_update(engine, [local_batch]).grad_norm
+
+
 def test_call_after_final_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
