@@ -36,7 +36,7 @@ def length_of(old: Old) -> dict[str, object]:
     return {"run.total_epochs": old("trainer.total_epochs")} if steps is None else {"run.total_steps": steps}
 
 
-def of_both_trainers(old: Old) -> dict[str, object]:
+def expect_of_both(old: Old) -> dict[str, object]:
     """Return what both generations of fine-tuning share: one update for each batch."""
     rank = int(number(old("model.lora_rank") or 0))
     return {
@@ -56,10 +56,10 @@ def of_both_trainers(old: Old) -> dict[str, object]:
     }
 
 
-def of_columns(old: Old, row: Row) -> dict[str, object]:
+def expect_of_columns(old: Old, row: Row) -> dict[str, object]:
     """Return what the first generation did. Before v0.4.0 it had one schedule, cosine, and no key for it."""
     ratio = old("optim.lr_warmup_steps_ratio") if old("optim.lr_warmup_steps_ratio") is not None else old("optim.warmup_steps_ratio")
-    result = of_both_trainers(old)
+    result = expect_of_both(old)
     result["actor.engine.schedule.kind"] = old("optim.lr_scheduler") or "cosine"
     result["actor.engine.schedule.warmup_ratio"] = ratio
     result["actor.engine.schedule.min_lr_ratio"] = 0.0
@@ -73,9 +73,9 @@ def of_columns(old: Old, row: Row) -> dict[str, object]:
     return result
 
 
-def of_engines(old: Old, row: Row) -> dict[str, object]:
+def expect_of_engines(old: Old, row: Row) -> dict[str, object]:
     """Return what the second generation did, on either engine."""
-    result = of_both_trainers(old)
+    result = expect_of_both(old)
     steps = old("optim.lr_warmup_steps")
     has_steps = steps is not None and number(steps) > 0
     style = old("optim.lr_decay_style") if is_on_megatron(row) else old("optim.warmup_style") or old("optim.lr_scheduler_type")
@@ -93,7 +93,7 @@ def of_engines(old: Old, row: Row) -> dict[str, object]:
     return result
 
 
-def of_generation(old: Old, row: Row) -> dict[str, object]:
+def expect_of_generation(old: Old, row: Row) -> dict[str, object]:
     """Return what the program without servers drew."""
     samples = old("rollout.do_sample") is not False
     return {
@@ -110,7 +110,7 @@ def of_generation(old: Old, row: Row) -> dict[str, object]:
     }
 
 
-def of_servers(old: Old, row: Row) -> dict[str, object]:
+def expect_of_servers(old: Old, row: Row) -> dict[str, object]:
     """Return what the program with servers drew: it was composed on the tree of main_ppo, and ignored top_k."""
     rollout = "actor_rollout_ref.rollout"
     return {
@@ -127,7 +127,7 @@ def of_servers(old: Old, row: Row) -> dict[str, object]:
 
 
 EXPECTATIONS: dict[str, Callable[[Old, Row], dict[str, object]]] = dict(
-    zip(ENTRIES, (of_columns, of_engines, of_generation, of_servers), strict=True)
+    zip(ENTRIES, (expect_of_columns, expect_of_engines, expect_of_generation, expect_of_servers), strict=True)
 )
 
 
