@@ -100,6 +100,11 @@ METHODS: Mapping[str, Method] = {
     "opo": Method(overrides=("algorithm=opo",)),
     "gpg": Method(overrides=("algorithm=gpg",)),
     "gdpo": Method(overrides=("algorithm=gdpo", _GDPO)),
+    "maxrl": Method(overrides=("algorithm=maxrl",)),
+    "grpo_passk": Method(overrides=("algorithm=grpo_passk",)),
+    "optimal_token_baseline": Method(overrides=("algorithm=optimal_token_baseline",)),
+    "turn_grpo": Method(overrides=("algorithm=turn_grpo",)),
+    "vapo": Method(overrides=("algorithm=vapo", *_SINGLE, "critic.engine.optimizer.lr=1e-3")),
     "gae": Method(overrides=("algorithm=ppo", *_SINGLE, "critic.engine.optimizer.lr=1e-3")),
     # Data flow.
     "dapo": Method(overrides=("algorithm=dapo",)),

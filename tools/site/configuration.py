@@ -125,6 +125,8 @@ NO_UNIT = frozenset(
             "kl_reward_coef",
             "gamma",
             "gae_lambda",
+            "value_lambda",
+            "length_factor",
             "value_clip",
             "truncate_at",
         ),

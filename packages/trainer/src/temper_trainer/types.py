@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 IS_CHOSEN = "is_chosen"
 """[B] bool sequence column: True for the preferred sample of a pair."""
+TURNS_AFTER = "turns_after"
+"""[T] float32 column: how many completions of the rollout follow the one with the token."""
+TURN_REWARDS = "turn_rewards"
+"""[T] float32 column: the environment's reward of a completion at its last token, else 0."""
 
 
 class FinishReason(StrEnum):

@@ -24,9 +24,18 @@ GROUPS = (1, 0, 1, 0, 1, 2)
 REWARDS = torch.tensor([1.0, 0.25, 0.0, 1.0, 0.5, 1.0])
 
 
+WITH_CRITIC = ("gae", "vapo")
+
+
 def make_samples(group_ids: tuple[int, ...] = GROUPS) -> SequenceBatch:
     masks = [torch.arange(n) >= 1 for n in LENGTHS]
-    return from_sequences([torch.arange(n) for n in LENGTHS], loss_masks=masks, group_ids=group_ids)
+    logprobs = [torch.linspace(-n, -0.1, n).where(torch.arange(n) >= 1, math.nan) for n in LENGTHS]
+    return from_sequences(
+        [torch.arange(n) for n in LENGTHS],
+        loss_masks=masks,
+        group_ids=group_ids,
+        columns={"rollout_logprobs": logprobs},
+    )
 
 
 def estimate(
@@ -49,7 +58,7 @@ def estimate(
 
 
 def values_for(name: str, samples: SequenceBatch) -> torch.Tensor | None:
-    return torch.linspace(-1.0, 1.0, samples.num_tokens) if name == "gae" else None
+    return torch.linspace(-1.0, 1.0, samples.num_tokens) if name in WITH_CRITIC else None
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -80,14 +89,18 @@ def test_untrained_tokens_have_zero_advantage_and_their_nan_is_ignored(name: str
         advantage=list_variants(AdvantageEstimator)[name](), kl_reward_coef=0.5
     )
     estimated = estimate(
-        config, samples=samples, rewards=REWARDS, values=hole if name == "gae" else None, kl=hole
+        config,
+        samples=samples,
+        rewards=REWARDS,
+        values=hole if name in WITH_CRITIC else None,
+        kl=hole,
     )
     assert bool(estimated.advantages.isfinite().all())
     assert not bool(estimated.advantages[~samples.loss_mask].any())
     assert estimated.advantages.dtype == torch.float32
 
 
-def test_only_gae_returns_value_targets() -> None:
+def test_only_estimators_with_a_critic_return_value_targets() -> None:
     samples = make_samples()
     has_returns = {
         name: estimate(
@@ -99,7 +112,7 @@ def test_only_gae_returns_value_targets() -> None:
         is not None
         for name in ESTIMATORS
     }
-    assert [name for name, has in has_returns.items() if has] == ["gae"]
+    assert [name for name, has in has_returns.items() if has] == list(WITH_CRITIC)
 
 
 def test_kl_penalty_is_subtracted_from_the_reward_of_a_completion() -> None:
@@ -156,7 +169,10 @@ def test_zero_std_groups_are_counted_and_have_zero_advantage() -> None:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_step_without_trained_tokens_has_zero_advantages(name: str) -> None:
     samples = from_sequences(
-        [torch.arange(3)] * 2, loss_masks=[torch.zeros(3, dtype=torch.bool)] * 2, group_ids=[0, 0]
+        [torch.arange(3)] * 2,
+        loss_masks=[torch.zeros(3, dtype=torch.bool)] * 2,
+        group_ids=[0, 0],
+        columns={"rollout_logprobs": [torch.zeros(3)] * 2},
     )
     estimated = estimate(
         AlgorithmConfig(advantage=list_variants(AdvantageEstimator)[name]()),

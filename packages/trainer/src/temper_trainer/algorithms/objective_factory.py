@@ -19,7 +19,7 @@ from temper_engine_api.objective import (
     register_objective,
 )
 from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
-from temper_trainer.algorithms.estimators.token_estimators import Gae
+from temper_trainer.algorithms.estimators.token_estimators import Gae, Vapo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.policy_objective import PolicyObjective, measure_entropy
 from temper_trainer.algorithms.prompt_mean import PromptMeanObjective
@@ -192,7 +192,7 @@ def aggregate_by_prompt(objective: Objective, *, config: AlgorithmConfig) -> Obj
 def build_value_objective(config: AlgorithmConfig) -> ValueObjective:
     """Return the critic's objective, a mean over trained tokens whatever the policy's is."""
     return ValueObjective(
-        clip=config.advantage.value_clip if isinstance(config.advantage, Gae) else None
+        clip=config.advantage.value_clip if isinstance(config.advantage, Gae | Vapo) else None
     )
 
 

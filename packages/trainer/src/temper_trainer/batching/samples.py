@@ -11,12 +11,15 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
-from temper_trainer.types import IS_CHOSEN, Completion, Demonstration, Pair, Rollout
-
-TURNS_AFTER = "turns_after"
-"""[T] float32 column: how many completions of the rollout follow the one with the token."""
-TURN_REWARDS = "turn_rewards"
-"""[T] float32 column: the environment's reward of a completion at its last token, else 0."""
+from temper_trainer.types import (
+    IS_CHOSEN,
+    TURN_REWARDS,
+    TURNS_AFTER,
+    Completion,
+    Demonstration,
+    Pair,
+    Rollout,
+)
 
 
 def to_samples(

@@ -19,12 +19,11 @@ from temper_trainer.algorithms.rollout_correction import (
     compute_mismatch_metrics,
     compute_rollout_correction,
 )
-from temper_trainer.batching.samples import TURNS_AFTER
 from temper_trainer.config.algorithm import RolloutCorrectionConfig
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.teacher.teacher_client import TEACHER_LOGPROBS, TEACHER_WEIGHTS
-from temper_trainer.types import Rollout
+from temper_trainer.types import TURNS_AFTER, Rollout
 
 
 def add_advantages(
