@@ -33,6 +33,7 @@ from tools.optional_imports import NEEDS_EXTRA
 from tools.other_engines import ENGINES as OTHER_ENGINES
 from tools.other_engines import REQUIREMENTS as OTHER_REQUIREMENTS
 from tools.other_engines import VERL
+from tools.peers import REQUIREMENTS as PEER_REQUIREMENTS
 from tools.requirements import list_sibling_pairs, pin_lower_bounds
 from tools.scenarios import SCENARIOS
 
@@ -432,6 +433,17 @@ def other_engines(session: nox.Session) -> None:
         )
     if not session.posargs:
         session.run("python", "-m", "tools.other_engines.page", env={"PYTHONPATH": str(ROOT)})
+
+
+@nox.session
+def peers(session: nox.Session) -> None:
+    """Run other projects' tests on our algorithms; arguments are checkouts, such as verl=PATH.
+
+    Prints the tables of docs/records/peers.md; with --write it replaces them.
+    """
+    session.install("-c", CONSTRAINTS, *PEER_REQUIREMENTS, *TEST_TOOLS)
+    session.install("-c", CONSTRAINTS, *_add_extras(_list_sources_up_to("trainer")))
+    session.run("python", "-m", "tools.peers", *session.posargs, env={"PYTHONPATH": str(ROOT)})
 
 
 @nox.session(venv_backend="none")

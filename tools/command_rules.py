@@ -160,8 +160,9 @@ def check_kit(words: Sequence[str], folder: Path) -> str:
 
 
 def check_nox(words: Sequence[str], folder: Path) -> str:
-    """Check that the sessions exist."""
-    requested = {word.partition("(")[0] for word in words[1:] if not word.startswith("-")}
+    """Check that the sessions exist; words after -- are arguments of the session."""
+    own = words[1 : words.index("--")] if "--" in words else words[1:]
+    requested = {word.partition("(")[0] for word in own if not word.startswith("-")}
     return (
         ""
         if requested <= list_sessions()
