@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from temper_legacy_shim.configs.mapping.builder import Draft, Numerics
 from temper_legacy_shim.configs.mapping.generation import build_evaluation, build_generation
-from temper_legacy_shim.configs.mapping.images import find_images
-from temper_legacy_shim.configs.mapping.model_fields import NEUTRAL, find_model_fields, find_template_arguments
+from temper_legacy_shim.configs.mapping.model_checks import NEUTRAL, find_images, find_model_fields, find_template_arguments
 from temper_legacy_shim.configs.mapping.ppo import build_ppo
 from temper_legacy_shim.configs.mapping.refused_models import find_refused_models
 from temper_legacy_shim.configs.mapping.rules import find_rule, is_block

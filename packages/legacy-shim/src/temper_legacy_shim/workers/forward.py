@@ -1,6 +1,7 @@
-"""Answers of an engine about an old batch, without gradients, as grids [B, W]."""
+"""Outputs of an engine for an old batch without gradients, as grids [B, W], the same on all ranks of a replica."""
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from temper_engine_api.plan import MiniBatchPlan, RankPlan, build_packed_batch
 from temper_engine_api.reduction import count_denominators
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.micro_batches import rows_by_count, rows_by_tokens
-from temper_legacy_shim.workers.replica import from_replica
 from temper_legacy_shim.workers.rows import read_rows, row_lengths
 from temper_legacy_shim.workers.updates import scheduled
 
@@ -89,3 +89,22 @@ def empty_batch(like: SequenceBatch) -> SequenceBatch:
     """Return one dummy token: what a rank runs while the others still have a micro-batch."""
     plan = MiniBatchPlan(ranks=(RankPlan(micro_batches=((),)),))
     return build_packed_batch(like, plan=plan, rank=0, denominators=count_denominators(like))
+
+
+T = TypeVar("T")
+
+
+def from_replica(engine: BaseEngine, item: T | None) -> T:
+    """Share the item of the rank that returns outputs with all ranks of its replica. Collective."""
+    topology = engine.topology
+    if topology.world_size == topology.dp.size:
+        return cast("T", item)
+    gathered = engine.gather_objects((topology.dp.rank, topology.returns_outputs, item if topology.returns_outputs else None))
+    (result,) = (kept for replica, speaks, kept in gathered if speaks and replica == topology.dp.rank)
+    return cast("T", result)
+
+
+def gather_replicas(engine: BaseEngine, item: T) -> list[T]:
+    """Return one item of each replica, in the order of ranks, on every rank. Collective."""
+    gathered = engine.gather_objects((engine.topology.returns_outputs, item))
+    return [kept for speaks, kept in gathered if speaks]

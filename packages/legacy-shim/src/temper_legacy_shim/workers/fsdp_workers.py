@@ -7,7 +7,7 @@ from temper_engine_api.engine import BaseEngine
 from temper_engine_api.specs import EngineConfig
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
-from temper_legacy_shim.workers.old_configs import engine_config
+from temper_legacy_shim.workers.engine_configs import build_fsdp_config
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_legacy_shim.workers.role_workers import OldRates, PolicyWorker, Values, ValueWorker, WeightsByCall
@@ -75,7 +75,7 @@ class ActorRolloutRefWorker(PolicyWorker):
         model = {**block(self.config, "model"), **(block(own, "model") if role == "ref" else {})}
         if role == "ref":
             model |= {"lora_rank": 0}
-        return engine_config(
+        return build_fsdp_config(
             model,
             fsdp=block(own, "fsdp_config"),
             optim=block(own, "optim") if role == "actor" and self._is_actor else None,
@@ -156,7 +156,7 @@ class CriticWorker(ValueWorker):
 
     def _engine_config(self) -> EngineConfig:
         model = block(self.config, "model")
-        return engine_config(
+        return build_fsdp_config(
             model,
             fsdp=block(model, "fsdp_config"),
             optim=block(self.config, "optim"),

@@ -20,14 +20,13 @@ from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.masked_losses import aggregate, kl_penalty, value_loss
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, policy_loss
+from temper_legacy_shim.workers.engine_configs import adopted_config
 from temper_legacy_shim.workers.engines import Adopted, adopt
-from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split
-from temper_legacy_shim.workers.megatron_configs import adopted_config
+from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split, from_replica
 from temper_legacy_shim.workers.objective_updates import update_actor_with_objective, update_critic_with_objective
 from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, column_of, needed_column
 from temper_legacy_shim.workers.ppo_actor import MicroBatch, PPOActor, temperature_of
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_legacy_shim.workers.replica import from_replica
 from temper_legacy_shim.workers.rows import read_rows
 from temper_legacy_shim.workers.settings import block
 from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, matched

@@ -9,14 +9,14 @@ from temper_engine_api.errors import CapabilityError
 from temper_engine_api.specs import EngineConfig
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
-from temper_legacy_shim.workers.megatron_configs import engine_config
+from temper_legacy_shim.workers.engine_configs import build_megatron_config
 from temper_legacy_shim.workers.megatron_ppo import MegatronActor, MegatronCritic
-from temper_legacy_shim.workers.megatron_schedule import OldMegatronSchedule
 from temper_legacy_shim.workers.on_engine import Numerics
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_legacy_shim.workers.role_workers import OldRates, PolicyWorker, Values, ValueWorker, WeightsByCall
 from temper_legacy_shim.workers.settings import block, known
+from temper_legacy_shim.workers.updates import OldMegatronSchedule
 
 _WORKER = "temper_trainer.runtime.worker_group:TrainingWorker"
 _ENGINE = "temper_engine_megatron.engine:MegatronEngine"
@@ -165,7 +165,7 @@ class ActorRolloutRefWorker(PolicyWorker):
         model = {**block(self.config, "model"), **(block(own, "model") if role == "ref" else {})}
         if role == "ref":
             model |= {"lora": {}}
-        return engine_config(
+        return build_megatron_config(
             model,
             # The reference policy's layout is the actor's where it says nothing else, and must be where both live in one process.
             megatron={**block(block(self.config, "actor"), "megatron"), **block(own, "megatron")},
@@ -246,7 +246,7 @@ class CriticWorker(ValueWorker):
         }
 
     def _engine_config(self) -> EngineConfig:
-        return engine_config(
+        return build_megatron_config(
             block(self.config, "model"),
             megatron=block(self.config, "megatron"),
             optim=block(self.config, "optim"),

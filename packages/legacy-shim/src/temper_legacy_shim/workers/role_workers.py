@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 import torch
@@ -18,8 +19,7 @@ from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.registry import load_engine_class, load_engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_legacy_shim.data_proto import DataProto
-from temper_legacy_shim.workers import checkpoints
-from temper_legacy_shim.workers.old_configs import compute_rank_sizes
+from temper_legacy_shim.workers.engine_configs import compute_rank_sizes
 from temper_legacy_shim.workers.old_rollout import OldRollout
 from temper_legacy_shim.workers.on_engine import Numerics
 from temper_legacy_shim.workers.ppo_actor import PPOActor
@@ -219,10 +219,10 @@ class PolicyWorker(RoleWorker):
         """Do nothing: engine and sampler have separate weights."""
 
     def _save(self, folder: str, hdfs_path: str | None, step: int, max_to_keep: int | None) -> None:
-        checkpoints.save(self._trained()[0].engine, folder, hdfs_path, step=step, max_to_keep=max_to_keep)
+        save_step(self._trained()[0].engine, folder, hdfs_path, step=step, max_to_keep=max_to_keep)
 
     def _load(self, folder: str | None, hdfs_path: str | None, delete_download: bool) -> None:
-        checkpoints.load(self._trained()[0].engine, folder, hdfs_path, delete_download=delete_download)
+        load_step(self._trained()[0].engine, folder, hdfs_path, delete_download=delete_download)
 
     def _init_actor(self) -> None:
         engine = self._open_engine(self._engine_config("actor"))
@@ -322,12 +322,35 @@ class ValueWorker(RoleWorker):
         return DataProto(meta_info={"metrics": {**metrics, **speed, "critic/lr": lr}})
 
     def _save(self, folder: str, hdfs_path: str | None, step: int, max_to_keep: int | None) -> None:
-        checkpoints.save(self._critic().engine, folder, hdfs_path, step=step, max_to_keep=max_to_keep)
+        save_step(self._critic().engine, folder, hdfs_path, step=step, max_to_keep=max_to_keep)
 
     def _load(self, folder: str | None, hdfs_path: str | None, delete_download: bool) -> None:
-        checkpoints.load(self._critic().engine, folder, hdfs_path, delete_download=delete_download)
+        load_step(self._critic().engine, folder, hdfs_path, delete_download=delete_download)
 
     def _critic(self) -> PPOCritic:
         if self.critic is None:
             raise EngineStateError("the critic has no model: call init_model() before.")
         return self.critic
+
+
+def save_step(engine: BaseEngine, local_path: str, hdfs_path: str | None, *, step: int, max_to_keep: int | None) -> None:
+    """Save a step directory below ``local_path`` in the engine's layout. Collective."""
+    engine.save_checkpoint(local_path, hdfs_path, global_step=step, max_ckpt_to_keep=max_to_keep)
+
+
+def load_step(engine: BaseEngine, local_path: str | None, hdfs_path: str | None, *, delete_download: bool) -> None:
+    """Load the last complete step below ``local_path``; None loads nothing, as before. Collective.
+
+    Raises:
+        ConfigError: the folder holds a checkpoint of the older generation.
+    """
+    if local_path is None:
+        return
+    old = sorted(Path(local_path).glob("model_world_size_*_rank_*.pt")) or sorted(Path(local_path).glob("dist_ckpt"))
+    if old:
+        raise ConfigError(
+            f"{local_path} holds a checkpoint of the older generation ({old[0].name}): convert it with "
+            f"`temper-migrate checkpoint {local_path} --to temper --out NEW` and load_step NEW."
+        )
+    # The old critic and Megatron workers set it by default, also where nothing was downloaded.
+    engine.load_checkpoint(local_path, hdfs_path, del_local_after_load=delete_download and hdfs_path is not None)

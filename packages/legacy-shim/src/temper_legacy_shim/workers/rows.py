@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.errors import BatchError
 from temper_engine_api.padding import from_padded
 from temper_legacy_shim.data_proto import DataProto
@@ -96,3 +96,104 @@ def _response_mask(mask: Tensor, *, within: Tensor) -> Tensor:
 def _has_predecessor(attention: Tensor) -> Tensor:
     """Return [B, L] False at the first token of each row, which nothing predicts."""
     return attention & (attention.cumsum(1) > 1)
+
+
+OLD_NAMES = {
+    "advantages": "advantages",
+    "old_logprobs": "old_log_probs",
+    "ref_logprobs": "ref_log_prob",
+    "returns": "returns",
+    "values": "values",
+}
+"""Temper's column, and the key of the old batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedPart:
+    """Positions of the tokens of a rank's part: responses begin at column P of [B, P + W].
+
+    Prompts end and responses begin at column P of [B, P + W].
+    """
+
+    kept: SequenceBatch
+    """The share without dummies, in its order."""
+    row: Tensor
+    """[T] int64 row of each token."""
+    position: Tensor
+    """[T] int64 column of each token."""
+    prompt_width: int
+    response_width: int
+    max_tokens: int
+    """Tokens of the share's fullest micro-batch, which is what the old worker is told as its budget."""
+    temperature: float
+
+    def data(self, *, columns: Sequence[str], batch: PackedBatch) -> DataProto:
+        """Return the old batch with these columns besides its own."""
+        missing = set(columns) - self.kept.columns.keys()
+        if missing:
+            raise BatchError(f"the mini-batch has no {', '.join(sorted(missing))}, which the deprecated worker reads.")
+        ids, attention = self._pad(self.kept.tokens), self._pad(torch.ones_like(self.kept.tokens))
+        tensors = {
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": self._pad(self.kept.get_position_ids()),
+            "prompts": ids[:, : self.prompt_width],
+            "responses": ids[:, self.prompt_width :],
+            "response_mask": self._pad(self.kept.loss_mask.long())[:, self.prompt_width :],
+        }
+        tensors |= {OLD_NAMES[name]: self._pad(self.kept.columns[name])[:, self.prompt_width :] for name in columns}
+        if not columns:
+            del tensors["response_mask"]
+        return DataProto.from_dict(tensors=tensors, meta_info={"temperature": self.temperature})
+
+    def tokens_of(self, grid: Tensor) -> Tensor:
+        """Return [T] the entries of a response grid [B, W] at their tokens, 0 at tokens of the prompt."""
+        is_response = self.position >= self.prompt_width
+        column = grid.new_zeros(self.kept.num_tokens)
+        column[is_response] = grid[self.row[is_response], self.position[is_response] - self.prompt_width]
+        return column
+
+    def _pad(self, column: Tensor) -> Tensor:
+        out = column.new_zeros(self.kept.num_sequences, self.prompt_width + self.response_width)
+        out[self.row, self.position] = column
+        return out
+
+
+def pad_part(part: PackedBatch, *, full_rows: bool = False) -> PaddedPart:
+    """Lay a share out as old rows.
+
+    Args:
+        part: this rank's share; its dummies are left out.
+        full_rows: the response is everything but the first token, so that every token gets its answer; otherwise it begins at the first
+            trained token.
+
+    Raises:
+        BatchError: nothing but dummies, or rows of different temperatures.
+    """
+    keep = torch.nonzero(~part.is_dummy)[:, 0]
+    if not len(keep):
+        raise BatchError("this rank's share of the mini-batch is empty, which the deprecated workers never met: use fewer ranks.")
+    kept = part.select(keep)
+    heats = kept.temperature.unique()
+    if len(heats) != 1:
+        raise BatchError(f"rows have temperatures {heats.tolist()}, but the deprecated workers know one for a batch.")
+    row, starts, lengths = kept.sequence_index, kept.sequence_starts.long()[:-1], kept.lengths
+    within = torch.arange(kept.num_tokens) - starts[row]
+    begins = torch.ones_like(lengths) if full_rows else _first_trained(kept, within)
+    prompt_width = int(begins.max())
+    return PaddedPart(
+        kept=SequenceBatch(**{name: getattr(kept, name) for name in SequenceBatch.__dataclass_fields__}),
+        row=row,
+        position=within - begins[row] + prompt_width,
+        prompt_width=prompt_width,
+        response_width=max(1, int((lengths - begins).max())),
+        max_tokens=max(int(micro.lengths.sum()) for micro in part.micro_batches()),
+        temperature=float(heats[0]),
+    )
+
+
+def _first_trained(batch: SequenceBatch, within: Tensor) -> Tensor:
+    """Return [B] place of each sequence's first trained token; its length if it has none."""
+    first = batch.lengths.clone()
+    trained = batch.loss_mask
+    return first.scatter_reduce(0, batch.sequence_index[trained], within[trained], reduce="amin")

@@ -27,9 +27,9 @@ from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import RECORDS, LegacyWorkerWarning
 from temper_legacy_shim.workers.engines import NEVER
 from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
-from temper_legacy_shim.workers.packed import PaddedPart, pad_part
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
+from temper_legacy_shim.workers.rows import PaddedPart, pad_part
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.value_loss import ValueObjective

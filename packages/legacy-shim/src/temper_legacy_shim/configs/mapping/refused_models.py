@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from temper_legacy_shim.configs.mapping.builder import Draft
-from temper_legacy_shim.configs.mapping.model_fields import config_json
+from temper_legacy_shim.configs.mapping.model_checks import config_json
 
 _LAYERS = "has linear, sparse, chunked or state-space layers"
 _EXPERTS = "has experts whose weights the engine can neither load nor send to the sampler"
