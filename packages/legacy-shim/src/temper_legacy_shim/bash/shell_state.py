@@ -210,7 +210,7 @@ class Shell:
         """None at the top, where the user's arguments are open; then they are counted from `shifted`."""
         self.shifted = 0
         self.status: int | None = 0
-        """Of the last command; None where only a run would know."""
+        """Status of the last command; None if unknown before a run."""
         self.captured: Text | None = None
         """What the commands of a substitution print; None outside of one. An unknown piece stands for unknown output."""
         self.stdin: Text | None = None
