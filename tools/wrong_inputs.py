@@ -63,7 +63,7 @@ class Case:
     mode: str = "--check"
     """`--check`, or empty for a run."""
     before: str = ""
-    """What the product did before these checks existed."""
+    """Message and exit code before these checks existed."""
 
 
 def _cut(path: Path) -> Callable[[Path], object]:
