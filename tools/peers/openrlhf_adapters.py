@@ -117,7 +117,7 @@ class PolicyLoss:
     def _compute_weights(self, old: Tensor, rollout: Tensor, *, mask: Tensor) -> Tensor:
         assert self.vllm_is_truncated_threshold is not None
         low, high = self.vllm_is_truncated_threshold
-        bounds = RejectionBounds(low=low, high=high)
+        bounds = RejectionBounds(low=low or None, high=high)
         rules = {"icepop": "ratio_token", "seq-mask-tis": "ratio_mean"}
         if self.vllm_is_correction_type in rules:
             config = RolloutCorrectionConfig(
