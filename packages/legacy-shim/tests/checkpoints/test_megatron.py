@@ -101,7 +101,7 @@ def _write_ranks(folder: Path, hf: Mapping[str, Tensor], *, tp: int, pp: int = 1
     for t in range(tp):
         for stage in range(pp):
             for e in range(ep):
-                local = range(e * num_experts // ep, (e + 1) * num_experts // ep)
+                local_experts = range(e * num_experts // ep, (e + 1) * num_experts // ep)
                 chunks = []
                 for virtual in range(vpp):
                     first = (virtual * pp + stage) * per_chunk
@@ -109,7 +109,7 @@ def _write_ranks(folder: Path, hf: Mapping[str, Tensor], *, tp: int, pp: int = 1
                     if first == 0:
                         chunk["embedding.word_embeddings.weight"] = _padded(hf["model.embed_tokens.weight"]).chunk(tp)[t]
                     for local in range(per_chunk):
-                        layer = _layer(hf, first + local, tp=t, num_tp=tp, experts=local, grouped=grouped)
+                        layer = _layer(hf, first + local, tp=t, num_tp=tp, experts=local_experts, grouped=grouped)
                         chunk |= {f"decoder.layers.{local}.{name}": tensor for name, tensor in layer.items()}
                     if first + per_chunk == LAYERS:
                         chunk["decoder.final_layernorm.weight"] = hf["model.norm.weight"]

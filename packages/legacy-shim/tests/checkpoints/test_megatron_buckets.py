@@ -87,7 +87,7 @@ def test_an_order_that_does_not_fit_the_weights_is_not_guessed(tmp_path: Path, m
     def backwards(chunk: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(reversed(chunk.items()))
 
-    monkeypatch.setitem(globals(), "in_order", backwards)
+    monkeypatch.setitem(globals(), "sort_by_order", backwards)
     result = state_of(write(tmp_path, tp=2))
     assert not result.moments
     assert any("buckets of 2 model-parallel ranks, and no way of dividing" in reason for reason in result.not_carried)
