@@ -89,7 +89,7 @@ def test_reward_file_with_old_helpers_scores_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_old_package")
-@pytest.mark.parametrize("line", ["from verl.utils.reward_score.math_verify import compute_score", "from verl.utils.hdfs_io import copy"])
+@pytest.mark.parametrize("line", ["from verl.utils.reward_score.math_verify import compute_score"])
 def test_reward_file_with_a_name_that_is_not_here_says_what_to_do(tmp_path: Path, line: str) -> None:
     path = tmp_path / f"reward_{len(line)}.py"
     path.write_text(f"{line}\ndef compute_score(**_): return 0.0\n")

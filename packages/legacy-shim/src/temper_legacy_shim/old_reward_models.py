@@ -92,5 +92,7 @@ def _loaded(path: str, dtype: str, device: str | None) -> _Loaded:
     return _Loaded(model=model.to(position).eval(), tokenizer=tokenizer, device=position)
 
 
+# `temper-train --check` calls rewards on one row, and loading the model would take too long.
+score_with_model.call_in_check = False  # type: ignore[attr-defined]
 # Translated configurations call it by this name.
 by_model = score_with_model

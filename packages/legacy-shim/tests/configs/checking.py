@@ -91,7 +91,7 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
 
 def _data(values: dict[str, Plain], *, is_parquet: bool) -> bytes:
     """Return a file of one row with every field that any source of the configuration names."""
-    row: dict[str, object] = {"question": "1", "answer": "1", "chosen": "1", "rejected": "2"}
+    row: dict[str, object] = {"question": "1", "answer": "1", "chosen": "1", "rejected": "2", "data_source": "openai/gsm8k"}
     routes = [key.split(".")[1] for key in values if key.startswith("teachers.")]
     for key, field in values.items():
         if not isinstance(field, str) or not re.fullmatch(r"(data|warm_start)\..*_key", key):

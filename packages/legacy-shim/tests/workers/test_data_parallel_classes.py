@@ -149,7 +149,7 @@ def test_a_critics_single_forward_gives_its_values_without_gradient(model_folder
     with pytest.raises(ConfigError, match=r"_forward_micro_batch\(\) answers without gradient here: .* update_critic\(\)"):
         critic._forward_micro_batch(tensors)
     critic.engine.close()
-    with pytest.raises(ConfigError, match="Mine overrides _forward_micro_batch, which training no longer calls"):
+    with pytest.raises(ConfigError, match="Derived overrides _forward_micro_batch, which training no longer calls"):
 
         class Derived(DataParallelPPOCritic):
             def _forward_micro_batch(self, micro_batch):  # type: ignore[no-untyped-def]

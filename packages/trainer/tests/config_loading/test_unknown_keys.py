@@ -41,7 +41,7 @@ def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
 
 
 def test_right_name_in_the_wrong_block_names_the_right_blocks() -> None:
-    assert "did you mean sampling.temperature or run.eval_sampling.temperature?" in refusal(
+    assert "did you mean sampling.temperature or run.eval_sampling.temperature" in refusal(
         "algorithm.temperature=1"
     )
 

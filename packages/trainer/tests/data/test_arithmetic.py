@@ -114,5 +114,5 @@ def test_split_that_does_not_exist_is_refused() -> None:
 
 
 def test_no_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_rows is 0, but must be at least 1"):
+    with pytest.raises(ConfigError, match="max_rows of SourceConfig is 0, but must be at least 1"):
         source(0)

@@ -159,7 +159,7 @@ class MegatronActor(_OnMegatron, PPOActor):
                 rows = read_rows(part, temperature=temperature_of(mini_batch))
                 micro = MicroBatch(data=part, rows=rows, scale=scale, is_only_update=False, is_empty=is_empty)
                 self._train(micro, metrics=metrics, totals={})
-        append_metrics(metrics, {"actor/grad_norm": float(self.step_optimizer())})
+        append_metrics(metrics, {"actor/grad_norm": float(self._optimizer_step())})
 
     @property
     def _needs_entropy(self) -> bool:
@@ -224,7 +224,7 @@ class MegatronCritic(_OnMegatron, PPOCritic):
                 with self.engine.train_mode():
                     for part, scale, is_empty in self._micro_batches(mini_batch):
                         self._train_part(part, metrics=metrics, scale=scale, is_empty=is_empty)
-                append_metrics(metrics, {"critic/grad_norm": float(self.step_optimizer()), "critic/lr": lr})
+                append_metrics(metrics, {"critic/grad_norm": float(self._optimizer_step()), "critic/lr": lr})
             self.engine.optimizer_zero_grad()
         return from_replica(self.engine, metrics)
 

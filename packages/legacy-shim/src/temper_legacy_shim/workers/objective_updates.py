@@ -124,7 +124,7 @@ def _update(
     engine.optimizer_zero_grad()
     with engine.train_mode():
         result = engine.forward_backward_batch(packed, forward_only=False)
-    norm = model.step_optimizer()
+    norm = model._optimizer_step()
     gathered: list[Mapping[str, Metric]] = list(gather_replicas(engine, result.metrics))
     return {"grad_norm": norm, **{name: metric.result for name, metric in merge_metrics(gathered).items()}}
 

@@ -61,8 +61,8 @@ class OnEngine(ABC):
         values: SplitSettings = known(SplitSettings, {"ppo_mini_batch_size": 0, **self._values})
         return values
 
-    def step_optimizer(self) -> float:
-        """Return one optimizer step; returns the gradient norm before clipping.
+    def _optimizer_step(self) -> float:
+        """Take one optimizer step, and return the gradient norm before clipping.
 
         A non-finite one changes nothing.
         """

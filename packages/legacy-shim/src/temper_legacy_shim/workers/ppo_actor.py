@@ -139,7 +139,7 @@ class PPOActor(OnEngine):
                         is_empty=not chosen,
                     )
                     self._train(micro, metrics=metrics, totals=totals)
-            append_metrics(metrics, {"actor/grad_norm": float(self.step_optimizer())})
+            append_metrics(metrics, {"actor/grad_norm": float(self._optimizer_step())})
         self.engine.optimizer_zero_grad()
         return {**totals, **metrics}
 

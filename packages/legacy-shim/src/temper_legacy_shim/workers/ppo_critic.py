@@ -93,7 +93,7 @@ class PPOCritic(OnEngine):
                     part = mini_batch.select_idxs(chosen) if chosen else mini_batch[:1]
                     loss = self._train(part, metrics=metrics, scale=split.scale(len(chosen)), is_empty=not chosen)
                     total += loss * split.scale(len(chosen))
-            append_metrics(metrics, {"critic/grad_norm": float(self.step_optimizer())})
+            append_metrics(metrics, {"critic/grad_norm": float(self._optimizer_step())})
         self.engine.optimizer_zero_grad()
         return {"critic/vf_loss": total, **metrics}
 

@@ -18,7 +18,8 @@ def check_reward_calls(config: TrainerConfig) -> None:
     """Check that each reward function scores the reference answer of the first row.
 
     The answer takes the place of a completion, and the prompt has neither template nor tokens.
-    Judges and reward models are left out.
+    Judges and reward models are left out. A function that loads a model or has side effects is left
+    out if its attribute ``call_in_check`` is False.
 
     Raises:
         ConfigError: If a call raises, takes longer than reward.timeout_s, or returns no finite
@@ -45,7 +46,10 @@ def _find_problems(config: TrainerConfig) -> Iterator[str]:
 def _call(config: TrainerConfig, name: str, row: Row) -> str | None:
     """Return why a reward function gives no reward for a row, or None."""
     function = get_function_config(config.reward, name)
-    call = RewardCall(function=resolve_reward(function), arguments=dict(function.arguments))
+    reward = resolve_reward(function)
+    if not getattr(reward, "call_in_check", True):
+        return None
+    call = RewardCall(function=reward, arguments=dict(function.arguments))
     prompt = Prompt(
         prompt_id=row.row_id,
         text=row.question,
