@@ -292,7 +292,7 @@ def measure(bench: Bench, name: str, *, rate: float, seed: int) -> None:
 def list_without_evaluation() -> list[str]:
     """Return the overrides without the held-out problems, and with the size of an update."""
     return [
-        "~data.eval",
+        "data.eval=null",
         "~run.eval_every",
         "~run.eval_sampled",
         "~run.eval_sampling",

@@ -72,7 +72,7 @@ _PAIRS = (
     "~data.train.seed",
 )
 _SUPERVISED = (
-    "~data.eval",
+    "data.eval=null",
     "~run.eval_every",
     "~run.eval_sampled",
     "~run.eval_sampling",

@@ -153,6 +153,10 @@ def test_same_setting_is_accepted_if_it_has_an_effect(overrides: list[str]) -> N
     load(overrides)
 
 
+def test_null_may_remove_a_block_of_an_experiment() -> None:
+    assert load([*ARITHMETIC, "task=sft", "warm_start=null", "data.eval=null"]).config.task == "sft"
+
+
 def test_built_in_group_may_contain_settings_without_effect() -> None:
     # The quickstart sets sampling.max_tokens, which task sft does not use; the user did not write
     # it.

@@ -29,6 +29,11 @@ def nothing(prompt, text):
 
 def hang(prompt, text):
     time.sleep(3600)
+
+def load_model(prompt, text):
+    raise MemoryError
+
+load_model.call_in_check = False
 """
 
 
@@ -47,6 +52,10 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_reward_gets_the_first_row_with_its_answer_as_completion(settings: list[str]) -> None:
     check_reward_calls(load([*settings, "reward.function=rewards_of_check:echo"]).config)
+
+
+def test_reward_that_asks_for_it_is_not_called(settings: list[str]) -> None:
+    check_reward_calls(load([*settings, "reward.function=rewards_of_check:load_model"]).config)
 
 
 @pytest.mark.parametrize(

@@ -178,15 +178,15 @@ def _set_by_user(
     """Return the origins of the keys that the user set to other values than the defaults.
 
     A default that is repeated in a file does not count, because a run's ``config.yaml`` has all
-    values.
+    values. A default of null does not count either, because it removes what a group has set.
     """
     defaults = flatten(collect_defaults(TrainerConfig, engine_class=engine_class, given=resolved))
     values = flatten(resolved)
     return {
         key: origin
         for key, origin in origins.items()
-        # Even a default counts there: unlike a file, the command line has only what the user typed.
-        if origin == COMMAND_LINE
+        # Another default counts there: unlike a file, the command line has only what the user typed.
+        if (origin == COMMAND_LINE and (values[key] is not None or defaults.get(key) is not None))
         or (is_set_by_user(origin) and (key not in defaults or values[key] != defaults[key]))
     }
 
