@@ -185,7 +185,7 @@ def _set_by_user(
     return {
         key: origin
         for key, origin in origins.items()
-        # Another default counts there: unlike a file, the command line has only what the user typed.
+        # Another default counts there, because the command line has only what the user typed.
         if (origin == COMMAND_LINE and (values[key] is not None or defaults.get(key) is not None))
         or (is_set_by_user(origin) and (key not in defaults or values[key] != defaults[key]))
     }
