@@ -36,8 +36,11 @@ class ThirdPartyRule:
 
 ENGINES = ("temper_engine_fsdp", "temper_engine_megatron")
 
-SHIM_WITH_TORCH = NEEDS_EXTRA["legacy-shim"]
-"""Modules of legacy-shim that need an extra; functions of others must not import torch either."""
+SHIM_WITH_TORCH = (*NEEDS_EXTRA["legacy-shim"], "temper_legacy_shim.old_helpers")
+"""Modules of legacy-shim that need an extra; functions of others must not import torch either.
+
+The old helpers are imported by users' data scripts, which have torch if they use its tensors.
+"""
 
 WITH_TORCH = ("temper_engine_api", *ENGINES, "temper_trainer", *SHIM_WITH_TORCH)
 

@@ -24,7 +24,6 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
             "data_proto",
             "numerics",
             "old_algorithms",
-            "old_helpers",
             "old_reward_models",
             "old_tools",
             "workers",
@@ -59,10 +58,11 @@ _INSTALLED_BY_OTHERS = {
     "engine-api": {"fsspec"},
     "engine-fsdp": {"huggingface_hub"},
     "engine-megatron": {"huggingface_hub"},
+    "legacy-shim": {"fsspec"},
 }
 """Modules that a package imports and torch or transformers installs.
 
-The module that uses fsspec reports if it is missing; of huggingface_hub only exceptions are used,
+The modules that use fsspec report if it is missing; of huggingface_hub only exceptions are used,
 which transformers raises.
 """
 

@@ -78,6 +78,7 @@ _TEXTS = ("question", "answer", "problem", "solution", "prompt", "chosen", "kind
 _MESSAGES = [{"role": role, "content": "1"} for role in ("user", "assistant")]
 _MORE = {
     "rejected": "2",
+    "data_source": "openai/gsm8k",  # chooses the reward of verl's projects
     "subject": "math",
     "messages": _MESSAGES,
     "reward_model": {"ground_truth": "1"},
