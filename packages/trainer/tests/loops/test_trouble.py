@@ -350,7 +350,7 @@ def test_next_start_completes_the_report_of_a_killed_run(
 def last_step_in(report: Path) -> int:
     """Return the last step of which the report shows the reward."""
     row = re.search(
-        r"<td class=text>reward/mean</td>(?:<td class=number>[^<]*</td>){2}<td class=number>(\d+)<",
+        r"<div>reward/mean</div></td>(?:<td class=number>[^<]*</td>){2}<td class=number>(\d+)<",
         report.read_text(),
     )
     assert row

@@ -293,7 +293,7 @@ def test_template_reads_fields_of_the_row() -> None:
         ({"min_score": 1.0}, "the first must be smaller"),
         ({"base_url": "localhost:8000"}, "must start with http"),
         ({"api_key_variable": "sk-12345"}, "not the name of an environment variable"),
-        ({"max_concurrency": 0}, "max_concurrency is 0"),
+        ({"max_concurrency": 0}, "max_concurrency of JudgeConfig is 0"),
     ],
 )
 def test_wrong_setting_is_refused(changes: dict[str, object], message: str) -> None:

@@ -1,6 +1,7 @@
 """Test which signals interrupt the start of Ray."""
 
 import signal
+from collections.abc import Iterator
 from types import FrameType
 
 import pytest
@@ -35,6 +36,15 @@ def test_second_ctrl_c_interrupts_the_start_and_second_sigterm_does_not() -> Non
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture
+def without_handler() -> Iterator[None]:
+    """Remove the handler that an earlier start of Ray in this process may have installed."""
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.usefixtures("without_handler")
 def test_ray_does_not_replace_the_handler_of_a_run() -> None:
     def exit_at_once(number: int, frame: FrameType | None) -> None:
         raise SystemExit(number)
@@ -46,4 +56,4 @@ def test_ray_does_not_replace_the_handler_of_a_run() -> None:
     # Outside of a run, which has no handler, Ray's is the best there is.
     with _defer_signals():
         ray._private.utils.set_sigterm_handler(exit_at_once)
-    assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is exit_at_once
+    assert signal.getsignal(signal.SIGTERM) is exit_at_once
