@@ -197,7 +197,7 @@ def balance_bins(
     for item in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
         full = []
         while heap and free[heap[0][1]] < sizes[item]:
-            # Only set aside, since a smaller item may still fit.
+            # Keep this bin for later: a smaller item may still fit into it.
             full.append(heapq.heappop(heap))
         if not heap:
             return None

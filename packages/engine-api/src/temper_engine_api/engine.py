@@ -362,7 +362,7 @@ class BaseEngine(ABC):
         optimizer, cycle = self._require_optimizer(), self._update_cycle
         self._check_ranks()
         self._check_records_gradients()
-        # Before the training call, so that the update can be repeated after an error of a save.
+        # Raise errors of a background save before the update, so that the update can be repeated.
         self._raise_background_error()
         cycle.check_can_step()
         with self._reported("an optimizer step"), self._loaded("update"):
@@ -445,7 +445,8 @@ class BaseEngine(ABC):
         """
         topology = self.topology
         if self._objective is not None:
-            # Before the plan, because statistics of the mini-batch need all its samples.
+            # Prepare before the batch is divided, because statistics of the mini-batch need all its
+            # samples.
             batch = batch.with_columns(self._objective.prepare(batch, seed=seed))
         plan = plan_mini_batch(
             batch.lengths.tolist(),

@@ -179,7 +179,7 @@ class _TensorReader:
         """Return a copy of the next tensor."""
         num_bytes = dtype.itemsize
         for size in shape:
-            # Not isinstance, which accepts True as the size 1.
+            # isinstance would accept True as the size 1.
             if type(size) is not int or not 0 <= size < 2**63:
                 raise ValueError(f"a tensor has the shape {shape}")
             num_bytes *= size
@@ -211,7 +211,7 @@ def _find_error_class(name: str) -> type[TemperError]:
 
 
 def _to_bytes(message: Tensor) -> bytes:
-    # Not numpy, which engine-api does not depend on; and not tolist(), which is slow.
+    # engine-api does not depend on numpy, and tolist() is slow.
     content = bytearray(len(message))
     if content:
         torch.frombuffer(content, dtype=torch.uint8).copy_(message)

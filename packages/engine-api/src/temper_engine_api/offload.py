@@ -64,7 +64,7 @@ class Offloader:
     @contextmanager
     def loaded(self, *names: str) -> Iterator[None]:
         """Load groups inside the context; offload those again that were offloaded before."""
-        # Only groups that this context loads are offloaded on exit, so contexts can be nested.
+        # On exit, offload only groups that this context has loaded, so that contexts can be nested.
         loaded_here = [name for name in names if self._groups[name].is_offloaded]
         for name in loaded_here:
             self.prefetch(name)

@@ -120,7 +120,8 @@ def gather_objects(item: ObjectT, *, group: ProcessGroup | None = None) -> list[
     dist.all_gather(headers, header, group=group)
     lengths, failures = zip(*(each.tolist() for each in headers), strict=True)
     for rank, length in enumerate(lengths):
-        # Before memory is allocated, of which a damaged or hostile header could claim any amount.
+        # Check the length before memory is allocated: a damaged or hostile header could ask for any
+        # amount.
         if not 0 < length <= MAX_MESSAGE_BYTES:
             raise MessageError(
                 f"rank {rank} of the group announces a message of {length} bytes, but a message "
@@ -173,7 +174,8 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        # Not summed over ranks: every rank computes the same loss from the total.
+        # The gradient is not summed over ranks, because every rank computes the same loss from the
+        # total.
         return grad, None
 
 

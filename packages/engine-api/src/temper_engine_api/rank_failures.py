@@ -148,7 +148,7 @@ class RankFailures:
         """Enclose the passes of a call, in which pipeline stages exchange messages."""
         self._may_have_messages = self._has_stages
         yield
-        # Not after an exception: this rank then left messages unsent or unread.
+        # This line is skipped after an exception, when messages may be unsent or unread.
         self._may_have_messages = False
 
     @contextmanager
@@ -263,7 +263,7 @@ class RankFailures:
             for name, count in report.num_collectives.items():
                 counts[name].add(count)
         return len({report.call_number for report in reports}) == 1 and all(
-            # Only the ranks of a group report its number.
+            # A group's number is reported only by its own ranks.
             len(group_counts) == 1
             for group_counts in counts.values()
         )
@@ -411,5 +411,5 @@ def _watch(reference: "weakref.ref[RankFailures]") -> None:
         failures = reference()
         if failures is None or failures._learn_of_declaration():
             return
-        # Not kept during the sleep, so that a closed engine can be freed.
+        # Keep no reference during the sleep, so that a closed engine can be freed.
         del failures

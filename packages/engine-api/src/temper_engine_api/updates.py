@@ -216,7 +216,8 @@ class UpdateCycle:
                 grad_norm=norm, outcome="nothing_trained", sample_ids=()
             )
             return
-        # Only here: without trained tokens the norm says nothing about the scale.
+        # The scale is updated only with trained tokens: without them the norm says nothing about
+        # it.
         self.loss_scale.update(is_finite=math.isfinite(norm))
         if math.isfinite(norm):
             self.num_updates += 1

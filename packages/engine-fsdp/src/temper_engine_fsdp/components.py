@@ -160,11 +160,11 @@ def _build(
         membership, sequence_parallel=config.sequence_parallel
     )
     hf, streamer = _build_hf(config, kernel=kernel, membership=membership)
-    # Not in FSDPConfig: only the loaded model knows its number of heads.
+    # FSDPConfig cannot check this, because only the loaded model knows its number of heads.
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     adapter = _attach_adapter(config, hf)
     root = _build_packed_model(hf, config=config, adapter=adapter, device=device)
-    # Before sharding, which changes the shapes that FLOPs are counted from.
+    # Count FLOPs before sharding changes the shapes that they are counted from.
     flops = count_training_flops(hf, is_language_model=config.model.model_type == "language_model")
     buffers = _set_dtypes(root, config=config)
     sharded = _shard(root, config=config, mesh=mesh, membership=membership, streamer=streamer)

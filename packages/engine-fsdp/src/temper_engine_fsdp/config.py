@@ -89,7 +89,8 @@ class FSDPConfig(EngineConfig):
     """Also write a CUDA memory history of these updates."""
 
     def __post_init__(self) -> None:
-        # Not super(): with slots=True the dataclass decorator replaces the class that it refers to.
+        # super() does not work here: with slots=True the decorator replaces the class that it
+        # refers to.
         EngineConfig.__post_init__(self)
         self._check_ranges()
         self._check_kernels()

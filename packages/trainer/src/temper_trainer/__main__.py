@@ -171,7 +171,8 @@ def _end_at_sigterm(options: argparse.Namespace) -> Iterator[_EarlyStop]:
             exit_with_message()
 
     def exit_with_message() -> None:
-        # Not `print`: it can't be called again if the signal has interrupted a call of `print`.
+        # os.write and not print, which cannot be called again if the signal has interrupted a
+        # print.
         os.write(2, message.encode())
         os._exit(EXIT_TERMINATED)
 
@@ -221,7 +222,7 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
         return 0
     # A missing vLLM would otherwise be noticed only after the warm start.
     check_libraries(loaded.config)
-    # Before torch is imported, so that a second process is refused within a second.
+    # Take the lock before torch is imported, so that a second process is refused within a second.
     lock = RunLock(Path(loaded.config.run.dir))
     # Set before the lock is taken, so that a SIGTERM in between removes its file and folder.
     early_stop.lock = lock

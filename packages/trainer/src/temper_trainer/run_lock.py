@@ -166,8 +166,8 @@ class RunLock:
                 if time.monotonic() < deadline:
                     time.sleep(min(0.5, lease_s / 10))
                     continue
-                # Not left to filelock, which exchanges two file names in one call: NFS, SMB and
-                # some FUSE file systems refuse that, and the lock would stay forever.
+                # filelock would exchange two file names in one call. NFS, SMB and some FUSE file
+                # systems refuse that, so the lock would stay forever.
                 self._remove_dead_lock(last_heartbeat_ns)
             try:
                 self._try_lease()

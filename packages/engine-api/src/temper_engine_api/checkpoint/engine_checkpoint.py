@@ -208,7 +208,7 @@ def save_engine_checkpoint(
         _raise_on_every_rank(begun, gather)
         staging = gather(None if transaction is None else transaction.staging)[0]
         assert staging is not None
-        # Before writing: otherwise a large save would fail only at its end.
+        # Check this before writing. Otherwise a large save would fail only at its end.
         _check_seen(staging / MARKER_NAME, gather)
         reports = _write(engine, staging, transaction, gather)
         final = _on_rank_zero(
@@ -340,7 +340,7 @@ def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:
 
 def _raise_on_every_rank(outcome: _Outcome[T], gather: Gather) -> None:
     """Raise the first error of any rank on every rank."""
-    # Only the errors are gathered: the values are not needed, and some cannot be encoded.
+    # Gather the errors and not the values, some of which cannot be encoded.
     for error in gather(outcome.error):
         if error is not None:
             raise error

@@ -189,7 +189,8 @@ def parse_manifest(content: bytes, *, source: str) -> Manifest:
     """
     try:
         body = json.loads(content)
-        # Before the version is looked at: a flipped bit in it is damage, not a newer release.
+        # Check the checksum before the version, because a flipped bit in the version is damage and
+        # not a newer release.
         is_intact = body.pop("checksum") == _checksum(body)
         if is_intact and body["schema_version"] > SCHEMA_VERSION:
             raise CheckpointError(

@@ -64,8 +64,8 @@ def find_file_damage(directory: Path, record: FileRecord, *, with_content: bool)
     Raises:
         OSError: If the file cannot be read, for example for lack of permission.
     """
-    # Not Path.is_file(): from Python 3.14 on it returns False for every OSError, so that a file
-    # system which is briefly away would look like a deleted file.
+    # Path.is_file() is not used, because from Python 3.14 on it returns False for every OSError. A
+    # file system that is briefly unavailable would then look like a deleted file.
     try:
         status = (directory / record.path).stat()
         if not stat.S_ISREG(status.st_mode):

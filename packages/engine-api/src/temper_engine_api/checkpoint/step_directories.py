@@ -227,7 +227,8 @@ def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -
         (directory / MARKER_NAME).write_text(manifest.info.run_id or "")
         hidden = partial_directory(directory.parent, manifest.step)
         os.rename(directory, hidden)
-    # After the manifest is closed: NFS renames an open file that is deleted, and keeps its folder.
+    # Delete only after the manifest is closed: NFS renames an open file that is deleted, and keeps
+    # its folder.
     _delete_files(hidden, known)
     return True
 

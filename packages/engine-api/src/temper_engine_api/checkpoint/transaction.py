@@ -90,7 +90,7 @@ class CheckpointTransaction:
         # fsync of a file does not make its name durable; that needs fsync of its directory.
         for directory in {self.staging, *((self.staging / record.path).parent for record in files)}:
             sync_directory(directory)
-        # After the files and directories are on disk: a manifest promises that they are complete.
+        # Write the manifest last, because it promises that the files and directories are on disk.
         write_durably(self.staging / MANIFEST_NAME, manifest.to_json())
         try:
             # The rename is the commit: atomic on POSIX, and it fails if the target has files.
@@ -171,7 +171,8 @@ def begin_checkpoint(
     for partial in list_partial_saves(root):
         logger.warning("%s was never committed: its run died, or is still saving", partial)
     staging = partial_directory(root, step)
-    # Without exist_ok: the name is random, so a directory that exists is not from this save.
+    # exist_ok is not set, because the name is random: a directory that exists is not from this
+    # save.
     staging.mkdir(parents=True)
     (staging / MARKER_NAME).write_text(run_id or "")
     return CheckpointTransaction(step=step, staging=staging, final=final)
@@ -180,7 +181,8 @@ def begin_checkpoint(
 def open_part(staging: Path, name: str) -> Path:
     """Return the directory of one participant of a save; create it if it does not exist."""
     directory = staging / name
-    # Without parents: a rank that is late must not create the directory of an aborted save again.
+    # parents is not set, so that a rank that is late cannot create the directory of an aborted save
+    # again.
     directory.mkdir(exist_ok=True)
     return directory
 

@@ -102,7 +102,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
 
 
-# Before pytest applies -k and -m, so that `unclaimed` does not depend on them.
+# This hook runs before pytest applies -k and -m, so that `unclaimed` does not depend on them.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the tests for the engine's capabilities, mark expected failures, sort by layout.
@@ -194,7 +194,7 @@ def pytest_runtest_makereport(
     # An error in a fixture is reported in the setup phase, and counts as a failure of the test.
     if report.when == "call" or report.outcome == "failed":
         item.config.stash[RUN].results.append(_make_result(item, report, is_expected=is_expected))
-        # After each test, so that a run that is stopped can be continued with --resume.
+        # Write the results after each test, so that --resume can continue a run that was stopped.
         _write_results(item.config)
     return report
 

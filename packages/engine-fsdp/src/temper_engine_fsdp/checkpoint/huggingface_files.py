@@ -204,7 +204,7 @@ def write_safetensors(
                 entry.dtype,
             ), "the stream does not match its entries"
             if tensor.numel() > 0:
-                # Not numpy's tofile: on a full disk it loses buffered data without an error.
+                # numpy's tofile loses buffered data without an error when the disk is full.
                 file.write(
                     tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 )

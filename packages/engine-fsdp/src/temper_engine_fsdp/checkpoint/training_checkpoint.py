@@ -145,7 +145,7 @@ def load_training_state(
         WeightEntry(name=name, shape=_get_full_shape(state), dtype=state.tensor.dtype)
         for name, state in state_tensors.items()
     ]
-    # Without an optimizer its states may stay unread, but parameters and buffers may not.
+    # An engine without an optimizer may leave its states unread, but not parameters or buffers.
     kinds = {"parameter", "buffer"} | {_kind(name) for name in state_tensors}
     # DCP ignores extra tensors in the files: a shallower model would load the first layers of a
     # deeper one.

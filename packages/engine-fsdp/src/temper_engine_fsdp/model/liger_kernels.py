@@ -83,7 +83,8 @@ def load_kernels(device: torch.device) -> Kernels:
             "'temper-engine-fsdp[liger]', or set it to false."
         ) from error
     apply_norm: Callable[..., Tensor] = norms.LigerRMSNormFunction.apply
-    # Not in place: autograd may pass the same gradient tensor to other consumers.
+    # The last argument turns off the in-place gradient: autograd may pass the same tensor to other
+    # consumers.
     return Kernels(
         norm=lambda x, weight, eps: apply_norm(x, weight, eps, 0.0, "llama", False),
         gate=gates.LigerSiLUMulFunction.apply,
@@ -137,7 +138,7 @@ def check_kernels(
             allowed = _MAX_ERROR_RATIO * formula_error + torch.finfo(compute).eps * float(
                 expected.abs().mean()
             )
-            # Not `>`: a kernel that returns NaN must fail as well.
+            # `not <=` instead of `>`, so that a kernel that returns NaN fails too.
             if not kernel_error <= allowed:
                 raise ConfigError(
                     f"liger_layers is on, but the {kind} of {name} has an error of "

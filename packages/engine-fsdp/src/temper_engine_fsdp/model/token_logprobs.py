@@ -346,7 +346,8 @@ class _FullLogprobs(torch.autograd.Function):
             logsumexp = _maybe_compiled(_logsumexp, options.uses_compile)(logits, temperatures)
             entropy = torch.zeros_like(logsumexp)
         ctx.save_for_backward(hidden, weight, labels, temperatures, extra_ids, logsumexp, entropy)
-        # Not save_for_backward: the backward pass overwrites the logits with their gradient.
+        # The logits are not saved with save_for_backward, because the backward pass overwrites them
+        # with their gradient.
         ctx.logits = logits if any(ctx.needs_input_grad) else None  # type: ignore[attr-defined]
         ctx.options = options  # type: ignore[attr-defined]
         # The backward pass then sees that the loss does not differentiate the entropy, as when an
@@ -409,7 +410,7 @@ def _maybe_compiled(function: Callable[P, T], uses_compile: bool) -> Callable[P,
 
 def _logsumexp(logits: Tensor, temperatures: Tensor) -> Tensor:
     """Return the [N] log-normalizer of logits [N, V]."""
-    # Not torch.logsumexp, whose bits differ from those of `_logsumexp_and_entropy`.
+    # The bits of torch.logsumexp would differ from those of `_logsumexp_and_entropy`.
     tempered = logits.float() / temperatures
     largest = tempered.amax(1, keepdim=True)
     return torch.exp(tempered - largest).sum(1).log() + largest[:, 0]

@@ -74,8 +74,8 @@ def shard_model(
         ConfigError: If a class in wrap_modules does not occur, or reshard_after_forward does not
             divide the number of shards.
     """
-    # Before FSDP: checkpointing and compilation must be inside the hooks that FSDP adds to each
-    # layer.
+    # Checkpoint and compile before FSDP wraps the layers, so that both are inside the hooks of
+    # FSDP.
     if config.activation_checkpointing:
         checkpoint_layers(model.hf, config=config)
     if config.compile_layers:

@@ -104,7 +104,7 @@ class ShardedOptimizer(ABC):
             if (gradient := parameter.local_gradient()) is not None
         }
         if loss_scale != 1.0:
-            # Before the norm: the clip limit refers to unscaled gradients.
+            # Remove the loss scale before the norm: the clip limit refers to unscaled gradients.
             torch._foreach_mul_(list(gradients.values()), 1.0 / loss_scale)
         norm = self._global_norm(list(gradients.values()))
         norm_value = self._clip_and_update(gradients, norm=norm, lr=lr, after_launch=after_launch)
@@ -328,7 +328,7 @@ class ShardedAdamW(ShardedOptimizer):
 
     def offloadable_tensors(self) -> Iterator[Tensor]:
         """See ShardedOptimizer."""
-        # Without the counts: scalars take no memory worth a copy.
+        # The step counts are left out, because copying scalars would save no memory.
         for state in self.adam_states.values():
             yield from (state.first, state.second)
 

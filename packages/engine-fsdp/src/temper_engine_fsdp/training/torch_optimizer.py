@@ -123,7 +123,7 @@ class TorchOptimizer(ShardedOptimizer):
             parameter.tensor.grad = torch.zeros_like(parameter.tensor)
         try:
             self._optimizer.step()
-            # Also raises if the class keeps a state that checkpoints cannot save.
+            # This call raises if the class keeps a state that checkpoints cannot save.
             self.state_tensors()
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             strategy = "fsdp1" if isinstance(parameters[0], FSDP1Parameter) else "fsdp2"
@@ -228,7 +228,7 @@ def check_optimizer(
 
 def _load_optimizer_class(spec: OptimizerSpec, *, is_flat: bool) -> type[torch.optim.Optimizer]:
     cls = _import_optimizer(spec.name)
-    # Before the arguments: no value of theirs would make such a class usable.
+    # Check the class before its arguments: no arguments would make such a class usable.
     if (
         inspect.signature(cls.step).parameters.get("closure", _OPTIONAL).default
         is inspect.Parameter.empty

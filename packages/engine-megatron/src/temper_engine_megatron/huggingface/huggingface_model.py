@@ -161,7 +161,7 @@ def _initialize_weights(spec: ModelSpec, hf_config: PretrainedConfig) -> dict[st
     if spec.model_type != "language_model":
         auto_class, hf_config.num_labels = AutoModelForTokenClassification, 1
     with torch.random.fork_rng(devices=[]):
-        # Only the CPU generator: torch.manual_seed would also seed every GPU.
+        # Seed only the CPU generator: torch.manual_seed would also seed every GPU.
         torch.default_generator.manual_seed(spec.seed)
         model = auto_class.from_config(hf_config, dtype=torch.float32)
     return dict(

@@ -162,7 +162,7 @@ def leave_groups(membership: Membership) -> None:
     if _NUM_ENGINES[membership.sizes] == 0:
         # Remove the key, so that the next engine may have other sizes.
         _NUM_ENGINES.clear()
-        # Only clears Megatron's variables. The groups themselves end with the default group.
+        # This call only clears Megatron's variables. The groups end with the default group.
         parallel_state.destroy_model_parallel()
     if membership.owns_group and dist.is_initialized():
         dist.destroy_process_group()

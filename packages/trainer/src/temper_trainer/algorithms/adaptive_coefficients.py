@@ -40,7 +40,7 @@ class EntropyController:
         if self.target is None:
             return self
         moved = self.coef + self.step if entropy < self.target else self.coef - self.step
-        # Not below 0: a negative bonus would lower the entropy even more.
+        # The coefficient stays at or above 0: a negative bonus would lower the entropy even more.
         return replace(
             self, coef=min(max(0.0, moved), self.maximum), is_active=entropy <= self.target
         )

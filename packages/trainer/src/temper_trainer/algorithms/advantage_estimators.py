@@ -30,7 +30,7 @@ def assign_to_last_token(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
         0, samples.sequence_index[position], position, reduce="amax", include_self=False
     )
     trained = find_trained_sequences(samples)
-    # Only these: a sample without trained tokens has last = 0 and would overwrite the first token.
+    # Samples without trained tokens are left out: their last = 0 would overwrite the first token.
     column[last[trained]] = rewards.double()[trained]
     return column
 

@@ -66,7 +66,7 @@ def estimate_advantages(
     )
     penalty = torch.zeros(samples.num_tokens, dtype=torch.float64)
     if kl is not None and coef:
-        # Not multiplied by the mask: an entry outside it may be NaN.
+        # `where` instead of a product with the mask, because an entry outside it may be NaN.
         penalty = coef * torch.where(samples.loss_mask, kl.double(), 0.0)
     # A sum and not a mean: the KL of a completion is the sum of the KL of its tokens.
     penalty_sum = sum_per_sequence(penalty, samples)
@@ -169,7 +169,8 @@ def _check_estimator_inputs(
 
 
 def _describe(advantages: Tensor, *, samples: SequenceBatch, rewards: Tensor) -> dict[str, float]:
-    # Without the KL penalty, which differs between completions: no group would have equal rewards.
+    # Use rewards without the KL penalty. It differs between completions, so no group would have
+    # equal rewards.
     group = compute_group_statistics(rewards, group_ids=samples.group_ids)
     metrics = {
         "groups/zero_std_fraction": group.zero_std_fraction,

@@ -19,7 +19,7 @@ def load_advantage_function(custom: Custom) -> Callable[..., object]:
     """
     loaded = import_object(custom.name, key="algorithm.advantage")
     try:
-        # Only binds the arguments: a wrong name is found before the first step and without data.
+        # Bind the arguments without a call, so that a wrong name is found before the first step.
         inspect.signature(loaded).bind(None, samples=None, **custom.arguments)
     except TypeError as error:
         raise ConfigError(

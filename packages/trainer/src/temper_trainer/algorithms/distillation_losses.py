@@ -140,7 +140,7 @@ class TopKObjective(Objective):
         if self.divergence == "forward_kl":
             return teacher.exp() * (teacher - policy)
         p, q, m = policy.exp(), teacher.exp(), self.mixture
-        # Not log(m * q + (1 - m) * p), which is -inf where both probabilities are 0 in float32.
+        # log(m * q + (1 - m) * p) would be -inf where both probabilities are 0 in float32.
         log_mixture = torch.logaddexp(teacher + math.log(m), policy + math.log1p(-m))
         return m * q * (teacher - log_mixture) + (1.0 - m) * p * (policy - log_mixture)
 
@@ -177,7 +177,8 @@ def compute_teacher_reward(
 
 
 def _clamp(column: Tensor, *, clamp: float | None) -> Tensor:
-    # Before the teacher's weight is applied, so that a bound means the same for every teacher.
+    # Clamp before the teacher's weight is applied, so that a bound means the same for every
+    # teacher.
     return column if clamp is None else column.clamp(-clamp, clamp)
 
 

@@ -104,7 +104,7 @@ def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> boo
     correction, and for the covariances of Clip-Cov and KL-Cov, which use the numbers before the
     update.
     """
-    # Both must be 1: the second update of a step already has another policy than the sampler.
+    # At the second update of a step, the policy already differs from the sampler's.
     is_single_update = batching.num_mini_batches == 1 and batching.num_passes == 1
     correction = config.rollout_correction
     # The sampler's log-probs take the place of the old ones in the ratio, so only a comparison with

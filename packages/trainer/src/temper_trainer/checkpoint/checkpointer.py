@@ -65,7 +65,7 @@ def abort_on_error(transaction: CheckpointTransaction) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointError) as error:
-        # Before `abort`, which frees the disk space that the message reports.
+        # Make the message before `abort` frees the disk space that it reports.
         failure = transaction.failure(str(error))
         transaction.abort()
         raise failure from error
@@ -143,7 +143,7 @@ class Checkpointer:
         # Reading every file back for its checksum was part of the commit; verifying again would
         # cost as much as the save.
         self._verified.add(committed)
-        # After the commit: until then, an older step may be the only complete one.
+        # Delete older steps after the commit. Until then, one of them may be the only complete one.
         self._delete_old()
         return committed
 

@@ -82,7 +82,7 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
         ConfigError: If an override cannot be parsed, a choice does not exist, or a file is missing
             or malformed.
     """
-    # Without a version, Hydra warns and takes the defaults of release 1.1.
+    # If no version is given, Hydra warns and uses the defaults of release 1.1.
     version.setbase("1.3")
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(

@@ -106,16 +106,17 @@ def load(
             type, or a file is missing or malformed.
     """
     composition = compose(overrides, config_dir=config_dir, config_name=config_name)
-    # Before keys are checked, because the engine's class defines the keys below each role's engine.
+    # Find the engine's class first, because it defines the keys below each role's engine.
     engine_class = _engine_config(composition.values.get("model_engine"))
     known = collect_keys(TrainerConfig, engine_class=engine_class)
     check_keys(composition.layers, known=known, values=composition.values)
-    # Before interpolations are resolved: afterwards a secret and a reference to one look alike.
+    # Check secrets before interpolations are resolved: afterwards a secret and a reference to one
+    # look the same.
     check_secrets(composition.values)
     _check_optional_roles(composition)
     values = expand_home(_with_defaults(composition, engine_class=engine_class))
     assert isinstance(values, dict)
-    # Before values are checked, because messages show them.
+    # Register secrets before values are checked, because messages show values.
     shown = restore_secret_references(values, composed=composition.values)
     register_secrets(find_secret_values(values, written=shown))
     values["use_legacy_worker_impl"] = normalize_worker_switch(values["use_legacy_worker_impl"])
@@ -137,7 +138,7 @@ def load(
 
 def compute_digest(resolved: Mapping[str, Plain]) -> str:
     """Return the SHA-256 of all values except DIGEST_EXCLUDED_KEYS, independent of their order."""
-    # Only what influences numbers: a resumed run may change where and how fast it runs.
+    # Include only keys that influence numbers: a resumed run may change where and how fast it runs.
     included = {
         key: value
         for key, value in flatten(resolved).items()
@@ -235,7 +236,7 @@ def find_origins(leaves: Mapping[str, object], *, layers: Sequence[Layer]) -> di
 
 def is_set_by_user(origin: str) -> bool:
     """Return True if an origin is the command line or a user's file."""
-    # Not the config.yaml of an earlier run, which contains every value.
+    # The config.yaml of an earlier run contains every value, so it does not count.
     return origin == COMMAND_LINE or origin.startswith(FILE_PREFIX)
 
 

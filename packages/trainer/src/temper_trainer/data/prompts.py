@@ -110,7 +110,7 @@ def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataC
         DataError: If the chat template cannot render the row.
     """
     if isinstance(row.prompt, str):
-        # Not str.format, because templates and prompts contain other braces.
+        # str.format would fail, because templates and prompts contain other braces.
         return config.prompt_template.replace(_PLACEHOLDER, row.prompt)
     template = config.chat_template or tokenizer.chat_template
     if template is None:

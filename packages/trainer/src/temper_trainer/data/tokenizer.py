@@ -136,7 +136,8 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer can be loaded from {path!r}: {error}") from error
-    # Without vocabulary files, transformers creates a tokenizer that has only special tokens.
+    # If vocabulary files are missing, transformers creates a tokenizer that has only special
+    # tokens.
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise ConfigError(
             f"the tokenizer in {path!r} has no vocabulary: copy its files (such as "

@@ -25,7 +25,8 @@ def train_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
         DataError: If there are no texts to learn from, or one has a special token or does not
             survive a round trip.
     """
-    # Without duplicates, in order: a set has another order in every process.
+    # dict.fromkeys removes duplicates and keeps the order. The order of a set differs between
+    # processes.
     corpus = list(dict.fromkeys(texts))
     if not corpus:
         raise DataError(

@@ -54,7 +54,7 @@ def calculate(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr) -> int | float:
-    # Not isinstance, because True is an int.
+    # isinstance would accept True, which is an int.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value  # type: ignore[return-value]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:

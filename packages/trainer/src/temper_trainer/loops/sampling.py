@@ -86,7 +86,8 @@ def sample_step(
     _check_num_groups(
         dynamic, num_prompts=num_prompts, num_kept=num_kept, num_sampled=num_sampled, step=step
     )
-    # Only now, because the running statistics must count only the rollouts that are trained.
+    # Shape rewards after the selection, because the running statistics count only rollouts that are
+    # trained.
     rollouts, reward_stats, shaping = shape(_renumber_groups(kept), reward_stats=reward_stats)
     metrics = _merge_rounds(rounds) | shaping
     metrics |= {
@@ -243,7 +244,7 @@ def _make_rollouts(
             turn_rewards=tuple(scored.conversations[i].rewards),
         )
         for i, reward in enumerate(scored.rewards[:num_sampled])
-        # Without its baseline, no completion of a prompt can be trained.
+        # If a prompt has no baseline, none of its completions can be trained.
         if reward is not None and (not baselines or baselines[i // group_size] is not None)
     ]
 

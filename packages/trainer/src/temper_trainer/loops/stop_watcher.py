@@ -81,7 +81,7 @@ class StopWatcher:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[wakeup.fileno(), *triggers],
-            # So that Ctrl-C in the terminal does not end it.
+            # A new session, so that Ctrl-C in the terminal does not end the watcher.
             start_new_session=True,
         )
 

@@ -316,7 +316,7 @@ def _open_groups(
     """Open and initialize the workers of the actor, and the reference policy if there is one."""
     with ExitStack() as stack:
         actor = runtime.open_group("actor", engine=stage.engine, num_workers=num_workers)
-        # Before `init`, so that ranks are also freed if building a model fails.
+        # Register `close` before `init`, so that ranks are also freed if building a model fails.
         stack.callback(actor.close)
         groups = {"actor": actor}
         if stage.reference == "ref":
@@ -353,7 +353,7 @@ def _resume(
         state = checkpointer.read_state(checkpoint, phase=stage.phase)
         stream, done = stage.open_stream(state.cursor), state.step
     else:
-        # Without trainer state the position is found by taking the examples of all these steps.
+        # If there is no trainer state, find the position by taking the examples of all these steps.
         for _ in range(done):
             _take_examples(stage, stream)
         log.print_line(
@@ -403,8 +403,8 @@ def _run_update(
     start = time.perf_counter()
     examples = _take_examples(stage, stream)
     samples = _make_samples(examples)
-    # Not the run's `batching`: a stage makes one update per step, and with ``tokens_per_update``
-    # its number of examples varies.
+    # The run's `batching` does not apply: a stage makes one update per step, and with
+    # ``tokens_per_update`` its number of examples varies.
     batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=max_tokens)
     layouts = {name: RoleLayout.from_topology(group.topology) for name, group in groups.items()}
     plan = plan_step(samples, batching, layouts=layouts, seed=seed)

@@ -141,7 +141,7 @@ def _run_task(
             completed_steps, total_steps=config.run.total_steps, checkpoint=checkpoint
         )
     data = load_run_data(config, folder=folder, checkpoint=checkpoint)
-    # Before `write_config` replaces the file: changed settings are listed below.
+    # Read the old settings before `write_config` replaces the file. Changed ones are listed below.
     previous_settings = read_settings(folder.root)
     with stop.defer():
         # A signal between the two files would leave settings without their origins, so defer it.
@@ -248,7 +248,8 @@ def _add_last_save_to_errors(folder: RunFolder, *, boundary: StepBoundary) -> It
     except Exception as error:
         # The advice is to resume, which would fail with the same configuration error.
         if not isinstance(error, ConfigError):
-            # So would a model that the engine cannot build, or that the checkpoint does not fit.
+            # Other refusals are a model that the engine cannot build and a checkpoint that does not
+            # fit.
             is_refusal = isinstance(error, CapabilityError | WeightError) or (
                 isinstance(error, CheckpointError) and not boundary.has_completed_step
             )
@@ -343,7 +344,7 @@ class _TaskRun:
         for key in self.config.data.eval_sources:
             rows = self.data.problems[key]
             prompts, num_dropped = encode_prompts(rows, self.data.tokenizer, self.config.data)
-            # Before the warm start, which may take hours.
+            # Check categories before the warm start, which may take hours.
             name_categories(prompt.category for prompt in prompts)
             name = key.removeprefix("data.eval").removeprefix("_sets.")
             eval_sets[name] = EvalSet(key=key, prompts=prompts)
@@ -426,7 +427,7 @@ class _TaskRun:
             find_engine_problems(dict(iterate_engines(config)), model_engine=config.model_engine)
         ):
             raise ConfigError("\n".join(problems))
-        # It resumes from its own checkpoints, whatever checkpoint the run resumes from.
+        # The warm start resumes from its own checkpoints, whatever checkpoint the run resumes from.
         resume = "never" if config.run.resume == "never" else "auto"
         stage = build_demonstration_stage(
             config,

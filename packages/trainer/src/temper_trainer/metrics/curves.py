@@ -126,7 +126,7 @@ def draw_curves(directory: Path) -> Path | None:
     with mpl.rc_context(STYLE):
         width, height = WIDTH * NUM_COLUMNS, HEIGHT * num_rows + 0.5
         figure = Figure(figsize=(width, height))
-        # Not pyplot: it would choose a backend that may need a display, and keep every figure in
+        # pyplot would choose a backend that may need a display, and would keep every figure in
         # memory.
         FigureCanvasAgg(figure)
         figure.suptitle(

@@ -127,8 +127,8 @@ def supersede_rows(path: Path, *, after_step: int, phase: str | None = None) -> 
     if moved:
         _write_lines(next_superseded_path(path), moved)
     if path.exists():
-        # Also if nothing was moved: this drops an incomplete last line, to which the next row
-        # would otherwise be appended.
+        # Rewrite the file even if nothing was moved. This drops an incomplete last line, to which
+        # the next row would otherwise be appended.
         _write_lines(path, [line for line, kept in zip(lines, is_kept, strict=True) if kept])
     return len(moved)
 

@@ -107,7 +107,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             self._trackers.append(
                 PrometheusTracker(prometheus_address, prometheus_port, token_file=token_file)
             )
-        # After the rows were moved: some trackers read back those that are still valid.
+        # Open trackers after the rows were moved, because some read back the rows that are still
+        # valid.
         self._trackers += [
             open_tracker(name, directory, is_superseded=has_moved) for name in trackers
         ]

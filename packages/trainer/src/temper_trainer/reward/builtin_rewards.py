@@ -66,7 +66,7 @@ def _parse_reference(prompt: Prompt) -> Decimal:
 
 
 def _parse_number(text: str) -> Decimal:
-    # Not float: two different long numbers may be the same float.
+    # Two different long numbers may be the same float, so use Decimal.
     return Decimal(text.replace(",", "").replace("$", ""))
 
 

@@ -191,7 +191,7 @@ class JudgeScoring:
             messages=messages,  # type: ignore[arg-type]  # plain dicts of role and content
             extra_body={**fields, **config.request_arguments},
         )
-        # Without an endpoint's promise, the library checks neither the type nor the fields.
+        # The library checks neither the type nor the fields of what an endpoint sends.
         if not isinstance(completion, ChatCompletion) or not completion.choices:
             raise JudgeAnswerError(f"the endpoint sent {completion!r:.160}, without an answer")
         if completion.usage is not None:

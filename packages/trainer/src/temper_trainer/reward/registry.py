@@ -130,7 +130,7 @@ def resolve_reward(config: RewardConfig | RewardFunctionConfig) -> RewardFunctio
             "'temper-trainer[math]'."
         )
     try:
-        # Only binds the arguments, so that a wrong name is found before the first step.
+        # Bind the arguments without a call, so that a wrong name is found before the first step.
         inspect.signature(function).bind(None, "", **config.arguments)
     except TypeError as error:
         raise ConfigError(

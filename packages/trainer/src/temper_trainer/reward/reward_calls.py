@@ -262,7 +262,7 @@ class ProcessScoring:
             ]
             for worker in late:
                 batch.add_timeout(*worker.tasks[0])
-            # Not replaced if the run stops now.
+            # If the run stops now, the workers need not be replaced.
             if not batch.is_over:
                 for worker in late:
                     self._give_up(worker, batch)
@@ -368,8 +368,7 @@ class _Worker:
     """One process and the tasks that it was given."""
 
     def __init__(self, call: RewardCall) -> None:
-        # Not fork: the driver has threads and may have initialized CUDA, and neither survives a
-        # fork.
+        # The driver has threads and may have initialized CUDA, and neither survives a fork.
         context = multiprocessing.get_context("spawn")
         self.connection, child_connection = context.Pipe()
         self.process = context.Process(

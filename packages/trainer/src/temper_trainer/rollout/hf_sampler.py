@@ -149,7 +149,7 @@ class ContinuousBatchDecoder:
         ).to(self._device)
         positions = torch.arange(padded.shape[1], device=self._device).expand_as(padded)
         attention = PrefillAttention(self._cache, slots=slots, device=self._device)
-        # Without the output head: only keys and values are needed.
+        # Call the model below the output head, since only keys and values are needed.
         self._model.base_model(
             # The cache of transformers is off: keys and values are in the slots.
             input_ids=padded,

@@ -143,7 +143,7 @@ class PausableSampler:
             with self._condition:
                 if self._num_active == 0:
                     return
-            # Without the lock: active threads need it to leave.
+            # Interrupt without the lock, which active threads need to leave.
             if self._interrupts:
                 self._sampler.interrupt()
             with self._condition:

@@ -119,7 +119,7 @@ def parse_shared_buffer(message: bytes, *, nonce: str, num_bytes: int) -> Shared
         if type(values[name]) is not kind:  # not isinstance: True is an int
             raise WeightError(_refusal(f"{name} = {values[name]!r:.40}"))
     buffer = SharedBuffer(**values)
-    # Not "!=": its duration would reveal how many characters are right.
+    # The duration of "!=" would reveal how many characters are right.
     if not hmac.compare_digest(buffer.nonce.encode(), nonce.encode()):
         raise WeightError(_refusal("the nonce of another channel"))
     ranges = {

@@ -116,7 +116,7 @@ def hash_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", figure 17.
     """
     state = _mix(seeds) + (positions + np.uint64(1)) * _GOLDEN
-    # Only 52 bits, which a float64 holds exactly: all 64 could round up to 1.
+    # Keep 52 bits, which a float64 holds exactly. All 64 bits could round up to 1.
     return (_mix(state) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 

@@ -178,7 +178,7 @@ def count_sent_elements(entries: Sequence[TensorEntry], counts: Sequence[int]) -
 
 def pack_delta(data: Tensor, delta: Sequence[TensorDelta], entries: Sequence[TensorEntry]) -> None:
     """Copy the delta of a bucket into `count_delta_bytes` bytes, which may be on another device."""
-    # Both sides compute the offsets from layout and counts, so they are not sent.
+    # The offsets are not sent, because both sides compute them from layout and counts.
     slices, _ = _locate_slices(entries, [tensor_delta.count for tensor_delta in delta])
     for one, tensor_delta in zip(slices, delta, strict=True):
         if tensor_delta.indices is not None:

@@ -114,7 +114,7 @@ class TrainingWorker:
     def release_cache(self) -> None:
         """Empty the CUDA cache, so that another process on the GPU can allocate the memory."""
         if torch.cuda.is_initialized():
-            # Without this the caching allocator keeps freed memory, which other processes cannot
+            # Otherwise the caching allocator keeps freed memory, which other processes then cannot
             # use.
             torch.cuda.empty_cache()
 
@@ -304,7 +304,7 @@ class WorkerGroup(ABC):
 
         Metrics are merged over replicas; the time is that of the slowest rank.
         """
-        # Before the call: an update that fails halfway may have changed weights, which must then
+        # Count before the call: an update that fails halfway may have changed weights, which must
         # not be saved as those of the step before.
         self.num_updates += 1
         results = self.run(

@@ -41,7 +41,7 @@ def import_object(path: str, *, key: str) -> Callable[..., Any]:
     members = vars(imported)
     member = members.get(name)
     if not callable(member):
-        # Only callables: a module also has imports and constants, which cannot be meant.
+        # Suggest only callables. A module also has imports and constants, which cannot be meant.
         near = difflib.get_close_matches(
             name, [known for known, value in members.items() if callable(value)], n=1
         )

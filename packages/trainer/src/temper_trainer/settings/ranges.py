@@ -28,7 +28,7 @@ class Range:
     """Exclusive upper bound."""
 
     def __contains__(self, value: float) -> bool:
-        # Also isfinite: without bounds, no comparison would find NaN or infinity.
+        # isfinite finds NaN and infinity in a range without bounds.
         return (
             math.isfinite(value)
             and (self.at_least is None or value >= self.at_least)

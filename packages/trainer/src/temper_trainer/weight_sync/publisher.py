@@ -82,7 +82,8 @@ class Publisher:
                 f"weights {version} were published, but the sampler has weights "
                 f"{self._sampler.weight_version}: look at the sampler's log."
             )
-        # Only now: a failed publish must not count, or old completions would pass for new ones.
+        # Raise the version only after success. Otherwise a failed publish would make old
+        # completions look new.
         self.version = version
         metrics = {
             "weight_sync/time_s": time.perf_counter() - begin,
@@ -100,7 +101,7 @@ class Publisher:
         trained = canary.engine_logprobs()
         # torch's max() propagates NaN; Python's max() may hide it behind a number.
         difference = float((torch.tensor(sampled) - torch.tensor(trained)).abs().max())
-        # Not ">": a NaN must fail.
+        # `not <=` instead of `>`, so that a NaN fails.
         if not difference <= canary.tolerance:
             software = f" The sampler runs on {self._software}." if self._software else ""
             raise WeightError(

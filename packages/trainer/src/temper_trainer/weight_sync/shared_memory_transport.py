@@ -323,7 +323,7 @@ def remove_folder(worker: WeightExporter, folder: str) -> None:
 
 def remove_weight_folder(folder: Path, *, actor: RankGroup) -> None:
     """Remove a folder from the driver and from the actor."""
-    # Both: the actor may be on another host, and it may be dead.
+    # Remove it twice, because the actor may be on another host, and it may be dead.
     shutil.rmtree(folder, ignore_errors=True)
     try:
         actor.run_on_all(remove_folder, str(folder))
@@ -346,7 +346,7 @@ def choose_weight_folder(actor: RankGroup) -> Path:
 
 
 def _choose_folder_path(worker: WeightExporter) -> str:
-    # Only rank 0 writes, so the folder must be owned by that process.
+    # Rank 0 writes the files, so its process must own the folder.
     if not worker.is_first:
         return ""
     return str(make_folder_path("weights", root=find_shared_memory_root()))

@@ -180,7 +180,7 @@ def _save_without_end(job: _Job, connection: Connection) -> None:
         _update(engine, step)
         digest = _state_digest(engine)
         if job.rank == 0:
-            # Before the save, so that every step that may become complete has a digest.
+            # Write the digest before the save, so that every step that may become complete has one.
             (job.folder / f"digest-{step}").write_text(digest)
         if step > 1:
             connection.send((step, ""))
@@ -221,7 +221,7 @@ def _start_ranks(
             target=target, args=(replace(job, rank=rank), child_end), daemon=True
         )
         process.start()
-        # With a copy open here, recv() would not raise EOFError when the rank dies.
+        # If this process kept a copy open, recv() would not raise EOFError when the rank dies.
         child_end.close()
         processes.append(process)
         connections.append(parent_end)

@@ -146,7 +146,8 @@ class RankPool:
                     daemon=True,
                 )
                 process.start()
-            # With a copy open here, the death of the rank would not end the connection in _receive.
+            # If this process kept a copy open, the death of the rank would not end the connection
+            # in _receive.
             remote_end.close()
             self._members.append((process, local_end))
 

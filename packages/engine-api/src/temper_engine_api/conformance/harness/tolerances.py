@@ -185,7 +185,8 @@ def _describe_difference(
         max(float(expected_values.abs().max()), min_scale),
         float((actual_values - expected_values).abs().max()),
     )
-    # Not written as `distance > ...`: every comparison with NaN is False, so NaN is not close.
+    # The condition is not `distance > ...`, because every comparison with NaN is False and NaN must
+    # not count as close.
     if distance <= tolerance.allowed * scale:
         return None
     ratio = distance / scale if scale else math.inf
@@ -223,7 +224,7 @@ def assert_all_close(
     }
     wrong = {name: difference for name, difference in differences.items() if difference is not None}
     if wrong:
-        # Not an assert, which pytest would follow with all of `wrong`.
+        # pytest would print all of `wrong` after an assert statement.
         raise AssertionError(
             f"{next(iter(wrong.values()))[0]} "
             f"{describe_tensor_errors(actual, expected, wrong=wrong)}"

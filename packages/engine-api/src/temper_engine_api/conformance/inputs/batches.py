@@ -50,7 +50,7 @@ def make_ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch
     return from_sequences(
         tokens,
         loss_masks=masks,
-        # Not 0 to B - 1, so that an engine which takes ids for indices fails.
+        # The ids are not 0 to B - 1, so that an engine which uses ids as indices fails.
         sample_ids=[100 + b for b in range(num_sequences)],
         group_ids=[b // 2 for b in range(num_sequences)],
         pack_group_ids=[b // 2 for b in range(num_sequences)],

@@ -46,7 +46,7 @@ def join_outputs(parts: Sequence[dict[HeadOutput, Tensor]], *, mask: Tensor | No
     if mask is not None:
         for head_output in columns.keys() - {HeadOutput.SCORE}:
             column = columns[head_output]
-            # Not a product, which would keep a NaN at an untrained position.
+            # A product would keep a NaN at an untrained position, so use `where`.
             columns[head_output] = torch.where(
                 mask if column.ndim == 1 else mask[:, None], column, 0.0
             )

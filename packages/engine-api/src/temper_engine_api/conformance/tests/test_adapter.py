@@ -285,7 +285,7 @@ def test_disabled_adapter_gives_base_logprobs(
     assert trained.disabled_after.equal(trained.disabled_before), (
         "training an adapter changed the base"
     )
-    # Otherwise an adapter that is never applied would pass the comparisons above.
+    # Without this check, an adapter that is never applied would pass the comparisons above.
     assert float((trained.logprobs - base).abs().max()) > 0.01, (
         "the adapter does not change the log-probs"
     )
@@ -587,7 +587,7 @@ def test_nested_disable_adapter_keeps_the_adapter_disabled(
 def disable_twice(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
     """Return log-probs without the adapter, before and after an inner context."""
     engine = rank.temporary_engine(setup)
-    # Otherwise the adapter is 0 and has no effect.
+    # A new adapter is 0 and has no effect, so train it first.
     train(engine, [batch])
     with engine.disable_adapter():
         before = compute_logprobs(engine, batch)

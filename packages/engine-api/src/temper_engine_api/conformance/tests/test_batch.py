@@ -140,7 +140,7 @@ def test_unshard_restores_the_sharded_batch(
     setup, plain_batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     batch = replace(
         plain_batch,
-        # Not the default positions, which an engine could compute again after losing these.
+        # An engine that loses these positions could compute the default ones again, so use others.
         position_ids=plain_batch.get_position_ids().flip(0),
         media=tuple(f"image {i}" for i in range(plain_batch.num_sequences)),
     )

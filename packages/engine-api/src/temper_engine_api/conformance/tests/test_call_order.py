@@ -114,7 +114,7 @@ def call_after_final(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) ->
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
     with engine.train_mode():
         engine.forward_backward_batch(local_batch, forward_only=False)
-        # Both, since an engine that checks only final calls would add to reduced gradients.
+        # Try both values: an engine that checks only final calls would add to reduced gradients.
         for is_final in (True, False):
             with pytest.raises(EngineStateError, match="optimizer_zero_grad"):
                 engine.forward_backward_batch(local_batch, forward_only=False, final=is_final)

@@ -142,7 +142,8 @@ def test_topologies_are_consistent(engine_under_test: EngineUnderTest, oracle: O
             * topology.sp.size
         )
         assert topology.world_size == engine_under_test.world_size == sizes
-    # With two such ranks per replica its samples would count twice, with none not at all.
+    # With two such ranks in a replica its samples would count twice, and with none they would not
+    # count.
     output_ranks = [topology.dp.rank for topology in topologies if topology.returns_outputs]
     assert sorted(output_ranks) == list(range(topologies[0].dp.size)), (
         "expected exactly one rank with returns_outputs per data-parallel replica"

@@ -165,9 +165,11 @@ def update_in_two_calls(
     """Train on the first two pairs, then on the rest, with the denominators of the full batch."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(objective)
-    # Before the split, because ClipCovProbe takes its covariance over the full mini-batch.
+    # Prepare before the split, because ClipCovProbe computes its covariance over the full
+    # mini-batch.
     prepared = batch.with_columns(objective.prepare(batch, seed=7))
-    # With denominators of its own, each half would weigh the same, whatever its number of tokens.
+    # If each half had its own denominators, both would have the same weight, whatever their numbers
+    # of tokens.
     denominators = rank_slice(engine, prepared, split=ONE_MICRO_BATCH).denominators
     halves = [prepared.select(range(4)), prepared.select(range(4, batch.num_sequences))]
     local_batches = [

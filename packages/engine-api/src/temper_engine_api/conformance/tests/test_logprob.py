@@ -183,7 +183,7 @@ def test_custom_position_ids_are_used(
     strided = replace(batch, position_ids=2 * batch.get_position_ids())
     expected = oracle.get_outputs(setup, strided, HeadOutput.LOGPROB)
     assert (
-        # Otherwise an engine that ignores the ids could pass within the tolerance.
+        # Without this difference, an engine that ignores the ids could pass within the tolerance.
         float((expected - oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)).abs().max()) > 0.1
     )
     for split in (ONE_MICRO_BATCH, DYNAMIC):

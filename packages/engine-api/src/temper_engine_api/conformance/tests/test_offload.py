@@ -188,7 +188,7 @@ def test_manual_moves_change_no_number(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     """Moving the engine with `to` changes no number, also when it is not moved back."""
-    # With ADAMW, because moments that are lost on the way change the second update.
+    # Use ADAMW, because moments that are lost in a move change the second update.
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
     for moved, unmoved in engine_under_test.run(update_after_moves, setup=setup, batch=batch):
         assert_same_state(moved.state, unmoved.state)

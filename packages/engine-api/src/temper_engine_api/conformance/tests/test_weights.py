@@ -168,7 +168,7 @@ def test_loaded_weights_are_exported_unchanged(
 ) -> None:
     """`load_weights` followed by export returns the same bits, in master weights too."""
     setup = oracle.make_setup(model)
-    # Not the weights that the engine started with: a load without effect must fail.
+    # Load other weights than the engine started with, so that a load without effect fails.
     other = load_file(oracle.write_model(model, seed=1) / "model.safetensors")
     weights, masters = engine_under_test.run(weights_after_loading, setup=setup, weights=other)[0]
     assert_all_equal(
@@ -276,7 +276,7 @@ def read_outside(rank: Rank, *, setup: EngineSetup) -> None:
     with pytest.raises(EngineStateError, match="inside"):
         next(stream)
     with stream:
-        # Only one tensor: the context may be left before the end of the stream.
+        # Read only one tensor: the context may be left before the end of the stream.
         first = next(stream)
     with pytest.raises(EngineStateError, match="inside"):
         next(stream)

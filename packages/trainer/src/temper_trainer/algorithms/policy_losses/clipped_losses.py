@@ -72,7 +72,8 @@ class Ppo(ClippedLoss):
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return the clipped loss, bounded where the advantage is negative."""
-        # Not super(): with slots=True the dataclass decorator replaces the class that it refers to.
+        # super() does not work here: with slots=True the decorator replaces the class that it
+        # refers to.
         loss = ClippedLoss.surrogate(
             self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
         )

@@ -127,7 +127,7 @@ def decode(data: bytes) -> Message:
         MessageError: If the bytes are not a message.
     """
     kind, body = _FRAME.decode(data)
-    # Only listed types can be created, unlike with pickle.
+    # Unlike pickle, this creates only types from the list.
     if kind not in _KINDS:
         raise msgspec.ValidationError(f"unknown message {kind!r}")
     return msgspec.msgpack.decode(body, type=_KINDS[kind])

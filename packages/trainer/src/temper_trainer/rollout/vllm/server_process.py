@@ -322,7 +322,7 @@ class ServerProcess:
         if not self._log_file.exists():
             return "    (empty)"
         with self._log_file.open("rb") as file:
-            # Only the end, because the log of a long run may be large.
+            # Read only the end, because the log of a long run may be large.
             file.seek(max(0, self._log_file.stat().st_size - 32768))
             lines = file.read().decode(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:]) or "    (empty)"

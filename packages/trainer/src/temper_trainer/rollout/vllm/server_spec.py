@@ -25,7 +25,7 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
     """
     model, vllm = config.actor.engine.model, config.rollout.vllm
     is_adapter = config.weight_sync.content == "adapter"
-    # Without publishing, or below an adapter, servers load the weights from disk themselves.
+    # Servers load weights from disk if none are published, and always below an adapter.
     load_format = "auto" if is_adapter or config.task in ("eval", "generate") else vllm.load_format
     if is_adapter and model.path is None:
         raise ConfigError(

@@ -211,7 +211,8 @@ class VllmEngine:
     def start_update(self) -> None:
         """Prepare for the first bucket of a set."""
         self._check_idle()
-        # Only the weights: memory for the KV cache is allocated once the update is complete.
+        # Wake up only the weights. Memory for the KV cache is allocated once the update is
+        # complete.
         if self._is_asleep:
             self._engine.wake_up(tags=["weights"])
         self._llm.start_weight_update()
@@ -336,8 +337,7 @@ class VllmEngine:
         if self._is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
             self._is_asleep = False
-        # Otherwise a prompt that was seen before would continue from keys and values of old
-        # weights.
+        # A prompt that was seen before must not continue from keys and values of old weights.
         if not self._engine.reset_prefix_cache():
             raise WeightError(
                 "vLLM could not reset its prefix cache after a weight update: report this as a bug."

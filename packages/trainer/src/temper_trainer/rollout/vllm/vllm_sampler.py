@@ -113,7 +113,7 @@ class VllmSampler:
         assert isinstance(first, list)
         for replica, other in zip(self._replicas, answers, strict=True):
             assert isinstance(other, list)
-            # Not ">": a NaN must fail.
+            # `not <=` instead of `>`, so that a NaN fails.
             if not all(
                 # Replicas run equal kernels, but may batch differently; other weights differ by far
                 # more.

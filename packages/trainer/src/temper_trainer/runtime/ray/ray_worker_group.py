@@ -114,7 +114,7 @@ class RayWorkerGroup(WorkerGroup):
         self._actors = list(actors)
         self._settings = (engine_name, config, num_threads)
         self._is_deprecated = is_deprecated
-        # Not waited for here, so that the actors of all roles import at the same time.
+        # Do not wait here, so that the actors of all roles import at the same time.
         self._preparing = [actor.prepare.remote(engine_name) for actor in self._actors]
         self._is_configured = False
 
