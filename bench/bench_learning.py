@@ -124,13 +124,13 @@ METHODS: Mapping[str, Method] = {
     # Distillation from the finished quickstart.
     "reverse_kl": Method(overrides=_TEACHER),
     "reverse_kl as reward": Method(
-        overrides=(*_TEACHER, "distillation.apply_as=reward", "distillation.kl_estimator=k1")
+        overrides=(*_TEACHER, "distillation.objective=reverse_kl_reward")
     ),
     "forward_kl": Method(
-        overrides=(*_TEACHER, "distillation.objective=forward_kl", "distillation.top_k=16")
+        overrides=(*_TEACHER, "distillation.objective={name: forward_kl, top_k: 16}")
     ),
     "jensen_shannon": Method(
-        overrides=(*_TEACHER, "distillation.objective=jensen_shannon", "distillation.top_k=16")
+        overrides=(*_TEACHER, "distillation.objective={name: jensen_shannon, top_k: 16}")
     ),
     # Right against wrong solutions.
     "sft": Method(overrides=("task=sft",), rates=(2e-4, 5e-4, 1e-3), kind="sft"),

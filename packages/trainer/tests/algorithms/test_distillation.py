@@ -8,9 +8,12 @@ import torch
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import LOGPROB_AT_IDS, Aggregation, HeadOutput, HeadOutputs
-from temper_trainer.algorithms.distillation_losses import (
-    ReverseKlObjective,
-    TopKObjective,
+from temper_trainer.algorithms.distillation_losses.sampled_token_losses import (
+    ReverseKlReward,
+)
+from temper_trainer.algorithms.distillation_losses.top_k_losses import ForwardKl, JensenShannon
+from temper_trainer.algorithms.distillation_objective import (
+    DistillationObjective,
     compute_teacher_reward,
 )
 from temper_trainer.algorithms.objective_factory import CombinedObjective
@@ -44,7 +47,7 @@ def test_forward_kl_sums_the_top_k_tokens_and_the_tail() -> None:
     # Teacher 0.5, 0.25 and a rest of 0.25; policy 0.25, 0.5 and a rest of 0.25.
     # 0.5 ln 2 - 0.25 ln 2 + 0 = 0.25 ln 2 = 0.173287; the second token has weight 2.
     teacher, policy = [LOG(0.5), LOG(0.25)], [LOG(0.25), LOG(0.5)]
-    terms = TopKObjective()(
+    terms = DistillationObjective(loss=ForwardKl())(
         make_outputs([policy, policy]), top_k_batch([teacher, teacher], weights=[1.0, 2.0])
     )
     assert terms.loss[1:].tolist() == pytest.approx([0.173287, 0.346574], abs=1e-5)
@@ -55,7 +58,7 @@ def test_without_tail_only_the_available_top_k_tokens_count() -> None:
     # 0.5 (ln 0.5 - ln 0.25) = 0.346574; the second token was not named.
     batch = top_k_batch([[LOG(0.5), -math.inf]], weights=[1.0])
     head_outputs = make_outputs([[LOG(0.25), LOG(0.5)]])
-    loss = TopKObjective(tail=False)(head_outputs, batch).loss
+    loss = DistillationObjective(loss=ForwardKl(tail=False))(head_outputs, batch).loss
     assert float(loss[1].detach()) == pytest.approx(0.346574, abs=1e-5)
     (gradient,) = torch.autograd.grad(loss.sum(), head_outputs[HeadOutput.LOGPROB_AT])
     assert gradient.tolist() == [[0.0, 0.0], [pytest.approx(-0.5), 0.0]]
@@ -66,7 +69,7 @@ def test_jensen_shannon_is_symmetric_at_one_half_and_zero_for_equal_models() -> 
     # 0.230146 - 0.138629 = 0.091516; KL(p, M) = 0.4 ln(2/3) + 0.6 ln(3/2) = -0.162186 + 0.243279 =
     # 0.081093; half of the sum 0.086305.
     teacher, policy = [LOG(0.8)], [LOG(0.4)]
-    objective = TopKObjective(divergence="jensen_shannon")
+    objective = DistillationObjective(loss=JensenShannon())
     there = objective(make_outputs([policy]), top_k_batch([teacher], weights=[1.0])).loss[1]
     back = objective(make_outputs([teacher]), top_k_batch([policy], weights=[1.0])).loss[1]
     assert float(there.detach()) == pytest.approx(0.086305, abs=1e-5)
@@ -80,7 +83,7 @@ def test_jensen_shannon_is_finite_where_both_models_give_a_token_no_probability(
     # exp(-110) is 0 in float32, so the log of the mixture's probability would be -inf.
     teacher, policy = [LOG(0.5), -110.0], [LOG(0.25), -112.0]
     head_outputs = make_outputs([policy])
-    loss = TopKObjective(divergence="jensen_shannon")(
+    loss = DistillationObjective(loss=JensenShannon())(
         head_outputs, top_k_batch([teacher], weights=[1.0])
     ).loss
     (gradient,) = torch.autograd.grad(loss.sum(), head_outputs[HeadOutput.LOGPROB_AT])
@@ -107,7 +110,7 @@ def test_reverse_kl_with_k2_moves_toward_the_teacher_and_is_clamped() -> None:
     head_outputs = HeadOutputs(
         columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.0, -3.0, -1.0], requires_grad=True)}
     )
-    terms = ReverseKlObjective(clamp=1.5)(
+    terms = DistillationObjective(clamp=1.5)(
         head_outputs, reverse_batch([-2.0, -1.0, math.nan], [1.0, 1.0, 0.0])
     )
     assert terms.loss.tolist() == pytest.approx([0.0, 0.5, 1.5, 0.0])
@@ -119,15 +122,13 @@ def test_reverse_kl_with_k2_moves_toward_the_teacher_and_is_clamped() -> None:
     )
 
 
-def test_k1_as_a_loss_is_refused_and_as_a_reward_is_the_log_ratio() -> None:
-    with pytest.raises(ConfigError, match="zero expected gradient"):
-        ReverseKlObjective(estimator="k1")
+def test_k1_as_a_reward_is_the_log_ratio() -> None:
     reward = compute_teacher_reward(
         torch.tensor([0.0, -1.0, -3.0, -1.0]),
         teacher_logprobs=torch.tensor([0.0, -2.0, -1.0, math.nan]),
         weights=torch.tensor([1.0, 1.0, 0.5, 0.0]),
         loss_mask=torch.tensor([False, True, True, True]),
-        estimator="k1",
+        objective=ReverseKlReward(),
         clamp=1.5,
     )
     # -2 + 1 = -1; -1 + 3 = 2, clamped to 1.5, times 0.5.
@@ -140,7 +141,9 @@ def test_distillation_loss_is_added_to_the_policy_loss() -> None:
         {"advantages": torch.tensor([0.0, 2.0]), "old_logprobs": torch.tensor([0.0, -1.0])}
     )
     objective = CombinedObjective(
-        parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.5), aggregation=Aggregation()
+        parts=(PolicyObjective(), DistillationObjective()),
+        coefs=(1.0, 0.5),
+        aggregation=Aggregation(),
     )
     head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.0])})
     assert float(objective(head_outputs, batch).loss[1].detach()) == pytest.approx(-1.75)

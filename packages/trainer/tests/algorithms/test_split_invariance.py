@@ -24,7 +24,9 @@ from temper_engine_api.objective import (
 )
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss, sum_per_sequence
-from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
+from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
+from temper_trainer.algorithms.distillation_losses.top_k_losses import ForwardKl
+from temper_trainer.algorithms.distillation_objective import DistillationObjective
 from temper_trainer.algorithms.kl import KlLossEstimator
 from temper_trainer.algorithms.objective_factory import CombinedObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Ppo, Sapo
@@ -74,14 +76,20 @@ OBJECTIVES: tuple[Objective, ...] = (
     ),
     PolicyObjective(loss=KlCov(fraction=0.2)),
     PolicyObjective(loss=Sapo(), kl_coef=0.1),
-    *(ReverseKlObjective(clamp=0.5, aggregation=a) for a in TOKEN_LEVEL),
-    *(TopKObjective(divergence=d) for d in ("forward_kl", "jensen_shannon")),
-    TopKObjective(tail=False, clamp=0.5),
+    *(DistillationObjective(clamp=0.5, aggregation=a) for a in TOKEN_LEVEL),
+    *(
+        DistillationObjective(loss=cls())
+        for cls in list_variants(DistillationLoss).values()
+        if not cls.is_reward
+    ),
+    DistillationObjective(loss=ForwardKl(tail=False), clamp=0.5),
     DpoObjective(sft_coef=0.1),
     DpoObjective(loss="ipo"),
     RewardModelObjective(center_coef=0.1),
     CombinedObjective(
-        parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.3), aggregation=Aggregation()
+        parts=(PolicyObjective(), DistillationObjective()),
+        coefs=(1.0, 0.3),
+        aggregation=Aggregation(),
     ),
     PromptMeanObjective(objective=PolicyObjective(aggregation=TOKEN_LEVEL[-1], kl_coef=0.1)),
 )

@@ -76,11 +76,18 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
             (TEACHER, "teachers.t.pool=train"),
             "teachers.t.pool (command line) has no effect with runtime.kind inline",
         ),
-        (("distillation.top_k=3",), "has no effect without teachers"),
-        ((TEACHER, "distillation.top_k=3"), "has no effect with distillation.objective reverse_kl"),
+        (("distillation.clamp=3.0",), "has no effect without teachers"),
         (
-            (TEACHER, "distillation={apply_as: reward, objective: forward_kl}"),
-            "which cannot be a reward of the sampled token",
+            (TEACHER, "distillation.objective.top_k=3"),
+            "distillation.objective.top_k",
+        ),
+        (
+            (TEACHER, "distillation.objective={name: reverse_kl, kl_estimator: k1}"),
+            "distillation.objective.kl_estimator",
+        ),
+        (
+            (TEACHER, "distillation.apply_as=reward"),
+            "use: distillation.objective=reverse_kl_reward",
         ),
         (
             ("reward.function=reward_model",),

@@ -165,7 +165,11 @@ TAUGHT = (
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "objective",
-    ["{objective: forward_kl, top_k: 8}", "{objective: jensen_shannon, top_k: 8}", "{clamp: 2.0}"],
+    [
+        "{objective: {name: forward_kl, top_k: 8}}",
+        "{objective: {name: jensen_shannon, top_k: 8}}",
+        "{clamp: 2.0}",
+    ],
 )
 def test_distillation_has_equal_metrics_on_fsdp2_fsdp1_and_megatron(
     run: Run, rows: Rows, tmp_path: Path, objective: str

@@ -300,7 +300,7 @@ def taught_by(saved: dict[str, Path], *more: str) -> tuple[str, ...]:
     named = (f"teachers.{name}.route={routes[name]}" for name in saved)
     exact = (f"teachers.{name}.engine.precision.compute=fp32" for name in saved)
     short_run = (setting for setting in SHORT_RUN if not setting.startswith("algorithm="))
-    top_k = ("distillation={objective: forward_kl, top_k: 8}",)
+    top_k = ("distillation.objective={name: forward_kl, top_k: 8}",)
     return (
         *short_run,
         *GREEDY,

@@ -18,7 +18,7 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
-from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
+from temper_trainer.algorithms.distillation_objective import DistillationObjective
 from temper_trainer.algorithms.estimators.token_estimators import Gae, Vapo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.policy_objective import PolicyObjective, measure_entropy
@@ -159,21 +159,11 @@ def add_distillation_loss(
     policy: Objective | None, *, config: DistillationConfig, algorithm: AlgorithmConfig
 ) -> Objective:
     """Return the policy's objective plus the distillation loss; policy may be None."""
-    distillation: Objective
-    if config.objective == "reverse_kl":
-        distillation = ReverseKlObjective(
-            estimator=config.kl_estimator,
-            clamp=config.clamp,
-            aggregation=build_aggregation(algorithm),
-        )
-    else:
-        distillation = TopKObjective(
-            divergence=config.objective,
-            tail=config.tail,
-            mixture=config.mixture,
-            clamp=config.clamp,
-            aggregation=build_aggregation(algorithm),
-        )
+    distillation = DistillationObjective(
+        loss=config.objective, clamp=config.clamp, aggregation=build_aggregation(algorithm)
+    )
+    parts: tuple[Objective, ...]
+    coefs: tuple[float, ...]
     parts, coefs = (
         ((distillation,), (config.coef,))
         if policy is None

@@ -1,16 +1,16 @@
 """Settings of on-policy distillation: the teachers, and the loss or reward from their log-probs."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
+from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
+from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKl
 from temper_trainer.settings.ranges import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    Range,
     check_ranges,
 )
 
@@ -48,30 +48,8 @@ class TeacherConfig:
 class DistillationConfig:
     """Loss or reward from the teachers' log-probs at the policy's own tokens."""
 
-    objective: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "reverse_kl"
-    """forward_kl: KL(teacher, policy) over the teacher's top_k tokens; reverse_kl: KL(policy,
-    teacher) from the sampled tokens; jensen_shannon: both relative to their mixture, over the
-    teacher's top_k tokens.
-    """
-    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    """reverse_kl only: Schulman's estimator of the KL divergence. k1 is rejected with
-    apply_as=loss, because its gradient is zero on average. As a reward it gives the teacher's
-    log-prob minus the policy's.
-    """
-    apply_as: Literal["loss", "reward"] = "loss"
-    """loss: add a term to the objective; reward: give each token a reward. Only reverse_kl can be a
-    reward.
-    """
-    top_k: PositiveInt = 64
-    """forward_kl and jensen_shannon only: number of most likely tokens that a teacher returns per
-    position.
-    """
-    tail: bool = True
-    """forward_kl and jensen_shannon only: count the probability outside the top_k as one more
-    token.
-    """
-    mixture: Annotated[float, Range(above=0, below=1)] = 0.5
-    """jensen_shannon only: weight of the teacher in the mixture."""
+    objective: DistillationLoss = field(default_factory=ReverseKl)
+    """Loss or reward of each trained token, from docs/distillation.md."""
     coef: PositiveFloat = 1.0
     """Weight of the distillation loss or reward."""
     clamp: PositiveFloat | None = None
@@ -85,22 +63,6 @@ class DistillationConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.apply_as == "reward" and self.objective != "reverse_kl":
-            raise ConfigError(
-                "distillation.apply_as is reward, but distillation.objective is "
-                f"{self.objective}, which cannot be a reward of the sampled token: use "
-                "reverse_kl, or apply_as=loss."
-            )
-        if self.apply_as == "loss" and self.objective == "reverse_kl" and self.kl_estimator == "k1":
-            raise ConfigError(
-                "distillation.kl_estimator k1 as a loss has zero expected gradient: use k2 or k3, "
-                "or apply_as=reward."
-            )
-
-    @property
-    def needs_top_k(self) -> bool:
-        """True if the objective reads the teachers' top-k tokens, not only the sampled ones."""
-        return self.objective != "reverse_kl"
 
 
 def find_teacher_conflicts(

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
+from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKlReward
 from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.settings.variants import Custom, Variant, list_variants
@@ -72,6 +74,11 @@ REMOVED_KEYS = (
             ("reject_kl_estimator", "k2_mean.high or k3_mean.high"),
             ("reject_kl", "k3_mean.high, or the rule of another estimator"),
         )
+    ),
+    RemovedKey(
+        key="distillation.apply_as",
+        replacement="distillation.objective=reverse_kl_reward for reward; the others are losses",
+        since="0.2",
     ),
     RemovedKey(key="algorithm.lam", replacement="algorithm.advantage.gae_lambda"),
     RemovedKey(
@@ -233,6 +240,10 @@ RENAMED_KEYS = {
     "algorithm.sapo_positive_temperature": "algorithm.policy_loss.positive_temperature",
     "algorithm.sapo_negative_temperature": "algorithm.policy_loss.negative_temperature",
     "reward.max_failure_share": "reward.max_failure_fraction",
+    "distillation.kl_estimator": "distillation.objective.kl_estimator",
+    "distillation.top_k": "distillation.objective.top_k",
+    "distillation.tail": "distillation.objective.tail",
+    "distillation.mixture": "distillation.objective.mixture",
 }
 """New keys by the key of 0.1; the values kept their meaning."""
 
@@ -366,6 +377,7 @@ def find_new_key(key: str) -> str | None:
 UNIONS: Mapping[str, type[Variant]] = {
     "algorithm.advantage": AdvantageEstimator,
     "algorithm.policy_loss": PolicyLoss,
+    "distillation.objective": DistillationLoss,
 }
 """Settings that were a name in 0.1, with those of all names next to it."""
 
@@ -380,6 +392,8 @@ def rename_settings(settings: Mapping[str, object]) -> dict[str, object]:
         Without the settings of variants that the run did not use.
     """
     renamed = {find_new_key(key) or key: value for key, value in settings.items()}
+    if renamed.pop("distillation.apply_as", "loss") == "reward":
+        renamed["distillation.objective"] = ReverseKlReward.name
     for block, union in UNIONS.items():
         if block in renamed:
             renamed[f"{block}.name"] = renamed.pop(block)

@@ -96,23 +96,6 @@ RULES = (
         reason="without teachers: remove it, or set teachers.NAME.engine.model.path",
     ),
     Rule(
-        keys=("distillation.kl_estimator",),
-        applies=lambda config: config.distillation.objective != "reverse_kl",
-        reason="with a distillation.objective other than reverse_kl: remove it",
-    ),
-    Rule(
-        keys=("distillation.top_k", "distillation.tail"),
-        applies=lambda config: config.distillation.objective == "reverse_kl",
-        reason=(
-            "with distillation.objective reverse_kl, which reads the sampled tokens only: remove it"
-        ),
-    ),
-    Rule(
-        keys=("distillation.mixture",),
-        applies=lambda config: config.distillation.objective != "jensen_shannon",
-        reason="with a distillation.objective other than jensen_shannon: remove it",
-    ),
-    Rule(
         keys=("preference",),
         applies=lambda config: config.task not in ("dpo", "rm"),
         reason="in a task other than dpo and rm: remove it",

@@ -332,7 +332,7 @@ def build_objectives(config: TrainerConfig, *, controllers: Controllers) -> dict
         old_is_current=not has_old_logprobs,
         entropy_coef=controllers.entropy.applied_coef,
     )
-    if config.teachers and config.distillation.apply_as == "loss":
+    if config.teachers and not config.distillation.objective.is_reward:
         actor = add_distillation_loss(
             actor if config.task == "rl" else None,
             config=config.distillation,

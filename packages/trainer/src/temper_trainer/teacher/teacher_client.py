@@ -69,7 +69,7 @@ def build_teacher_spec(
     return TeacherSpec(
         routes=routes,
         weights=tuple((name, teacher.weight) for name, teacher in teachers.items()),
-        top_k=config.top_k if config.needs_top_k else 0,
+        top_k=config.objective.num_teacher_tokens,
         timeout_s=config.timeout_s,
     )
 

@@ -151,15 +151,15 @@ def _distillation_loss(draft: Draft) -> None:
     key = f"{_LOSS}.loss_mode"
     if mode in ("k1", "kl", "k2", "mse", "k3", "low_var_kl"):
         estimator = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(mode, mode)
-        draft.put("distillation.objective", "reverse_kl", rule="distillation", old=[key])
+        name = "reverse_kl_reward" if is_reward else "reverse_kl"
+        draft.put("distillation.objective.name", name, rule="distillation", old=[key, f"{_LOSS}.use_policy_gradient"])
         if estimator == "k1" and not is_reward:
             draft.find("distillation.zero-gradient", key, mode=mode)
         else:
-            draft.put("distillation.kl_estimator", estimator, rule="distillation", old=[key])
-        draft.put("distillation.apply_as", "reward" if is_reward else "loss", rule="distillation", old=[f"{_LOSS}.use_policy_gradient"])
+            draft.put("distillation.objective.kl_estimator", estimator, rule="distillation", old=[key])
     elif mode.startswith("forward_kl"):
-        draft.put("distillation.objective", "forward_kl", rule="distillation", old=[key])
-        draft.copy("distillation.top_k", f"{_LOSS}.topk", rule="distillation", expected="number")
+        draft.put("distillation.objective.name", "forward_kl", rule="distillation", old=[key])
+        draft.copy("distillation.objective.top_k", f"{_LOSS}.topk", rule="distillation", expected="number")
     else:
         draft.find("distillation.unknown-loss", key, mode=mode)
     coef = draft.number(f"{_LOSS}.distillation_loss_coef")

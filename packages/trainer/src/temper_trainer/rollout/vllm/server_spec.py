@@ -90,14 +90,13 @@ def build_teacher_server_spec(
         model.path, trust_remote_code=model.trust_remote_code
     ).get_text_config()
     max_length = min(_count_max_tokens(config), text_config.max_position_embeddings)
-    top_k = distillation.top_k if distillation.needs_top_k else 0
     arguments: dict[str, Argument] = {
         "model": model.path,
         "dtype": _DTYPES[teacher.engine.precision.compute],
         "tensor_parallel_size": teacher.num_workers,
         "max_model_len": max_length,
         "enforce_eager": vllm.enforce_eager,
-        "max_logprobs": max(top_k, 1),
+        "max_logprobs": max(distillation.objective.num_teacher_tokens, 1),
         "trust_remote_code": model.trust_remote_code,
         # vLLM would otherwise take sampling defaults from the model's generation_config.json.
         "generation_config": "vllm",
