@@ -194,6 +194,8 @@ def check_pip(words: Sequence[str], folder: Path) -> str:
         if not declared.is_file():
             faults.append(f"{word} is not a package of this repository")
             continue
+        if word.startswith("temper-") and "--no-index" not in words:
+            faults.append(f"{word} is not on a package index: write ./packages/{name}")
         known = tomllib.loads(declared.read_text())["project"].get("optional-dependencies", {})
         faults += [
             f"temper-{name} has no extra {extra}"

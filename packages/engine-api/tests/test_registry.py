@@ -115,7 +115,7 @@ def test_a_class_of_another_kind_is_refused() -> None:
 def test_an_unknown_name_says_what_is_installed_and_how_to_install() -> None:
     with pytest.raises(
         EngineNotFoundError,
-        match=r"no engine is called 'fdsp'; installed are: .*healthy.*pip install temper-engine-f",
+        match=r"no engine is called 'fdsp'; installed are: .*healthy.*pip install ./packages/eng",
     ):
         load_engine_class("fdsp")
 

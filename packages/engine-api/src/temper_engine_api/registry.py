@@ -141,9 +141,10 @@ def _load_class(group: str, name: str) -> type[object]:
     if name not in points:
         installed = ", ".join(sorted(points)) or "none"
         raise EngineNotFoundError(
-            f"no engine is called {name!r}; installed are: {installed}. Install one with `pip "
-            "install temper-engine-fsdp` (fsdp) or `pip install temper-engine-megatron` "
-            f"(megatron). Other engines need an entry point in {group!r}."
+            f"no engine is called {name!r}; installed are: {installed}. Install one from a clone "
+            "of Temper with `pip install ./packages/engine-fsdp` (fsdp) or `pip install "
+            "./packages/engine-megatron` (megatron). Other engines need an entry point in "
+            f"{group!r}."
         )
     point = points[name]
     loaded = _load_entry_point(point)

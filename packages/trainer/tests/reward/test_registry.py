@@ -88,6 +88,6 @@ def test_missing_migration_module_names_its_package(
     monkeypatch.setitem(sys.modules, "temper_legacy_shim", None)
     monkeypatch.delitem(sys.modules, "temper_legacy_shim.old_rewards", raising=False)
     with pytest.raises(
-        ConfigError, match=r"cannot be imported .*: pip install temper-legacy-shim\."
+        ConfigError, match=r"cannot be imported .*: run pip install \./packages/legacy-shim in a"
     ):
         resolve_reward(RewardConfig(function="temper_legacy_shim.old_rewards:default"))

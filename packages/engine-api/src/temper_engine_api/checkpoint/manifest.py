@@ -155,7 +155,8 @@ def check_not_another_system(directory: str | Path) -> None:
         raise IncompleteCheckpointError(
             f"{directory} contains {file.relative_to(folder)}, which is another system's layout: "
             f"convert it with `temper-migrate checkpoint {shlex.quote(str(directory))} --to temper "
-            "--out NEW` (pip install 'temper-legacy-shim[checkpoint]'), and load NEW."
+            "--out NEW` (pip install './packages/legacy-shim[checkpoint]' in a clone of Temper), "
+            "and load NEW."
         )
 
 

@@ -298,7 +298,7 @@ OLD_CONFIG_NAMES = (
 OLD_CONFIG_HINT = (
     "This is a configuration of the older generation: `temper-migrate config --config-name NAME "
     "KEY=VALUE...` translates it with its overrides, and `temper-migrate script FILE` a launch "
-    "script (pip install temper-legacy-shim)."
+    "script (pip install ./packages/legacy-shim in a clone of Temper)."
 )
 
 

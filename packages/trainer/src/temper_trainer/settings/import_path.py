@@ -59,5 +59,5 @@ def _suggest_remedy(absent: str) -> str:
     Translated configurations refer to modules of the migration package.
     """
     if absent.partition(".")[0] == "temper_legacy_shim":
-        return "pip install temper-legacy-shim"
+        return "run pip install ./packages/legacy-shim in a clone of Temper"
     return "add the folder that contains it to PYTHONPATH"
