@@ -143,12 +143,12 @@ METHODS: Mapping[str, Method] = {
         kind="dpo",
     ),
     "dpo with ipo": Method(
-        overrides=("task=dpo", "ref=frozen", *_PAIRS, "preference.loss=ipo"),
+        overrides=("task=dpo", "ref=frozen", *_PAIRS, "preference=ipo"),
         rates=_PREFERENCE_RATES,
         kind="dpo",
     ),
     "dpo with hinge": Method(
-        overrides=("task=dpo", "ref=frozen", *_PAIRS, "preference.loss=hinge"),
+        overrides=("task=dpo", "ref=frozen", *_PAIRS, "preference=hinge"),
         rates=_PREFERENCE_RATES,
         kind="dpo",
     ),

@@ -10,7 +10,10 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, Objective
 from temper_engine_api.reduction import count_denominators, reduce_loss
-from temper_trainer.algorithms.supervised_losses import DpoObjective, RewardModelObjective
+from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
+from temper_trainer.algorithms.preference_losses.reference_losses import Dpo, Hinge, Ipo
+from temper_trainer.algorithms.preference_objective import PreferenceObjective
+from temper_trainer.algorithms.supervised_losses import RewardModelObjective
 
 LOGPROBS = torch.tensor([0.0, -1.0, -1.0, 0.0, -2.0])
 """Chosen: two tokens, sum -2, mean -1; rejected: one token, -2."""
@@ -40,26 +43,26 @@ def loss_of(objective: Objective, head_outputs: HeadOutputs) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("objective", "expected"),
+    ("loss", "expected"),
     [
         # h = (-2 + 3) - (-2 + 1) = 2; beta h = 1: -ln sigmoid(1) = ln(1 + e^-1) = 0.313262.
-        (DpoObjective(beta=0.5), 0.313262),
+        (Dpo(beta=0.5), 0.313262),
         # 0.9 * 0.313262 + 0.1 * (1 + 0.313262) = 0.413262.
-        (DpoObjective(beta=0.5, label_smoothing=0.1), 0.413262),
+        (Dpo(beta=0.5, label_smoothing=0.1), 0.413262),
         # Means: (-1 + 1.5) - (-2 + 1) = 1.5; (1.5 - 1 / (2 * 0.5))^2 = 0.25.
-        (DpoObjective(beta=0.5, loss="ipo"), 0.25),
+        (Ipo(beta=0.5), 0.25),
         # 1 - 0.2 * 2 = 0.6.
-        (DpoObjective(beta=0.2, loss="hinge"), 0.6),
+        (Hinge(beta=0.2), 0.6),
         # Without a reference: h = -2 + 2 = 0: ln 2 = 0.693147; plus 0.1 * 1, the chosen one's mean.
-        (DpoObjective(beta=0.5, has_reference=False, sft_coef=0.1), 0.793147),
+        (Dpo(beta=0.5, reference="none", sft_coef=0.1), 0.793147),
     ],
 )
 def test_preference_losses_of_a_pair_computed_by_hand(
-    objective: DpoObjective, expected: float
+    loss: PreferenceLoss, expected: float
 ) -> None:
-    assert float(
-        loss_of(objective, HeadOutputs(columns={HeadOutput.LOGPROB: LOGPROBS}))
-    ) == pytest.approx(expected, abs=1e-6)
+    head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: LOGPROBS})
+    reduced = loss_of(PreferenceObjective(loss=loss), head_outputs)
+    assert float(reduced) == pytest.approx(expected, abs=1e-6)
 
 
 def test_reward_models_loss_of_a_pair() -> None:
@@ -73,4 +76,4 @@ def test_reward_models_loss_of_a_pair() -> None:
 
 def test_preference_loss_is_the_mean_over_pairs() -> None:
     with pytest.raises(ConfigError, match="mean over pairs"):
-        DpoObjective(aggregation=Aggregation())
+        PreferenceObjective(aggregation=Aggregation())

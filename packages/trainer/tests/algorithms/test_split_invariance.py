@@ -33,12 +33,12 @@ from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, 
 from temper_trainer.algorithms.policy_losses.covariance_losses import ClipCov, KlCov
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.policy_objective import PolicyObjective
+from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
+from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
+from temper_trainer.algorithms.preference_objective import PreferenceObjective
 from temper_trainer.algorithms.prompt_mean import PromptMeanObjective
-from temper_trainer.algorithms.supervised_losses import (
-    DpoObjective,
-    RewardModelObjective,
-    SftObjective,
-)
+from temper_trainer.algorithms.sft_losses import SftLoss
+from temper_trainer.algorithms.supervised_losses import RewardModelObjective, SftObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.settings.variants import list_variants
 
@@ -83,8 +83,9 @@ OBJECTIVES: tuple[Objective, ...] = (
         if not cls.is_reward
     ),
     DistillationObjective(loss=ForwardKl(tail=False), clamp=0.5),
-    DpoObjective(sft_coef=0.1),
-    DpoObjective(loss="ipo"),
+    *(SftObjective(loss=cls()) for cls in list_variants(SftLoss).values()),
+    *(PreferenceObjective(loss=cls()) for cls in list_variants(PreferenceLoss).values()),
+    PreferenceObjective(loss=Dpo(sft_coef=0.1)),
     RewardModelObjective(center_coef=0.1),
     CombinedObjective(
         parts=(PolicyObjective(), DistillationObjective()),

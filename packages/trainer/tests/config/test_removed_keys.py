@@ -8,6 +8,7 @@ from temper_trainer.config.removed_keys import (
     describe_removed_key,
     describe_renamed_key,
     find_new_key,
+    rename_settings,
 )
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.schema import collect_keys
@@ -65,6 +66,21 @@ def test_renamed_key_of_an_engine_has_its_new_name_in_every_role(role: str, old:
 def test_renamed_keys_do_not_exist_and_their_new_names_do() -> None:
     assert not RENAMED_KEYS.keys() & KEYS.keys()
     assert set(RENAMED_KEYS.values()) <= KEYS.keys()
+
+
+def test_message_of_a_renamed_key_has_its_renamed_value() -> None:
+    text = str(describe_renamed_key("preference.loss"))
+    assert "to preference.name; sigmoid is now dpo, and its other values mean the same." in text
+
+
+def test_settings_of_a_reward_model_of_0_1_are_those_of_its_own_block() -> None:
+    settings = {"task": "rm", "preference.loss": "sigmoid", "preference.label_smoothing": 0.1}
+    assert rename_settings(settings | {"preference.center_coef": 0.01}) == {
+        "task": "rm",
+        "preference.name": "dpo",
+        "rm.label_smoothing": 0.1,
+        "rm.center_coef": 0.01,
+    }
 
 
 def test_existing_keys_are_not_refused() -> None:

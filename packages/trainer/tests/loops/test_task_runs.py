@@ -53,7 +53,7 @@ def pairs(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     "preference",
-    [("ref=frozen", "preference.sft_coef=0.1"), ("preference={loss: ipo, reference: none}",)],
+    [("ref=frozen", "preference.sft_coef=0.1"), ("preference={name: ipo, reference: none}",)],
 )
 def test_dpo_learns_which_completion_is_preferred(
     run: Run, rows: Rows, tmp_path: Path, preference: tuple[str, ...]
@@ -83,7 +83,7 @@ def test_reward_model_scores_preferred_completions_higher_and_loads_in_transform
         "task=rm",
         pairs(tmp_path),
         "actor.engine.model.model_type=reward_model",
-        "preference.center_coef=0.01",
+        "rm.center_coef=0.01",
         "run.total_steps=12",
         base=TINY,
     )

@@ -22,16 +22,13 @@ from temper_trainer.algorithms.distillation_objective import DistillationObjecti
 from temper_trainer.algorithms.estimators.token_estimators import Gae, Vapo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.policy_objective import PolicyObjective, measure_entropy
+from temper_trainer.algorithms.preference_objective import PreferenceObjective
 from temper_trainer.algorithms.prompt_mean import PromptMeanObjective
-from temper_trainer.algorithms.supervised_losses import (
-    DpoObjective,
-    RewardModelObjective,
-    SftObjective,
-)
+from temper_trainer.algorithms.supervised_losses import RewardModelObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.config.distillation import DistillationConfig
-from temper_trainer.config.tasks import PreferenceConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.settings.variants import Custom
 
 
@@ -186,24 +183,13 @@ def build_value_objective(config: AlgorithmConfig) -> ValueObjective:
     )
 
 
-def build_preference_objective(config: PreferenceConfig, *, task: str) -> Objective:
+def build_pair_objective(config: TrainerConfig) -> Objective:
     """Return the objective of task dpo or rm."""
-    if task == "rm":
+    if config.task == "rm":
         return RewardModelObjective(
-            label_smoothing=config.label_smoothing, center_coef=config.center_coef
+            label_smoothing=config.rm.label_smoothing, center_coef=config.rm.center_coef
         )
-    return DpoObjective(
-        loss=config.loss,
-        beta=config.beta,
-        label_smoothing=config.label_smoothing,
-        length_normalized=config.length_normalized,
-        has_reference=config.reference != "none",
-        sft_coef=config.sft_coef,
-    )
-
-
-def build_sft_objective() -> SftObjective:
-    return SftObjective()
+    return PreferenceObjective(loss=config.preference)
 
 
 def build_aggregation(config: AlgorithmConfig) -> Aggregation:

@@ -8,6 +8,7 @@ from temper_trainer.algorithms.distillation_losses.distillation_loss import Dist
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKlReward
 from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.settings.variants import Custom, Variant, list_variants
 
 SINCE = "0.1"
@@ -239,13 +240,18 @@ RENAMED_KEYS = {
     "algorithm.kl_cov_coef": "algorithm.policy_loss.kl_cov_coef",
     "algorithm.sapo_positive_temperature": "algorithm.policy_loss.positive_temperature",
     "algorithm.sapo_negative_temperature": "algorithm.policy_loss.negative_temperature",
+    "preference.loss": "preference.name",
+    "preference.center_coef": "rm.center_coef",
     "reward.max_failure_share": "reward.max_failure_fraction",
     "distillation.kl_estimator": "distillation.objective.kl_estimator",
     "distillation.top_k": "distillation.objective.top_k",
     "distillation.tail": "distillation.objective.tail",
     "distillation.mixture": "distillation.objective.mixture",
 }
-"""New keys by the key of 0.1; the values kept their meaning."""
+"""New keys by the key of 0.1; the values kept their meaning, except for RENAMED_VALUES."""
+
+RENAMED_VALUES = {"preference.name": {"sigmoid": "dpo"}}
+"""New values by the value of 0.1, by the present key."""
 
 RENAMED_ENGINE_KEYS = {
     "residency": "offload",
@@ -378,6 +384,7 @@ UNIONS: Mapping[str, type[Variant]] = {
     "algorithm.advantage": AdvantageEstimator,
     "algorithm.policy_loss": PolicyLoss,
     "distillation.objective": DistillationLoss,
+    "preference": PreferenceLoss,
 }
 """Settings that were a name in 0.1, with those of all names next to it."""
 
@@ -394,6 +401,12 @@ def rename_settings(settings: Mapping[str, object]) -> dict[str, object]:
     renamed = {find_new_key(key) or key: value for key, value in settings.items()}
     if renamed.pop("distillation.apply_as", "loss") == "reward":
         renamed["distillation.objective"] = ReverseKlReward.name
+    for key, values in RENAMED_VALUES.items():
+        if key in renamed:
+            renamed[key] = values.get(str(renamed[key]), renamed[key])
+    if settings.get("task") == "rm" and "preference.label_smoothing" in renamed:
+        # Tasks dpo and rm had this key in common.
+        renamed["rm.label_smoothing"] = renamed.pop("preference.label_smoothing")
     for block, union in UNIONS.items():
         if block in renamed:
             renamed[f"{block}.name"] = renamed.pop(block)
@@ -415,9 +428,13 @@ def describe_renamed_key(key: str) -> str | None:
     new = find_new_key(key)
     if new is None:
         return None
+    values = "".join(
+        f"{value} is now {new_value}, and "
+        for value, new_value in RENAMED_VALUES.get(new, {}).items()
+    )
     return (
-        f"{key} was renamed in {RENAMED_SINCE} to {new}; its values mean the same. Write the new "
-        "name."
+        f"{key} was renamed in {RENAMED_SINCE} to {new}; {values}its "
+        f"{'other ' if values else ''}values mean the same. Write the new name."
     )
 
 

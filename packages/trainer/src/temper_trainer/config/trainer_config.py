@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
+from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
+from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.config.data import DataConfig
 from temper_trainer.config.distillation import (
@@ -26,7 +29,7 @@ from temper_trainer.config.rollout import (
     WeightSyncConfig,
 )
 from temper_trainer.config.run import RoleConfig, RunConfig, RuntimeConfig
-from temper_trainer.config.tasks import GenerateConfig, PreferenceConfig, WarmStartConfig
+from temper_trainer.config.tasks import GenerateConfig, RewardModelTaskConfig, WarmStartConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +74,12 @@ class TrainerConfig:
     """Loss or reward from the teachers."""
     environment: EnvironmentConfig | None = None
     """Tools and turns; None samples one completion per rollout."""
-    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-    """Tasks dpo and rm only."""
+    sft: SftLoss = field(default_factory=CrossEntropy)
+    """Loss of task sft; that of a warm start is warm_start.loss."""
+    preference: PreferenceLoss = field(default_factory=Dpo)
+    """Loss of task dpo."""
+    rm: RewardModelTaskConfig = field(default_factory=RewardModelTaskConfig)
+    """Task rm only."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     """Completions and output file of task generate."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)

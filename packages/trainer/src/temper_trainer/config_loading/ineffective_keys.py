@@ -97,8 +97,18 @@ RULES = (
     ),
     Rule(
         keys=("preference",),
-        applies=lambda config: config.task not in ("dpo", "rm"),
-        reason="in a task other than dpo and rm: remove it",
+        applies=lambda config: config.task != "dpo",
+        reason="in a task other than dpo: remove it",
+    ),
+    Rule(
+        keys=("rm",),
+        applies=lambda config: config.task != "rm",
+        reason="in a task other than rm: remove it",
+    ),
+    Rule(
+        keys=("sft",),
+        applies=lambda config: config.task != "sft",
+        reason="in a task other than sft: remove it, or set warm_start.loss for a warm start",
     ),
     Rule(
         keys=("generate",),

@@ -6,7 +6,7 @@ A stage is either a run of its own (tasks sft, dpo and rm) or the warm start of 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import Objective
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.algorithms.objective_factory import (
-    build_preference_objective,
-    build_sft_objective,
-)
+from temper_trainer.algorithms.objective_factory import build_pair_objective
+from temper_trainer.algorithms.preference_losses.preference_loss import ReferenceSource
+from temper_trainer.algorithms.supervised_losses import SftObjective
 from temper_trainer.batching.samples import demonstrations_to_samples, pairs_to_samples
 from temper_trainer.batching.step_plan import RoleLayout, pack_mini_batch, plan_step
 from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
@@ -84,8 +83,8 @@ class SupervisedStage:
     """The actor's engine, with the optimizer and schedule of the stage."""
     open_stream: Callable[[DataCursor], ExampleStream]
     """Opens the training examples at a position."""
-    objective: Objective = field(default_factory=build_sft_objective)
-    reference: Literal["ref", "disabled_adapter", "none"] = "none"
+    objective: Objective
+    reference: ReferenceSource = "none"
     """Source of the reference log-probs that the objective reads."""
     tokens_per_update: int | None = None
     """Maximum number of tokens in an update; None uses ``batch_size``."""
@@ -149,6 +148,7 @@ def build_demonstration_stage(
         phase=phase,
         engine=with_schedule_length(engine, total_steps=total_steps, updates_per_step=1),
         open_stream=open_stream,
+        objective=SftObjective(loss=config.sft if warm_start is None else warm_start.loss),
         total_steps=total_steps,
         batch_size=batch_size,
         tokens_per_update=config.batching.tokens_per_update,
@@ -182,7 +182,7 @@ def build_pair_stage(
         phase="dpo" if config.task == "dpo" else "rm",
         engine=config.actor.engine,
         open_stream=_stream_list(pairs, shuffle=config.data.shuffle, seed=config.run.seed),
-        objective=build_preference_objective(config.preference, task=config.task),
+        objective=build_pair_objective(config),
         reference=config.preference.reference if config.task == "dpo" else "none",
         total_steps=config.run.total_steps,
         batch_size=config.batching.prompts_per_step,

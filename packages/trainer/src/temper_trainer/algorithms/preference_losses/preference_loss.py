@@ -1,0 +1,115 @@
+"""The base classes of preference losses, and the sums over completions that they compare."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from temper_trainer.settings.lazy_torch import torch
+from temper_trainer.settings.variants import Variant
+from temper_trainer.types import IS_CHOSEN
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from temper_engine_api.batch import SequenceBatch
+
+ReferenceSource = Literal["ref", "disabled_adapter", "none"]
+"""ref: the ref role; disabled_adapter: the actor without its adapter; none: no reference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionLogprobs:
+    """Log-probs of the completions of a micro-batch, summed over their trained tokens."""
+
+    policy: Tensor
+    """[B] with gradient."""
+    reference: Tensor
+    """[B]; 0 without a reference."""
+    num_tokens: Tensor
+    """[B] float32 number of trained tokens; 1 for a dummy sequence, which has none."""
+
+    @property
+    def policy_mean(self) -> Tensor:
+        """[B] log-prob of the policy per token."""
+        return self.policy / self.num_tokens
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """[B] sum of log p - log p_ref."""
+        return self.policy - self.reference
+
+
+class PreferenceLoss(Variant):
+    """A loss per completion from its log-probs; the fields of an alternative are its settings.
+
+    An alternative of ``preference`` is a class with the decorator ``variant(name)``, derived from
+    ``PairLoss`` if it compares the two completions of a pair. ``PreferenceObjective`` computes the
+    log-probs of the completions, and takes the mean over pairs.
+    """
+
+    __slots__ = ()
+    beta: float
+    """Factor between `score` and the implicit reward that is reported."""
+
+    @property
+    def reference(self) -> ReferenceSource:
+        """Source of the reference log-probs; a field of the losses that have a reference."""
+        return "none"
+
+    @abstractmethod
+    def score(self, logprobs: CompletionLogprobs) -> Tensor:
+        """Return [B] the quantity that the loss raises for preferred completions."""
+
+    @abstractmethod
+    def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
+        """Return the losses [B], whose sum over a group is the loss of the group."""
+
+
+class PairLoss(PreferenceLoss):
+    """A loss of the difference between the scores of the two completions of a pair."""
+
+    __slots__ = ()
+
+    @property
+    def likelihood_coef(self) -> float:
+        """Weight of the chosen completion's mean negative log-likelihood, which is added."""
+        return 0.0
+
+    @abstractmethod
+    def pair_loss(self, difference: Tensor) -> Tensor:
+        """Return the loss of each pair.
+
+        Args:
+            difference: Score of the chosen completion minus that of the rejected one.
+        """
+
+    def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
+        """Return the losses [B]: half of the pair's on each completion, plus the likelihood."""
+        # Both sequences of a pair have the same difference, so each carries half of its loss.
+        loss = 0.5 * self.pair_loss(compute_pair_difference(self.score(logprobs), batch))
+        if self.likelihood_coef:
+            is_chosen = batch.sequence_columns[IS_CHOSEN]
+            loss = loss - self.likelihood_coef * torch.where(is_chosen, logprobs.policy_mean, 0.0)
+        return loss
+
+
+def compute_pair_difference(column: Tensor, batch: SequenceBatch) -> Tensor:
+    """Return [B] the chosen sequence's entry minus the rejected one's, on both sequences of a pair.
+
+    Gradients flow through the difference.
+    """
+    return sum_over_pair(torch.where(batch.sequence_columns[IS_CHOSEN], column, -column), batch)
+
+
+def sum_over_pair(column: Tensor, batch: SequenceBatch) -> Tensor:
+    """Return [B] the sum over the two sequences of each pair, on both of them."""
+    pairs, pair_index = torch.unique(batch.pack_group_ids, return_inverse=True)
+    return column.new_zeros(len(pairs)).index_add(0, pair_index, column)[pair_index]
+
+
+def smoothed_log_sigmoid_loss(margin: Tensor, *, label_smoothing: float) -> Tensor:
+    """Return -(1 - e) * log sigmoid(margin) - e * log sigmoid(-margin) with e = label_smoothing."""
+    log_sigmoid = torch.nn.functional.logsigmoid
+    return -(1.0 - label_smoothing) * log_sigmoid(margin) - label_smoothing * log_sigmoid(-margin)

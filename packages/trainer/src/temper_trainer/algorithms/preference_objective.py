@@ -1,0 +1,96 @@
+"""The objective of preference optimization: a preference loss on the log-probs of completions."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.metrics import Metric, weighted_mean
+from temper_engine_api.objective import (
+    Aggregation,
+    AggregationMode,
+    HeadOutput,
+    HeadOutputs,
+    LossTerms,
+    Objective,
+    register_objective,
+)
+from temper_engine_api.reduction import sum_per_sequence
+from temper_trainer.algorithms.preference_losses.preference_loss import (
+    CompletionLogprobs,
+    PreferenceLoss,
+    compute_pair_difference,
+)
+from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
+from temper_trainer.types import IS_CHOSEN
+
+
+def mean_over_groups() -> Aggregation:
+    """Return the mean over groups, which are pairs."""
+    return Aggregation(mode=AggregationMode.GROUP_MEAN)
+
+
+@register_objective("preference")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceObjective(Objective):
+    """Train a policy with a preference loss: the mean over pairs.
+
+    The two sequences of a pair have the same ``pack_group_id``, so they are never split.
+    """
+
+    loss: PreferenceLoss = field(default_factory=Dpo)
+    """Computes the loss of each completion."""
+    aggregation: Aggregation = field(default_factory=mean_over_groups)
+    """Must be group_mean, the mean over pairs."""
+
+    def __post_init__(self) -> None:
+        if self.aggregation.mode != AggregationMode.GROUP_MEAN:
+            raise ConfigError(
+                f"the aggregation of preference losses is {self.aggregation.mode.value}, but must "
+                "be group_mean, the mean over pairs."
+            )
+
+    @property
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """is_chosen, and ref_logprobs if there is a reference."""
+        reads_reference = self.loss.reference != "none"
+        return frozenset({IS_CHOSEN, "ref_logprobs"} if reads_reference else {IS_CHOSEN})
+
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        """Return the losses [B] of one micro-batch, which must contain complete pairs."""
+        mask = batch.loss_mask
+        policy = torch.where(mask, head_outputs[HeadOutput.LOGPROB], 0.0)
+        reference = (
+            torch.zeros_like(policy)
+            if self.loss.reference == "none"
+            else torch.where(mask, batch.columns["ref_logprobs"], 0.0)
+        )
+        logprobs = CompletionLogprobs(
+            policy=sum_per_sequence(policy, batch),
+            reference=sum_per_sequence(reference, batch),
+            # At least 1, because a dummy sequence has no trained token.
+            num_tokens=sum_per_sequence(mask.float(), batch).clamp(min=1.0),
+        )
+        loss = self.loss.compute_losses(logprobs, batch)
+        metrics = self._measure_rewards(logprobs, batch)
+        return LossTerms(loss=loss, level="sequence", metrics=metrics)
+
+    def _measure_rewards(
+        self, logprobs: CompletionLogprobs, batch: SequenceBatch
+    ) -> dict[str, Metric]:
+        """Return means of the implicit rewards, which are beta times the scores."""
+        score, is_chosen = self.loss.score(logprobs), batch.sequence_columns[IS_CHOSEN]
+        margin = compute_pair_difference(score, batch)
+        # Ranks without samples run a dummy sequence, which must not count in the metrics.
+        real, beta = ~batch.is_dummy, self.loss.beta
+        return {
+            "preference/accuracy": weighted_mean((margin > 0).float(), real),
+            "preference/margin": weighted_mean(beta * margin, real),
+            "preference/chosen_reward": weighted_mean(beta * score, real & is_chosen),
+            "preference/rejected_reward": weighted_mean(beta * score, real & ~is_chosen),
+        }
