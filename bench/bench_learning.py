@@ -152,6 +152,12 @@ METHODS: Mapping[str, Method] = {
         rates=_PREFERENCE_RATES,
         kind="dpo",
     ),
+    "simpo": Method(
+        overrides=("task=dpo", "preference=simpo", *_PAIRS), rates=_PREFERENCE_RATES, kind="dpo"
+    ),
+    "orpo": Method(
+        overrides=("task=dpo", "preference=orpo", *_PAIRS), rates=(5e-5, 2e-4, 5e-4), kind="dpo"
+    ),
     "reward model": Method(
         overrides=("task=rm", "actor.engine.model.model_type=reward_model", *_PAIRS),
         rates=_SUPERVISED_RATES,

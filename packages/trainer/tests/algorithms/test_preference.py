@@ -11,6 +11,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, Objective
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
+from temper_trainer.algorithms.preference_losses.reference_free_losses import Orpo, SimPo
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo, Hinge, Ipo
 from temper_trainer.algorithms.preference_objective import PreferenceObjective
 from temper_trainer.algorithms.supervised_losses import RewardModelObjective
@@ -55,6 +56,12 @@ def loss_of(objective: Objective, head_outputs: HeadOutputs) -> Tensor:
         (Hinge(beta=0.2), 0.6),
         # Without a reference: h = -2 + 2 = 0: ln 2 = 0.693147; plus 0.1 * 1, the chosen one's mean.
         (Dpo(beta=0.5, reference="none", sft_coef=0.1), 0.793147),
+        # Means: -1 and -2; 2 * 1 - 1 = 1: 0.313262; plus 0.5 * 1, the chosen one's mean.
+        (SimPo(beta=2.0, gamma=1.0), 0.313262),
+        (SimPo(beta=2.0, gamma=1.0, sft_coef=0.5), 0.813262),
+        # Log-odds: -1 - ln(1 - e^-1) = -0.541325 and -2 - ln(1 - e^-2) = -1.854587, difference
+        # 1.313262: ln(1 + e^-1.313262) = 0.238183; 1 + 0.1 * 0.238183 = 1.023818.
+        (Orpo(beta=0.1), 1.023818),
     ],
 )
 def test_preference_losses_of_a_pair_computed_by_hand(
@@ -63,6 +70,16 @@ def test_preference_losses_of_a_pair_computed_by_hand(
     head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: LOGPROBS})
     reduced = loss_of(PreferenceObjective(loss=loss), head_outputs)
     assert float(reduced) == pytest.approx(expected, abs=1e-6)
+
+
+def test_odds_of_a_certain_completion_have_a_finite_loss_and_gradient() -> None:
+    logprobs = torch.zeros(5, requires_grad=True)
+    head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: logprobs})
+    loss = loss_of(PreferenceObjective(loss=Orpo()), head_outputs)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    # Equal odds: 0.1 * ln 2 = 0.0693147; the chosen one's mean of two tokens has the gradient -1/2.
+    assert float(loss.detach()) == pytest.approx(0.0693147, abs=1e-6)
+    assert gradient.tolist() == [0.0, -0.5, -0.5, 0.0, 0.0]
 
 
 def test_reward_models_loss_of_a_pair() -> None:

@@ -53,7 +53,12 @@ def pairs(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     "preference",
-    [("ref=frozen", "preference.sft_coef=0.1"), ("preference={name: ipo, reference: none}",)],
+    [
+        ("ref=frozen", "preference.sft_coef=0.1"),
+        ("preference={name: ipo, reference: none}",),
+        ("preference=simpo",),
+        ("preference=orpo",),
+    ],
 )
 def test_dpo_learns_which_completion_is_preferred(
     run: Run, rows: Rows, tmp_path: Path, preference: tuple[str, ...]
@@ -226,7 +231,7 @@ def test_pair_of_equal_completions_is_refused(run: Run, tmp_path: Path) -> None:
 
 
 def test_unused_reference_is_refused(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"preference\.reference is none and ref is set"):
+    with pytest.raises(ConfigError, match="preference is dpo with reference none, and ref is set"):
         run(
             tmp_path / "run",
             "task=dpo",

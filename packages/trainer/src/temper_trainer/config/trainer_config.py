@@ -137,9 +137,9 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
         )
     elif config.task == "dpo" and needs_ref != (config.ref is not None):
         conflicts.append(
-            f"preference.reference is {config.preference.reference} and ref is "
-            f"{'set' if config.ref else 'not set'}: ref needs the ref role (ref=frozen), and the "
-            "others do not use it."
+            f"preference is {config.preference.name} with reference {config.preference.reference}, "
+            f"and ref is {'set' if config.ref else 'not set'}: reference ref needs the ref role "
+            "(ref=frozen), and the others do not use it."
         )
     elif needs_ref != (config.ref is not None):
         conflicts.append(
