@@ -129,6 +129,9 @@ METHODS: Mapping[str, Method] = {
     "forward_kl": Method(
         overrides=(*_TEACHER, "distillation.objective={name: forward_kl, top_k: 16}")
     ),
+    "top_k_reverse_kl": Method(
+        overrides=(*_TEACHER, "distillation.objective={name: top_k_reverse_kl, top_k: 16}")
+    ),
     "jensen_shannon": Method(
         overrides=(*_TEACHER, "distillation.objective={name: jensen_shannon, top_k: 16}")
     ),

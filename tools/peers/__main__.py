@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tools.peers.comparisons import compare_all, format_comparisons
+from tools.peers.comparisons import COMPARISONS, compare_all, format_comparisons
 from tools.peers.suites import SUITES, Suite
 
 HERE = Path(__file__).resolve().parent
@@ -158,13 +158,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_written = "--write" in words
     checkouts = dict(word.split("=", 1) for word in words if word != "--write")
-    unknown = set(checkouts) - set(SUITES)
+    # Of some projects only functions are compared.
+    known = dict.fromkeys([*SUITES, *(each.project for each in COMPARISONS)])
+    unknown = set(checkouts) - set(known)
     if unknown or not checkouts:
         given = ", ".join(sorted(unknown)) or "nothing"
-        print(f"peers: {given} given: give checkouts as NAME=PATH, of {', '.join(SUITES)}")
+        print(f"peers: {given} given: give checkouts as NAME=PATH, of {', '.join(known)}")
         return 2
     paths = {name: Path(path).resolve() for name, path in checkouts.items()}
-    results = {name: run_suite(name, path) for name, path in paths.items()}
+    results = {name: run_suite(name, path) for name, path in paths.items() if name in SUITES}
     comparisons = compare_all(paths)
     tables = {
         "tests": format_results(results),

@@ -6,6 +6,7 @@ one seed: ours, and that of the project. To compare a new loss, add a row.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -19,6 +20,12 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
+from temper_trainer.algorithms.distillation_losses.top_k_losses import (
+    ForwardKl,
+    JensenShannon,
+    TopKLoss,
+    TopKReverseKl,
+)
 from tools.peers import openrlhf_adapters, slime_adapters, verl_adapters
 
 NUM_SEEDS = 5
@@ -236,6 +243,23 @@ def _slime_losses(name: str, **arguments: float) -> Callable[[Any, Data], Pair]:
     return compute
 
 
+def _trl_divergence(loss: TopKLoss, *, beta: float) -> Callable[[Any, Data], Pair]:
+    """Compare a divergence over the teacher's top-k tokens, with the rest as one more token."""
+
+    def compute(module: Any, data: Data) -> Pair:
+        # A vocabulary of the row's length: its tokens are the columns of the data.
+        policy, teacher = data.logprobs.log_softmax(-1), data.ref.log_softmax(-1)
+        top, ids = teacher.topk(loss.top_k, dim=-1)
+        policy = policy.gather(-1, ids)
+        support = torch.ones_like(top, dtype=torch.bool)
+        policy_tail, is_counted = module._add_tail_bucket(policy, support)
+        teacher_tail, _ = module._add_tail_bucket(top, support)
+        remote = module._jsd_divergence(policy_tail, teacher_tail, beta, is_counted)
+        return loss.measure(policy, teacher=top), remote.sum(-1)
+
+    return compute
+
+
 def _openrlhf_policy(
     *, has_row_advantages: bool = False, **arguments: Any
 ) -> Callable[[Any, Data], Pair]:
@@ -268,6 +292,7 @@ def _openrlhf_policy(
 
 _VERL, _ROLLOUT = "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper"
 _SLIME, _OPENRLHF = "slime.utils.ppo_utils", "openrlhf.models.loss"
+_TRL = "trl/experimental/server_distillation/server_distillation_trainer.py"
 _MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -320,6 +345,14 @@ def _list_comparisons() -> list[Comparison]:
             *("slime", _SLIME, "cispo"),
             _slime_losses("compute_cispo_loss", eps_clip=1.0, eps_clip_high=0.28),
         ),
+        *(
+            ("trl", _TRL, f"{loss.name} with tail", _trl_divergence(loss, beta=beta))
+            for loss, beta in (
+                (ForwardKl(top_k=5), 0.0),
+                (TopKReverseKl(top_k=5), 1.0),
+                (JensenShannon(top_k=5, mixture=0.3), 0.3),
+            )
+        ),
         ("openrlhf", _OPENRLHF, "ppo, dual clip", _openrlhf_policy(dual_clip=3.0)),
         (
             *("openrlhf", _OPENRLHF, "gspo"),
@@ -364,9 +397,23 @@ def compare_all(checkouts: Mapping[str, Path]) -> list[ComparisonResult]:
 def _import(name: str, checkout: Path) -> Any:
     if name == _OPENRLHF:
         return _load_openrlhf(checkout)
+    if name == _TRL:
+        return _load_functions(checkout / _TRL, names=("_jsd_divergence", "_add_tail_bucket"))
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
     return importlib.import_module(name)
+
+
+def _load_functions(file: Path, *, names: Sequence[str]) -> Any:
+    """Load single functions of a file without its imports, which need a trainer's libraries."""
+    tree = ast.parse(file.read_text())
+    tree.body = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    module = types.ModuleType(file.stem)
+    module.__dict__["torch"] = torch
+    exec(compile(tree, str(file), "exec"), module.__dict__)
+    return module
 
 
 def _load_openrlhf(checkout: Path) -> Any:

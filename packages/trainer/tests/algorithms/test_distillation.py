@@ -11,7 +11,11 @@ from temper_engine_api.objective import LOGPROB_AT_IDS, Aggregation, HeadOutput,
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import (
     ReverseKlReward,
 )
-from temper_trainer.algorithms.distillation_losses.top_k_losses import ForwardKl, JensenShannon
+from temper_trainer.algorithms.distillation_losses.top_k_losses import (
+    ForwardKl,
+    JensenShannon,
+    TopKReverseKl,
+)
 from temper_trainer.algorithms.distillation_objective import (
     DistillationObjective,
     compute_teacher_reward,
@@ -52,6 +56,41 @@ def test_forward_kl_sums_the_top_k_tokens_and_the_tail() -> None:
     )
     assert terms.loss[1:].tolist() == pytest.approx([0.173287, 0.346574], abs=1e-5)
     assert terms.metrics["distill/top_k_mass"].result == pytest.approx(0.75)
+
+
+def test_top_k_reverse_kl_sums_the_top_k_tokens_and_the_tail() -> None:
+    # Policy 0.5, 0.25 and a rest of 0.25; teacher 0.25, 0.25 and a rest of 0.5:
+    # 0.5 ln 2 + 0 + 0.25 ln 0.5 = 0.25 ln 2 = 0.173287.
+    # The derivative by log p is p (ln(p/q) + 1) - p (ln(r_p/r_q) + 1): for the first token
+    # 0.5 (ln 2 + ln 2) = 0.693147, for the second 0.25 (0 + ln 2) = 0.173287.
+    head_outputs = make_outputs([[LOG(0.5), LOG(0.25)]])
+    batch = top_k_batch([[LOG(0.25), LOG(0.25)]], weights=[1.0])
+    terms = DistillationObjective(loss=TopKReverseKl())(head_outputs, batch)
+    assert float(terms.loss[1].detach()) == pytest.approx(0.173287, abs=1e-5)
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), head_outputs[HeadOutput.LOGPROB_AT])
+    assert gradient.tolist() == [[0.0, 0.0], pytest.approx([0.693147, 0.173287], abs=1e-5)]
+
+
+def test_top_k_reverse_kl_over_all_tokens_is_the_exact_divergence() -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, teacher = torch.randn(2, 6, generator=generator).log_softmax(-1)
+    expected = float(
+        torch.distributions.kl_divergence(
+            torch.distributions.Categorical(logits=policy),
+            torch.distributions.Categorical(logits=teacher),
+        )
+    )
+    losses = []
+    for k in (2, 6):
+        top, ids = teacher.topk(k)
+        batch = top_k_batch([top.tolist()], weights=[1.0])
+        terms = DistillationObjective(loss=TopKReverseKl())(
+            make_outputs([policy[ids].tolist()]), batch
+        )
+        losses.append(float(terms.loss[1].detach()))
+    assert losses[1] == pytest.approx(expected, abs=1e-5)
+    # Adding up the probabilities of tokens can only hide a difference.
+    assert 0 < losses[0] < losses[1]
 
 
 def test_without_tail_only_the_available_top_k_tokens_count() -> None:

@@ -45,6 +45,7 @@ TWO = (
     "distillation",
     [
         ("objective={name: forward_kl, top_k: 8}",),
+        ("objective={name: top_k_reverse_kl, top_k: 8}",),
         ("objective=reverse_kl", "clamp=5.0"),
         ("objective=reverse_kl_reward",),
     ],

@@ -80,6 +80,28 @@ class ForwardKl(TopKLoss):
         return teacher.exp() * (teacher - policy)
 
 
+@variant("top_k_reverse_kl")
+class TopKReverseKl(TopKLoss):
+    """Reverse KL(policy, teacher) over the teacher's top-k tokens and the rest.
+
+        loss = sum over v of p(v) * (log p(v) - log q(v)) + r_p * (log r_p - log r_q)
+
+    p is the policy, q the teacher, and r = 1 - (sum over the top-k tokens) the rest. In contrast to
+    ``reverse_kl`` it does not depend on which token was sampled, so its gradient has less variance,
+    and it also trains on completions that the policy has not sampled.
+
+    The rest always counts. Without it, the loss would have its minimum where the policy gives the
+    top-k tokens only 1/e of the teacher's probability: sum p log(p/q) is smallest at p = q/e.
+
+    Source: arXiv:2608.14728 (the rest as one token); Gu et al. 2023, arXiv:2306.08543 (reverse KL
+    for language models).
+    """
+
+    def terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
+        """Return p * (log p - log q)."""
+        return policy.exp() * (policy - teacher)
+
+
 @variant("jensen_shannon")
 class JensenShannon(TopKLoss):
     """Jensen-Shannon divergence over the teacher's top-k tokens.
