@@ -161,6 +161,22 @@ def test_reverse_kl_with_k2_moves_toward_the_teacher_and_is_clamped() -> None:
     )
 
 
+def test_correction_weights_multiply_the_loss_after_the_clamp() -> None:
+    # d^2 / 2 = 0.5 with weight 2 * 0.5; 2, clamped to 1.5, with weight 1 * 2; a rejected token.
+    batch = reverse_batch([-2.0, -1.0, -2.0], [2.0, 1.0, 1.0]).with_columns(
+        {"correction_weights": torch.tensor([math.nan, 0.5, 2.0, 0.0])}
+    )
+    head_outputs = HeadOutputs(
+        columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.0, -3.0, -1.0], requires_grad=True)}
+    )
+    objective = DistillationObjective(clamp=1.5, uses_correction_weights=True)
+    terms = objective(head_outputs, batch)
+    assert "correction_weights" in objective.columns
+    assert terms.loss.tolist() == pytest.approx([0.0, 0.5, 3.0, 0.0])
+    # The divergence is reported without the weights: 0.5, 2 and 0.5.
+    assert terms.metrics["distill/divergence"].result == pytest.approx(1.0)
+
+
 def test_k1_as_a_reward_is_the_log_ratio() -> None:
     reward = compute_teacher_reward(
         torch.tensor([0.0, -1.0, -3.0, -1.0]),

@@ -83,6 +83,7 @@ OBJECTIVES: tuple[Objective, ...] = (
         if not cls.is_reward
     ),
     DistillationObjective(loss=ForwardKl(tail=False), clamp=0.5),
+    DistillationObjective(uses_correction_weights=True),
     *(SftObjective(loss=cls()) for cls in list_variants(SftLoss).values()),
     *(PreferenceObjective(loss=cls()) for cls in list_variants(PreferenceLoss).values()),
     PreferenceObjective(loss=Dpo(sft_coef=0.1)),

@@ -86,6 +86,14 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
             "distillation.objective.kl_estimator",
         ),
         (
+            (
+                TEACHER,
+                "task=distill",
+                "algorithm.rollout_correction={proximal: rollout, level: none}",
+            ),
+            "(distillation.objective reverse_kl) has no ratio to correct: use proximal=old",
+        ),
+        (
             (TEACHER, "distillation.apply_as=reward"),
             "use: distillation.objective=reverse_kl_reward",
         ),

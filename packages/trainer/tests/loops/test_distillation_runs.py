@@ -78,6 +78,22 @@ def test_policy_moves_toward_two_teachers(
         assert step_rows[0]["distill/teacher_token_fraction"] == 1.0
 
 
+def test_rejected_completions_are_not_distilled(run: Run, rows: Rows, tmp_path: Path) -> None:
+    run(
+        tmp_path / "run",
+        *SHORT,
+        "algorithm=distill",
+        *TWO,
+        # Sampler and trainer agree to rounding, so no ratio is above 2.
+        "algorithm.rollout_correction={level: token, reject: {ratio_token: {low: 2.0}}}",
+        "run.total_steps=1",
+    )
+    (row,) = rows(tmp_path / "run")
+    assert row["correction/rejected_fraction"] == 1.0
+    assert row["distill/divergence"] > 0
+    assert row["actor/grad_norm"] == 0.0
+
+
 def test_distillation_can_be_added_to_rl(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "run", *SHORT, *TWO, "distillation.coef=0.1", "run.total_steps=1")
     (row,) = rows(tmp_path / "run")

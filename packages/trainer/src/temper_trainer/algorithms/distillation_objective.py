@@ -21,6 +21,7 @@ from temper_trainer.algorithms.distillation_losses.sampled_token_losses import (
     ReverseKl,
     ReverseKlReward,
 )
+from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS
 
 
 @register_objective("distillation")
@@ -28,15 +29,19 @@ from temper_trainer.algorithms.distillation_losses.sampled_token_losses import (
 class DistillationObjective(Objective):
     """Train a policy toward the teachers.
 
-        loss = w * clamp(divergence)
+        loss = c * w * clamp(divergence)
 
-    per trained token, with the teacher's weight w.
+    per trained token, with the teacher's weight w and the weight c of the rollout correction. The
+    divergence is that of the policy's samples, so c corrects it for a sampler whose probabilities
+    differ from the trainer's, as in the policy loss; c is 0 at rejected tokens.
     """
 
     loss: DistillationLoss = field(default_factory=ReverseKl)
     """Computes the divergence."""
     clamp: float | None = None
     """Bound on a token's loss before the weight is applied; no gradient beyond it. None is off."""
+    uses_correction_weights: bool = False
+    """True to multiply the loss with the column correction_weights."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     @property
@@ -49,6 +54,7 @@ class DistillationObjective(Objective):
         read = (
             {LOGPROB_AT_IDS, "teacher_top_logprobs"} if self._reads_top_k else {"teacher_logprobs"}
         )
+        read |= {CORRECTION_WEIGHTS} if self.uses_correction_weights else set()
         return frozenset(read | {"teacher_weights"})
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
@@ -67,6 +73,8 @@ class DistillationObjective(Objective):
             metrics = {"distill/logprob_gap": weighted_mean(gap, mask)}
         divergence = torch.where(mask, self.loss.measure(policy, teacher=teacher), 0.0)
         weights = torch.where(mask, batch.columns["teacher_weights"], 0.0)
+        if self.uses_correction_weights:
+            weights = weights * torch.where(mask, batch.columns[CORRECTION_WEIGHTS], 0.0)
         metrics |= _common_metrics(divergence, clamp=self.clamp, mask=mask, batch=batch)
         return LossTerms(loss=_clamp(divergence, clamp=self.clamp) * weights, metrics=metrics)
 

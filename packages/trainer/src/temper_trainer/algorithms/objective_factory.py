@@ -138,7 +138,6 @@ def build_policy_objective(
         old_is_current: True if the step makes one update and no pass measured the policy before it.
         entropy_coef: Weight of the entropy if a controller sets it; None takes config.entropy_coef.
     """
-    correction = config.rollout_correction
     return PolicyObjective(
         loss=build_policy_loss(config),
         entropy_coef=config.entropy_coef if entropy_coef is None else entropy_coef,
@@ -146,10 +145,14 @@ def build_policy_objective(
         kl_estimator=config.kl_estimator,
         kl_clamp=config.kl_clamp,
         old_is_current=old_is_current,
-        uses_correction_weights=correction is not None
-        and (correction.level != "none" or bool(correction.reject)),
+        uses_correction_weights=_has_correction_weights(config),
         aggregation=build_aggregation(config),
     )
+
+
+def _has_correction_weights(config: AlgorithmConfig) -> bool:
+    correction = config.rollout_correction
+    return correction is not None and (correction.level != "none" or bool(correction.reject))
 
 
 def add_distillation_loss(
@@ -157,7 +160,10 @@ def add_distillation_loss(
 ) -> Objective:
     """Return the policy's objective plus the distillation loss; policy may be None."""
     distillation = DistillationObjective(
-        loss=config.objective, clamp=config.clamp, aggregation=build_aggregation(algorithm)
+        loss=config.objective,
+        clamp=config.clamp,
+        uses_correction_weights=_has_correction_weights(algorithm),
+        aggregation=build_aggregation(algorithm),
     )
     parts: tuple[Objective, ...]
     coefs: tuple[float, ...]

@@ -394,6 +394,18 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "algorithm.dynamic_sampling has no effect in task distill, which trains on every "
             "completion: remove it."
         )
+    correction, objective = config.algorithm.rollout_correction, config.distillation.objective
+    if (
+        config.task == "distill"
+        and not objective.is_reward
+        and correction is not None
+        and correction.proximal == "rollout"
+    ):
+        yield (
+            "algorithm.rollout_correction.proximal is rollout, but a loss of distillation "
+            f"(distillation.objective {objective.name}) has no ratio to correct: use proximal=old, "
+            "or distillation.objective=reverse_kl_reward."
+        )
     if config.task == "distill" and config.algorithm.reweight is not None:
         yield (
             "algorithm.reweight has no effect in task distill, whose completions have no rewards: "
