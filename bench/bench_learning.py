@@ -82,6 +82,13 @@ _PAIRS = (
     "data.train.prompt_key=prompt",
     "~data.train.seed",
 )
+_LABELED = (
+    "data.train.kind=jsonl",
+    "data.train.paths=[LABELED]",
+    "data.train.prompt_key=prompt",
+    "data.train.answer_key=completion",
+    "~data.train.seed",
+)
 _SUPERVISED_RATES = (5e-5, 2e-4, 1e-3)
 # Both solutions of a pair become unlikely at higher rates, and the policy loses its format.
 _PREFERENCE_RATES = (3e-6, 1e-5, 5e-5)
@@ -161,6 +168,11 @@ METHODS: Mapping[str, Method] = {
     "orpo": Method(
         overrides=("task=dpo", "preference=orpo", *_PAIRS), rates=(5e-5, 2e-4, 5e-4), kind="dpo"
     ),
+    "kto": Method(
+        overrides=("task=dpo", "preference=kto", "ref=frozen", *_LABELED),
+        rates=_PREFERENCE_RATES,
+        kind="dpo",
+    ),
     "reward model": Method(
         overrides=("task=rm", "actor.engine.model.model_type=reward_model", *_PAIRS),
         rates=_SUPERVISED_RATES,
@@ -225,6 +237,21 @@ def prepare(bench: Bench, names: Sequence[str]) -> None:
         if not (bench.out / f"{name}.jsonl").exists():
             size = NUM_PAIRS if split == "train" else NUM_PROBLEMS
             write_pairs(bench.out / f"{name}.jsonl", num_pairs=size, seed=seed, split=split)
+    write_labeled(bench.out / "labeled.jsonl", pairs=bench.out / "pairs.jsonl")
+
+
+def write_labeled(path: Path, *, pairs: Path) -> None:
+    """Write one completion of each pair with its label: right and wrong ones in turn."""
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    labeled = [
+        {
+            "prompt": row["prompt"],
+            "completion": row["chosen" if i % 2 == 0 else "rejected"],
+            "label": i % 2 == 0,
+        }
+        for i, row in enumerate(rows)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in labeled))
 
 
 def make_quickstart(bench: Bench, name: str, overrides: Sequence[str]) -> None:
@@ -251,9 +278,9 @@ def measure(bench: Bench, name: str, *, rate: float, seed: int) -> None:
     tokenizer = bench.out / "warm" / "tokenizer"
     evaluates = method.kind == "rl"
     placed = [
-        override.replace("TEACHER", str(bench.out / "teacher" / "huggingface")).replace(
-            "PAIRS", str(bench.out / "pairs.jsonl")
-        )
+        override.replace("TEACHER", str(bench.out / "teacher" / "huggingface"))
+        .replace("PAIRS", str(bench.out / "pairs.jsonl"))
+        .replace("LABELED", str(bench.out / "labeled.jsonl"))
         for override in method.overrides
     ]
     started = time.perf_counter()

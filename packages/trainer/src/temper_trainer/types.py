@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IS_CHOSEN = "is_chosen"
-"""[B] bool sequence column: True for the preferred sample of a pair."""
+"""[B] bool sequence column: True for the preferred sample of a pair, or a desirable one."""
+KL_BASELINE = "kl_baseline"
+"""[B] float32 sequence column: estimate of KL(policy, reference) over the update, for KTO."""
 TURNS_AFTER = "turns_after"
 """[T] float32 column: how many completions of the rollout follow the one with the token."""
 TURN_REWARDS = "turn_rewards"
@@ -240,6 +242,24 @@ class Pair:
     chosen: Demonstration
     """The preferred completion."""
     rejected: Demonstration
+
+    @property
+    def demonstrations(self) -> tuple[Demonstration, ...]:
+        """Both completions with their prompt, the preferred one first."""
+        return (self.chosen, self.rejected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabeledCompletion:
+    """A completion with a label, without another one to compare it with."""
+
+    completion: Demonstration
+    is_desirable: bool
+
+    @property
+    def demonstrations(self) -> tuple[Demonstration, ...]:
+        """The completion with its prompt."""
+        return (self.completion,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Losses of pairs, worked by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.algorithms.preference_losses.reference_free_losses import Orpo, SimPo
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo, Hinge, Ipo
+from temper_trainer.algorithms.preference_losses.unpaired_losses import Kto
 from temper_trainer.algorithms.preference_objective import PreferenceObjective
 from temper_trainer.algorithms.supervised_losses import RewardModelObjective
+from temper_trainer.types import KL_BASELINE
 
 LOGPROBS = torch.tensor([0.0, -1.0, -1.0, 0.0, -2.0])
 """Chosen: two tokens, sum -2, mean -1; rejected: one token, -2."""
@@ -80,6 +83,26 @@ def test_odds_of_a_certain_completion_have_a_finite_loss_and_gradient() -> None:
     # Equal odds: 0.1 * ln 2 = 0.0693147; the chosen one's mean of two tokens has the gradient -1/2.
     assert float(loss.detach()) == pytest.approx(0.0693147, abs=1e-6)
     assert gradient.tolist() == [0.0, -0.5, -0.5, 0.0, 0.0]
+
+
+def test_kto_of_labeled_completions_computed_by_hand() -> None:
+    batch = replace(pair(), group_ids=torch.tensor([0, 1]), pack_group_ids=torch.tensor([0, 1]))
+    batch = batch.with_columns({}, {KL_BASELINE: torch.full((2,), 0.4)})
+    objective = PreferenceObjective(loss=Kto(beta=0.5, undesirable_weight=2.0))
+    terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: LOGPROBS}), batch)
+    # h = -2 + 3 = 1 desirable, -2 + 1 = -1 undesirable; 1 - sigmoid(0.5 * (1 - 0.4)) = 0.425557,
+    # 2 * (1 - sigmoid(0.5 * (0.4 + 1))) = 2 * 0.331812.
+    assert terms.loss.tolist() == pytest.approx([0.425557, 0.663624], abs=1e-6)
+    loss = reduce_loss(
+        terms,
+        batch,
+        denominators=count_denominators(batch),
+        aggregation=objective.aggregation,
+    )
+    assert float(loss) == pytest.approx(0.544591, abs=1e-6), "the mean over both completions"
+    assert terms.metrics["preference/accuracy"].result == 1.0
+    # 0.5 * (0.6 + 1.4) / 2
+    assert terms.metrics["preference/margin"].result == pytest.approx(0.5)
 
 
 def test_reward_models_loss_of_a_pair() -> None:

@@ -193,5 +193,8 @@ def mini_batch() -> SequenceBatch:
         group_ids=PAIRS,
         pack_group_ids=PAIRS,
         columns={name: column.split(LENGTHS) for name, column in columns.items()},
-        sequence_columns={"is_chosen": torch.tensor([True, False, False, True, True, False])},
+        sequence_columns={
+            "is_chosen": torch.tensor([True, False, False, True, True, False]),
+            "kl_baseline": torch.full((len(LENGTHS),), 0.3),
+        },
     )

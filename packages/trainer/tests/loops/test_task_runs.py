@@ -80,6 +80,57 @@ def test_dpo_learns_which_completion_is_preferred(
         )
 
 
+def labeled(tmp_path: Path, *, labels: tuple[object, ...] = (True, False)) -> str:
+    """Write good and bad answers of the same sums with their labels."""
+    answers = [
+        (f"{a} + {b}", f"{a + b} {'good' if label else 'bad'}", label)
+        for a in range(1, 5)
+        for b in range(1, 5)
+        for label in labels
+    ]
+    return write(
+        tmp_path / "labeled.jsonl",
+        [{"question": q, "answer": answer, "label": label} for q, answer, label in answers],
+    )
+
+
+def test_kto_learns_which_completions_are_desirable_whatever_the_micro_batches(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    shared = (
+        "task=dpo",
+        "preference=kto",
+        "ref=frozen",
+        labeled(tmp_path),
+        "run.total_steps=12",
+        "run.save_model=false",
+    )
+    run(tmp_path / "large", *shared, base=TINY)
+    run(tmp_path / "small", *shared, "batching.max_tokens=40", base=TINY)
+    large, small = (rows(tmp_path / name, phase="dpo") for name in ("large", "small"))
+    # The reference is the policy before its first update, so both log-ratio and baseline are 0.
+    assert large[0]["preference/margin"] == pytest.approx(0.0, abs=1e-6)
+    assert large[-1]["preference/chosen_reward"] > large[-1]["preference/rejected_reward"]
+    assert max(row["preference/kl_baseline"] for row in large) > 0
+    for one, other in zip(large[:4], small[:4], strict=True):
+        names = [name for name in one if name.startswith("preference/") or name == "actor/loss"]
+        assert {name: one[name] for name in names} == pytest.approx(
+            {name: other[name] for name in names}, rel=1e-3, abs=1e-5
+        )
+
+
+def test_kto_without_both_labels_is_refused(run: Run, tmp_path: Path) -> None:
+    data = labeled(tmp_path, labels=(True,))
+    with pytest.raises(ValueError, match=r"all 16 rows of .* have the label True in field 'label'"):
+        run(tmp_path / "run", "task=dpo", "preference=kto", "ref=frozen", data, base=TINY)
+
+
+def test_label_that_is_no_truth_value_is_refused(run: Run, tmp_path: Path) -> None:
+    data = labeled(tmp_path, labels=("good",))
+    with pytest.raises(ValueError, match=r"must be true .* or false .*, but is 'good'"):
+        run(tmp_path / "run", "task=dpo", "preference=kto", "ref=frozen", data, base=TINY)
+
+
 def test_reward_model_scores_preferred_completions_higher_and_loads_in_transformers(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:

@@ -20,7 +20,6 @@ from temper_engine_api.reduction import sum_per_sequence
 from temper_trainer.algorithms.preference_losses.preference_loss import (
     CompletionLogprobs,
     PreferenceLoss,
-    compute_pair_difference,
 )
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
 from temper_trainer.types import IS_CHOSEN
@@ -34,9 +33,10 @@ def mean_over_groups() -> Aggregation:
 @register_objective("preference")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceObjective(Objective):
-    """Train a policy with a preference loss: the mean over pairs.
+    """Train a policy with a preference loss: the mean over pairs or labeled completions.
 
-    The two sequences of a pair have the same ``pack_group_id``, so they are never split.
+    A labeled completion is a group of its own. The two sequences of a pair have the same
+    ``pack_group_id``, so they are never split.
     """
 
     loss: PreferenceLoss = field(default_factory=Dpo)
@@ -57,9 +57,9 @@ class PreferenceObjective(Objective):
 
     @property
     def columns(self) -> frozenset[str]:
-        """is_chosen, and ref_logprobs if there is a reference."""
-        reads_reference = self.loss.reference != "none"
-        return frozenset({IS_CHOSEN, "ref_logprobs"} if reads_reference else {IS_CHOSEN})
+        """is_chosen, ref_logprobs if there is a reference, and those of the loss."""
+        reference = set() if self.loss.reference == "none" else {"ref_logprobs"}
+        return self.loss.own_columns | reference | {IS_CHOSEN}
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """Return the losses [B] of one micro-batch, which must contain complete pairs."""
@@ -77,7 +77,7 @@ class PreferenceObjective(Objective):
             num_tokens=sum_per_sequence(mask.float(), batch).clamp(min=1.0),
         )
         loss = self.loss.compute_losses(logprobs, batch)
-        metrics = self._measure_rewards(logprobs, batch)
+        metrics = self._measure_rewards(logprobs, batch) | self.loss.measure(batch)
         return LossTerms(loss=loss, level="sequence", metrics=metrics)
 
     def _measure_rewards(
@@ -85,7 +85,7 @@ class PreferenceObjective(Objective):
     ) -> dict[str, Metric]:
         """Return means of the implicit rewards, which are beta times the scores."""
         score, is_chosen = self.loss.score(logprobs), batch.sequence_columns[IS_CHOSEN]
-        margin = compute_pair_difference(score, batch)
+        margin = self.loss.margin(score, batch)
         # Ranks without samples run a dummy sequence, which must not count in the metrics.
         real, beta = ~batch.is_dummy, self.loss.beta
         return {

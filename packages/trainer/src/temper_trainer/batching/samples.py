@@ -1,4 +1,4 @@
-"""Turn rollouts, demonstrations and preference pairs into one batch of token sequences.
+"""Turn rollouts, demonstrations and preferences into one batch of token sequences.
 
 The loss mask of every task is made here and nowhere else.
 """
@@ -17,6 +17,7 @@ from temper_trainer.types import (
     TURNS_AFTER,
     Completion,
     Demonstration,
+    LabeledCompletion,
     Pair,
     Rollout,
 )
@@ -227,6 +228,46 @@ def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
         pack_group_ids=index // 2,
         sequence_columns={IS_CHOSEN: index % 2 == 0},
     )
+
+
+def labeled_to_samples(completions: Sequence[LabeledCompletion]) -> SequenceBatch:
+    """Make one sample per labeled completion.
+
+    Returns:
+        [len(completions)] samples with sequence column ``is_chosen`` [B] bool, True for desirable
+        ones.
+
+    Raises:
+        BatchError: See `demonstrations_to_samples`.
+    """
+    samples = demonstrations_to_samples([each.completion for each in completions])
+    labels = torch.tensor([each.is_desirable for each in completions])
+    return samples.with_columns({}, {IS_CHOSEN: labels})
+
+
+def mismatch_completions(demonstrations: Sequence[Demonstration]) -> list[Demonstration]:
+    """Return each prompt with the completion of the next demonstration, cyclically.
+
+    KTO estimates KL(policy, reference) on them. A completion is cut where it would make the longest
+    sequence of the update longer, so that the result fits wherever the demonstrations fit.
+
+    Example:
+        >>> from temper_trainer.types import Prompt
+        >>> one, two = (
+        ...     Demonstration(
+        ...         prompt=Prompt(prompt_id=i, text="", tokens=prompt, answer=""), tokens=tokens
+        ...     )
+        ...     for i, (prompt, tokens) in enumerate([((1,), (2, 0)), ((3, 4), (5, 6, 0))])
+        ... )
+        >>> [(each.prompt.tokens, each.tokens) for each in mismatch_completions([one, two])]
+        [((1,), (5, 6, 0)), ((3, 4), (2, 0))]
+    """
+    longest = max(len(each.prompt.tokens) + len(each.tokens) for each in demonstrations)
+    following = [*demonstrations[1:], demonstrations[0]]
+    return [
+        replace(each, tokens=other.tokens[: longest - len(each.prompt.tokens)], loss_mask=None)
+        for each, other in zip(demonstrations, following, strict=True)
+    ]
 
 
 def _make_loss_mask(demonstration: Demonstration) -> Tensor:

@@ -8,6 +8,11 @@ from typing import Literal
 from temper_engine_api.errors import ConfigError
 from temper_trainer.settings.ranges import PositiveFloat, PositiveInt, UnitFloat, check_ranges
 
+PreferenceKind = Literal["pairs", "labels"]
+"""pairs: two completions of a prompt, one of them preferred; labels: one completion that is
+desirable or not.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
@@ -39,6 +44,10 @@ class SourceConfig:
     """tasks dpo and rm only: field with the preferred completion."""
     rejected_key: str = "rejected"
     """tasks dpo and rm only: field with the other completion."""
+    label_key: str = "label"
+    """task dpo with preference=kto only: field that is true for desirable completions, which
+    answer_key names.
+    """
     route_key: str | None = None
     """Field that selects the teacher of a row. arithmetic has one such field: operations (one or
     two).

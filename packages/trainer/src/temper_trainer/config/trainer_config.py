@@ -9,7 +9,7 @@ from temper_trainer.algorithms.preference_losses.preference_loss import Preferen
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
-from temper_trainer.config.data import DataConfig
+from temper_trainer.config.data import DataConfig, PreferenceKind
 from temper_trainer.config.distillation import (
     DistillationConfig,
     TeacherConfig,
@@ -38,8 +38,9 @@ class TrainerConfig:
 
     task: Literal["rl", "sft", "distill", "dpo", "rm", "eval", "generate"] = "rl"
     """rl: sample, score, update; sft: supervised fine-tuning on data.train; distill: sample, query
-    teachers, update; dpo: preference optimization on pairs of completions; rm: train a reward model
-    on pairs; eval: score held-out completions; generate: write completions to a file.
+    teachers, update; dpo: preference optimization on pairs of completions or labeled ones; rm:
+    train a reward model on pairs; eval: score held-out completions; generate: write completions to
+    a file.
     """
     loop: Literal["sync", "one_step_off", "async"] = "sync"
     """Tasks rl and distill only. sync: each step samples with the newest weights; one_step_off: the
@@ -107,6 +108,15 @@ class TrainerConfig:
         """Name of the task's main phase in checkpoints and metrics."""
         # Task distill runs the RL loop and saves the same state.
         return "rl" if self.task == "distill" else self.task
+
+    @property
+    def preference_kind(self) -> PreferenceKind | None:
+        """Form of the training data in tasks dpo and rm; None in other tasks."""
+        if self.task == "rm":
+            return "pairs"
+        if self.task != "dpo":
+            return None
+        return "pairs" if self.preference.is_paired else "labels"
 
     @property
     def generates_completions(self) -> bool:
@@ -411,12 +421,17 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "algorithm.reweight has no effect in task distill, whose completions have no rewards: "
             "remove it."
         )
+    if config.preference_kind == "labels" and config.batching.prompts_per_step == 1:
+        yield (
+            "batching.prompts_per_step is 1, but preference kto estimates a KL divergence from the "
+            "completions of other prompts in the same update: set it to 2 or more."
+        )
     if config.warm_start is not None and config.task in ("dpo", "rm", "eval", "generate"):
         yield f"warm_start has no effect in task {config.task}: remove it."
     if config.task in ("dpo", "rm") and config.data.train.kind == "arithmetic":
         yield (
-            "data.train.kind is arithmetic, which has no pairs of completions for task "
-            f"{config.task}: use a source with both fields."
+            "data.train.kind is arithmetic, which has no preferences for task "
+            f"{config.task}: use a source of files."
         )
     if (
         config.task == "dpo"

@@ -6,13 +6,13 @@ from itertools import islice
 from pathlib import Path
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.config.data import SourceConfig, TokenizerConfig
+from temper_trainer.config.data import PreferenceKind, SourceConfig, TokenizerConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.model_folders import has_chat_template
-from temper_trainer.data.rows import Row
+from temper_trainer.data.rows import PreferenceRow, Row, describe_missing_label
 from temper_trainer.reward.row_rewards import find_unknown_rewards
 
 NUM_CHECKED_ROWS = 100
@@ -34,6 +34,11 @@ class FirstRows:
     """True if a prompt is a list of chat messages."""
     routes: frozenset[str]
     rows: tuple[Row, ...]
+    """The rows; of pairs the preferred ones."""
+    preferences: tuple[PreferenceRow, ...]
+    """Pairs or labeled completions of tasks dpo and rm."""
+    is_complete: bool
+    """True if the file has no other rows that the run reads."""
 
 
 def find_data_problems(config: TrainerConfig) -> Iterator[str]:
@@ -73,13 +78,13 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
             f"{name}.paths names {path}, which is not a file (relative to {Path.cwd()}): correct "
             "the path."
         )
-    has_pairs = config.task in ("dpo", "rm") and name == "data.train"
+    kind = config.preference_kind if name == "data.train" else None
     first_rows = []
     for path in local:
         if path in absent:
             continue
         try:
-            first_rows.append(_read_first_rows(replace(source, paths=(path,)), has_pairs=has_pairs))
+            first_rows.append(_read_first_rows(replace(source, paths=(path,)), kind=kind))
         except TemperError as error:
             yield f"{name}: {error}"
             return
@@ -92,6 +97,10 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
             f"{name}.paths names {', '.join(source.paths)}, which have no rows: give files with "
             "rows."
         )
+    if len(first_rows) == len(source.paths) and all(rows.is_complete for rows in first_rows):
+        preferences = [row for rows in first_rows for row in rows.preferences]
+        if problem := describe_missing_label(preferences, config=source):
+            yield f"{name}: {problem}"
     if any(rows.has_messages for rows in first_rows) and not has_chat_template(
         config.data, model_path=config.actor.engine.model.path
     ):
@@ -110,7 +119,7 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
         yield from _tokenizer_problems(name, rows, config=config)
 
 
-def _read_first_rows(source: SourceConfig, *, has_pairs: bool) -> FirstRows:
+def _read_first_rows(source: SourceConfig, *, kind: PreferenceKind | None) -> FirstRows:
     """Read the first rows of a source with the run's own reader.
 
     Raises:
@@ -118,18 +127,19 @@ def _read_first_rows(source: SourceConfig, *, has_pairs: bool) -> FirstRows:
     """
     # Imported here, because importing pyarrow and fsspec takes 0.2 s, and a source without files
     # does not need them.
-    from temper_trainer.data.sources import iterate_pairs, iterate_rows
+    from temper_trainer.data.sources import iterate_preferences, iterate_rows
 
     limit = NUM_CHECKED_ROWS if source.max_rows is None else min(source.max_rows, NUM_CHECKED_ROWS)
     first = replace(source, max_rows=limit)
-    rows = (
-        [pair.chosen for pair in iterate_pairs(first)] if has_pairs else list(iterate_rows(first))
-    )
+    preferences = [] if kind is None else list(iterate_preferences(first, kind=kind))
+    rows = list(iterate_rows(first)) if kind is None else [each.rows[0] for each in preferences]
     return FirstRows(
         num_rows=len(rows),
         has_messages=any(not isinstance(row.prompt, str) for row in rows),
         routes=frozenset(row.route for row in rows),
         rows=tuple(rows),
+        preferences=tuple(preferences),
+        is_complete=len(rows) < NUM_CHECKED_ROWS,
     )
 
 
@@ -175,7 +185,7 @@ def _tokenizer_problems(name: str, rows: Sequence[Row], *, config: TrainerConfig
         )
     if data.overlong_prompts == "drop" or data.string_prompts != "text":
         return
-    if config.task in ("dpo", "rm"):  # other limits apply to pairs
+    if config.preference_kind is not None:  # other limits apply to pairs
         return
     for row in rows:
         if not isinstance(row.prompt, str):

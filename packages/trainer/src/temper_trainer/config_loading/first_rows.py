@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import PreferenceKind, SourceConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.data_files import NUM_CHECKED_ROWS, trains_new_tokenizer
 from temper_trainer.config_loading.external_checks import preview_checkpoint
-from temper_trainer.data.rows import PairRow, Row
+from temper_trainer.data.rows import PreferenceRow, Row
 
-SampleUse = Literal["prompts", "demonstrations", "pairs"]
+SampleUse = Literal["prompts", "demonstrations"] | PreferenceKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +28,15 @@ class FirstSample:
     use: SampleUse
     rows: tuple[Row, ...]
     """The rows; for pairs, the preferred row of each."""
-    pairs: tuple[PairRow, ...]
+    preferences: tuple[PreferenceRow, ...]
     is_complete: bool
     """True if the source has no other rows."""
 
     @property
     def rows_with_texts(self) -> tuple[Row, ...]:
         """Rows whose texts a tokenizer is trained on."""
-        return (*self.rows, *(pair.rejected for pair in self.pairs))
+        preferences = tuple(row for each in self.preferences for row in each.rows)
+        return preferences or self.rows
 
 
 def check_first_rows(config: TrainerConfig) -> None:
@@ -79,7 +80,8 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[FirstSample]:
         case "sft":
             uses = [(train, "demonstrations")]
         case "dpo" | "rm":
-            uses = [(train, "pairs")]
+            assert config.preference_kind is not None
+            uses = [(train, config.preference_kind)]
         case "eval" | "generate":
             uses = eval_uses or [(train, "prompts")]
         case "rl" | "distill":
@@ -101,10 +103,10 @@ def _has_warm_start(config: TrainerConfig) -> bool:
 def read_sample(key: str, source: SourceConfig, *, use: SampleUse) -> FirstSample:
     """Return the first rows of the local files of a source."""
     # Imported here, because pyarrow and fsspec take 0.2 s.
-    from temper_trainer.data.sources import iterate_pairs, iterate_rows
+    from temper_trainer.data.sources import iterate_preferences, iterate_rows
 
     rows: list[Row] = []
-    pairs: list[PairRow] = []
+    preferences: list[PreferenceRow] = []
     left, is_complete = source.max_rows, True
     for paths in ((path,) for path in source.paths) if source.paths else ((),):
         if any("://" in path or "::" in path for path in paths):  # remote
@@ -113,9 +115,9 @@ def read_sample(key: str, source: SourceConfig, *, use: SampleUse) -> FirstSampl
         limit = NUM_CHECKED_ROWS if left is None else min(NUM_CHECKED_ROWS, left)
         part = replace(source, paths=paths, max_rows=limit)
         num_before = len(rows)
-        if use == "pairs":
-            pairs += iterate_pairs(part)
-            rows = [pair.chosen for pair in pairs]
+        if use == "pairs" or use == "labels":
+            preferences += iterate_preferences(part, kind=use)
+            rows = [each.rows[0] for each in preferences]
         else:
             rows += iterate_rows(part)
         num_read = len(rows) - num_before
@@ -125,7 +127,7 @@ def read_sample(key: str, source: SourceConfig, *, use: SampleUse) -> FirstSampl
                 break
         is_complete = is_complete and num_read < NUM_CHECKED_ROWS
     return FirstSample(
-        key=key, use=use, rows=tuple(rows), pairs=tuple(pairs), is_complete=is_complete
+        key=key, use=use, rows=tuple(rows), preferences=tuple(preferences), is_complete=is_complete
     )
 
 
@@ -139,7 +141,7 @@ def _find_problems(config: TrainerConfig, samples: list[FirstSample]) -> Iterato
     from temper_trainer.data.prompts import (
         check_fits,
         encode_demonstrations,
-        encode_pairs,
+        encode_preferences,
         encode_prompts,
     )
     from temper_trainer.loops.run_folder import RunFolder
@@ -178,9 +180,11 @@ def _find_problems(config: TrainerConfig, samples: list[FirstSample]) -> Iterato
                     examples, _ = encode_demonstrations(
                         sample.rows, tokenizer, data, must_keep=must_keep
                     )
-                case "pairs":
-                    pairs, _ = encode_pairs(sample.pairs, tokenizer, data, must_keep=must_keep)
-                    examples = [each for pair in pairs for each in (pair.chosen, pair.rejected)]
+                case "pairs" | "labels":
+                    encoded, _ = encode_preferences(
+                        sample.preferences, tokenizer, data, must_keep=must_keep
+                    )
+                    examples = [each for example in encoded for each in example.demonstrations]
             if has_lengths:
                 check_fits(examples, max_tokens=limit)
         except TemperError as error:

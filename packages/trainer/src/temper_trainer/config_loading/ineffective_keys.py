@@ -406,10 +406,22 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
                 (f"{name}.split",),
                 f"with {name}.kind {source.kind}, whose files are named in paths: remove it",
             )
-        if config.task not in ("dpo", "rm"):
-            keys = (f"{name}.chosen_key", f"{name}.rejected_key")
+        if config.preference_kind != "pairs":
             yield _make_unconditional_rule(
-                keys, f"with task {config.task}: pairs are for tasks dpo and rm. Remove it"
+                (f"{name}.chosen_key", f"{name}.rejected_key"),
+                f"with task {config.task} and preference {config.preference.name}: pairs are for "
+                "task rm, and for task dpo unless preference is kto. Remove it",
+            )
+        else:
+            yield _make_unconditional_rule(
+                (f"{name}.answer_key",),
+                "with pairs, whose completions are in chosen_key and rejected_key: remove it",
+            )
+        if config.preference_kind != "labels":
+            yield _make_unconditional_rule(
+                (f"{name}.label_key",),
+                f"with task {config.task} and preference {config.preference.name}: labels are for "
+                "task dpo with preference=kto. Remove it",
             )
         if source.messages_key is not None:
             keys = (f"{name}.prompt_key", f"{name}.answer_key")

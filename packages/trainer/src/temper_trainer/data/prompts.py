@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig
 from temper_trainer.data.conversations import encode_conversation, render_messages
-from temper_trainer.data.rows import ChatMessage, DataError, PairRow, Row
-from temper_trainer.types import Demonstration, Pair, Prompt
+from temper_trainer.data.rows import ChatMessage, DataError, PairRow, PreferenceRow, Row
+from temper_trainer.types import Demonstration, LabeledCompletion, Pair, Prompt
 
 _PLACEHOLDER = "{prompt}"
 
@@ -243,30 +243,37 @@ def _strip_end_token(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> 
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
 
 
-def encode_pairs(
-    rows: Sequence[PairRow],
+def encode_preferences(
+    rows: Sequence[PreferenceRow],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     *,
     must_keep: bool = True,
-) -> tuple[list[Pair], int]:
-    """Tokenize preference pairs, and return them and the number of dropped rows.
+) -> tuple[list[Pair | LabeledCompletion], int]:
+    """Tokenize pairs or labeled completions, and return them and the number of dropped rows.
 
     Without ``must_keep`` all rows may be dropped.
 
     Raises:
         DataError: As in encode_demonstrations.
     """
-    chosen, num_dropped = encode_demonstrations(
-        [row.chosen for row in rows], tokenizer, config, must_keep=must_keep
+    demonstrations, _ = encode_demonstrations(
+        [each for row in rows for each in row.rows], tokenizer, config, must_keep=must_keep
     )
-    # Rows are dropped for their prompt, which both have in common, so the same ones are left.
-    rejected, _ = encode_demonstrations(
-        [row.rejected for row in rows], tokenizer, config, must_keep=must_keep
-    )
-    return [
-        Pair(chosen=good, rejected=bad) for good, bad in zip(chosen, rejected, strict=True)
-    ], num_dropped
+    by_row: dict[int, list[Demonstration]] = {}
+    # Rows are dropped for their prompt, which both of a pair have in common.
+    for demonstration in demonstrations:
+        by_row.setdefault(demonstration.prompt.prompt_id, []).append(demonstration)
+    kept = [row for row in rows if row.rows[0].row_id in by_row]
+    return [_join(row, by_row[row.rows[0].row_id]) for row in kept], len(rows) - len(kept)
+
+
+def _join(row: PreferenceRow, demonstrations: Sequence[Demonstration]) -> Pair | LabeledCompletion:
+    if isinstance(row, PairRow):
+        chosen, rejected = demonstrations
+        return Pair(chosen=chosen, rejected=rejected)
+    (completion,) = demonstrations
+    return LabeledCompletion(completion=completion, is_desirable=row.is_desirable)
 
 
 ToolSchema = Mapping[str, object]

@@ -1,6 +1,6 @@
 """One row of a data source before tokenization, and its validation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from temper_engine_api.errors import TemperError
@@ -76,6 +76,28 @@ class PairRow:
     """Prompt with the preferred completion as its solution."""
     rejected: Row
     """The same prompt with the other completion."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of both completions, the preferred one first."""
+        return (self.chosen, self.rejected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabeledRow:
+    """One completion with a label before tokenization."""
+
+    row: Row
+    """Prompt with the completion as its solution."""
+    is_desirable: bool
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The row of the completion."""
+        return (self.row,)
+
+
+PreferenceRow = PairRow | LabeledRow
 
 
 def build_row(record: object, *, config: SourceConfig, row_id: int, location: str) -> Row:
@@ -160,6 +182,40 @@ def build_pair(record: object, *, config: SourceConfig, row_id: int, location: s
             "there is no preference: remove the row."
         )
     return PairRow(chosen=rows[config.chosen_key], rejected=rows[config.rejected_key])
+
+
+def build_labeled_row(
+    record: object, *, config: SourceConfig, row_id: int, location: str
+) -> LabeledRow:
+    """Validate one raw record and return its labeled completion; see `build_row`."""
+    row = build_row(record, config=config, row_id=row_id, location=location)
+    if not row.answer.strip():
+        raise DataError(
+            f"{location}: field {config.answer_key!r} is empty: there is no completion. Remove the "
+            "row."
+        )
+    assert isinstance(record, Mapping)
+    _check_field(record, config.label_key, setting="label_key", location=location)
+    label = get_field(record, config.label_key)
+    # 1 and 0 are common in files that were written by other languages.
+    if not isinstance(label, bool) and (not isinstance(label, int) or label not in (0, 1)):
+        raise DataError(
+            f"{location}: field {config.label_key!r}, which label_key names, must be true for a "
+            f"desirable completion or false for another one, but is {label!r:.80}: correct the row."
+        )
+    return LabeledRow(row=row, is_desirable=bool(label))
+
+
+def describe_missing_label(rows: Sequence[PreferenceRow], *, config: SourceConfig) -> str | None:
+    """Return why all labels of a source are refused, or None if both occur or there are none."""
+    labels = {row.is_desirable for row in rows if isinstance(row, LabeledRow)}
+    if len(labels) != 1:
+        return None
+    return (
+        f"all {len(rows)} rows of {', '.join(config.paths)} have the label {labels.pop()} in field "
+        f"{config.label_key!r}, but KTO learns from the difference between desirable and "
+        "undesirable completions: add rows with the other label, or use task=sft."
+    )
 
 
 def _check_field(record: Mapping[object, object], key: str, *, setting: str, location: str) -> None:

@@ -10,9 +10,17 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import PreferenceKind, SourceConfig
 from temper_trainer.data.arithmetic import generate_arithmetic_rows
-from temper_trainer.data.rows import DataError, PairRow, Row, build_pair, build_row
+from temper_trainer.data.rows import (
+    DataError,
+    PreferenceRow,
+    Row,
+    build_labeled_row,
+    build_pair,
+    build_row,
+    describe_missing_label,
+)
 
 _PARQUET_BATCH = 4096
 
@@ -58,20 +66,29 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
         yield build_row(record, config=source, row_id=i, location=location)
 
 
-def load_pairs(source: SourceConfig) -> list[PairRow]:
-    """Return every preference pair of a source.
+def load_preferences(source: SourceConfig, *, kind: PreferenceKind) -> list[PreferenceRow]:
+    """Return every preference pair of a source, or every labeled completion.
 
     Raises:
-        DataError: If a record lacks a field, or a completion is empty.
+        DataError: If a record lacks a field, a completion is empty, or all labels are equal.
     """
-    return list(iterate_pairs(source))
+    rows = list(iterate_preferences(source, kind=kind))
+    if problem := describe_missing_label(rows, config=source):
+        raise DataError(problem)
+    return rows
 
 
-def iterate_pairs(source: SourceConfig) -> Iterator[PairRow]:
-    """Yield the preference pairs of a source one at a time; see `load_pairs`."""
-    fields = (source.prompt_key, source.chosen_key, source.rejected_key)
+def iterate_preferences(source: SourceConfig, *, kind: PreferenceKind) -> Iterator[PreferenceRow]:
+    """Yield the preferences of a source one at a time; see `load_preferences`."""
+    fields = {
+        "pairs": (source.prompt_key, source.chosen_key, source.rejected_key),
+        "labels": (source.prompt_key, source.answer_key, source.label_key),
+    }[kind]
     for i, (location, record) in enumerate(iterate_records(source, fields=fields)):
-        yield build_pair(record, config=source, row_id=i, location=location)
+        if kind == "pairs":
+            yield build_pair(record, config=source, row_id=i, location=location)
+        else:
+            yield build_labeled_row(record, config=source, row_id=i, location=location)
 
 
 def iterate_records(

@@ -12,8 +12,8 @@ from temper_trainer.config.data import DataConfig, SourceConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.data.rows import DataError, PairRow, Row
-from temper_trainer.data.sources import load_pairs, load_rows
+from temper_trainer.data.rows import DataError, PreferenceRow, Row
+from temper_trainer.data.sources import load_preferences, load_rows
 from temper_trainer.loops.run_folder import RunFolder
 from temper_trainer.loops.run_tokenizer import load_or_train_tokenizer, uses_saved_tokenizer
 from temper_trainer.metrics.run_log import RunLog
@@ -40,10 +40,10 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
 
     Returns:
         Rows by ``train``, ``warm_start`` and the keys of ``DataConfig.eval_sources``. Only
-        ``train`` is always there. It is empty for streamed data and for preference pairs, which are
-        read elsewhere.
+        ``train`` is always there. It is empty for streamed data and for preferences, which are read
+        elsewhere.
     """
-    is_read_elsewhere = config.data.streaming or config.task in ("dpo", "rm")
+    is_read_elsewhere = config.data.streaming or config.preference_kind is not None
     sources: dict[str, SourceConfig] = dict(config.data.eval_sources)
     if config.warm_start is not None and config.warm_start.data is not None:
         sources["warm_start"] = config.warm_start.data
@@ -74,8 +74,8 @@ class RunData:
 
     problems: dict[str, list[Row]]
     """Rows by source, as `load_problems` returns them."""
-    pairs: list[PairRow]
-    """Preference pairs of tasks dpo and rm."""
+    preferences: list[PreferenceRow]
+    """Preference pairs or labeled completions of tasks dpo and rm."""
     tokenizer: PreTrainedTokenizerBase
     has_saved_tokenizer: bool
     """True if the tokenizer is that of existing weights."""
@@ -84,7 +84,8 @@ class RunData:
 def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path | None) -> RunData:
     """Load the rows of all sources, and load the tokenizer or train it on them."""
     problems = load_problems(config)
-    pairs = load_pairs(config.data.train) if config.task in ("dpo", "rm") else []
+    kind = config.preference_kind
+    preferences = [] if kind is None else load_preferences(config.data.train, kind=kind)
     # Before it is written: a new tokenizer is saved in the run folder, too.
     has_saved_tokenizer = uses_saved_tokenizer(
         folder,
@@ -92,16 +93,16 @@ def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path 
         has_warm_start=config.warm_start is not None,
         checkpoint=checkpoint,
     )
-    pair_rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
+    preference_rows = [row for each in preferences for row in each.rows]
     tokenizer = load_or_train_tokenizer(
         config,
         folder=folder,
-        rows=[*problems["train"], *pair_rows, *problems.get("warm_start", [])],
+        rows=[*problems["train"], *preference_rows, *problems.get("warm_start", [])],
         checkpoint=checkpoint,
     )
     return RunData(
         problems=problems,
-        pairs=pairs,
+        preferences=preferences,
         tokenizer=tokenizer,
         has_saved_tokenizer=has_saved_tokenizer,
     )

@@ -1,4 +1,4 @@
-"""Supervised stages: train on demonstrations or preference pairs, and write a model.
+"""Supervised stages: train on demonstrations or preferences, and write a model.
 
 A stage is either a run of its own (tasks sft, dpo and rm) or the warm start of an RL run.
 """
@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.batch import SequenceBatch
@@ -19,8 +21,13 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.objective_factory import build_pair_objective
 from temper_trainer.algorithms.preference_losses.preference_loss import ReferenceSource
 from temper_trainer.algorithms.supervised_losses import SftObjective
-from temper_trainer.batching.samples import demonstrations_to_samples, pairs_to_samples
-from temper_trainer.batching.step_plan import RoleLayout, pack_mini_batch, plan_step
+from temper_trainer.batching.samples import (
+    demonstrations_to_samples,
+    labeled_to_samples,
+    mismatch_completions,
+    pairs_to_samples,
+)
+from temper_trainer.batching.step_plan import RoleLayout, StepPlan, pack_mini_batch, plan_step
 from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
 from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.checkpoint.trainer_state import TrainerState
@@ -28,8 +35,8 @@ from temper_trainer.config.algorithm import BatchingConfig
 from temper_trainer.config.data import DataConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_pairs
-from temper_trainer.data.rows import PairRow, Row
+from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_preferences
+from temper_trainer.data.rows import PreferenceRow, Row
 from temper_trainer.data.sources import iterate_rows
 from temper_trainer.data.streams import BufferedStream, InMemoryStream
 from temper_trainer.data.tokenizer import compute_tokenizer_digest
@@ -49,9 +56,15 @@ from temper_trainer.metrics.run_files import WARM_START_PHASE
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.runtime.runtime_factory import Runtime
 from temper_trainer.runtime.worker_group import WorkerGroup
-from temper_trainer.types import DataCursor, Demonstration, Pair
+from temper_trainer.types import (
+    KL_BASELINE,
+    DataCursor,
+    Demonstration,
+    LabeledCompletion,
+    Pair,
+)
 
-TrainingExample = Demonstration | Pair
+TrainingExample = Demonstration | Pair | LabeledCompletion
 
 
 class ExampleStream(Protocol):
@@ -158,10 +171,10 @@ def build_demonstration_stage(
     )
 
 
-def build_pair_stage(
+def build_preference_stage(
     config: TrainerConfig,
     *,
-    rows: Sequence[PairRow],
+    rows: Sequence[PreferenceRow],
     tokenizer: PreTrainedTokenizerBase,
     folder: RunFolder,
     resume_from: Path | None,
@@ -169,19 +182,19 @@ def build_pair_stage(
 ) -> SupervisedStage:
     """Return the stage of task dpo or rm; for the arguments see `build_demonstration_stage`."""
     assert config.task in ("dpo", "rm")
-    pairs, num_dropped = encode_pairs(rows, tokenizer, config.data)
+    examples, num_dropped = encode_preferences(rows, tokenizer, config.data)
     report_dropped(log, config.data, phase=config.task, data=num_dropped)
     check_fits(
-        [each for pair in pairs for each in (pair.chosen, pair.rejected)],
+        [each for example in examples for each in example.demonstrations],
         max_tokens=get_demonstration_limit(
             config.actor.engine.model, max_tokens=config.batching.max_tokens
         ),
     )
-    config = with_run_length(config, num_problems=len(pairs))
+    config = with_run_length(config, num_problems=len(examples))
     return SupervisedStage(
         phase="dpo" if config.task == "dpo" else "rm",
         engine=config.actor.engine,
-        open_stream=_stream_list(pairs, shuffle=config.data.shuffle, seed=config.run.seed),
+        open_stream=_stream_list(examples, shuffle=config.data.shuffle, seed=config.run.seed),
         objective=build_pair_objective(config),
         reference=config.preference.reference if config.task == "dpo" else "none",
         total_steps=config.run.total_steps,
@@ -373,18 +386,21 @@ def _take_examples(stage: SupervisedStage, stream: ExampleStream) -> list[Traini
 
 
 def count_tokens(example: TrainingExample) -> int:
-    """Return the tokens of a demonstration with its prompt, or of both of a pair."""
-    members = (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
-    return sum(len(member.prompt.tokens) + len(member.tokens) for member in members)
+    """Return the tokens of an example with its prompts, of a pair those of both completions."""
+    return sum(len(each.prompt.tokens) + len(each.tokens) for each in _list_members(example))
+
+
+def _list_members(example: TrainingExample) -> tuple[Demonstration, ...]:
+    return (example,) if isinstance(example, Demonstration) else example.demonstrations
 
 
 def _make_samples(examples: Sequence[TrainingExample]) -> SequenceBatch:
-    pairs = [example for example in examples if isinstance(example, Pair)]
-    if pairs:
+    # All examples of a stage have the same type.
+    if pairs := [each for each in examples if isinstance(each, Pair)]:
         return pairs_to_samples(pairs)
-    return demonstrations_to_samples(
-        [example for example in examples if isinstance(example, Demonstration)]
-    )
+    if labeled := [each for each in examples if isinstance(each, LabeledCompletion)]:
+        return labeled_to_samples(labeled)
+    return demonstrations_to_samples([each for each in examples if isinstance(each, Demonstration)])
 
 
 def _run_update(
@@ -409,11 +425,17 @@ def _run_update(
     layouts = {name: RoleLayout.from_topology(group.topology) for name, group in groups.items()}
     plan = plan_step(samples, batching, layouts=layouts, seed=seed)
     if stage.reference != "none":
-        role = "ref" if stage.reference == "ref" else "actor"
-        ref_logprobs = run_forward(
-            samples, plan, role=role, group=groups[role], without_adapter=role == "actor"
-        )
+        ref_logprobs = _compute_reference(samples, plan, stage=stage, groups=groups)
         samples = samples.with_columns({"ref_logprobs": ref_logprobs})
+    if KL_BASELINE in stage.objective.columns:
+        mismatched = demonstrations_to_samples(
+            mismatch_completions([each for example in examples for each in _list_members(example)])
+        )
+        plan_mismatched = plan_step(mismatched, batching, layouts=layouts, seed=seed)
+        baseline = _estimate_kl(mismatched, plan_mismatched, stage=stage, groups=groups)
+        samples = samples.with_columns(
+            {}, {KL_BASELINE: torch.full((samples.num_sequences,), baseline)}
+        )
     (mini_batch,) = plan.mini_batches
     packed = pack_mini_batch(samples, mini_batch, "actor", objective=stage.objective)
     result = groups["actor"].update(packed, is_last_of_step=True)
@@ -428,6 +450,34 @@ def _run_update(
         "data/examples": float(len(examples)),
         "time/step_s": seconds,
     }
+
+
+def _compute_reference(
+    samples: SequenceBatch,
+    plan: StepPlan,
+    *,
+    stage: SupervisedStage,
+    groups: Mapping[str, WorkerGroup],
+) -> Tensor:
+    """Return [T] log-probs of the reference policy."""
+    role = "ref" if stage.reference == "ref" else "actor"
+    return run_forward(
+        samples, plan, role=role, group=groups[role], without_adapter=role == "actor"
+    )
+
+
+def _estimate_kl(
+    mismatched: SequenceBatch,
+    plan: StepPlan,
+    *,
+    stage: SupervisedStage,
+    groups: Mapping[str, WorkerGroup],
+) -> float:
+    """Return max(0, mean over sequences of sum log(p / ref)), before the update."""
+    policy = run_forward(mismatched, plan, role="actor", group=groups["actor"])
+    reference = _compute_reference(mismatched, plan, stage=stage, groups=groups)
+    log_ratio = torch.where(mismatched.loss_mask, policy - reference, 0.0)
+    return max(0.0, float(log_ratio.sum()) / mismatched.num_sequences)
 
 
 def _ends_tenth(step: int, *, total: int) -> bool:

@@ -41,7 +41,7 @@ from temper_trainer.loops.step_boundary import StepBoundary
 from temper_trainer.loops.supervised import (
     SupervisedStage,
     build_demonstration_stage,
-    build_pair_stage,
+    build_preference_stage,
     run_supervised,
 )
 from temper_trainer.metrics.evaluation_estimators import name_categories
@@ -304,9 +304,9 @@ class _TaskRun:
                 log=self.log,
             )
         else:
-            stage = build_pair_stage(
+            stage = build_preference_stage(
                 config,
-                rows=self.data.pairs,
+                rows=self.data.preferences,
                 tokenizer=self.data.tokenizer,
                 folder=self.folder,
                 resume_from=self.checkpoint,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from temper_trainer.settings.lazy_torch import torch
 from temper_trainer.settings.variants import Variant
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from temper_engine_api.batch import SequenceBatch
+    from temper_engine_api.metrics import Metric
 
 ReferenceSource = Literal["ref", "disabled_adapter", "none"]
 """ref: the ref role; disabled_adapter: the actor without its adapter; none: no reference."""
@@ -46,10 +47,14 @@ class PreferenceLoss(Variant):
 
     An alternative of ``preference`` is a class with the decorator ``variant(name)``, derived from
     ``PairLoss`` if it compares the two completions of a pair. ``PreferenceObjective`` computes the
-    log-probs of the completions, and takes the mean over pairs.
+    log-probs of the completions, and takes the mean over pairs or labeled completions.
     """
 
     __slots__ = ()
+    is_paired: ClassVar[bool] = True
+    """False if it trains on single completions with a label."""
+    own_columns: ClassVar[frozenset[str]] = frozenset()
+    """Names of the columns that it reads in addition to those of every preference loss."""
     beta: float
     """Factor between `score` and the implicit reward that is reported."""
 
@@ -61,6 +66,14 @@ class PreferenceLoss(Variant):
     @abstractmethod
     def score(self, logprobs: CompletionLogprobs) -> Tensor:
         """Return [B] the quantity that the loss raises for preferred completions."""
+
+    @abstractmethod
+    def margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
+        """Return [B] the scores' margin, which is above 0 where the policy has the preference."""
+
+    def measure(self, batch: SequenceBatch) -> dict[str, Metric]:
+        """Return metrics of its own; empty by default."""
+        return {}
 
     @abstractmethod
     def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
@@ -85,10 +98,14 @@ class PairLoss(PreferenceLoss):
             difference: Score of the chosen completion minus that of the rejected one.
         """
 
+    def margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
+        """Return [B] the difference of each pair, on both of its completions."""
+        return compute_pair_difference(score, batch)
+
     def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
         """Return the losses [B]: half of the pair's on each completion, plus the likelihood."""
         # Both sequences of a pair have the same difference, so each carries half of its loss.
-        loss = 0.5 * self.pair_loss(compute_pair_difference(self.score(logprobs), batch))
+        loss = 0.5 * self.pair_loss(self.margin(self.score(logprobs), batch))
         if self.likelihood_coef:
             is_chosen = batch.sequence_columns[IS_CHOSEN]
             loss = loss - self.likelihood_coef * torch.where(is_chosen, logprobs.policy_mean, 0.0)

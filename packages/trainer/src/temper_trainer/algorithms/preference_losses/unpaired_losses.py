@@ -1,0 +1,71 @@
+"""KTO: a loss of single completions that are labeled desirable or undesirable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
+from temper_trainer.settings.lazy_torch import torch, weighted_mean
+from temper_trainer.settings.ranges import PositiveFloat
+from temper_trainer.settings.variants import variant
+from temper_trainer.types import IS_CHOSEN, KL_BASELINE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from temper_engine_api.batch import SequenceBatch
+    from temper_engine_api.metrics import Metric
+    from temper_trainer.algorithms.preference_losses.preference_loss import CompletionLogprobs
+
+
+@variant("kto")
+class Kto(PreferenceLoss):
+    """Kahneman-Tversky optimization: completions with a label each, without pairs.
+
+        desirable:    loss = desirable_weight * (1 - sigmoid(beta * (h - z)))
+        undesirable:  loss = undesirable_weight * (1 - sigmoid(beta * (z - h)))
+        h = sum log(p / ref) of the completion
+        z = max(0, mean over the update of sum log(p / ref) of completions of other prompts)
+
+    z estimates KL(policy, reference) and has no gradient. It is computed before the update from the
+    full mini-batch: each prompt is followed by the completion of the next example. The loss is the
+    mean over examples.
+
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8 and section 4.1. The authors
+    advise weights for which desirable_weight * (number of desirable examples) is between 1 and 4/3
+    of undesirable_weight * (number of undesirable ones).
+    """
+
+    is_paired: ClassVar[bool] = False
+    own_columns: ClassVar[frozenset[str]] = frozenset({KL_BASELINE})
+
+    beta: PositiveFloat = 0.1
+    """Strength of the regularization toward the reference policy."""
+    reference: Literal["ref", "disabled_adapter"] = "ref"
+    """ref: the ref role; disabled_adapter: the actor without its adapter."""
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of the loss of desirable completions."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of the loss of undesirable completions."""
+
+    def score(self, logprobs: CompletionLogprobs) -> Tensor:
+        """Return [B] the sum of log(p / ref) over the completion."""
+        return logprobs.log_ratio
+
+    def margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
+        """Return [B] h - z of desirable completions, z - h of undesirable ones."""
+        difference = score - batch.sequence_columns[KL_BASELINE]
+        return torch.where(batch.sequence_columns[IS_CHOSEN], difference, -difference)
+
+    def measure(self, batch: SequenceBatch) -> dict[str, Metric]:
+        """Return z, which is the same for all completions of an update."""
+        baseline = batch.sequence_columns[KL_BASELINE]
+        return {"preference/kl_baseline": weighted_mean(baseline, ~batch.is_dummy)}
+
+    def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
+        """Return the weighted 1 - sigmoid(beta * margin) of each completion [B]."""
+        margin = self.margin(self.score(logprobs), batch)
+        is_desirable = batch.sequence_columns[IS_CHOSEN]
+        weight = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)
+        # 1 - sigmoid(x) as sigmoid(-x), which keeps its digits where it is small.
+        return weight * torch.sigmoid(-self.beta * margin)
