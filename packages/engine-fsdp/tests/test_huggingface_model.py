@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
-from temper_engine_api.specs import ModelSpec, Scalar
+from temper_engine_api.specs import ModelSpec, ModelType, Scalar
+from temper_engine_fsdp.components import check_model
+from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.model.packed_attention import SDPA_VARLEN, register_kernels
 
@@ -62,7 +64,7 @@ def test_a_missing_weight_is_named(saved: Path) -> None:
     weights = load_file(saved / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(WeightError, match=r"missing \['model\.norm\.weight'\]"):
+    with pytest.raises(WeightError, match=r"1 missing, such as model\.norm\.weight\."):
         build_model(ModelSpec(path=str(saved)), attention="eager")
 
 
@@ -70,8 +72,44 @@ def test_an_unexpected_weight_is_named(saved: Path) -> None:
     weights = load_file(saved / "model.safetensors")
     weights["model.surplus"] = torch.zeros(1)
     save_file(weights, saved / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(WeightError, match=r"unexpected \['model\.surplus'\]"):
+    with pytest.raises(WeightError, match=r"1 unexpected, such as model\.surplus\."):
         build_model(ModelSpec(path=str(saved)), attention="eager")
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"intermediate_size": 40},
+            r"json: 3 of another shape, such as \S+\.down_proj\.weight \(\[16, 24\] instead of ",
+        ),
+        (
+            {"vocab_size": 32},
+            r"2 of another shape, such as lm_head\.weight \(\[31, 16\] inst",
+        ),
+        ({"tie_word_embeddings": True, "num_hidden_layers": 2}, r"12 missing, such as model\."),
+    ],
+)
+def test_weights_of_another_config_are_refused_in_the_same_words_before_they_are_loaded(
+    fields: Mapping[str, object], message: str, saved: Path
+) -> None:
+    change_config(saved, **fields, layer_types=None)
+    spec = ModelSpec(path=str(saved))
+    with pytest.raises(WeightError, match=message) as loaded:
+        build_model(spec, attention="eager")
+    with pytest.raises(WeightError) as checked:
+        check_model(FSDPConfig(model=spec))
+    assert str(checked.value) == str(loaded.value)
+
+
+@pytest.mark.parametrize("kind", ["language_model", "value_model"])
+def test_check_accepts_weights_that_fit(kind: ModelType, saved: Path) -> None:
+    check_model(FSDPConfig(model=ModelSpec(path=str(saved), model_type=kind)))
 
 
 def test_a_value_head_on_a_language_model_is_new_and_seeded(saved: Path) -> None:

@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from temper_engine_api.errors import WeightError
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_fsdp import components
 from temper_engine_fsdp.checkpoint import huggingface_files
+from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.model.streaming_load import WeightStreamer
 
@@ -176,6 +178,15 @@ def mixture(tmp_path: Path) -> Path:
     )
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     return tmp_path
+
+
+def test_headers_of_experts_are_compared_with_the_joined_tensors(mixture: Path) -> None:
+    config = FSDPConfig(model=ModelSpec(path=str(mixture)))
+    components.check_model(config)
+    path = mixture / "config.json"
+    path.write_text(path.read_text().replace('size": 24', 'size": 20'))
+    with pytest.raises(WeightError, match="of another shape"):
+        components.check_model(config)
 
 
 def _refused(*args: object, **kwargs: object) -> None:

@@ -42,6 +42,7 @@ from temper_engine_fsdp.model.streaming_load import (
     build_streaming_model,
     use_meta_parameters,
 )
+from temper_engine_fsdp.model.weight_headers import check_weight_headers
 from temper_engine_fsdp.model.weight_names import hf_name, split_adapter_parameters
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
@@ -233,14 +234,18 @@ def _import_lora_adapter() -> ModuleType:
 def check_model(config: FSDPConfig) -> None:
     """Check that model, adapter and optimizer can be built, with parameters on the meta device.
 
+    Of weight files, only the headers are read.
+
     Raises:
         ConfigError: If the architecture is invalid, the adapter names no module of the model, or
             the optimizer does not accept the configured arguments.
         CapabilityError: If the model or the optimizer is not supported.
+        WeightError: If weight files have other names or shapes than the model.
     """
     packed_attention.register_kernels()
     with use_meta_parameters():
         hf = build_model(config.model, attention=packed_attention.SDPA_VARLEN, load_weights=False)
+    check_weight_headers(hf, spec=config.model)
     warn_about_undeclared_keys(hf.config, architecture=config.model.architecture)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     if config.optimizer is not None and not config.optimizer.is_adamw:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_engine_api.process_group import choose_device
@@ -123,6 +124,27 @@ def test_check_refuses_a_model_that_cannot_be_built_in_the_words_of_the_engine(
     with pytest.raises(ConfigError) as of_the_run:
         load_engine_class(engine)(settings).init_model()
     assert str(of_the_run.value) in err
+
+
+def test_check_compares_the_headers_of_saved_weights_with_their_config(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    architecture = load(["experiment=quickstart"]).config.actor.engine.model.architecture
+    fields = {**architecture, "vocab_size": 512}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    model.save_pretrained(tmp_path)
+    settings = ["experiment=quickstart", "warm_start=null", "~actor.engine.model.architecture"]
+    settings += [f"actor.engine.model.path={tmp_path}", "--check"]
+    assert run(capsys, *settings)[0] == 0
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 600'))
+    code, out, err = run(capsys, *settings)
+    assert (code, out) == (2, "")
+    assert err.startswith(
+        f"configuration error:\nactor.engine: the weights in {tmp_path} do not match their "
+        "config.json: 1 of another shape, such as model.embed_tokens.weight ([512, 128] instead of "
+        "[600, 128]). Use the config.json"
+    )
 
 
 @pytest.mark.parametrize("owner", ["actor.engine", "critic.engine", "warm_start"])

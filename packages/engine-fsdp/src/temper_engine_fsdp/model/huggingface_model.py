@@ -4,8 +4,9 @@ Weights are loaded strictly, or initialized from a seed.
 """
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from huggingface_hub.errors import (
@@ -26,6 +27,16 @@ from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.settings_check import check_head_counts, check_num_layers
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.runtime.numerics import fork_rng
+
+
+class LoadingReport(TypedDict):
+    """Differences between weight files and a model, as transformers reports them."""
+
+    missing_keys: Collection[str]
+    unexpected_keys: Collection[str]
+    mismatched_keys: Collection[tuple[str, Sequence[int], Sequence[int]]]
+    """Name, shape in the files, and shape of the model."""
+
 
 NEUTRAL_HEAD_SETTINGS: Mapping[str, object] = {
     "final_logit_softcapping": None,
@@ -92,13 +103,8 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
                 f"{config.model_type} model: {_first_sentence(error)} Choose a model whose "
                 "attention goes through transformers' AttentionInterface, such as qwen3 or llama."
             ) from error
-    if spec.path is not None and report:
-        _check_loaded(
-            spec.path,
-            missing=report["missing_keys"],
-            unexpected=report["unexpected_keys"],
-            has_new_head=not is_language_model,
-        )
+    if spec.path is not None and report is not None:
+        check_loading_report(spec.path, report, has_new_head=not is_language_model)
     _check_output_head(model, is_language_model=is_language_model)
     _check_no_convolution(model)
     # Exported config.json must name the class that was built, not the one that was loaded.
@@ -126,13 +132,13 @@ def _instantiate(
     *,
     attention: str,
     loads_weights: bool,
-) -> tuple[PreTrainedModel, Mapping[str, Collection[str]]]:
+) -> tuple[PreTrainedModel, LoadingReport | None]:
     """Return the model, and the loading report if weights were loaded."""
     allow_code = spec.trust_remote_code
     if spec.path is None or not loads_weights:
         return auto.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=allow_code
-        ), {}
+        ), None
     model, report = auto.from_pretrained(
         spec.path,
         config=config,
@@ -140,6 +146,8 @@ def _instantiate(
         attn_implementation=attention,
         trust_remote_code=allow_code,
         output_loading_info=True,
+        # All wrong shapes are then in the report, and `check_loading_report` refuses them.
+        ignore_mismatched_sizes=True,
     )
     return model, report
 
@@ -295,14 +303,37 @@ def is_lm_head(name: str) -> bool:
     return name.startswith("lm_head.")
 
 
-def _check_loaded(
-    path: str, *, missing: Collection[str], unexpected: Collection[str], has_new_head: bool
-) -> None:
-    missing_names = {name for name in missing if not (has_new_head and is_value_head(name))}
-    unexpected_names = {name for name in unexpected if not (has_new_head and is_lm_head(name))}
-    if missing_names or unexpected_names:
+def check_loading_report(path: str, report: LoadingReport, *, has_new_head: bool) -> None:
+    """Check that weights have the names and shapes of their model.
+
+    Args:
+        path: Directory of the weights, for the message.
+        report: What `from_pretrained` returned with ``output_loading_info``.
+        has_new_head: True if the head of a value or reward model may replace that of a language
+            model.
+
+    Raises:
+        WeightError: If they have not.
+    """
+    faults = {
+        "missing": {
+            name for name in report["missing_keys"] if not (has_new_head and is_value_head(name))
+        },
+        "unexpected": {
+            name for name in report["unexpected_keys"] if not (has_new_head and is_lm_head(name))
+        },
+        "of another shape": {
+            f"{name} ({list(actual)} instead of {list(expected)})"
+            for name, actual, expected in report["mismatched_keys"]
+        },
+    }
+    if any(faults.values()):
+        listed = "; ".join(
+            f"{len(names)} {fault}, such as {', '.join(sorted(names)[:3])}"
+            for fault, names in faults.items()
+            if names
+        )
         raise WeightError(
-            f"the weights in {path} do not match their config: missing "
-            f"{sorted(missing_names)[:5]}, unexpected {sorted(unexpected_names)[:5]}. Check that "
-            "the directory is complete."
+            f"the weights in {path} do not match their config.json: {listed}. Use the config.json "
+            "that was saved with them, or copy or download the directory again."
         )

@@ -82,7 +82,7 @@ def build_streaming_model(
     Returns:
         The model and its streamer; None if the files do not match the parameters name by name.
     """
-    files = {} if spec.path is None else _find_weight_files(Path(spec.path))
+    files = {} if spec.path is None else find_weight_files(Path(spec.path))
     if not files:
         return None
     with use_meta_parameters():
@@ -133,7 +133,7 @@ def use_meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _find_weight_files(folder: Path) -> dict[str, Path]:
+def find_weight_files(folder: Path) -> dict[str, Path]:
     """Return the safetensors file of every tensor; empty if there are none."""
     index, single = folder / INDEX_NAME, folder / "model.safetensors"
     if index.is_file():

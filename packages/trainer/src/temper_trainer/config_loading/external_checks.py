@@ -166,7 +166,8 @@ def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str
     """Return True if an engine has a setting that only the engine's own code can check.
 
     These are settings that need a capability which the engine may lack. They are also the
-    architecture, the adapter and the settings that only this engine has, if the user has set them.
+    architecture, the adapter and the settings that only this engine has, if the user has set them,
+    and a saved model, whose weights may not fit its config.
     """
     own = {field.name for field in fields(engine)} - {field.name for field in fields(EngineConfig)}
     blocks = tuple(f"{role}.engine.{name}" for name in ("model.architecture", "lora", *own))
@@ -174,7 +175,7 @@ def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str
         key == block or key.startswith(f"{block}.") for key in set_keys for block in blocks
     )
     unusual = find_required_capabilities(engine) - {Capability(engine.model.model_type)}
-    return is_changed or bool(unusual)
+    return is_changed or bool(unusual) or engine.model.path is not None
 
 
 def check_libraries(config: TrainerConfig) -> None:
