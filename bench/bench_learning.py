@@ -144,6 +144,7 @@ METHODS: Mapping[str, Method] = {
     ),
     # Right against wrong solutions.
     "sft": Method(overrides=("task=sft",), rates=(2e-4, 5e-4, 1e-3), kind="sft"),
+    "dft": Method(overrides=("task=sft", "sft=dft"), rates=(2e-4, 5e-4, 1e-3), kind="sft"),
     "dpo": Method(
         overrides=("task=dpo", "ref=frozen", *_PAIRS), rates=_PREFERENCE_RATES, kind="dpo"
     ),

@@ -6,6 +6,7 @@ import torch
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.sft_losses import Dft
 from temper_trainer.algorithms.supervised_losses import SftObjective
 
 
@@ -25,3 +26,20 @@ def test_loss_is_the_mean_over_all_trained_tokens_not_over_sequences() -> None:
     )
     assert float(loss) == pytest.approx(2.5)
     assert terms.metrics["sft/nll"].result == pytest.approx(2.5)
+
+
+def test_dft_weights_each_token_with_its_own_probability() -> None:
+    batch = from_sequences([torch.arange(4)], loss_masks=[torch.arange(4) >= 2])
+    logprobs = torch.tensor([0.0, -9.0, -1.0, -2.0], requires_grad=True)
+    objective = SftObjective(loss=Dft())
+    terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: logprobs}), batch)
+    loss = reduce_loss(
+        terms, batch, denominators=count_denominators(batch), aggregation=objective.aggregation
+    )
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    # e^-1 = 0.367879, e^-2 = 0.135335: (0.367879 * 1 + 0.135335 * 2) / 2 = 0.319275.
+    assert float(loss.detach()) == pytest.approx(0.319275, abs=1e-6)
+    # The gradient of a log-prob is -p / 2, without a gradient through the weight.
+    assert gradient.tolist() == pytest.approx([0.0, 0.0, -0.183940, -0.067668], abs=1e-6)
+    # The likelihood is reported for comparison with other losses: (1 + 2) / 2.
+    assert terms.metrics["sft/nll"].result == pytest.approx(1.5)

@@ -186,6 +186,22 @@ def test_every_assistant_turn_of_a_conversation_is_trained(
     assert everything["sft/nll"] != last["sft/nll"]
 
 
+def test_dft_learns_from_demonstrations_and_starts_with_the_same_likelihood(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    data = write(
+        tmp_path / "sums.jsonl",
+        [{"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(8)],
+    )
+    for name in ("dft", "cross_entropy"):
+        overrides = ("task=sft", f"sft={name}", data, "run.total_steps=12", "run.save_model=false")
+        run(tmp_path / name, *overrides, base=TINY)
+    dft, usual = (rows(tmp_path / name, phase="sft") for name in ("dft", "cross_entropy"))
+    assert dft[0]["sft/nll"] == pytest.approx(usual[0]["sft/nll"])
+    assert dft[0]["actor/loss"] < usual[0]["actor/loss"]
+    assert dft[-1]["sft/nll"] < dft[0]["sft/nll"]
+
+
 @pytest.mark.bitwise
 def test_streamed_data_is_packed_by_tokens_and_resumes_where_it_stopped(
     run: Run, rows: Rows, tmp_path: Path

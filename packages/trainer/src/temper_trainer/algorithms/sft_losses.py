@@ -37,3 +37,20 @@ class CrossEntropy(SftLoss):
     def compute_losses(self, logprobs: Tensor) -> Tensor:
         """Return -log p."""
         return -logprobs
+
+
+@variant("dft")
+class Dft(SftLoss):
+    """Dynamic fine-tuning: each token's likelihood is weighted with its own probability.
+
+        loss = -sg(p) * log p
+
+    sg is stop-gradient. The gradient of -log p has the factor 1 / p, which lets unlikely tokens
+    dominate; the weight removes it.
+
+    Source: Wu et al. 2025, arXiv:2508.05629, the loss per token of section 3.
+    """
+
+    def compute_losses(self, logprobs: Tensor) -> Tensor:
+        """Return -sg(p) * log p."""
+        return -logprobs.detach().exp() * logprobs
