@@ -26,7 +26,12 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "algorithm.entropy_coef",
         "algorithm.aggregation",
     ),
-    "KL: loss, reward, estimator": ("algorithm.kl_loss_coef", "algorithm.kl_reward_coef", "algorithm.kl_estimator"),
+    "KL: loss, reward, estimator": (
+        "algorithm.kl_loss_coef",
+        "algorithm.kl_reward_coef",
+        "algorithm.kl_estimator",
+        "algorithm.kl_clamp",
+    ),
     "clip: low, high, dual": ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high", "algorithm.policy_loss.dual_clip"),
     "prompts, updates, passes": ("batching.prompts_per_step", "batching.num_mini_batches", "batching.num_passes"),
     "lr, decay, warm-up": (

@@ -28,6 +28,7 @@ from temper_legacy_shim.configs.mapping.trainer_defaults import DEFAULTS
 from temper_legacy_shim.configs.reading.config_values import flatten
 from temper_legacy_shim.configs.report import yaml_of
 
+from .conftest import BASE
 from .meaning_page import meaning_page
 
 A = "actor_rollout_ref.actor"
@@ -128,7 +129,11 @@ AGGREGATIONS: Mapping[object, str] = {
     "seq-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum": "sequence_mean_token_sum",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
+    "token-sum": "token_sum",
 }
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+ADVANTAGES = {"tir_optimal_token_baseline": "optimal_token_baseline"}
+LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "dppo_tv": "dppo", "dppo_kl": "dppo"}
 
 
 def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
@@ -138,7 +143,8 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     in_reward = (not in_loss) if before_4 else bool(old("algorithm.use_kl_in_reward"))
     loss_coef = number(old(f"{A}.kl_loss_coef")) if in_loss else 0.0
     reward_coef = number(old("algorithm.kl_ctrl.kl_coef")) if in_reward else 0.0
-    estimator = str(old("algorithm.kl_penalty") if reward_coef else old(f"{A}.kl_loss_type"))
+    estimator = expected_estimator(str(old("algorithm.kl_penalty")), "") if reward_coef else None
+    estimator = expected_estimator(*str(old(f"{A}.kl_loss_type")).partition("+")[:2]) if loss_coef else estimator
     prompts, mini = number(old("data.train_batch_size")), number(old(f"{A}.ppo_mini_batch_size"))
     passes = number(old(f"{A}.ppo_epochs"))
     calls, per_call = (1, 1) if not is_async(row) else async_calls(old)
@@ -149,7 +155,7 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     updates = max(1, math.ceil(prompts / mini))
     denominator = denominator_of(old, row)
     can_clip = updates * passes > 1 or reward_coef > 0 or denominator == "rollout"
-    name = str(old("algorithm.adv_estimator"))
+    name, is_scaled = str(old("algorithm.adv_estimator")), old("algorithm.norm_adv_by_std_in_grpo") is not False
     full = old(f"{A}.clip_ratio")
     low, high = old(f"{A}.clip_ratio_low"), old(f"{A}.clip_ratio_high")
     is_greedy = before_4 and old("actor_rollout_ref.rollout.val_kwargs.temperature") is None
@@ -161,10 +167,12 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         "algorithm.group_size": old("rollout.n") if is_async(row) and old("rollout.n") else old("actor_rollout_ref.rollout.n"),
         DENOMINATOR: denominator,
         "run.eval_every": evaluation_frequency(old, row),
-        "algorithm.advantage.name": "dr_grpo" if name == "grpo" and old("algorithm.norm_adv_by_std_in_grpo") is False else name,
+        "algorithm.advantage.name": ADVANTAGES.get(name, "dr_grpo" if name == "grpo" and not is_scaled else name),
         "algorithm.kl_loss_coef": loss_coef,
         "algorithm.kl_reward_coef": reward_coef,
-        "algorithm.kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(estimator) if loss_coef or reward_coef else "k3",
+        "algorithm.kl_estimator": estimator if loss_coef or reward_coef else "k3",
+        # kl_penalty bounded the k3 of a token at 10, in every release.
+        "algorithm.kl_clamp": 10.0 if estimator is not None and estimator.startswith("k3") else None,
         "algorithm.policy_loss.clip_low": (low if low is not None else full) if can_clip else 0.2,
         "algorithm.policy_loss.clip_high": (high if high is not None else full) if can_clip else 0.2,
         "algorithm.policy_loss.dual_clip": old(f"{A}.clip_ratio_c") if can_clip else None,
@@ -192,7 +200,12 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         result["actor.engine.lora.alpha"] = old(f"{adapter}alpha")
     result |= optimisation(old, row, role=A, new="actor.engine", adam=lambda: old(f"{A}.optim.optimizer"))
     mode = old(f"{A}.policy_loss.loss_mode") or "vanilla"
-    result["algorithm.policy_loss.name"] = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}.get(str(mode))
+    result["algorithm.policy_loss.name"] = LOSSES.get(str(mode))
+    if str(mode).startswith("dppo_"):
+        result["algorithm.policy_loss.divergence"] = str(mode).removeprefix("dppo_")
+        result["algorithm.policy_loss.max_ratio"] = old(f"{A}.clip_ratio_c") if can_clip else None
+    if name == "grpo_passk":
+        result["algorithm.advantage.scale_by_std"] = is_scaled
     if reward_coef and old("algorithm.kl_ctrl.type") == "adaptive":
         result["algorithm.kl_target"] = old("algorithm.kl_ctrl.target_kl")
     if int(number(warmup or 0)) > 0:
@@ -210,6 +223,12 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
             "critic.engine.optimizer.lr": old("critic.optim.lr"),
         }
     return result
+
+
+def expected_estimator(word: str, plus: str) -> str | None:
+    """Return the estimator with the value that the word names, and with a plus the gradient of k2."""
+    value = KL_ESTIMATORS.get(word.removesuffix("+"))
+    return value if value is None or not plus or value == "k2" else f"{value}+"
 
 
 DENOMINATOR = "algorithm.rollout_correction.proximal"
@@ -302,7 +321,7 @@ REASONS = {
     "run.eval_sampling.temperature": "without held-out prompts there is no evaluation, so the key is not written",
     "algorithm.policy_loss.dual_clip": "only the vanilla loss has a dual clip",
     "algorithm.advantage.name": "with only teachers as signal no advantage is estimated; a group of one keeps its unnormalized reward",
-    "algorithm.policy_loss.clip_low": "gpg has no ratio to clip; the bounds of dppo are arguments of that loss",
+    "algorithm.policy_loss.clip_low": "gpg has no ratio to clip",
     "algorithm.policy_loss.clip_high": "the same",
 }
 """The differences that are explained."""
@@ -380,6 +399,36 @@ def test_a_sample_over_all_releases_means_the_same(facts: Path, invocations: lis
     assert wrong(result) == {}
     assert len(result) >= 12
     assert sum(len(item.old) for item in result) >= 12 * 24
+
+
+KL_LOSS = f"{A}.use_kl_loss=True"
+DPPO = (f"{A}.clip_ratio_low=0.15", f"{A}.clip_ratio_high=0.1", f"{A}.clip_ratio_c=20.0")
+NEW_NAMES = {
+    "v0.8.0": [
+        *((KL_LOSS, f"{A}.kl_loss_type={word}") for word in ("low_var_kl+", "k3+", "kl+", "k1+", "mse+", "k2+", "low_var_kl")),
+        ("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl+"),
+        ("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=kl", KL_LOSS, f"{A}.kl_loss_type=k1+"),
+    ],
+    "v0.9.0": [
+        *((*DPPO, f"{A}.policy_loss.loss_mode={mode}") for mode in ("dppo_tv", "dppo_kl")),
+        ("algorithm.adv_estimator=grpo_passk",),
+        ("algorithm.adv_estimator=grpo_passk", "algorithm.norm_adv_by_std_in_grpo=False"),
+        ("algorithm.adv_estimator=optimal_token_baseline", f"{A}.calculate_sum_pi_squared=True"),
+        ("algorithm.adv_estimator=tir_optimal_token_baseline", f"{A}.calculate_sum_pi_squared=True"),
+        (f"{A}.loss_agg_mode=token-sum",),
+        (f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=4096"),
+    ],
+}
+"""Settings that hardly any recorded run has, by release."""
+NEWER = [(tag, overrides) for tag, cases in NEW_NAMES.items() for overrides in cases]
+
+
+@pytest.mark.parametrize(("tag", "overrides"), NEWER, ids=lambda value: " ".join(value) if isinstance(value, tuple) else value)
+def test_names_of_newer_algorithms_mean_the_same(tag: str, overrides: tuple[str, ...], facts: Path) -> None:
+    row = {"tag": tag, "path": "", "entry": "verl.trainer.main_ppo", "config_name": None, "overrides": [*BASE, *overrides]}
+    comparison = compare_one(facts, row)
+    assert comparison is not None
+    assert comparison.unexplained == {}
 
 
 @pytest.mark.parametrize("part", sorted(OWN_CONFIGS))

@@ -424,14 +424,39 @@ def test_losses_that_the_trainer_has_no_name_for_are_the_old_ones_by_import_path
     plain = values(translated("v0.7.0", f"{mode}=gpg"))
     assert plain["algorithm.policy_loss.name"] == "temper_legacy_shim.old_algorithms:PlainGradient"
     assert not NO_CLIP & plain.keys()
-    bounds = ("actor_rollout_ref.actor.clip_ratio_low=0.15", "actor_rollout_ref.actor.clip_ratio_c=50.0")
-    kept = translated("v0.7.1", f"{mode}=dppo_tv", *bounds)
-    block = "algorithm.policy_loss.arguments"
+
+
+def test_the_bounds_of_dppo_are_those_of_the_clip_and_of_the_dual_clip() -> None:
+    mode, bounds = "actor_rollout_ref.actor.policy_loss.loss_mode", ("clip_ratio_low=0.1", "clip_ratio_c=50.0")
+    kept = translated("v0.7.1", f"{mode}=dppo_tv", *(f"actor_rollout_ref.actor.{bound}" for bound in bounds))
+    block = "algorithm.policy_loss"
     result = values(kept)
-    assert (result[f"{block}.distance"], result[f"{block}.low"], result[f"{block}.max_ratio"]) == ("tv", 0.15, 50.0)
-    assert result[f"{block}.high"] == 0.2
-    assert not NO_CLIP & result.keys()
+    assert (result[f"{block}.name"], result[f"{block}.divergence"]) == ("dppo", "tv")
+    assert (result[f"{block}.clip_low"], result[f"{block}.clip_high"], result[f"{block}.max_ratio"]) == (0.1, 0.2, 50.0)
+    assert f"{block}.dual_clip" not in result
     assert kept.outcome is Outcome.PINNED
+
+
+def test_a_kl_estimator_with_a_plus_failed_before_v0_8_and_works_here() -> None:
+    plus = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=low_var_kl+")
+    before, since = translated("v0.7.1", *plus), translated("v0.8.0", *plus)
+    assert values(before)["algorithm.kl_estimator"] == values(since)["algorithm.kl_estimator"] == "k3+"
+    assert "kl-estimator" in rules_found(before, "refused")
+    assert "kl-estimator" not in rules_found(since, "refused")
+
+
+def test_k3_keeps_the_bound_that_it_always_had() -> None:
+    result = translated("v0.7.0", "actor_rollout_ref.actor.use_kl_loss=True")
+    assert values(result)["algorithm.kl_clamp"] == 10.0
+    assert "algorithm.kl_clamp" in pinned(result)
+    assert "algorithm.kl_clamp" not in values(translated("v0.7.0"))
+
+
+def test_the_optimal_token_baseline_says_what_it_estimates() -> None:
+    name = "algorithm.adv_estimator=optimal_token_baseline"
+    weighted = translated("v0.9.0", name, "algorithm.rollout_correction.rollout_is=token")
+    for result, count in ((translated("v0.9.0", name), 1), (weighted, 2)):
+        assert sum("energies in" in finding.message or "gradient energy" in finding.message for finding in result.findings) == count
 
 
 def test_greedy_training_is_a_question_however_it_was_reported() -> None:

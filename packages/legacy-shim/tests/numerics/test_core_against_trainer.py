@@ -16,7 +16,7 @@ from temper_trainer.algorithms.adaptive_coefficients import KlController
 from temper_trainer.algorithms.advantage_estimators import compute_gae, compute_reinforce_plus_plus_advantages, whiten
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
-from temper_trainer.algorithms.kl import estimate_kl
+from temper_trainer.algorithms.kl import estimate_kl, estimate_kl_loss
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
@@ -191,6 +191,35 @@ def test_kl_estimators_agree(estimator: str, name: str) -> None:
     is_moderate = (column("log_prob") - column("ref_log_prob")).abs() < 2
     assert int((~is_moderate).sum()) == 2
     assert_close(result[is_moderate], expected[is_moderate], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kl+", "k1+", "k2+", "mse+", "low_var_kl+", "k3+", "low_var_kl"])
+def test_kl_losses_agree_in_value_and_gradient(name: str) -> None:
+    result = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}[name.removesuffix("+")]
+    if name.endswith("+") and result != "k2":
+        result += "+"
+    leaf, ref = column("log_prob").clone().requires_grad_(), column("ref_log_prob")
+    # The bound that a translation writes for every estimator that contains k3.
+    clamp = 10.0 if result.startswith("k3") else None
+    kl = estimate_kl_loss(leaf, ref_logprobs=ref, log_ratio=torch.zeros_like(ref), estimator=result, clamp=clamp)  # type: ignore[arg-type]
+    (kl * column("response_mask")).sum().backward()
+    traces = tensors_of(GOLDEN / "core_v0.9.0" / "kl_penalty" / "outputs.safetensors")
+    # Log-ratios beyond 20 are clamped for k1 and k2 too, which had no clamp in the old code.
+    is_compared = (leaf.detach() - ref).abs() < 20 if result != "k3" else torch.ones_like(ref, dtype=torch.bool)
+    assert int(is_compared.sum()) >= ref.numel() - 2
+    assert_close(kl.detach()[is_compared], traces[f"{name}.kl"][is_compared], tolerance=1e-5)
+    assert leaf.grad is not None
+    assert_close(leaf.grad[is_compared], traces[f"{name}.grad_log_prob"][is_compared], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("mask_name", ["response_mask", "response_mask_holes", "response_mask_emptyrow"])
+def test_the_sum_over_tokens_agrees(mask_name: str) -> None:
+    samples = samples_of(column(mask_name), loss=column("advantages") * column("old_log_prob"))
+    aggregation = Aggregation(mode=AggregationMode.TOKEN_SUM)
+    terms = LossTerms(loss=samples.columns["loss"])
+    result = reduce_loss(terms, samples, denominators=count_denominators(samples), aggregation=aggregation)
+    traces = tensors_of(GOLDEN / "core_v0.9.0" / "agg_loss" / "outputs.safetensors")
+    assert_close(result, traces[f"token-sum|{mask_name}|local.loss"])
 
 
 @pytest.mark.parametrize("call", [c for c in core_calls("v0.7.1", "kl_controllers") if c.startswith("adaptive") and c != "adaptive_h0"])

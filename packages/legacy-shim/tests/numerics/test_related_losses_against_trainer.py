@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,8 +23,11 @@ from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.estimators.group_estimators import Gdpo, Gpg, Grpo, Opo, ReMax
+from temper_trainer.algorithms.estimators.pass_rate import GrpoPassk
+from temper_trainer.algorithms.optimal_token_baseline import compute_optimal_token_baseline_advantages
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Sapo
 from temper_trainer.algorithms.policy_losses.covariance_losses import IS_SELECTED, ClipCov, KlCov
+from temper_trainer.algorithms.policy_losses.divergence_losses import Dppo
 from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS, PolicyObjective
 from temper_trainer.algorithms.rollout_correction import compute_rollout_correction
 from temper_trainer.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
@@ -165,6 +168,45 @@ def test_clip_cov_has_the_old_gradient_when_it_is_reported_the_current_log_probs
     assert float(bounded.columns[IS_SELECTED].sum()) > 0
     if call == "on_policy":
         assert_close(loss, old(group, f"{call}.loss"))
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+@pytest.mark.parametrize("call", calls("policy_loss_dppo_tv"))
+def test_dppo_agrees(call: str, divergence: Literal["tv", "kl"]) -> None:
+    group = f"policy_loss_dppo_{divergence}"
+    case, samples = case_of(group, call)[0], samples_for(group, call)
+    objective = PolicyObjective(
+        loss=Dppo(divergence=divergence, max_ratio=case["config"].get("clip_ratio_c", 3.0), **clips(case)),
+        uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
+        aggregation=MODES[case["loss_agg_mode"]],
+    )
+    loss, gradient = computed(objective, samples, logprobs_of(group, call))
+    assert_close(loss, old(group, f"{call}.loss"), tolerance=1e-5)
+    assert_close(gradient, old(group, f"{call}.grad_log_prob"), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("call", [call for call in core_calls("v0.7.1", "adv_grpo_passk") if "singleton" not in call])
+def test_passk_agrees(call: str) -> None:
+    case, mask = case_of("adv_grpo_passk", call)
+    scores, samples = column(case["token_level_rewards"]).sum(1), samples_of(mask, uid=case["index"])
+    estimator = GrpoPassk(scale_by_std=case["config"]["norm_adv_by_std_in_grpo"])
+    result = estimate_advantages(AlgorithmConfig(advantage=estimator, group_size=2), samples=samples, rewards=scores)
+    assert_close(grid(result.advantages), old("adv_grpo_passk", f"{call}.advantages") * mask, tolerance=1e-5)
+
+
+TOKEN_BASELINE = [call for call in core_calls("v0.7.1", "adv_tir_optimal_token_baseline") if "is_False|zero_tail_True" in call]
+
+
+@pytest.mark.parametrize("call", TOKEN_BASELINE)
+def test_the_optimal_token_baseline_agrees_with_equal_energies_but_for_groups_of_one(call: str) -> None:
+    group = "adv_tir_optimal_token_baseline"
+    case, mask = case_of(group, call)
+    energies = 1 - 2 * column(case["old_log_probs"]).exp() + column(case["sum_pi_squared"])
+    samples = samples_of(mask, uid=case["index"], energies=energies, rewards=column(case["token_level_rewards"]) * mask)
+    result = compute_optimal_token_baseline_advantages(samples.columns["rewards"], energies=samples.columns["energies"], samples=samples)
+    is_single = torch.bincount(samples.group_ids)[samples.group_ids] == 1
+    assert_close(grid(result)[~is_single], (old(group, f"{call}.advantages") * mask)[~is_single], tolerance=1e-5)
+    assert bool((result.reshape(len(mask), -1)[is_single] == 0).all())
 
 
 @pytest.mark.parametrize("call", core_calls("v0.7.1", "adv_opo"))

@@ -6,6 +6,8 @@ from torch import Tensor
 from temper_engine_api.errors import ConfigError
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+OLD_KL_CLAMP = 10.0
+"""Bound on the k3 of a token, in every release."""
 EPSILON = 1e-8
 """Added to the count of a masked mean, but not to the count that divides a loss."""
 
@@ -69,7 +71,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
         return 0.5 * (logprobs - ref_logprobs).square()
     if kind in ("low_var_kl", "k3"):
         difference = torch.clamp(ref_logprobs - logprobs, min=-20, max=20)
-        return torch.clamp(difference.exp() - difference - 1, min=-10, max=10)
+        return torch.clamp(difference.exp() - difference - 1, min=-OLD_KL_CLAMP, max=OLD_KL_CLAMP)
     raise ConfigError(f"kl_loss_type is {kind!r}, but must be kl, abs, mse or low_var_kl (k1, k2 and k3 mean the first, third and last).")
 
 

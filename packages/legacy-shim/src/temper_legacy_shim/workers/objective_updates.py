@@ -4,6 +4,7 @@ The mini-batches are those of the old classes; how each is split over ranks and 
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from temper_engine_api.batch import Denominators, SequenceBatch
 from temper_engine_api.engine import BaseEngine
@@ -14,6 +15,7 @@ from temper_engine_api.plan import MiniBatchPlan, RankPlan, build_packed_batch
 from temper_engine_api.reduction import count_denominators
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
+from temper_legacy_shim.numerics.masked_losses import OLD_KL_CLAMP
 from temper_legacy_shim.workers.forward import gather_replicas
 from temper_legacy_shim.workers.on_engine import OnEngine
 from temper_legacy_shim.workers.rows import read_rows
@@ -29,7 +31,7 @@ _MODES = {
     "seq-mean-token-mean": AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN,
     "seq-mean-token-sum-norm": AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM,
 }
-_ESTIMATORS = {"mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_ESTIMATORS: dict[str, Literal["k2", "k3"]] = {"mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
 def update_actor_with_objective(
@@ -85,11 +87,13 @@ def _policy_objective(settings: ActorSettings, loss: PolicyLossSettings, *, widt
         raise ConfigError(
             f"kl_loss_type is {settings.kl_loss_type!r}, which is no loss of the KL: use mse or low_var_kl, or numerics legacy."
         )
+    estimator: Literal["k2", "k3"] = _ESTIMATORS.get(settings.kl_loss_type, "k3")
     return PolicyObjective(
         loss=Ppo(clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.clip_ratio_c),
         entropy_coef=settings.entropy_coeff,
         kl_coef=settings.kl_loss_coef if settings.use_kl_loss else 0.0,
-        kl_estimator="k2" if _ESTIMATORS.get(settings.kl_loss_type) == "k2" else "k3",
+        kl_estimator=estimator,
+        kl_clamp=OLD_KL_CLAMP if estimator == "k3" else None,
         aggregation=_aggregation(settings.loss_agg_mode, width=width),
     )
 

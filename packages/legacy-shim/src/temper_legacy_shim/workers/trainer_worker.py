@@ -25,6 +25,7 @@ from temper_engine_api.topology import Topology
 from temper_engine_fsdp.config import FSDPConfig
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import RECORDS, LegacyWorkerWarning
+from temper_legacy_shim.numerics.masked_losses import OLD_KL_CLAMP
 from temper_legacy_shim.workers.engines import NEVER
 from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from temper_legacy_shim.workers.ppo_actor import PPOActor
@@ -42,6 +43,7 @@ _AGGREGATIONS = {
     AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN: "seq-mean-token-mean",
     AggregationMode.SEQUENCE_MEAN_TOKEN_SUM: "seq-mean-token-sum",
 }
+_KL_LOSS_TYPES = {"k2": "mse", "k3": "low_var_kl"}
 _NEVER_CLIPPED = 1e30
 """Bound for an objective without a clip, where the old loss requires a number."""
 
@@ -237,6 +239,12 @@ def _old_settings(objective: Objective) -> dict[str, object]:
     if not (isinstance(objective, PolicyObjective) and isinstance(loss, Ppo)):
         name = objective.name if loss is None else loss.name
         raise ConfigError(f"objective {name!r} has no deprecated counterpart: set use_legacy_worker_impl=disable.")
+    if objective.kl_coef > 0 and (objective.kl_estimator not in _KL_LOSS_TYPES or objective.kl_clamp not in (None, OLD_KL_CLAMP)):
+        raise ConfigError(
+            f"algorithm.kl_estimator is {objective.kl_estimator} with kl_clamp {objective.kl_clamp}, but the deprecated workers compute "
+            f"only {' and '.join(_KL_LOSS_TYPES)}, with k3 at most {OLD_KL_CLAMP:g}: use one of these, or set "
+            "use_legacy_worker_impl=disable."
+        )
     return {
         "clip_ratio_low": loss.clip_low,
         "clip_ratio_high": loss.clip_high,
@@ -244,7 +252,7 @@ def _old_settings(objective: Objective) -> dict[str, object]:
         "entropy_coeff": objective.entropy_coef,
         "use_kl_loss": objective.kl_coef > 0,
         "kl_loss_coef": objective.kl_coef,
-        "kl_loss_type": "mse" if objective.kl_estimator == "k2" else "low_var_kl",
+        "kl_loss_type": _KL_LOSS_TYPES.get(objective.kl_estimator, "low_var_kl"),
         "use_rollout_log_probs": not objective.old_is_current,
         "loss_agg_mode": mode,
     }

@@ -2,6 +2,7 @@
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl_facts import (
+    CORRECTION,
     advantage,
     completions_per_prompt,
     kl_coefs,
@@ -27,8 +28,21 @@ _ADVANTAGES = {
     "opo": "opo",
     "gpg": "gpg",
     "gdpo": "gdpo",
+    "grpo_passk": "grpo_passk",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
 }
-_IN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo")
+_IN_GROUPS = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "gdpo",
+    "grpo_passk",
+    "optimal_token_baseline",
+)
 _BARE_SINGLE = ("grpo", "dr_grpo", "rloo", "opo")
 """Estimators that took the bare reward of a completion that is alone in its group."""
 BARE_REWARD = "temper_legacy_shim.old_algorithms:bare_reward"
@@ -37,8 +51,11 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_mean_token_sum",
     "seq-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
+    "token-sum": "token_sum",
 }
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL_CLAMP = 10.0
+"""Bound on the k3 of a token; a constant of every release."""
 
 
 def build_algorithm(draft: Draft) -> None:
@@ -79,10 +96,24 @@ def _advantage(draft: Draft) -> str:
         new_word = _single_estimator(draft, new_word, old=old, key=key)
     norm = ["algorithm.norm_adv_by_std_in_grpo"] if old.startswith("grpo") else []
     draft.put("algorithm.advantage.name", new_word, rule="advantage", old=[key, *norm])
+    if new_word == "grpo_passk":
+        draft.copy("algorithm.advantage.scale_by_std", norm[0], rule="advantage", expected="switch")
+    elif new_word == "optimal_token_baseline":
+        _report_token_baseline(draft, old)
     draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n", "rollout.n"], verbatim=True)
     if not norm:
         draft.explain_drop("algorithm.norm_adv_by_std_in_grpo", f"only grpo has it; the estimator is {old}")
     return new_word
+
+
+def _report_token_baseline(draft: Draft, old: str) -> None:
+    """Report how the optimal token baseline differs from the old one."""
+    draft.find("advantage.estimated-energy", "algorithm.adv_estimator", old=old)
+    if draft.text(f"{CORRECTION}.rollout_is"):
+        draft.find("advantage.unweighted-energy", "algorithm.adv_estimator", f"{CORRECTION}.rollout_is", old=old)
+    has_turns = draft.switch("actor_rollout_ref.rollout.multi_turn.enable")
+    if has_turns and old == "optimal_token_baseline":
+        draft.find("advantage.trained-positions", "algorithm.adv_estimator", old=old)
 
 
 def _single_estimator(draft: Draft, new_word: str, *, old: str, key: str) -> str:
@@ -123,8 +154,12 @@ def _clip(draft: Draft) -> None:
 
 
 def _dual_clip(draft: Draft) -> None:
+    """Set the bound of the loss on large ratios: ppo's dual clip, or dppo's largest ratio."""
     key = f"{ACTOR}.clip_ratio_c"
     loss = draft.settings.get("algorithm.policy_loss.name")
+    if loss is not None and loss.value == "dppo":
+        draft.copy("algorithm.policy_loss.max_ratio", key, rule="dual-clip", expected="number")
+        return
     if loss is not None and loss.value != "ppo":
         draft.explain_drop(key, f"the policy loss {loss.value} has no dual clip")
         return
@@ -189,21 +224,26 @@ def _kl_reward(draft: Draft, coef: float) -> None:
 def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
     keys = [f"{ACTOR}.kl_loss_type"] * in_loss + ["algorithm.kl_penalty"] * in_reward
     words = {key: draft.text(key) or ("low_var_kl" if "loss" in key else "kl") for key in keys}
-    result = {key: _ESTIMATORS.get(word.removesuffix("+")) for key, word in words.items()}
+    values = {key: _ESTIMATORS.get(word.removesuffix("+")) for key, word in words.items()}
     for key, word in words.items():
-        if result[key] is None:
+        if values[key] is None:
             draft.find("kl-estimator.unknown", key, word=word)
             return
-        if word.endswith("+"):
-            draft.find("kl-estimator.two-gradients", key, word=word)
-            return
-    if in_loss and result[keys[0]] == "k1":
-        draft.find("kl-estimator.zero-gradient", keys[0], detail=words[keys[0]])
-        return
-    if len(set(result.values())) > 1:
+        if word.endswith("+") and not draft.since("v0.8.0"):
+            draft.find("kl-estimator.plus", key, word=word)
+    if len(set(values.values())) > 1:
         draft.find("kl-estimator.two", *keys, detail=words[keys[0]], detail_2=words[keys[1]])
         return
-    draft.put("algorithm.kl_estimator", result[keys[0]], rule="kl-estimator", old=keys)
+    result = values[keys[0]]
+    # A "+" changes the gradient of a loss, and k2 has the gradient that it would get.
+    if in_loss and words[keys[0]].endswith("+") and result != "k2":
+        result = f"{result}+"
+    if in_loss and result == "k1":
+        draft.find("kl-estimator.zero-gradient", keys[0], detail=words[keys[0]])
+        return
+    draft.put("algorithm.kl_estimator", result, rule="kl-estimator", old=keys)
+    if result in ("k3", "k3+"):
+        draft.put("algorithm.kl_clamp", _KL_CLAMP, rule="kl-estimator", old=())
 
 
 def _reference(draft: Draft) -> None:
@@ -232,8 +272,8 @@ _LOSSES = {
     "cispo": "cispo",
     "sapo": "sapo",
     "gpg": "temper_legacy_shim.old_algorithms:PlainGradient",
-    "dppo_tv": "temper_legacy_shim.old_algorithms:WithinDivergence",
-    "dppo_kl": "temper_legacy_shim.old_algorithms:WithinDivergence",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
 }
 
 
@@ -256,18 +296,8 @@ def build_policy_loss(draft: Draft) -> None:
         draft.copy("algorithm.policy_loss.kl_cov_coef", f"{block}.ppo_kl_coef", rule="covariance", expected="number")
     if new_word == "sapo":
         apply_rules(draft, "sapo")
-    if old.startswith("dppo_"):
-        _divergence(draft, distance=old.removeprefix("dppo_"), key=key)
-
-
-def _divergence(draft: Draft, *, distance: str, key: str) -> None:
-    """Set the largest moves from the clip's bounds, and the largest ratio from the dual clip."""
-    new = "algorithm.policy_loss.arguments"
-    low, high = clip_bounds(draft)
-    draft.put(f"{new}.distance", distance, rule="policy-loss", old=[key])
-    draft.copy(f"{new}.low", low, rule="policy-loss", expected="number")
-    draft.copy(f"{new}.high", high, rule="policy-loss", expected="number")
-    draft.copy(f"{new}.max_ratio", f"{_ACTOR}.clip_ratio_c", rule="policy-loss", expected="number")
+    if new_word == "dppo":
+        draft.put("algorithm.policy_loss.divergence", old.removeprefix("dppo_"), rule="policy-loss", old=[key])
 
 
 def has_clip(draft: Draft) -> bool:

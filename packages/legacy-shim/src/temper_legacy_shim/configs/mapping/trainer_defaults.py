@@ -130,6 +130,7 @@ DEFAULTS: dict[str, Plain] = {
     "algorithm.kl_target": None,
     "algorithm.kl_horizon": 10_000,
     "algorithm.kl_estimator": "k3",
+    "algorithm.kl_clamp": None,
     "algorithm.advantage.gamma": 1.0,
     "algorithm.advantage.gae_lambda": 1.0,
     "algorithm.whiten_advantages": False,
@@ -164,7 +165,7 @@ DEFAULTS: dict[str, Plain] = {
 """Defaults by dotted key; other keys are always written."""
 
 
-_CLIPS: dict[Plain, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4)}
+_CLIPS: dict[Plain, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4), "dppo": (0.15, 0.15)}
 LOSS_DEFAULTS: dict[Plain, dict[str, Plain]] = {
     loss: {"algorithm.policy_loss.clip_low": low, "algorithm.policy_loss.clip_high": high} for loss, (low, high) in _CLIPS.items()
 }
