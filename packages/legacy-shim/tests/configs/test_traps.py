@@ -452,6 +452,14 @@ def test_k3_keeps_the_bound_that_it_always_had() -> None:
     assert "algorithm.kl_clamp" not in values(translated("v0.7.0"))
 
 
+def test_a_name_on_the_hub_is_passed_on_because_the_trainer_loads_it() -> None:
+    model, tokenizer = "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", "actor_rollout_ref.model.tokenizer_path=Qwen/Qwen3-8B"
+    result = translated("v0.9.0", model, tokenizer)
+    assert values(result)["actor.engine.model.path"] == "Qwen/Qwen2.5-0.5B"
+    assert values(result)["data.tokenizer.path"] == "Qwen/Qwen3-8B"
+    assert not [finding for finding in result.findings if finding.rule in ("model-path", "tokenizer-path")]
+
+
 def test_the_optimal_token_baseline_says_what_it_estimates() -> None:
     name = "algorithm.adv_estimator=optimal_token_baseline"
     weighted = translated("v0.9.0", name, "algorithm.rollout_correction.rollout_is=token")

@@ -1,7 +1,6 @@
 """The engine of each role: model, adapter, optimizer, schedule, sharding, offload, and how many ranks it has."""
 
 import math
-import re
 from dataclasses import dataclass
 
 from temper_legacy_shim.configs.mapping.builder import Draft
@@ -126,8 +125,6 @@ def _model(draft: Draft, role: OldRole) -> None:
     if role.name != "ref":  # the group ref=frozen takes the actor's
         key = next((key for key in (f"{role.model}.path", f"{role.model}.partial_pretrain") if draft.text(key)), f"{role.model}.path")
         path = draft.text(key)
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-            draft.find("model-path.hub", key, path=path)
         if path:
             here = from_home(path)
             draft.put(f"{engine}.model.path", here, rule="model-path", old=[key], verbatim=here == path)
