@@ -4,9 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from temper_legacy_shim.configs.mapping.builder import Draft, Numerics
 from temper_legacy_shim.configs.mapping.generation import build_evaluation, build_generation
-from temper_legacy_shim.configs.mapping.model_checks import NEUTRAL, find_images, find_model_fields, find_template_arguments
+from temper_legacy_shim.configs.mapping.model_checks import (
+    NEUTRAL,
+    find_images,
+    find_model_fields,
+    find_refused_models,
+    find_template_arguments,
+)
 from temper_legacy_shim.configs.mapping.ppo import build_ppo
-from temper_legacy_shim.configs.mapping.refused_models import find_refused_models
 from temper_legacy_shim.configs.mapping.rules import find_rule, is_block
 from temper_legacy_shim.configs.mapping.sft import build_columns, build_sft
 from temper_legacy_shim.configs.reading.composition import OldConfig, assign, compose, forget_defaults, old_config
@@ -15,7 +20,7 @@ from temper_legacy_shim.configs.reading.entry_points import GROUPS, Launch, Prog
 from temper_legacy_shim.configs.reading.overrides import Override, read_overrides
 from temper_legacy_shim.configs.reading.trees import composed_tree, known_version, versions
 from temper_legacy_shim.configs.reading.versions import infer_version, other_meanings, releases_with
-from temper_legacy_shim.configs.token_report import report_tokens
+from temper_legacy_shim.configs.report import report_tokens
 from temper_legacy_shim.configs.translation import Cluster, Finding, Setting, Source, TokenReport, Translation
 
 _BUILDERS: dict[Program, Callable[[Draft], None]] = {

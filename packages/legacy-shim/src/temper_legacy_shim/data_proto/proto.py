@@ -11,8 +11,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from temper_engine_api.errors import BatchError
-from temper_legacy_shim.data_proto.columns import Array, Columns, concatenate, merged_arrays, merged_settings, merged_tensors
-from temper_legacy_shim.data_proto.packing import State, pack, read_file, unpack, write_file
+from temper_legacy_shim.data_proto.columns import (
+    Array,
+    Columns,
+    State,
+    concatenate,
+    merged_arrays,
+    merged_settings,
+    merged_tensors,
+    pack,
+    read_file,
+    unpack,
+    write_file,
+)
 
 T = TypeVar("T")
 Slice = slice

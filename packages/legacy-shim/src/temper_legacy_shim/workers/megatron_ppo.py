@@ -22,9 +22,17 @@ from temper_legacy_shim.numerics.masked_losses import aggregate, kl_penalty, val
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, policy_loss
 from temper_legacy_shim.workers.engine_configs import adopted_config
 from temper_legacy_shim.workers.engines import Adopted, adopt
-from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split, from_replica
 from temper_legacy_shim.workers.objective_updates import update_actor_with_objective, update_critic_with_objective
-from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, column_of, needed_column
+from temper_legacy_shim.workers.on_engine import (
+    Numerics,
+    OnEngine,
+    column_of,
+    compute_outputs,
+    empty_batch,
+    forward_split,
+    from_replica,
+    needed_column,
+)
 from temper_legacy_shim.workers.ppo_actor import MicroBatch, PPOActor, temperature_of
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_legacy_shim.workers.rows import read_rows

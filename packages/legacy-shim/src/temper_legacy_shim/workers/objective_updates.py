@@ -16,8 +16,7 @@ from temper_engine_api.reduction import count_denominators
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
 from temper_legacy_shim.numerics.masked_losses import OLD_KL_CLAMP
-from temper_legacy_shim.workers.forward import gather_replicas
-from temper_legacy_shim.workers.on_engine import OnEngine
+from temper_legacy_shim.workers.on_engine import OnEngine, gather_replicas
 from temper_legacy_shim.workers.rows import read_rows
 from temper_legacy_shim.workers.settings import ActorSettings, CriticSettings
 from temper_legacy_shim.workers.updates import append_metrics, scheduled

@@ -17,9 +17,18 @@ from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
 from temper_legacy_shim.numerics.masked_losses import aggregate, kl_penalty
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, policy_loss
-from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split, refuse_own_forward, single_forward
 from temper_legacy_shim.workers.objective_updates import update_actor_with_objective
-from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, column_of, needed_column
+from temper_legacy_shim.workers.on_engine import (
+    Numerics,
+    OnEngine,
+    column_of,
+    compute_outputs,
+    empty_batch,
+    forward_split,
+    needed_column,
+    refuse_own_forward,
+    single_forward,
+)
 from temper_legacy_shim.workers.rows import Rows, read_rows
 from temper_legacy_shim.workers.settings import ActorSettings, known, policy_loss_settings
 from temper_legacy_shim.workers.updates import append_metrics, matched, passes

@@ -13,9 +13,17 @@ from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.numerics.masked_losses import value_loss
-from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split, refuse_own_forward, single_forward
 from temper_legacy_shim.workers.objective_updates import update_critic_with_objective
-from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, needed_column
+from temper_legacy_shim.workers.on_engine import (
+    Numerics,
+    OnEngine,
+    compute_outputs,
+    empty_batch,
+    forward_split,
+    needed_column,
+    refuse_own_forward,
+    single_forward,
+)
 from temper_legacy_shim.workers.rows import read_rows
 from temper_legacy_shim.workers.settings import CriticSettings, known
 from temper_legacy_shim.workers.updates import append_metrics, matched, passes

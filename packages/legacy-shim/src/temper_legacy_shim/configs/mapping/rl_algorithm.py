@@ -13,7 +13,7 @@ from temper_legacy_shim.configs.mapping.rl_facts import (
     takes_sampler_logprobs,
     updates_per_step,
 )
-from temper_legacy_shim.configs.mapping.rule_settings import apply_rules
+from temper_legacy_shim.configs.mapping.rules import apply_rules
 
 ACTOR = "actor_rollout_ref.actor"
 _ADVANTAGES = {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl_facts import num_weight_syncs, updates_per_schedule_step
-from temper_legacy_shim.configs.mapping.rule_settings import apply_rules
+from temper_legacy_shim.configs.mapping.rules import apply_rules
 from temper_legacy_shim.configs.reading.config_values import Plain, from_home
 
 

@@ -4,7 +4,7 @@ from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
 from temper_legacy_shim.configs.mapping.rl_facts import is_async, is_one_step_off
 from temper_legacy_shim.configs.mapping.roles import CLUSTER_KEYS, world_size
-from temper_legacy_shim.configs.mapping.rule_settings import apply_rules
+from temper_legacy_shim.configs.mapping.rules import apply_rules
 
 BLOCK = "actor_rollout_ref.rollout"
 

@@ -4,7 +4,7 @@ from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
 from temper_legacy_shim.configs.mapping.rl_facts import evaluation_key, is_async, num_weight_syncs
 from temper_legacy_shim.configs.mapping.roles import CLUSTER_KEYS
-from temper_legacy_shim.configs.mapping.rule_settings import apply_rules
+from temper_legacy_shim.configs.mapping.rules import apply_rules
 from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
 
 _TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")

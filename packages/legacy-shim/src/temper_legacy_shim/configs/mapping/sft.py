@@ -14,7 +14,7 @@ from temper_legacy_shim.configs.mapping.roles import (
     ulysses_keys,
     world_size,
 )
-from temper_legacy_shim.configs.mapping.rule_settings import apply_rules
+from temper_legacy_shim.configs.mapping.rules import apply_rules
 from temper_legacy_shim.configs.mapping.run_length import build_habits, build_length, build_runtime
 
 

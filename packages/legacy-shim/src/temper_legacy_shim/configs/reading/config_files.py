@@ -8,7 +8,7 @@ from pathlib import Path
 from temper_legacy_shim.configs.mapping.builder import Numerics
 from temper_legacy_shim.configs.reading.config_values import Plain, flatten
 from temper_legacy_shim.configs.reading.defaults_lists import compose_file
-from temper_legacy_shim.configs.reading.other_systems import has_known_key, other_system
+from temper_legacy_shim.configs.reading.entry_points import has_known_key, other_system
 from temper_legacy_shim.configs.translate import translate
 from temper_legacy_shim.configs.translation import Cluster, Finding, Translation
 from temper_legacy_shim.errors import DamagedFileError, UsageError
