@@ -24,8 +24,12 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deprecation, "RECORDS", {})
 
 
+OLD = "tests.Old is deprecated since temper-legacy-shim 0.2 and will be removed in 0.4: use collections.OrderedDict instead; call it."
+
+
 def make_old() -> type:
-    @deprecated_class(since="0.2", removed_in="0.4", instead="collections:OrderedDict", how="call it")
+    @deprecated_class
+    @typing_extensions.deprecated(OLD, category=None)
     class Old:
         def __init__(self, value: int) -> None:
             self.value = value
@@ -38,6 +42,12 @@ def test_the_sentence_says_what_since_until_instead_and_how() -> None:
     assert RECORD.sentence() == (
         "old.Thing is deprecated since temper-legacy-shim 0.2 and will be removed in 0.4: use new.place.Thing instead; pass it a config."
     )
+
+
+def test_a_record_is_read_from_its_sentence_and_another_sentence_is_an_error() -> None:
+    assert Deprecation.from_sentence(RECORD.sentence()) == RECORD
+    with pytest.raises(ValueError, match="is not a sentence of a deprecation"):
+        Deprecation.from_sentence("old.Thing is deprecated")
 
 
 @pytest.mark.parametrize(("release", "overdue"), [("0.1.0", False), ("0.3.9", False), ("0.4.0", True), ("0.4.0rc1", True), ("1.0", True)])
@@ -73,7 +83,8 @@ def test_actor_that_ray_constructs_does_not_warn_again(tmp_path: Path) -> None:
     program.parent.mkdir(parents=True)
     program.write_text(
         "from temper_legacy_shim.deprecation import deprecated_class\n"
-        "@deprecated_class(since='0.2', removed_in='0.4', instead='a:B', how='call it')\nclass Old: pass\nOld()\n"
+        "from typing_extensions import deprecated\n"
+        f"@deprecated_class\n@deprecated({OLD!r}, category=None)\nclass Old: pass\nOld()\n"
     )
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
     assert done.stderr == ""
@@ -98,7 +109,8 @@ def test_a_subclass_of_the_users_warns_too_and_a_deprecated_subclass_once() -> N
         def __init__(self) -> None:
             super().__init__(1)
 
-    @deprecated_class(since="0.2", removed_in="0.4", instead="collections:OrderedDict", how="call it")
+    @deprecated_class
+    @typing_extensions.deprecated(OLD.replace("Old", "Newer"), category=None)
     class Newer(old):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__(2)

@@ -1,9 +1,12 @@
-"""Deprecations as records: what, since when, until when, what instead, and how. The sentence a user reads is made from the record.
+"""Deprecated classes: the sentence on the class, the record that it states, and the warning.
 
-A warning comes once for each place that calls, and names the caller's line, not ours.
+The sentence is written once, as the literal argument of ``typing_extensions.deprecated``, because
+type checkers and editors read only literals. A warning is shown once for each place that constructs
+the class, and names the caller's line.
 """
 
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -15,6 +18,12 @@ ClassT = TypeVar("ClassT", bound=type)
 
 PACKAGE = "temper-legacy-shim"
 """Package whose releases ``since`` and ``removed_in`` count."""
+
+
+_SENTENCE = re.compile(
+    rf"(?P<what>\S+) is deprecated since {PACKAGE} (?P<since>[\d.]+) and will be removed in (?P<removed_in>[\d.]+): "
+    r"use (?P<module>[\w.]+)\.(?P<name>\w+) instead; (?P<how>.+)\."
+)
 
 
 class LegacyWorkerWarning(FutureWarning):
@@ -38,6 +47,19 @@ class Deprecation:
     """Import path of what replaces it: ``module:name``, importable where the replacement is installed."""
     how: str
     """Instruction for the replacement, without a final dot."""
+
+    @classmethod
+    def from_sentence(cls, sentence: str) -> "Deprecation":
+        """Parse the sentence that ``sentence`` writes.
+
+        Raises:
+            ValueError: The sentence has another form.
+        """
+        match = _SENTENCE.fullmatch(sentence)
+        if match is None:
+            raise ValueError(f"{sentence!r} is not a sentence of a deprecation: write one as Deprecation.sentence() does.")
+        parts = match.groupdict()
+        return cls(instead=f"{parts.pop('module')}:{parts.pop('name')}", **parts)
 
     def sentence(self) -> str:
         """Return the sentence shown to the user."""
@@ -66,40 +88,35 @@ RECORDS: dict[str, Deprecation] = {}
 """Every deprecation of this package by what it deprecates."""
 
 
-def deprecated_class(*, since: str, removed_in: str, instead: str, how: str) -> Callable[[ClassT], ClassT]:
-    """Register a deprecation of a class, and warn at its construction.
+def deprecated_class(cls: ClassT) -> ClassT:
+    """Register the deprecation of a class, and warn at its construction.
 
-    Subclasses warn too, once for each place that constructs them. Type checkers and editors read no records: for them the class also has
-    ``typing_extensions.deprecated`` around this, with the sentence in so many words and without a category, so that it says nothing at run
-    time. A test holds the two equal.
+    The class must have ``typing_extensions.deprecated`` below this, with the sentence as a literal and
+    ``category=None``, so that it does not warn a second time. Subclasses warn too, once for each place
+    that constructs them.
     """
+    record = Deprecation.from_sentence(vars(cls)["__deprecated__"])
+    RECORDS[record.what] = record
+    construct = cast("Callable[..., None]", cls.__init__)  # type: ignore[misc]
 
-    def mark(cls: ClassT) -> ClassT:
-        what = f"{cls.__module__}.{cls.__qualname__}"
-        record = Deprecation(what=what, since=since, removed_in=removed_in, instead=instead, how=how)
-        RECORDS[record.what] = record
-        construct = cast("Callable[..., None]", cls.__init__)  # type: ignore[misc]
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self).__init__ is cls.__init__ or not _is_warned_by_subclass(type(self), cls):  # type: ignore[misc]
+            warn_caller(record)
+        construct(self, *args, **kwargs)
 
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            if type(self).__init__ is cls.__init__ or not _is_warned_by_subclass(type(self), cls):  # type: ignore[misc]
-                warn_caller(record)
-            construct(self, *args, **kwargs)
+    inherited = cls.__init_subclass__
 
-        inherited = cls.__init_subclass__
+    def __init_subclass__(subclass: type[Any], /, **kwargs: Any) -> None:
+        getattr(inherited, "__func__", lambda _, **__: None)(subclass, **kwargs)
+        # ray.remote() derives a class of its own. The actor's process has no line of the user's, so the warning comes here.
+        if "__ray_actor_class__" in vars(subclass):
+            warn_caller(next(vars(base)["__deprecation__"] for base in subclass.__mro__ if "__deprecation__" in vars(base)))
 
-        def __init_subclass__(subclass: type[Any], /, **kwargs: Any) -> None:
-            getattr(inherited, "__func__", lambda _, **__: None)(subclass, **kwargs)
-            # ray.remote() derives a class of its own. The actor's process has no line of the user's, so the warning comes here.
-            if "__ray_actor_class__" in vars(subclass):
-                warn_caller(next(vars(base)["__deprecation__"] for base in subclass.__mro__ if "__deprecation__" in vars(base)))
-
-        cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
-        __init__.__wrapped__ = construct  # type: ignore[attr-defined]
-        cls.__init__ = __init__  # type: ignore[misc]
-        cls.__deprecation__ = record  # type: ignore[attr-defined]
-        return cls
-
-    return mark
+    cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
+    __init__.__wrapped__ = construct  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+    cls.__deprecation__ = record  # type: ignore[attr-defined]
+    return cls
 
 
 def _is_warned_by_subclass(actual: type, cls: type) -> bool:

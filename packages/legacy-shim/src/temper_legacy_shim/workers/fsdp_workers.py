@@ -15,17 +15,12 @@ from temper_legacy_shim.workers.settings import block, known
 from temper_legacy_shim.workers.updates import OldSchedule
 
 
+@deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.fsdp_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will be "
     "removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; one for each role, with model_engine=fsdp; "
     "sampling is temper_trainer.rollout.hf_sampler.HfSampler's.",
     category=None,
-)
-@deprecated_class(
-    since="0.2",
-    removed_in="0.4",
-    instead="temper_trainer.runtime.worker_group:TrainingWorker",
-    how="one for each role, with model_engine=fsdp; sampling is temper_trainer.rollout.hf_sampler.HfSampler's",
 )
 class ActorRolloutRefWorker(PolicyWorker):
     """The old FSDP worker of actor, rollout and reference policy.
@@ -85,32 +80,22 @@ class ActorRolloutRefWorker(PolicyWorker):
         )
 
 
+@deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.fsdp_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will "
     "be removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; "
     "temper_trainer.weight_sync.publisher.Publisher moves weights to the sampler.",
     category=None,
 )
-@deprecated_class(
-    since="0.2",
-    removed_in="0.4",
-    instead="temper_trainer.runtime.worker_group:TrainingWorker",
-    how="temper_trainer.weight_sync.publisher.Publisher moves weights to the sampler",
-)
 class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
     """The old worker whose sampler is given weights by call."""
 
 
+@deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.fsdp_workers.CriticWorker is deprecated since temper-legacy-shim 0.2 and will be removed in "
     "0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; with model_engine=fsdp and model_type value_model.",
     category=None,
-)
-@deprecated_class(
-    since="0.2",
-    removed_in="0.4",
-    instead="temper_trainer.runtime.worker_group:CriticWorker",
-    how="with model_engine=fsdp and model_type value_model",
 )
 class CriticWorker(ValueWorker):
     """The old FSDP worker of the critic.

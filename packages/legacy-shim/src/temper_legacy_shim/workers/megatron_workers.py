@@ -18,21 +18,13 @@ from temper_legacy_shim.workers.role_workers import OldRates, PolicyWorker, Valu
 from temper_legacy_shim.workers.settings import block, known
 from temper_legacy_shim.workers.updates import OldMegatronSchedule
 
-_WORKER = "temper_trainer.runtime.worker_group:TrainingWorker"
-_ENGINE = "temper_engine_megatron.engine:MegatronEngine"
 
-
+@deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.MegatronPPOActor is deprecated since temper-legacy-shim 0.2 and will be "
     "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; give it a PolicyObjective with set_loss_fn() "
     "and call forward_backward_batch() and optimizer_step().",
     category=None,
-)
-@deprecated_class(
-    since="0.2",
-    removed_in="0.4",
-    instead=_ENGINE,
-    how="give it a PolicyObjective with set_loss_fn() and call forward_backward_batch() and optimizer_step()",
 )
 class MegatronPPOActor(MegatronActor):
     """The old Megatron actor on an engine; see docs/migration/workers.md.
@@ -66,17 +58,12 @@ class MegatronPPOActor(MegatronActor):
         super().__init__(config, actor_module, actor_optimizer, numerics=numerics)
 
 
+@deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.MegatronPPOCritic is deprecated since temper-legacy-shim 0.2 and will be "
     "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; configure it with model_type value_model, give"
     " it a ValueObjective with set_loss_fn(), and call forward_backward_batch().",
     category=None,
-)
-@deprecated_class(
-    since="0.2",
-    removed_in="0.4",
-    instead=_ENGINE,
-    how="configure it with model_type value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch()",
 )
 class MegatronPPOCritic(MegatronCritic):
     """The old Megatron critic on an engine.
@@ -99,17 +86,12 @@ class MegatronPPOCritic(MegatronCritic):
         super().__init__(config, critic_module, critic_optimizer, numerics=numerics)
 
 
+@deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will be"
     " removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; one for each role, with "
     "model_engine=megatron; sampling is temper_trainer.rollout.hf_sampler.HfSampler's.",
     category=None,
-)
-@deprecated_class(
-    since="0.2",
-    removed_in="0.4",
-    instead=_WORKER,
-    how="one for each role, with model_engine=megatron; sampling is temper_trainer.rollout.hf_sampler.HfSampler's",
 )
 class ActorRolloutRefWorker(PolicyWorker):
     """The old Megatron worker of actor, rollout and reference policy.
@@ -176,32 +158,22 @@ class ActorRolloutRefWorker(PolicyWorker):
         )
 
 
+@deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and "
     "will be removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; "
     "temper_trainer.weight_sync.publisher.Publisher moves weights to the sampler.",
     category=None,
 )
-@deprecated_class(
-    since="0.2",
-    removed_in="0.4",
-    instead=_WORKER,
-    how="temper_trainer.weight_sync.publisher.Publisher moves weights to the sampler",
-)
 class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
     """The old worker whose sampler is given weights by call."""
 
 
+@deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.CriticWorker is deprecated since temper-legacy-shim 0.2 and will be removed "
     "in 0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; with model_engine=megatron and model_type value_model.",
     category=None,
-)
-@deprecated_class(
-    since="0.2",
-    removed_in="0.4",
-    instead="temper_trainer.runtime.worker_group:CriticWorker",
-    how="with model_engine=megatron and model_type value_model",
 )
 class CriticWorker(ValueWorker):
     """The old Megatron worker of the critic.

@@ -213,17 +213,12 @@ class PPOActor(OnEngine):
         return self.compute_log_prob(data, calculate_entropy=calculate_entropy)
 
 
+@deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.ppo_actor.DataParallelPPOActor is deprecated since temper-legacy-shim 0.2 and will be removed"
     " in 0.4: use temper_engine_fsdp.engine.FSDPEngine instead; give it a PolicyObjective with set_loss_fn() and call "
     "forward_backward_batch() and optimizer_step().",
     category=None,
-)
-@deprecated_class(
-    since="0.2",
-    removed_in="0.4",
-    instead="temper_engine_fsdp.engine:FSDPEngine",
-    how="give it a PolicyObjective with set_loss_fn() and call forward_backward_batch() and optimizer_step()",
 )
 class DataParallelPPOActor(PPOActor):
     """The old actor on an engine; see docs/migration/workers.md.

@@ -131,17 +131,12 @@ class PPOCritic(OnEngine):
         return losses[-1]
 
 
+@deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.ppo_critic.DataParallelPPOCritic is deprecated since temper-legacy-shim 0.2 and will be "
     "removed in 0.4: use temper_engine_fsdp.engine.FSDPEngine instead; configure it with model_type value_model, give it a "
     "ValueObjective with set_loss_fn(), and call forward_backward_batch().",
     category=None,
-)
-@deprecated_class(
-    since="0.2",
-    removed_in="0.4",
-    instead="temper_engine_fsdp.engine:FSDPEngine",
-    how="configure it with model_type value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch()",
 )
 class DataParallelPPOCritic(PPOCritic):
     """The old critic on an engine; arguments as those of ``DataParallelPPOActor``."""
