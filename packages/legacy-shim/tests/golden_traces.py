@@ -1,4 +1,7 @@
-"""Location and reader of the golden traces. They come from running the genuine classes; see their README."""
+"""Location and reader of the golden traces. They come from running the genuine classes.
+
+See their README.
+"""
 
 import json
 import os
@@ -11,7 +14,9 @@ import torch
 from torch import Tensor
 
 GOLDEN = Path(os.environ["TEMPER_TEST_DATA"]) / "legacy" / "golden"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"needs the golden traces in {GOLDEN}: set TEMPER_TEST_DATA")
+needs_golden = pytest.mark.skipif(
+    not GOLDEN.is_dir(), reason=f"needs the golden traces in {GOLDEN}: set TEMPER_TEST_DATA"
+)
 
 
 @cache
@@ -35,12 +40,16 @@ def core_inputs() -> Mapping[str, Tensor]:
     return tensors_of(GOLDEN / "inputs" / "core_inputs.safetensors")
 
 
-def assert_numbers(result: Mapping[str, float], expected: Mapping[str, object], *, tolerance: float = 2e-5) -> None:
+def assert_numbers(
+    result: Mapping[str, float], expected: Mapping[str, object], *, tolerance: float = 2e-5
+) -> None:
     """Compare names and numbers; NaN and infinities are words in the files."""
     assert set(result) == set(expected)
     for name, value in expected.items():
         required = float(value)  # type: ignore[arg-type]
-        assert result[name] == pytest.approx(required, rel=tolerance, abs=tolerance, nan_ok=True), name
+        assert result[name] == pytest.approx(required, rel=tolerance, abs=tolerance, nan_ok=True), (
+            name
+        )
 
 
 def assert_close(result: Tensor, expected: Tensor, *, tolerance: float = 2e-6) -> None:

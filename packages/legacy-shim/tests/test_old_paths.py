@@ -23,7 +23,10 @@ def no_old_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_importing_the_shim_installs_nothing() -> None:
-    code = "import temper_legacy_shim.workers, sys; sys.exit(any(name.partition('.')[0] == 'verl' for name in sys.modules))"
+    code = (
+        "import temper_legacy_shim.workers, sys; sys.exit(any(name.partition('.')[0] == 'verl' "
+        "for name in sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -32,9 +35,18 @@ def test_after_install_old_imports_find_the_deprecated_classes() -> None:
     old_paths.install()
     workers = importlib.import_module("temper_legacy_shim.workers")
     assert importlib.import_module("verl.workers.fsdp_workers").CriticWorker is workers.CriticWorker
-    assert importlib.import_module("verl.workers.actor").DataParallelPPOActor is workers.DataParallelPPOActor
-    assert importlib.import_module("verl.workers.critic.dp_critic").DataParallelPPOCritic is workers.DataParallelPPOCritic
-    assert importlib.import_module("verl").DataProto is importlib.import_module("verl.protocol").DataProto
+    assert (
+        importlib.import_module("verl.workers.actor").DataParallelPPOActor
+        is workers.DataParallelPPOActor
+    )
+    assert (
+        importlib.import_module("verl.workers.critic.dp_critic").DataParallelPPOCritic
+        is workers.DataParallelPPOCritic
+    )
+    assert (
+        importlib.import_module("verl").DataProto
+        is importlib.import_module("verl.protocol").DataProto
+    )
     megatron = importlib.import_module("verl.workers.megatron_workers")
     assert megatron.CriticWorker is not workers.CriticWorker
 
@@ -48,13 +60,19 @@ def test_every_name_that_is_offered_exists() -> None:
 
 def test_the_old_bases_are_there_for_subclasses_and_isinstance() -> None:
     old_paths.install()
-    actor, critic = importlib.import_module("verl.workers.actor"), importlib.import_module("verl.workers.critic")
+    actor, critic = (
+        importlib.import_module("verl.workers.actor"),
+        importlib.import_module("verl.workers.critic"),
+    )
     megatron = importlib.import_module("verl.workers.megatron_workers")
     assert importlib.import_module("verl.workers.actor.base").BasePPOActor is actor.BasePPOActor
     assert importlib.import_module("verl.workers.critic.base").BasePPOCritic is critic.BasePPOCritic
     assert issubclass(actor.DataParallelPPOActor, actor.BasePPOActor)
     assert issubclass(critic.DataParallelPPOCritic, critic.BasePPOCritic)
-    assert issubclass(importlib.import_module("verl.workers.actor.megatron_actor").MegatronPPOActor, actor.BasePPOActor)
+    assert issubclass(
+        importlib.import_module("verl.workers.actor.megatron_actor").MegatronPPOActor,
+        actor.BasePPOActor,
+    )
     assert issubclass(megatron.CriticWorker, megatron.MegatronWorker)
 
     class Derived(actor.BasePPOActor):  # type: ignore[misc, name-defined]
@@ -69,7 +87,10 @@ def test_the_old_bases_are_there_for_subclasses_and_isinstance() -> None:
 
 def test_a_name_that_is_not_offered_is_refused_with_what_is() -> None:
     old_paths.install()
-    with pytest.raises(AttributeError, match=r"verl.protocol has no 'DataProtoFuture' here: .* offers DataProto, DataProtoItem"):
+    with pytest.raises(
+        AttributeError,
+        match=r"verl.protocol has no 'DataProtoFuture' here: .* offers DataProto, DataProtoItem",
+    ):
         _ = importlib.import_module("verl.protocol").DataProtoFuture
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("verl.trainer")
@@ -83,7 +104,9 @@ def test_uninstall_forgets_the_old_paths() -> None:
         importlib.import_module("verl.protocol")
 
 
-def test_the_real_package_is_not_hidden_unless_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_package_is_not_hidden_unless_forced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / PACKAGE).mkdir()
     (tmp_path / PACKAGE / "__init__.py").write_text("DataProto = 'the real one'\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -45,7 +45,9 @@ def test_the_entry_score_counts_and_arguments_are_handed_on(file: str) -> None:
     assert from_file(row, "no", path=file) == 0.25
 
 
-@pytest.mark.parametrize(("name", "message"), [("text", "returned 'good'"), ("later", "is asynchronous")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("text", "returned 'good'"), ("later", "is asynchronous")]
+)
 @pytest.mark.filterwarnings("ignore:coroutine 'later' was never awaited:RuntimeWarning")
 def test_what_is_no_number_is_an_error(file: str, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -67,7 +69,10 @@ def test_gsm8k_is_scored_by_the_number_after_the_mark() -> None:
     row = prompt(data_source="openai/gsm8k")
     assert by_data_source(row, "so it is\n#### 4") == 1.0
     assert by_data_source(row, "#### 5 no, #### 4 it is") == 1.0
-    assert by_data_source(prompt("1,234".replace(",", ""), data_source="openai/gsm8k"), "#### 1,234") == 1.0
+    assert (
+        by_data_source(prompt("1,234".replace(",", ""), data_source="openai/gsm8k"), "#### 1,234")
+        == 1.0
+    )
     assert by_data_source(row, "so it is 4") == 0.0
     assert by_data_source(row, "#### 4" + "." * 300) == 0.0
 
@@ -78,13 +83,20 @@ def test_a_source_that_is_not_known_is_refused() -> None:
 
 
 def test_the_trainer_resolves_them_by_the_names_that_translations_write(file: str) -> None:
-    function = resolve_reward(RewardConfig(function="temper_legacy_shim.old_rewards:from_file", arguments={"path": file}))
+    function = resolve_reward(
+        RewardConfig(function="temper_legacy_shim.old_rewards:from_file", arguments={"path": file})
+    )
     assert function(prompt("yes", extra_info={"bonus": 0.0}), "yes", path=file) == 1.0
     resolve_reward(RewardConfig(function="temper_legacy_shim.old_rewards:by_data_source"))
 
 
 @pytest.mark.parametrize("source", ["lighteval/MATH", "numina_olympiads", "math_dapo"])
-def test_mathematics_without_math_verify_names_the_extra(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mathematics_without_math_verify_names_the_extra(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(MissingExtraError, match=rf"'{source}' is scored by math-verify.*pip install 'temper-trainer\[math\]'"):
+    with pytest.raises(
+        MissingExtraError,
+        match=rf"'{source}' is scored by math-verify.*pip install 'temper-trainer\[math\]'",
+    ):
         by_data_source(prompt("4", data_source=source), "4")

@@ -1,4 +1,7 @@
-"""Helpers of the old scoring modules. The expected values were written down from what verl 0.4.1 returns."""
+"""Helpers of the old scoring modules.
+
+The expected values were written down from what verl 0.4.1 returns.
+"""
 
 import json
 import sys
@@ -71,7 +74,9 @@ def test_completions_are_scored_by_box_and_by_mark() -> None:
     assert old_scores.extract_solution("2 and 3.", "flexible") == "3."
     assert old_scores.default_compute_score("openai/gsm8k", "#### 8", "8", None) == 1.0
     with pytest.raises(UsageError, match="sandbox_fusion_url"):
-        old_scores.default_compute_score("codecontests", "", "", sandbox_fusion_url="http://sandbox")
+        old_scores.default_compute_score(
+            "codecontests", "", "", sandbox_fusion_url="http://sandbox"
+        )
 
 
 @pytest.mark.usefixtures("without_old_package")
@@ -81,7 +86,8 @@ def test_reward_file_with_old_helpers_scores_unchanged(tmp_path: Path) -> None:
         "from verl.utils.reward_score import gsm8k, math\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    box = math.last_boxed_only_string(solution_str)\n"
-        "    return 0.5 if box is None else float(math.is_equiv(math.remove_boxed(box), ground_truth))\n"
+        "    return 0.5 if box is None else float(math.is_equiv(math.remove_boxed(box), "
+        "ground_truth))\n"
     )
     prompt = SimpleNamespace(text="", answer="1/2", extra={})
     assert from_file(prompt, r"\boxed{0.5}", path=str(path)) == 1.0
@@ -90,10 +96,14 @@ def test_reward_file_with_old_helpers_scores_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_old_package")
 @pytest.mark.parametrize("line", ["from verl.utils.reward_score.math_verify import compute_score"])
-def test_reward_file_with_a_name_that_is_not_here_says_what_to_do(tmp_path: Path, line: str) -> None:
+def test_reward_file_with_a_name_that_is_not_here_says_what_to_do(
+    tmp_path: Path, line: str
+) -> None:
     path = tmp_path / f"reward_{len(line)}.py"
     path.write_text(f"{line}\ndef compute_score(**_): return 0.0\n")
-    with pytest.raises(UsageError, match=r"can't be imported \(No module named 'verl.utils.*'\): (use|copy|there)"):
+    with pytest.raises(
+        UsageError, match=r"can't be imported \(No module named 'verl.utils.*'\): (use|copy|there)"
+    ):
         from_file(SimpleNamespace(text="", answer="", extra={}), "", path=str(path))
 
 
@@ -101,7 +111,8 @@ def test_imports_of_helpers_are_changed_and_leave_nothing_to_do() -> None:
     text = (
         "from verl.utils.reward_score import default_compute_score, math\n"
         "from verl.utils.reward_score.gsm8k import compute_score\n"
-        "a = math.remove_boxed(math.last_boxed_only_string(b)), compute_score(c, d), default_compute_score(e, f, g)\n"
+        "a = math.remove_boxed(math.last_boxed_only_string(b)), compute_score(c, d), "
+        "default_compute_score(e, f, g)\n"
     )
     changed = change_imports(text.encode(), keeps_legacy=False)
     assert not [remark for remark in changed.remarks if remark.what_to_do]

@@ -18,7 +18,10 @@ from temper_trainer.data.tokenizer import build_tokenizer
 from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.types import Prompt
 
-TEMPLATE = "{% for m in messages %}({{ m.role }} {{ m.content }}){% endfor %}{% if add_generation_prompt %}(assistant {% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}({{ m.role }} {{ m.content }}){% endfor %}{% if add_generation_prompt "
+    "%}(assistant {% endif %}"
+)
 MODULE = """\
 import asyncio
 from temper_legacy_shim.old_tools import BaseTool, ToolResponse
@@ -50,8 +53,16 @@ class Older:
 """
 FILE = {
     "tools": [
-        {"class_name": "tools_of_a_user.Adder", "config": {"type": "native"}, "tool_schema": {"function": {"name": "add"}}},
-        {"class_name": "tools_of_a_user.Older", "config": {"type": "native"}, "tool_schema": {"function": {"name": "older"}}},
+        {
+            "class_name": "tools_of_a_user.Adder",
+            "config": {"type": "native"},
+            "tool_schema": {"function": {"name": "add"}},
+        },
+        {
+            "class_name": "tools_of_a_user.Older",
+            "config": {"type": "native"},
+            "tool_schema": {"function": {"name": "older"}},
+        },
     ]
 }
 
@@ -66,13 +77,30 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> PreTrainedTokenizerBase:
-    texts = [f"{json.dumps(FILE)} <tool_call></tool_call> (tool 5) {{'arguments': [1, 2.5], 'wait'}} Error when executing: unknown x T"]
-    made = build_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), model_path=None, texts=texts, directory=tmp_path / "tokenizer")
+    texts = [
+        (
+            f"{json.dumps(FILE)} <tool_call></tool_call> (tool 5) {{'arguments': [1, 2.5], "
+            f"'wait'}} "
+            "Error when executing: unknown x T"
+        )
+    ]
+    made = build_tokenizer(
+        TokenizerConfig(kind="bpe", vocab_size=300),
+        model_path=None,
+        texts=texts,
+        directory=tmp_path / "tokenizer",
+    )
     made.chat_template = TEMPLATE
     return made
 
 
-def environment(tokenizer: PreTrainedTokenizerBase, path: str, *, timeout_s: float = 60.0, **arguments: str | int) -> HermesTools:
+def environment(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    *,
+    timeout_s: float = 60.0,
+    **arguments: str | int,
+) -> HermesTools:
     config = EnvironmentConfig(
         name="temper_legacy_shim.old_tools:HermesTools",
         arguments={"path": path, **arguments},
@@ -95,18 +123,33 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> Sequence[int]:
 
 
 def prompt(**kwargs: object) -> Prompt:
-    return Prompt(prompt_id=0, text="?", tokens=(1,), answer="", extra={"extra_info": {"tools_kwargs": kwargs}})
+    return Prompt(
+        prompt_id=0,
+        text="?",
+        tokens=(1,),
+        answer="",
+        extra={"extra_info": {"tools_kwargs": kwargs}},
+    )
 
 
-def test_a_call_is_answered_as_the_chat_template_lays_out_a_tools_message(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+def test_a_call_is_answered_as_the_chat_template_lays_out_a_tools_message(
+    tokenizer: PreTrainedTokenizerBase, path: str
+) -> None:
     made = environment(tokenizer, path)
     made.reset(prompt(add={"create_kwargs": {"start": 10}}))
     result = made.step(tokens_of(tokenizer, call("add", numbers=[1, 2])))
     assert tokenizer.decode(result.tokens) == ")(tool 13)(assistant "
-    assert (result.is_done, result.reward, result.metrics["tool/calls"], result.metrics["tool/failed"]) == (False, 0.0, 1.0, 0.0)
+    assert (
+        result.is_done,
+        result.reward,
+        result.metrics["tool/calls"],
+        result.metrics["tool/failed"],
+    ) == (False, 0.0, 1.0, 0.0)
 
 
-def test_a_tool_of_before_gets_its_row_by_name_and_is_released(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+def test_a_tool_of_before_gets_its_row_by_name_and_is_released(
+    tokenizer: PreTrainedTokenizerBase, path: str
+) -> None:
     made = environment(tokenizer, path, max_characters=4, cut="middle")
     made.reset(prompt(older={"create_kwargs": {"start": 7}}, add=None))
     result = made.step(tokens_of(tokenizer, call("older")))
@@ -133,8 +176,18 @@ def test_a_call_that_fails_is_answered_with_its_error_and_counted(
     assert result.metrics["tool/failed"] == 1.0
 
 
-@pytest.mark.parametrize("given", ["no call at all", "<tool_call>{'name'</tool_call>", "<tool_call>[1]</tool_call>", "<tool_call>{}"])
-def test_what_is_no_call_ends_the_rollout(given: str, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        "no call at all",
+        "<tool_call>{'name'</tool_call>",
+        "<tool_call>[1]</tool_call>",
+        "<tool_call>{}",
+    ],
+)
+def test_what_is_no_call_ends_the_rollout(
+    given: str, tokenizer: PreTrainedTokenizerBase, path: str
+) -> None:
     made = environment(tokenizer, path)
     made.reset(prompt())
     assert made.step(tokens_of(tokenizer, given)).is_done
@@ -145,17 +198,36 @@ def test_what_is_no_call_ends_the_rollout(given: str, tokenizer: PreTrainedToken
     [
         ({"tools": []}, "holds no `tools`"),
         ({"tools": [{"config": {}}]}, "has no class_name"),
-        ({"tools": [{"class_name": "no_such_module.Tool", "tool_schema": {"function": {"name": "x"}}}]}, "can't be imported"),
-        ({"tools": [{"class_name": "json.JSONDecoder", "config": {"type": "mcp"}}]}, "a tool of type mcp"),
+        (
+            {
+                "tools": [
+                    {
+                        "class_name": "no_such_module.Tool",
+                        "tool_schema": {"function": {"name": "x"}},
+                    }
+                ]
+            },
+            "can't be imported",
+        ),
+        (
+            {"tools": [{"class_name": "json.JSONDecoder", "config": {"type": "mcp"}}]},
+            "a tool of type mcp",
+        ),
     ],
 )
-def test_a_file_whose_tools_cannot_be_made_is_refused(content: object, message: str, tmp_path: Path) -> None:
+def test_a_file_whose_tools_cannot_be_made_is_refused(
+    content: object, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "other.yaml").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=message):
         load_tools(str(tmp_path / "other.yaml"))
 
 
-def test_a_chat_template_without_tools_is_refused(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    tokenizer.chat_template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+def test_a_chat_template_without_tools_is_refused(
+    tokenizer: PreTrainedTokenizerBase, path: str
+) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
     with pytest.raises(ConfigError, match="leaves out what an assistant or a tool said"):
         environment(tokenizer, path)

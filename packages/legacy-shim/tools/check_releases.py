@@ -2,8 +2,8 @@
 
     python packages/legacy-shim/tools/check_releases.py
 
-It asks pip for the versions of verl and compares them with ``configs/data/trees.json``. Add a missing
-release with ``build_trees.py``.
+It asks pip for the versions of verl and compares them with ``configs/data/trees.json``. Add a
+missing release with ``build_trees.py``.
 """
 
 import json
@@ -27,7 +27,8 @@ def main() -> None:
     missing = find_missing(versions_of_index())
     if missing:
         sys.exit(
-            f"verl {', '.join(missing)}: no default configurations are recorded. Install or check out the release, and run "
+            f"verl {', '.join(missing)}: no default configurations are recorded. Install or check "
+            "out the release, and run "
             "packages/legacy-shim/tools/build_trees.py RELEASE PATH."
         )
     print("every verl release of the package index is recorded")
@@ -39,11 +40,21 @@ def versions_of_index() -> list[str]:
     Raises:
         RuntimeError: pip lists none, so nothing can be said.
     """
-    command = [sys.executable, "-m", "pip", "index", "versions", "verl", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "index",
+        "versions",
+        "verl",
+        "--disable-pip-version-check",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     listed = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
     if listed is None:
-        raise RuntimeError(f"pip index versions verl named no version: {done.stdout or done.stderr}")
+        raise RuntimeError(
+            f"pip index versions verl named no version: {done.stdout or done.stderr}"
+        )
     return [version.strip() for version in listed[1].split(",")]
 
 

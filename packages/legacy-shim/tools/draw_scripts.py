@@ -37,9 +37,16 @@ Row = tuple[str, str, str, str]
 
 def main() -> None:
     """Draw the set, or write the scripts of the drawn set."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("clones", type=Path)
-    parser.add_argument("--scripts", type=Path, metavar="OUT", help="write the drawn scripts there; OUT must not exist")
+    parser.add_argument(
+        "--scripts",
+        type=Path,
+        metavar="OUT",
+        help="write the drawn scripts there; OUT must not exist",
+    )
     options = parser.parse_args()
     if options.scripts:
         write_scripts(options.clones, options.scripts)
@@ -75,7 +82,10 @@ def draw(clones: Path) -> Iterator[Row]:
         num_scripts, num_repositories = num_scripts + len(drawn), num_repositories + bool(drawn)
         if num_scripts >= SCRIPTS and num_repositories >= REPOSITORIES:
             return
-    sys.exit(f"{num_scripts} scripts of {num_repositories} repositories: add clones from {FRAME.name}, in the drawn order")
+    sys.exit(
+        f"{num_scripts} scripts of {num_repositories} repositories: add clones from {FRAME.name}, "
+        "in the drawn order"
+    )
 
 
 def write_scripts(clones: Path, out: Path) -> None:
@@ -97,7 +107,9 @@ def _clone(clones: Path, name: str) -> Path:
 
 def _all_blobs(clone: Path) -> set[str]:
     """Return every object of a clone."""
-    listed = git(clone, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)", "--unordered")
+    listed = git(
+        clone, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)", "--unordered"
+    )
     return set(listed.decode().split())
 
 
@@ -111,7 +123,9 @@ def _scripts(clone: Path, commit: str) -> Iterator[tuple[str, str]]:
 
 def _files(clone: Path, commit: str, endings: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Yield path and object of the files at a commit."""
-    for entry in git(clone, "ls-tree", "-r", "-z", commit).decode(errors="surrogateescape").split("\0"):
+    for entry in (
+        git(clone, "ls-tree", "-r", "-z", commit).decode(errors="surrogateescape").split("\0")
+    ):
         meta, _, path = entry.partition("\t")
         if path.endswith(endings) and path.isprintable() and meta.split()[1] == "blob":
             yield path, meta.split()[2]

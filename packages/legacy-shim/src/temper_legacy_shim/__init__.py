@@ -1,12 +1,15 @@
-"""Help for users of older worker-class systems: the command ``temper-migrate``, checkpoint converters, deprecated workers.
+"""Help for users of older worker-class systems.
 
-Import from the packages (``temper_legacy_shim.checkpoints``, ``.workers``): this file imports nothing, so that the command starts at once.
-``install()`` puts the deprecated workers under their old module paths.
+The command ``temper-migrate``, checkpoint converters, deprecated workers.
+
+Import from the packages (``temper_legacy_shim.checkpoints``, ``.workers``): this file imports
+nothing, so that the command starts at once. ``install()`` puts the deprecated workers under their
+old module paths.
 """
 
 
 def install(*, force: bool = False) -> None:
-    """Make imports of the old module paths find the deprecated classes.
+    """Make old module paths importable in this process, with the deprecated classes.
 
     See ``old_paths.install``.
     """

@@ -21,7 +21,8 @@ PACKAGE = "temper-legacy-shim"
 
 
 _SENTENCE = re.compile(
-    rf"(?P<what>\S+) is deprecated since {PACKAGE} (?P<since>[\d.]+) and will be removed in (?P<removed_in>[\d.]+): "
+    rf"(?P<what>\S+) is deprecated since {PACKAGE} (?P<since>[\d.]+) and will be removed in "
+    r"(?P<removed_in>[\d.]+): "
     r"use (?P<module>[\w.]+)\.(?P<name>\w+) instead; (?P<how>.+)\."
 )
 
@@ -44,7 +45,9 @@ class Deprecation:
     removed_in: str
     """Release that no longer has it, at least two minor releases later."""
     instead: str
-    """Import path of what replaces it: ``module:name``, importable where the replacement is installed."""
+    """Import path of what replaces it: ``module:name``, importable where the replacement is
+    installed.
+    """
     how: str
     """Instruction for the replacement, without a final dot."""
 
@@ -57,7 +60,10 @@ class Deprecation:
         """
         match = _SENTENCE.fullmatch(sentence)
         if match is None:
-            raise ValueError(f"{sentence!r} is not a sentence of a deprecation: write one as Deprecation.sentence() does.")
+            raise ValueError(
+                f"{sentence!r} is not a sentence of a deprecation: write one as "
+                "Deprecation.sentence() does."
+            )
         parts = match.groupdict()
         return cls(instead=f"{parts.pop('module')}:{parts.pop('name')}", **parts)
 
@@ -65,7 +71,8 @@ class Deprecation:
         """Return the sentence shown to the user."""
         module, _, name = self.instead.partition(":")
         return (
-            f"{self.what} is deprecated since {PACKAGE} {self.since} and will be removed in {self.removed_in}: "
+            f"{self.what} is deprecated since {PACKAGE} {self.since} and will be removed in "
+            f"{self.removed_in}: "
             f"use {module}.{name} instead; {self.how}."
         )
 
@@ -91,9 +98,9 @@ RECORDS: dict[str, Deprecation] = {}
 def deprecated_class(cls: ClassT) -> ClassT:
     """Register the deprecation of a class, and warn at its construction.
 
-    The class must have ``typing_extensions.deprecated`` below this, with the sentence as a literal and
-    ``category=None``, so that it does not warn a second time. Subclasses warn too, once for each place
-    that constructs them.
+    The class must have ``typing_extensions.deprecated`` below this, with the sentence as a literal
+    and ``category=None``, so that it does not warn a second time. Subclasses warn too, once for
+    each place that constructs them.
     """
     record = Deprecation.from_sentence(vars(cls)["__deprecated__"])
     RECORDS[record.what] = record
@@ -108,9 +115,16 @@ def deprecated_class(cls: ClassT) -> ClassT:
 
     def __init_subclass__(subclass: type[Any], /, **kwargs: Any) -> None:
         getattr(inherited, "__func__", lambda _, **__: None)(subclass, **kwargs)
-        # ray.remote() derives a class of its own. The actor's process has no line of the user's, so the warning comes here.
+        # ray.remote() derives a class of its own. The actor's process has no line of the user's, so
+        # the warning comes here.
         if "__ray_actor_class__" in vars(subclass):
-            warn_caller(next(vars(base)["__deprecation__"] for base in subclass.__mro__ if "__deprecation__" in vars(base)))
+            warn_caller(
+                next(
+                    vars(base)["__deprecation__"]
+                    for base in subclass.__mro__
+                    if "__deprecation__" in vars(base)
+                )
+            )
 
     cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
     __init__.__wrapped__ = construct  # type: ignore[attr-defined]
@@ -121,7 +135,9 @@ def deprecated_class(cls: ClassT) -> ClassT:
 
 def _is_warned_by_subclass(actual: type, cls: type) -> bool:
     """Return whether a class between the two has a record of its own, whose warning is enough."""
-    return any("__deprecation__" in vars(base) for base in actual.__mro__[: actual.__mro__.index(cls)])
+    return any(
+        "__deprecation__" in vars(base) for base in actual.__mro__[: actual.__mro__.index(cls)]
+    )
 
 
 _RAY_PROCESS = "ray/_private/workers/default_worker.py"
@@ -132,8 +148,8 @@ _SEEN: set[tuple[str, str, int]] = set()
 def warn_caller(record: Deprecation) -> None:
     """Warn at the user's line; once for each file and line, whatever the warning filters say.
 
-    In the process of a Ray actor that Ray itself constructs there is no such line, and no warning: it came where the class was given to
-    ``ray.remote``.
+    In the process of a Ray actor that Ray itself constructs there is no such line, and no warning:
+    it came where the class was given to ``ray.remote``.
     """
     result = _caller()
     if result is None:
@@ -147,10 +163,11 @@ def warn_caller(record: Deprecation) -> None:
 
 
 def _caller() -> tuple[FrameType, int] | None:
-    """Return the nearest frame outside this package and Ray, with its distance from ``warn_caller``.
+    """Find the nearest frame outside this package and Ray, and its stack level.
 
     Returns:
-        None in Ray's own processes if nothing else is on the stack; elsewhere the outermost frame then.
+        None in Ray's own processes if nothing else is on the stack; elsewhere the outermost frame
+        then.
     """
     frame: FrameType | None = sys._getframe(1)
     assert frame is not None

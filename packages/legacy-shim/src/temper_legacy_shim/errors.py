@@ -1,14 +1,14 @@
 """Errors of the shim. Every message says what is wrong, what was expected, and what to do.
 
-ShimError
-├── UsageError(ValueError)          options that conflict, are missing, or have no effect on this input
-├── LayoutError(ValueError)         a directory is no checkpoint that we know, or a file of it is missing
-├── DamagedFileError(ValueError)    a file is truncated, malformed, or contradicts the others; names file and key
-│   └── UnsafeFileError             a file asks for something that no checkpoint needs; names the global
-├── ScriptError(ValueError)         a launch script is no bash, or can't be followed without executing it; names the line
-├── MissingExtraError(ModuleNotFoundError)  a room was imported whose extra is not installed; names the extra
-├── OutputError(RuntimeError)       the output exists, is in use, or can't be written
-└── VerificationError(RuntimeError) what was written is not what was read, or a receipt does not hold
+ShimError ├── UsageError(ValueError)          options that conflict, are missing, or have no effect
+on this input ├── LayoutError(ValueError)         a directory is no checkpoint that we know, or a
+file of it is missing ├── DamagedFileError(ValueError)    a file is truncated, malformed, or
+contradicts the others; names file and key │   └── UnsafeFileError             a file asks for
+something that no checkpoint needs; names the global ├── ScriptError(ValueError)         a launch
+script is no bash, or can't be followed without executing it; names the line ├──
+MissingExtraError(ModuleNotFoundError)  a room was imported whose extra is not installed; names the
+extra ├── OutputError(RuntimeError)       the output exists, is in use, or can't be written └──
+VerificationError(RuntimeError) what was written is not what was read, or a receipt does not hold
 """
 
 
@@ -60,7 +60,9 @@ class MissingExtraError(ShimError, ModuleNotFoundError):
     """A room was imported whose extra is not installed."""
 
 
-def explain_missing_extra(feature: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
+def explain_missing_extra(
+    feature: str, extra: str, error: ModuleNotFoundError
+) -> ModuleNotFoundError:
     """Return the error for an import without its extra.
 
     A sentence that names it, or the error itself if the module is ours.
@@ -69,5 +71,7 @@ def explain_missing_extra(feature: str, extra: str, error: ModuleNotFoundError) 
     if module in ("", "temper_legacy_shim"):
         return error
     return MissingExtraError(
-        f"temper_legacy_shim.{feature} needs {module}, which is not installed: pip install 'temper-legacy-shim[{extra}]'.", name=error.name
+        f"temper_legacy_shim.{feature} needs {module}, which is not installed: pip install "
+        f"'temper-legacy-shim[{extra}]'.",
+        name=error.name,
     )

@@ -1,7 +1,8 @@
 """Advantages and losses of the old trainers that the new one has no name for, by import path.
 
-Translated configurations name them in ``algorithm.advantage`` and ``algorithm.policy_loss``. The losses are per token and unreduced, as
-every objective's are: only their formula is the old one, not how micro-batches were averaged.
+Translated configurations name them in ``algorithm.advantage`` and ``algorithm.policy_loss``. The
+losses are per token and unreduced, as every objective's are: only their formula is the old one, not
+how micro-batches were averaged.
 """
 
 from typing import Literal
@@ -41,7 +42,9 @@ class PlainGradient(PolicyLoss):
     Source: Chu et al. 2025, arXiv:2504.02546; verl's loss_mode gpg.
     """
 
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         """Return the -A log p."""
         return -advantages * logprobs
 
@@ -56,7 +59,8 @@ class WithinDivergence(PolicyLoss):
     """
 
     distance: Literal["tv", "kl"] = "tv"
-    """tv: the change of the token's probability. kl: KL(old, new) of "this token or another one"."""
+    """tv: the change of the token's probability. kl: KL(old, new) of "this token or another one".
+    """
     low: float = 0.2
     """Largest fall of the probability of a token with A <= 0."""
     high: float = 0.2
@@ -64,7 +68,9 @@ class WithinDivergence(PolicyLoss):
     max_ratio: float = 3.0
     """rho weighs at most this much."""
 
-    def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
         """Return the weighted log-probs of the tokens that are kept."""
         ratio = log_ratio.detach().exp()
         is_over, is_under = self._moved(logprobs.detach(), (logprobs - log_ratio).detach())

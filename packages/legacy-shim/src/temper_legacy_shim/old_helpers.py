@@ -1,4 +1,6 @@
-"""Helper functions of the old package that scripts for data and evaluation import: files, tokenizers, padding.
+"""Helper functions of the old package that scripts for data and evaluation import.
+
+Files, tokenizers, padding.
 
 They give the old results for the same arguments. Remote paths (``hdfs://...``) go through fsspec.
 """
@@ -46,7 +48,11 @@ def copy(src: str, dst: str, **kwargs: Any) -> str | bool:
     """Copy a file or a folder; returns where it is, or True if a side is remote."""
     sides = src.startswith(_REMOTE), dst.startswith(_REMOTE)
     if not any(sides):
-        copied = shutil.copytree(src, dst, **kwargs) if Path(src).is_dir() else shutil.copy(src, dst, **kwargs)
+        copied = (
+            shutil.copytree(src, dst, **kwargs)
+            if Path(src).is_dir()
+            else shutil.copy(src, dst, **kwargs)
+        )
         return str(copied)
     files, inner = _remote(dst if sides[1] else src)
     if all(sides):
@@ -58,7 +64,13 @@ def copy(src: str, dst: str, **kwargs: Any) -> str | bool:
     return True
 
 
-def copy_to_local(src: str, cache_dir: str | None = None, filelock: str = ".file.lock", verbose: bool = False, **ignored: Any) -> str:
+def copy_to_local(
+    src: str,
+    cache_dir: str | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    **ignored: Any,
+) -> str:
     """Return a local path: the path itself, or that of a download.
 
     Args:
@@ -70,7 +82,11 @@ def copy_to_local(src: str, cache_dir: str | None = None, filelock: str = ".file
     """
     if not src.startswith(_REMOTE):
         return src
-    target = Path(cache_dir or _CACHE).expanduser() / str(os.getpid()) / src.rstrip("/").rpartition("/")[2]
+    target = (
+        Path(cache_dir or _CACHE).expanduser()
+        / str(os.getpid())
+        / src.rstrip("/").rpartition("/")[2]
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     if verbose:
         logger.warning("downloading %s to %s", src, target)
@@ -79,8 +95,10 @@ def copy_to_local(src: str, cache_dir: str | None = None, filelock: str = ".file
     return str(target)
 
 
-def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any) -> Any:
-    """Return the tokenizer of transformers, with the end of text as padding if it has no padding token.
+def hf_tokenizer(
+    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+) -> Any:
+    """Load a tokenizer, with the end-of-text token for padding if it has none.
 
     Args:
         name_or_path: As transformers takes it.
@@ -94,17 +112,24 @@ def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemm
         kwargs |= {"eos_token": "<end_of_turn>", "eos_token_id": 107}
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
     if correct_pad_token and tokenizer.pad_token_id is None:
-        warnings.warn(f"the tokenizer has no padding token: {tokenizer.eos_token!r} is used", stacklevel=2)
+        warnings.warn(
+            f"the tokenizer has no padding token: {tokenizer.eos_token!r} is used", stacklevel=2
+        )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Return positions counted over the tokens of a mask [B, L]; padding before them has position 0."""
+    """Return positions counted over the tokens of a mask [B, L].
+
+    Padding before them has position 0.
+    """
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: float, left_pad: bool = False) -> Tensor:
+def pad_sequence_to_length(
+    tensors: Tensor, max_seq_len: int, pad_token_id: float, left_pad: bool = False
+) -> Tensor:
     """Pad the last dimension to a length; a longer tensor stays as it is."""
     from torch.nn.functional import pad
 
@@ -127,14 +152,19 @@ def postprocess_data(
     """
     length = input_ids.shape[-1]
     if length <= max_length:
-        return pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad), pad_sequence_to_length(
-            attention_mask, max_length, 0, left_pad
-        )
+        return pad_sequence_to_length(
+            input_ids, max_length, pad_token_id, left_pad
+        ), pad_sequence_to_length(attention_mask, max_length, 0, left_pad)
     if truncation == "error":
-        raise NotImplementedError(f"a sequence has {length} tokens, but max_length is {max_length}: raise it, or set truncation.")
+        raise NotImplementedError(
+            f"a sequence has {length} tokens, but max_length is {max_length}: raise it, or set "
+            "truncation."
+        )
     start = {"left": max_length, "right": 0, "middle": max_length - max_length // 2}.get(truncation)
     if start is None:
-        raise NotImplementedError(f"truncation is {truncation!r}, but must be left, right, middle or error.")
+        raise NotImplementedError(
+            f"truncation is {truncation!r}, but must be left, right, middle or error."
+        )
     head = max_length - start
 
     def cut(tensor: Tensor) -> Tensor:
@@ -144,11 +174,23 @@ def postprocess_data(
 
 
 def tokenize_and_postprocess_data(
-    prompt: str, tokenizer: Any, max_length: int, pad_token_id: int, left_pad: bool = True, truncation: Truncation = "error"
+    prompt: str,
+    tokenizer: Any,
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: Truncation = "error",
 ) -> tuple[Tensor, Tensor]:
     """Tokenize a text, then pad or cut it: token IDs and mask [1, L]."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    return postprocess_data(encoded["input_ids"], encoded["attention_mask"], max_length, pad_token_id, left_pad, truncation)
+    return postprocess_data(
+        encoded["input_ids"],
+        encoded["attention_mask"],
+        max_length,
+        pad_token_id,
+        left_pad,
+        truncation,
+    )
 
 
 def collate_fn(data_list: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -175,6 +217,8 @@ def _remote(path: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise UsageError(f"{path} is a remote path, which needs fsspec: pip install fsspec.") from error
+        raise UsageError(
+            f"{path} is a remote path, which needs fsspec: pip install fsspec."
+        ) from error
     files, inner = url_to_fs(path)
     return files, str(inner)

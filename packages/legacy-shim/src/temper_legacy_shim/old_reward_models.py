@@ -1,7 +1,9 @@
-"""A reward model that scores completions, as the old reward workers did, under the trainer's signature of a reward function.
+"""Score completions with a reward model, as the old reward workers did.
 
-Translated configurations name ``by_model`` in ``reward.function``. The model is loaded once in each process that scores, next to the
-roles, and scores one completion after the other.
+The signature is that of the trainer's reward functions.
+
+Translated configurations name ``by_model`` in ``reward.function``. The model is loaded once in each
+process that scores, next to the roles, and scores one completion after the other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from temper_legacy_shim.errors import UsageError
 from temper_legacy_shim.old_rewards import ScoredPrompt
@@ -41,8 +48,9 @@ def score_with_model(
         prompt: its messages are in ``extra``.
         text: the completion, which becomes the assistant's message.
         path: directory of a model with a score head of one label.
-        messages_key: field of the row with the chat messages, which go through the model's own chat template; None scores the prompt's
-            text with the completion behind it as they are, for a model that shares the policy's template.
+        messages_key: field of the row with the chat messages, which go through the model's own chat
+            template; None scores the prompt's text with the completion behind it as they are, for a
+            model that shares the policy's template.
         max_tokens: what is longer loses its end, as it did.
         dtype: bfloat16, float16 or float32.
         device: None takes a GPU if there is one.
@@ -54,41 +62,61 @@ def score_with_model(
     shown = _conversation(prompt, text, key=messages_key, tokenizer=loaded.tokenizer)
     ids: list[int] = loaded.tokenizer(shown, add_special_tokens=False)["input_ids"][:max_tokens]
     if not ids:
-        raise UsageError(f"a conversation has no tokens for the reward model in {path}: nothing can be scored.")
+        raise UsageError(
+            f"a conversation has no tokens for the reward model in {path}: nothing can be scored."
+        )
     with torch.inference_mode():
         result = loaded.model(input_ids=torch.tensor([ids], device=loaded.device)).logits
     return float(result.float().reshape(-1)[0])
 
 
-def _conversation(prompt: ScoredPrompt, text: str, *, key: str | None, tokenizer: PreTrainedTokenizerBase) -> str:
+def _conversation(
+    prompt: ScoredPrompt, text: str, *, key: str | None, tokenizer: PreTrainedTokenizerBase
+) -> str:
     if key is None:
         return prompt.text + text
     messages = prompt.extra.get(key)
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not all(isinstance(each, Mapping) for each in messages):
+    if (
+        not isinstance(messages, Sequence)
+        or isinstance(messages, str)
+        or not all(isinstance(each, Mapping) for each in messages)
+    ):
         raise UsageError(
-            f"the row has {messages!r:.60} under {key!r}, but a list of chat messages is expected: name their column in "
+            f"the row has {messages!r:.60} under {key!r}, but a list of chat messages is expected: "
+            "name their column in "
             "reward.arguments.messages_key and in data.train.extra_keys."
         )
     chat = [{"role": str(each["role"]), "content": str(each["content"])} for each in messages]
-    shown = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": text}], tokenize=False)
+    shown = tokenizer.apply_chat_template(
+        [*chat, {"role": "assistant", "content": text}], tokenize=False
+    )
     return str(shown)
 
 
 @cache
 def _loaded(path: str, dtype: str, device: str | None) -> _Loaded:
     if dtype not in _DTYPES:
-        raise UsageError(f"reward.arguments.dtype is {dtype!r}, but must be one of {', '.join(_DTYPES)}.")
+        raise UsageError(
+            f"reward.arguments.dtype is {dtype!r}, but must be one of {', '.join(_DTYPES)}."
+        )
     position = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model, notes = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=_DTYPES[dtype], output_loading_info=True, trust_remote_code=False
+            path,
+            num_labels=1,
+            dtype=_DTYPES[dtype],
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"no reward model can be loaded from {path!r}: {error}") from error
     absent = sorted(name for name in notes["missing_keys"] if not name.endswith(".bias"))
     if absent:
-        raise UsageError(f"{path} has no {absent[0]}, which scores: it is no reward model; its scores would be random. Name one that is.")
+        raise UsageError(
+            f"{path} has no {absent[0]}, which scores: it is no reward model; its scores would be "
+            "random. Name one that is."
+        )
     return _Loaded(model=model.to(position).eval(), tokenizer=tokenizer, device=position)
 
 

@@ -1,7 +1,10 @@
-"""Reward functions with the old signature under the new one: a user's own file, and the choice by a row's ``data_source``.
+"""Reward functions with the old signature under the new one.
 
-Translated configurations name them in ``reward.function``; the trainer calls them with a prompt and the text of a completion. They read
-the row's further fields from ``prompt.extra``, which the translated ``data.train.extra_keys`` fills.
+A user's own file, and the choice by a row's ``data_source``.
+
+Translated configurations name them in ``reward.function``; the trainer calls them with a prompt and
+the text of a completion. They read the row's further fields from ``prompt.extra``, which the
+translated ``data.train.extra_keys`` fills.
 """
 
 import importlib.util
@@ -41,8 +44,18 @@ class ScoredPrompt(Protocol):
         ...
 
 
-def from_file(prompt: ScoredPrompt, text: str, /, *, path: str, name: str = "compute_score", **arguments: Argument) -> float:
-    """Score with a function of the old signature, ``f(data_source, solution_str, ground_truth, extra_info)``, from a file.
+def from_file(
+    prompt: ScoredPrompt,
+    text: str,
+    /,
+    *,
+    path: str,
+    name: str = "compute_score",
+    **arguments: Argument,
+) -> float:
+    """Score with a function of a file that has the old signature.
+
+    The signature is ``f(data_source, solution_str, ground_truth, extra_info)``.
 
     Args:
         prompt: its answer and extra fields.
@@ -59,18 +72,26 @@ def from_file(prompt: ScoredPrompt, text: str, /, *, path: str, name: str = "com
     """
     function = _function(path, name)
     result = function(
-        data_source=prompt.extra.get(SOURCE), solution_str=text, ground_truth=prompt.answer, extra_info=prompt.extra.get(INFO), **arguments
+        data_source=prompt.extra.get(SOURCE),
+        solution_str=text,
+        ground_truth=prompt.answer,
+        extra_info=prompt.extra.get(INFO),
+        **arguments,
     )
     if inspect.isawaitable(result):
-        raise UsageError(f"{name} in {path} is asynchronous: wrap it in a function that waits for it (asyncio.run) and name that one.")
+        raise UsageError(
+            f"{name} in {path} is asynchronous: wrap it in a function that waits for it "
+            "(asyncio.run) and name that one."
+        )
     return _score(result, what=f"{name} in {path}")
 
 
 def score_by_data_source(prompt: ScoredPrompt, text: str, /) -> float:
     """Score as the old default did: by the row's ``data_source``.
 
-    GSM8K by the last number after ``#### `` among the last 300 characters, compared as text without commas (1 or 0); mathematics by
-    math-verify, which accepts a few spellings that the old comparison of texts did not; DAPO's data by the same with -1 for a wrong answer.
+    GSM8K by the last number after ``#### `` among the last 300 characters, compared as text without
+    commas (1 or 0); mathematics by math-verify, which accepts a few spellings that the old
+    comparison of texts did not; DAPO's data by the same with -1 for a wrong answer.
 
     Raises:
         UsageError: a source that was scored by code of its own; name a reward function for it.
@@ -84,7 +105,8 @@ def score_by_data_source(prompt: ScoredPrompt, text: str, /) -> float:
     if source == "math_dapo" or source.startswith("aime"):
         return 1.0 if _maths(prompt, text) > 0 else -1.0
     raise UsageError(
-        f"data_source is {source!r}, which the old system scored by code of its own: name a reward function of yours in reward.function "
+        f"data_source is {source!r}, which the old system scored by code of its own: name a reward "
+        "function of yours in reward.function "
         "(temper_legacy_shim.old_rewards:from_file takes the old kind, with reward.arguments.path)."
     )
 
@@ -102,13 +124,17 @@ _GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 def _gsm8k(answer: str, text: str) -> float:
     result = _GSM8K_ANSWER.findall(text[-300:])
-    return float(bool(result) and result[-1].replace(",", "").replace("$", "") == answer.rpartition("####")[2].strip())
+    return float(
+        bool(result)
+        and result[-1].replace(",", "").replace("$", "") == answer.rpartition("####")[2].strip()
+    )
 
 
 def _maths(prompt: ScoredPrompt, text: str) -> float:
     if importlib.util.find_spec("math_verify") is None:
         raise MissingExtraError(
-            f"data_source {prompt.extra.get(SOURCE)!r} is scored by math-verify, which is not installed: "
+            f"data_source {prompt.extra.get(SOURCE)!r} is scored by math-verify, which is not "
+            "installed: "
             "pip install 'temper-trainer[math]'."
         )
     from temper_trainer.reward.builtin_rewards import math_verify
@@ -120,14 +146,17 @@ def _maths(prompt: ScoredPrompt, text: str) -> float:
 def _function(path: str, name: str) -> Callable[..., object]:
     file = Path(path)
     if not file.is_file():
-        raise UsageError(f"reward.arguments.path is {path}, which is no file here ({Path.cwd()}): fix the path.")
+        raise UsageError(
+            f"reward.arguments.path is {path}, which is no file here ({Path.cwd()}): fix the path."
+        )
     spec = importlib.util.spec_from_file_location(f"_old_reward_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is no Python file: give the .py file with the reward function.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     if not old_paths.is_installed() and importlib.util.find_spec(old_paths.PACKAGE) is None:
-        old_paths.install()  # for helpers such as verl.utils.reward_score.math.last_boxed_only_string
+        # For helpers such as verl.utils.reward_score.math.last_boxed_only_string.
+        old_paths.install()
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
@@ -139,7 +168,9 @@ def _function(path: str, name: str) -> Callable[..., object]:
         raise UsageError(f"{path} can't be imported ({error}): {advice_for(missing)}.") from error
     function = vars(module).get(name)
     if not callable(function):
-        raise UsageError(f"{path} has no function {name}: set reward.arguments.name to the one that scores.")
+        raise UsageError(
+            f"{path} has no function {name}: set reward.arguments.name to the one that scores."
+        )
     result: Callable[..., object] = function
     return result
 
@@ -147,7 +178,10 @@ def _function(path: str, name: str) -> Callable[..., object]:
 def _score(result: object, *, what: str) -> float:
     value = result.get("score") if isinstance(result, Mapping) else result
     if not isinstance(value, SupportsFloat):
-        raise UsageError(f"{what} returned {result!r:.80}, but a number, or a mapping with a number under score, is expected.")
+        raise UsageError(
+            f"{what} returned {result!r:.80}, but a number, or a mapping with a number under "
+            "score, is expected."
+        )
     return float(value)
 
 

@@ -1,7 +1,7 @@
 """Helper functions of the old package's scoring modules, under which reward files compare answers.
 
-They give the old results for the same arguments, so a reward file scores as before. New code scores mathematics with
-``temper_trainer.reward.builtin_rewards.math_verify``.
+They give the old results for the same arguments, so a reward file scores as before. New code scores
+mathematics with ``temper_trainer.reward.builtin_rewards.math_verify``.
 """
 
 import re
@@ -34,11 +34,22 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
         raise AssertionError(f"method is {method!r}, but must be strict or flexible.")
     numbers = _GSM8K_NUMBER.findall(solution_str)
     # Without any other the first one counts, even if it is a lone dot.
-    return next((number for number in reversed(numbers) if number != "."), numbers[0] if numbers else None)
+    return next(
+        (number for number in reversed(numbers) if number != "."), numbers[0] if numbers else None
+    )
 
 
-def gsm8k_score(solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0) -> float:
-    """Score a GSM8K completion: 0 without an answer, ``format_score`` for a wrong one, ``score`` for the right one."""
+def gsm8k_score(
+    solution_str: str,
+    ground_truth: str,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """Score a GSM8K completion.
+
+    0 without an answer, ``format_score`` for a wrong one, ``score`` for the right one.
+    """
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0
@@ -117,7 +128,9 @@ def strip_string(string: str) -> str:
 
 def _with_braced_roots(string: str) -> str:
     first, *rest = string.split("\\sqrt")
-    return first + "".join("\\sqrt" + (part if part[0] == "{" else f"{{{part[0]}}}{part[1:]}") for part in rest)
+    return first + "".join(
+        "\\sqrt" + (part if part[0] == "{" else f"{{{part[0]}}}{part[1:]}") for part in rest
+    )
 
 
 def _with_braced_fractions(string: str) -> str:
@@ -128,13 +141,17 @@ def _with_braced_fractions(string: str) -> str:
     parts = string.split("\\frac")[1:]
     if any(part[0] != "{" and len(part) == 1 for part in parts):
         return string
-    return _SHORT_FRACTION.sub(lambda match: f"\\frac{{{match[1]}}}" + (match[2] or f"{{{match[3]}}}"), string)
+    return _SHORT_FRACTION.sub(
+        lambda match: f"\\frac{{{match[1]}}}" + (match[2] or f"{{{match[3]}}}"), string
+    )
 
 
 def _as_fraction(string: str) -> str:
     """Rewrite ``3/4`` of two whole numbers as a fraction."""
     numbers = string.split("/")
-    is_simple = len(numbers) == 2 and all(re.fullmatch(r"-?(?:0|[1-9][0-9]*)", each) and each != "-0" for each in numbers)
+    is_simple = len(numbers) == 2 and all(
+        re.fullmatch(r"-?(?:0|[1-9][0-9]*)", each) and each != "-0" for each in numbers
+    )
     return f"\\frac{{{numbers[0]}}}{{{numbers[1]}}}" if is_simple else string
 
 
@@ -176,19 +193,28 @@ class _Row:
 
 
 def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: object = None, *args: object, **kwargs: object
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: object = None,
+    *args: object,
+    **kwargs: object,
 ) -> float:
     """Score as the old default did, by ``data_source``.
 
     See ``temper_legacy_shim.old_rewards.by_data_source``.
 
     Raises:
-        UsageError: the old system scored this source by code of its own, or arguments were given that only such code reads.
+        UsageError: the old system scored this source by code of its own, or arguments were given
+            that only such code reads.
     """
     given = [each for each in (*args, *kwargs.values()) if each is not None]
     if given:
         raise UsageError(
-            f"default_compute_score was given {', '.join(kwargs) or 'further arguments'}, which only the old sandboxes read: score "
+            f"default_compute_score was given {', '.join(kwargs) or 'further arguments'}, which "
+            "only the old sandboxes read: score "
             "programs in a function of your own."
         )
-    return by_data_source(_Row(answer=ground_truth, extra={SOURCE: data_source, INFO: extra_info}), solution_str)
+    return by_data_source(
+        _Row(answer=ground_truth, extra={SOURCE: data_source, INFO: extra_info}), solution_str
+    )

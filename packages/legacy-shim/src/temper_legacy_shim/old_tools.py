@@ -1,7 +1,10 @@
-"""Tools of the old kind in rollouts of several turns: classes that a YAML file names, called as the old agent loop called them.
+"""Tools of the old kind in rollouts of several turns.
 
-Translated configurations name ``HermesTools`` in ``environment.name``. The policy writes ``<tool_call>{"name": ..., "arguments": ...}
-</tool_call>``, where its completion stops; the tool answers, and the chat template lays the answer behind as a message of the role tool.
+Classes that a YAML file names, called as the old agent loop called them.
+
+Translated configurations name ``HermesTools`` in ``environment.name``. The policy writes
+``<tool_call>{"name": ..., "arguments": ...} </tool_call>``, where its completion stops; the tool
+answers, and the chat template lays the answer behind as a message of the role tool.
 """
 
 import asyncio
@@ -57,14 +60,24 @@ class ToolSchema:
         """
         function = content.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ConfigError(f"{dict(content)!r:.80} is no schema of a tool: it needs a function with a name.")
-        known = {name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None}
+            raise ConfigError(
+                f"{dict(content)!r:.80} is no schema of a tool: it needs a function with a name."
+            )
+        known = {
+            name: function[name]
+            for name in ("name", "description", "parameters")
+            if function.get(name) is not None
+        }
         return cls(function=ToolFunction(**known))
 
     def model_dump(self, **ignored: object) -> dict[str, object]:
         """Return plain values, regardless of the old options."""
         del ignored
-        function = {"name": self.function.name, "description": self.function.description, "parameters": dict(self.function.parameters)}
+        function = {
+            "name": self.function.name,
+            "description": self.function.description,
+            "parameters": dict(self.function.parameters),
+        }
         return {"type": self.type, "function": function}
 
 
@@ -96,7 +109,9 @@ class BaseTool:
         """Return the schema, where the file has none."""
         return self.tool_schema
 
-    async def create(self, instance_id: str | None = None, **kwargs: object) -> tuple[str, ToolResponse]:
+    async def create(
+        self, instance_id: str | None = None, **kwargs: object
+    ) -> tuple[str, ToolResponse]:
         """Begin a call; what is created is known by the id."""
         del kwargs
         return instance_id or str(uuid4()), ToolResponse()
@@ -105,7 +120,9 @@ class BaseTool:
         self, instance_id: str, parameters: dict[str, object], **kwargs: object
     ) -> tuple[ToolResponse, float, dict[str, object]]:
         """Answer a call: the answer, a reward, metrics."""
-        raise NotImplementedError(f"{type(self).__name__} has no execute(), which is what a tool does.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no execute(), which is what a tool does."
+        )
 
     async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         """Return a reward of the rollout, which was logged and never trained on."""
@@ -132,7 +149,9 @@ class _Tool(Protocol):
     name: str
 
     async def create(self, **kwargs: object) -> object: ...
-    async def execute(self, instance_id: str, parameters: dict[str, object], **kwargs: object) -> tuple[str | _Response, float, object]: ...
+    async def execute(
+        self, instance_id: str, parameters: dict[str, object], **kwargs: object
+    ) -> tuple[str | _Response, float, object]: ...
     async def release(self, instance_id: str, **kwargs: object) -> None: ...
 
 
@@ -157,17 +176,26 @@ class HermesTools:
             config: of the environment.
             tokenizer: the policy's, whose chat template lays out answers.
             path: the old ``tool_config_path``.
-            max_characters: an answer is cut to these, the old ``max_tool_response_length``; None cuts none.
-            cut: left, right or middle, the old ``tool_response_truncate_side``: which part stays (middle: both ends).
+            max_characters: an answer is cut to these, the old ``max_tool_response_length``; None
+                cuts none.
+            cut: left, right or middle, the old ``tool_response_truncate_side``: which part stays
+                (middle: both ends).
 
         Raises:
             ConfigError: a tool can't be made, or the chat template has no place for its answers.
         """
         if cut not in ("left", "right", "middle"):
-            raise ConfigError(f"environment.arguments.cut is {cut!r}, but must be left, right or middle.")
+            raise ConfigError(
+                f"environment.arguments.cut is {cut!r}, but must be left, right or middle."
+            )
         self._tools = load_tools(path)
         self._before, self._after = _around(tokenizer)
-        self._config, self._tokenizer, self._max_characters, self._cut_side = config, tokenizer, max_characters, cut
+        self._config, self._tokenizer, self._max_characters, self._cut_side = (
+            config,
+            tokenizer,
+            max_characters,
+            cut,
+        )
         self._given: Mapping[str, object] = {}
 
     def reset(self, prompt: Prompt) -> None:
@@ -184,8 +212,14 @@ class HermesTools:
             return Observation(is_done=True)
         answer, is_failed = self._answer(*call)
         shown = self._cut(answer)
-        ids: list[int] = self._tokenizer(f"{self._before}{shown}{self._after}", add_special_tokens=False)["input_ids"]
-        counts = {"tool/calls": 1.0, "tool/failed": float(is_failed), "tool/cut_answers": float(shown != answer)}
+        ids: list[int] = self._tokenizer(
+            f"{self._before}{shown}{self._after}", add_special_tokens=False
+        )["input_ids"]
+        counts = {
+            "tool/calls": 1.0,
+            "tool/failed": float(is_failed),
+            "tool/cut_answers": float(shown != answer),
+        }
         return Observation(tokens=tuple(ids), metrics=counts)
 
     def _answer(self, name: str, arguments: object) -> tuple[str, bool]:
@@ -239,7 +273,11 @@ def _parsed(call: str) -> tuple[str, object] | None:
         content = json.loads(call)
     except ValueError:
         return None
-    if not isinstance(content, dict) or not isinstance(content.get("name"), str) or "arguments" not in content:
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("name"), str)
+        or "arguments" not in content
+    ):
         return None
     return content["name"], content["arguments"]
 
@@ -254,10 +292,15 @@ def load_tools(path: str) -> Mapping[str, _Tool]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"environment.arguments.path is {path!r}, which can't be read as YAML: {error}") from error
+        raise ConfigError(
+            f"environment.arguments.path is {path!r}, which can't be read as YAML: {error}"
+        ) from error
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"environment.arguments.path is {path!r}, which holds no `tools`: give the old tool_config_path.")
+        raise ConfigError(
+            f"environment.arguments.path is {path!r}, which holds no `tools`: give the old "
+            "tool_config_path."
+        )
     matches = [_made(entry, path=path) for entry in entries]
     return {tool.name: tool for tool in matches}
 
@@ -265,11 +308,14 @@ def load_tools(path: str) -> Mapping[str, _Tool]:
 def _made(entry: object, *, path: str) -> _Tool:
     name = entry.get("class_name") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(name, str):
-        raise ConfigError(f"{path}: {entry!r:.80} has no class_name: give the tool's class, package.module.Class.")
+        raise ConfigError(
+            f"{path}: {entry!r:.80} has no class_name: give the tool's class, package.module.Class."
+        )
     config = entry.get("config") or {}
     if config.get("type", "native") != "native":
         raise ConfigError(
-            f"{path}: {name} is a tool of type {config['type']}, but only native ones run here: write a native one that asks it."
+            f"{path}: {name} is a tool of type {config['type']}, but only native ones run here: "
+            "write a native one that asks it."
         )
     schema = entry.get("tool_schema")
     module, _, attribute = name.rpartition(".")
@@ -277,24 +323,37 @@ def _made(entry: object, *, path: str) -> _Tool:
         cls = vars(importlib.import_module(module))[attribute]
     except (ImportError, KeyError, ValueError) as error:
         raise ConfigError(
-            f"{path}: {name} can't be imported ({error}): put its folder on PYTHONPATH. A copy of it may derive from "
+            f"{path}: {name} can't be imported ({error}): put its folder on PYTHONPATH. A copy of "
+            "it may derive from "
             "temper_legacy_shim.old_tools.BaseTool where it took the older package's."
         ) from error
-    tool: _Tool = cls(config=config, tool_schema=None if schema is None else ToolSchema.model_validate(schema))
+    tool: _Tool = cls(
+        config=config, tool_schema=None if schema is None else ToolSchema.model_validate(schema)
+    )
     return tool
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return the template's text before a tool's answer, and after it up to the policy's next turn."""
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _GIVEN}, {"role": "tool", "content": _ANSWER}]
+    """Return the template's text before and after a tool's answer."""
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": _GIVEN},
+        {"role": "tool", "content": _ANSWER},
+    ]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template raises what it likes
-        raise ConfigError(f"the chat template takes no message of the role tool ({error}): choose a model whose template does.") from error
+        raise ConfigError(
+            f"the chat template takes no message of the role tool ({error}): choose a model whose "
+            "template does."
+        ) from error
     before, stated, rest = str(text).partition(_GIVEN)
     between, answered, after = rest.partition(_ANSWER)
     if not before or not stated or not answered:
-        raise ConfigError("the chat template leaves out what an assistant or a tool said: choose a model whose template shows both.")
+        raise ConfigError(
+            "the chat template leaves out what an assistant or a tool said: choose a model whose "
+            "template shows both."
+        )
     return between, after
 
 
@@ -314,7 +373,9 @@ class _ToolLoop:
         Raises:
             TimeoutError: there was none in time.
         """
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(call, timeout_s), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(
+            asyncio.wait_for(call, timeout_s), self._loop
+        ).result()
 
 
 @cache

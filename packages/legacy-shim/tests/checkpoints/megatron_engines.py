@@ -1,4 +1,4 @@
-"""A real Megatron engine with moments that were drawn, for tests of what its own optimizer writes."""
+"""A Megatron engine with random moments, for tests of its optimizer's files."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,9 +13,14 @@ from temper_engine_api.weights import TrainingState
 
 
 @contextmanager
-def with_drawn_moments(architecture: Mapping[str, Any], *, compute: Compute) -> Iterator[tuple[Any, list[Any], dict[str, TrainingState]]]:
-    """Yield Megatron's bare model, its optimizers, and what these hold, as if two updates had been made."""
-    pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
+def with_drawn_moments(
+    architecture: Mapping[str, Any], *, compute: Compute
+) -> Iterator[tuple[Any, list[Any], dict[str, TrainingState]]]:
+    """Yield Megatron's model, its optimizers and their states after two made-up updates."""
+    pytest.importorskip(
+        "megatron.core",
+        reason="needs megatron-core: an environment with temper-engine-megatron runs this",
+    )
     from temper_engine_megatron.config import MegatronConfig
     from temper_engine_megatron.engine import MegatronEngine
 
@@ -33,7 +38,12 @@ def with_drawn_moments(architecture: Mapping[str, Any], *, compute: Compute) -> 
         draw = torch.Generator().manual_seed(0)
         some = lambda tensor: torch.rand(tensor.shape, generator=draw)  # noqa: E731
         expected = {
-            state.name: replace(state, first_moment=some(state.master), second_moment=some(state.master), update_count=2)
+            state.name: replace(
+                state,
+                first_moment=some(state.master),
+                second_moment=some(state.master),
+                update_count=2,
+            )
             for state in engine.export_state()
         }
         engine.load_state(iter(expected.values()))
@@ -42,7 +52,9 @@ def with_drawn_moments(architecture: Mapping[str, Any], *, compute: Compute) -> 
         assert parts.optimizer is not None
         (chunk,) = parts.runner._chunks.unwrapped
         for each in parts.optimizer._optimizers:
-            each.data_parallel_group_gloo = each.data_parallel_group  # on a CPU the group is gloo's already
+            each.data_parallel_group_gloo = (
+                each.data_parallel_group
+            )  # on a CPU the group is gloo's already
         yield chunk, parts.optimizer._optimizers, expected
     finally:
         engine.close()

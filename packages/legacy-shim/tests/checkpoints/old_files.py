@@ -1,4 +1,7 @@
-"""Files as old programs wrote them, made by the torch that is installed: every rank in turn, on a process group that only pretends."""
+"""Files as old programs wrote them, made by the torch that is installed.
+
+Every rank in turn, on a process group that only pretends.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,12 +32,17 @@ def write_fsdp(
         folder: made if need be.
         tensors: whole, by name.
         mesh_shape: of the mesh; its ranks are numbered in order.
-        placements: of single tensors; the others are sharded by rows over the innermost axis and replicated over the others.
+        placements: of single tensors; the others are sharded by rows over the innermost axis and
+            replicated over the others.
         plain: names that every rank holds whole, as buffers are.
     """
     folder.mkdir(parents=True, exist_ok=True)
     world = int(torch.tensor(mesh_shape).prod())
-    names = ("ddp", "fsdp")[-len(mesh_shape) :] if len(mesh_shape) < 3 else tuple(f"axis{i}" for i in range(len(mesh_shape)))
+    names = (
+        ("ddp", "fsdp")[-len(mesh_shape) :]
+        if len(mesh_shape) < 3
+        else tuple(f"axis{i}" for i in range(len(mesh_shape)))
+    )
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
@@ -48,7 +56,14 @@ def write_fsdp(
                     state[name] = tensor
                     continue
                 local = local_part(tensor, expected, mesh_shape=mesh_shape, position=position)
-                state[name] = DTensor.from_local(local, mesh, expected, run_check=False, shape=tensor.shape, stride=tensor.stride())
+                state[name] = DTensor.from_local(
+                    local,
+                    mesh,
+                    expected,
+                    run_check=False,
+                    shape=tensor.shape,
+                    stride=tensor.stride(),
+                )
             torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
         finally:
             dist.destroy_process_group()
@@ -58,7 +73,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes) of a shard."""
 
 
-def write_sharded(folder: Path, tensors: Mapping[str, tuple[Tensor, Sequence[Box]]], *, plain: Mapping[str, Tensor]) -> None:
+def write_sharded(
+    folder: Path,
+    tensors: Mapping[str, tuple[Tensor, Sequence[Box]]],
+    *,
+    plain: Mapping[str, Tensor],
+) -> None:
     """Write model files whose entries are ShardedTensors, as FSDP1 did without a device mesh.
 
     Args:
@@ -74,20 +94,38 @@ def write_sharded(folder: Path, tensors: Mapping[str, tuple[Tensor, Sequence[Box
             state: dict[str, object] = dict(plain)
             for name, (full, boxes) in tensors.items():
                 shards = [
-                    ShardMetadata(shard_offsets=list(offsets), shard_sizes=list(sizes), placement=f"rank:{owner}/cpu")
+                    ShardMetadata(
+                        shard_offsets=list(offsets),
+                        shard_sizes=list(sizes),
+                        placement=f"rank:{owner}/cpu",
+                    )
                     for owner, (offsets, sizes) in enumerate(boxes)
                 ]
-                properties = TensorProperties(dtype=full.dtype, layout=full.layout, requires_grad=False)
-                described = ShardedTensorMetadata(shards_metadata=shards, size=full.shape, tensor_properties=properties)
-                part = full[tuple(slice(at, at + size) for at, size in zip(*boxes[rank], strict=True))].clone()
+                properties = TensorProperties(
+                    dtype=full.dtype, layout=full.layout, requires_grad=False
+                )
+                described = ShardedTensorMetadata(
+                    shards_metadata=shards, size=full.shape, tensor_properties=properties
+                )
+                part = full[
+                    tuple(slice(at, at + size) for at, size in zip(*boxes[rank], strict=True))
+                ].clone()
                 local = [LocalShard(tensor=part, metadata=shards[rank])]
-                state[name] = ShardedTensor._init_from_local_shards_and_global_metadata(local, described)
+                state[name] = ShardedTensor._init_from_local_shards_and_global_metadata(
+                    local, described
+                )
             torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
         finally:
             dist.destroy_process_group()
 
 
-def local_part(tensor: Tensor, placements: Sequence[Placement], *, mesh_shape: Sequence[int], position: Sequence[int]) -> Tensor:
+def local_part(
+    tensor: Tensor,
+    placements: Sequence[Placement],
+    *,
+    mesh_shape: Sequence[int],
+    position: Sequence[int],
+) -> Tensor:
     """Return a rank's part by torch's own chunking, axis after axis."""
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim < tensor.ndim:
@@ -95,4 +133,6 @@ def local_part(tensor: Tensor, placements: Sequence[Placement], *, mesh_shape: S
             empty = tensor.narrow(placement.dim, 0, 0)
             chunks += [empty] * (mesh_shape[axis] - len(chunks))
             tensor = chunks[position[axis]]
-    return tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes all of the storage behind a view
+    return tensor.clone(
+        memory_format=torch.contiguous_format
+    )  # torch.save writes all of the storage behind a view

@@ -11,7 +11,13 @@ import torch
 from old_files import write_fsdp
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.other import get_pattern_key
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
 from temper_legacy_shim.checkpoints.adapters import matching
@@ -26,7 +32,10 @@ KINDS: dict[str, dict[str, object]] = {
     "biases-of-adapted": {"bias": "lora_only"},
     "biases-of-all": {"bias": "all"},
     "an-embedding": {"target_modules": [*TARGETS, "embed_tokens"]},
-    "patterns": {"alpha_pattern": {r"layers\.0\..*q_proj": 32, "layers.1.mlp.down_proj": 3}, "rank_pattern": {"down_proj": 3}},
+    "patterns": {
+        "alpha_pattern": {r"layers\.0\..*q_proj": 32, "layers.1.mlp.down_proj": 3},
+        "rank_pattern": {"down_proj": 3},
+    },
 }
 
 
@@ -39,8 +48,16 @@ TIED: dict[str, dict[str, object]] = {
 
 def _base(*, is_tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True, tie_word_embeddings=is_tied)).eval()
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, attention_bias=True, tie_word_embeddings=is_tied)
+    ).eval()
 
 
 def _exported(folder: Path, *, is_tied: bool = False, **settings: object) -> torch.Tensor:
@@ -51,7 +68,9 @@ def _exported(folder: Path, *, is_tied: bool = False, **settings: object) -> tor
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter) * parameter.requires_grad
-        model.save_pretrained(folder / "adapter", save_embedding_layers="embed_tokens" in made["target_modules"])
+        model.save_pretrained(
+            folder / "adapter", save_embedding_layers="embed_tokens" in made["target_modules"]
+        )
         logits: torch.Tensor = model(TOKENS).logits
     return logits
 
@@ -63,7 +82,9 @@ def _convert(folder: Path, target: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_trained_next_to_an_exported_adapter_comes_along(tmp_path: Path, kind: str) -> None:
+def test_what_was_trained_next_to_an_exported_adapter_comes_along(
+    tmp_path: Path, kind: str
+) -> None:
     expected = _exported(tmp_path, **KINDS[kind])
     merged = LlamaForCausalLM.from_pretrained(_convert(tmp_path, "hf"), dtype=torch.float32).eval()
     base = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
@@ -80,7 +101,9 @@ def test_what_was_trained_next_to_an_exported_adapter_comes_along(tmp_path: Path
 )
 @pytest.mark.parametrize("target", ["hf", "peft"])
 @pytest.mark.filterwarnings("ignore:Adapter 'default'")  # which takes these biases for shards
-def test_an_adapter_of_more_than_two_halves_is_refused(tmp_path: Path, settings: dict[str, object], target: str) -> None:
+def test_an_adapter_of_more_than_two_halves_is_refused(
+    tmp_path: Path, settings: dict[str, object], target: str
+) -> None:
     _exported(tmp_path, **settings)
     with pytest.raises(LayoutError, match="no plain LoRA"):
         _convert(tmp_path, target)
@@ -88,7 +111,9 @@ def test_an_adapter_of_more_than_two_halves_is_refused(tmp_path: Path, settings:
 
 @pytest.mark.parametrize("kind", TIED)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's own merge can't do it, and says so
-def test_an_adapter_of_one_of_two_tied_tables_leaves_the_other_as_it_was(tmp_path: Path, kind: str) -> None:
+def test_an_adapter_of_one_of_two_tied_tables_leaves_the_other_as_it_was(
+    tmp_path: Path, kind: str
+) -> None:
     expected = _exported(tmp_path, is_tied=True, **TIED[kind])
     merged = LlamaForCausalLM.from_pretrained(_convert(tmp_path, "hf"), dtype=torch.float32).eval()
     assert merged.config.tie_word_embeddings is (kind == "neither")
@@ -105,12 +130,26 @@ def test_an_adapter_of_transposed_weights_is_not_added_to_them(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "openai-gpt"])
-@pytest.mark.parametrize("targets", [["c_proj", "c_fc"], ["attn.c_proj"], ["c_attn", "lm_head"]], ids=["two", "square", "with-the-head"])
+@pytest.mark.parametrize(
+    "targets",
+    [["c_proj", "c_fc"], ["attn.c_proj"], ["c_attn", "lm_head"]],
+    ids=["two", "square", "with-the-head"],
+)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT corrects fan_in_fan_out and says so
-def test_an_adapter_of_weights_that_are_kept_transposed_is_added_to_them(tmp_path: Path, model_type: str, targets: list[str]) -> None:
+def test_an_adapter_of_weights_that_are_kept_transposed_is_added_to_them(
+    tmp_path: Path, model_type: str, targets: list[str]
+) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        model_type, n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False
+        model_type,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        vocab_size=50,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,
     )
     base = AutoModelForCausalLM.from_config(config)
     base.save_pretrained(tmp_path / "base")
@@ -120,7 +159,9 @@ def test_an_adapter_of_weights_that_are_kept_transposed_is_added_to_them(tmp_pat
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter) * parameter.requires_grad
         expected = model(TOKENS).logits
-    write_fsdp(tmp_path / "actor", {name: tensor.detach() for name, tensor in model.state_dict().items()})
+    write_fsdp(
+        tmp_path / "actor", {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    )
     config.save_pretrained(tmp_path / "actor/huggingface")
 
     def converted(target: str) -> Path:
@@ -135,21 +176,44 @@ def test_an_adapter_of_weights_that_are_kept_transposed_is_added_to_them(tmp_pat
         torch.testing.assert_close(apart(TOKENS).logits, expected, rtol=0, atol=1e-6)
         torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=0, atol=1e-5)
     required = model.merge_and_unload().state_dict()
-    assert all(torch.allclose(tensor, required[name], rtol=0, atol=1e-6) for name, tensor in merged.state_dict().items())
+    assert all(
+        torch.allclose(tensor, required[name], rtol=0, atol=1e-6)
+        for name, tensor in merged.state_dict().items()
+    )
 
 
-@pytest.mark.parametrize("targets", [TARGETS, "all-linear"], ids=["below-the-head", "of-the-head-too"])
+@pytest.mark.parametrize(
+    "targets", [TARGETS, "all-linear"], ids=["below-the-head", "of-the-head-too"]
+)
 def test_a_critic_s_adapter_is_resumed_with_the_old_head(tmp_path: Path, targets: object) -> None:
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = LlamaConfig(**sizes, num_labels=1)
     made = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)  # type: ignore[arg-type]
     model = get_peft_model(AutoModelForTokenClassification.from_config(config), made)
-    write_fsdp(tmp_path / "critic", {name: tensor.detach() for name, tensor in model.state_dict().items()})
+    write_fsdp(
+        tmp_path / "critic", {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    )
     config.save_pretrained(tmp_path / "critic/huggingface")
-    receipt = convert(plan_jobs(tmp_path / "critic", tmp_path / "out")[0], Options(target="temper"), Sources(lora_alpha=8))
+    receipt = convert(
+        plan_jobs(tmp_path / "critic", tmp_path / "out")[0],
+        Options(target="temper"),
+        Sources(lora_alpha=8),
+    )
     assert receipt.head == "value_model"
-    assert not any("converted or" in note for note in receipt.notes)  # which would add the adapter twice
-    halves = {name.replace(".default", "") for name in model.state_dict() if ".lora_" in name and "score" not in name}
+    assert not any(
+        "converted or" in note for note in receipt.notes
+    )  # which would add the adapter twice
+    halves = {
+        name.replace(".default", "")
+        for name in model.state_dict()
+        if ".lora_" in name and "score" not in name
+    }
     result = DistCheckpoint(tmp_path / "out/step_00000000/engine/dcp").tensors
     head = {f"base_model.model.score.{part}" for part in ("weight", "bias")}
     # Without old moments, the optimizer begins with moments of 0.
@@ -157,7 +221,9 @@ def test_a_critic_s_adapter_is_resumed_with_the_old_head(tmp_path: Path, targets
     assert result.keys() == {f"{kind}.{name}" for kind in kinds for name in halves | head}
     full = model.merge_and_unload().state_dict()
     for part in ("weight", "bias"):
-        torch.testing.assert_close(as_torch(result[f"parameter.base_model.model.score.{part}"]), full[f"score.{part}"])
+        torch.testing.assert_close(
+            as_torch(result[f"parameter.base_model.model.score.{part}"]), full[f"score.{part}"]
+        )
 
 
 def test_another_base_for_an_adapter_that_has_its_own_is_an_error(tmp_path: Path) -> None:
@@ -194,11 +260,21 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize(
-    "module", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp", "model.layers.2.mlp", "q_proj", "my_q_proj", "v_proj"]
+    "module",
+    [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.mlp",
+        "model.layers.2.mlp",
+        "q_proj",
+        "my_q_proj",
+        "v_proj",
+    ],
 )
 def test_patterns_are_matched_as_peft_matches_them(module: str) -> None:
     for pattern in PATTERNS:
-        assert (matching([pattern], module, source="it") or module) == get_pattern_key([pattern], module), pattern
+        assert (matching([pattern], module, source="it") or module) == get_pattern_key(
+            [pattern], module
+        ), pattern
     assert (matching(PATTERNS, module, source="it") or module) == get_pattern_key(PATTERNS, module)
 
 

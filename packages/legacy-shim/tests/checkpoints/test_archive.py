@@ -33,13 +33,17 @@ def test_a_storage_is_read_from_its_position_in_the_file(saved: Path) -> None:
 def test_an_archive_inside_a_larger_file_is_read(saved: Path, tmp_path: Path) -> None:
     content = saved.read_bytes()
     (tmp_path / "many.distcp").write_bytes(b"x" * 100 + content + b"y" * 50)
-    assert isinstance(Archive(tmp_path / "many.distcp", start=100, length=len(content)).value(), dict)
+    assert isinstance(
+        Archive(tmp_path / "many.distcp", start=100, length=len(content)).value(), dict
+    )
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_file_of_before_zips_is_refused_with_what_to_do(tmp_path: Path, protocol: int) -> None:
     path = tmp_path / "model.pt"
-    torch.save({"w": torch.ones(6)}, path, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
+    torch.save(
+        {"w": torch.ones(6)}, path, _use_new_zipfile_serialization=False, pickle_protocol=protocol
+    )
     with pytest.raises(LayoutError, match=r"before torch 1\.6.*weights_only=True"):
         Archive(path).value()
 

@@ -8,7 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_legacy_shim.checkpoints.files.dtypes import BY_NAME, from_float32, has_nonfinite, to_float32
+from temper_legacy_shim.checkpoints.files.dtypes import (
+    BY_NAME,
+    from_float32,
+    has_nonfinite,
+    to_float32,
+)
 
 BF16 = BY_NAME["bfloat16"]
 

@@ -66,10 +66,17 @@ def _safetensors(folder: Path) -> None:
 def _write_optimizer(folder: Path) -> None:
     write_fsdp(folder, _TENSORS, mesh_shape=(1,))
     state = {
-        i: {"step": torch.tensor(2.0), "exp_avg": torch.randn(t.numel()), "exp_avg_sq": torch.rand(t.numel())}
+        i: {
+            "step": torch.tensor(2.0),
+            "exp_avg": torch.randn(t.numel()),
+            "exp_avg_sq": torch.rand(t.numel()),
+        }
         for i, t in enumerate([torch.zeros(24), torch.zeros(16)])
     }
-    torch.save({"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]}, folder / "optim_world_size_1_rank_0.pt")
+    torch.save(
+        {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]},
+        folder / "optim_world_size_1_rank_0.pt",
+    )
 
 
 def _write_dist(folder: Path) -> None:
@@ -79,7 +86,10 @@ def _write_dist(folder: Path) -> None:
 def _write_flattened(folder: Path) -> None:
     names = ("decoder.layers.mlp.linear_fc1.layer_norm_weight", "decoder.final_layernorm.weight")
     shapes = ((LAYERS, 6), (6,))
-    state = {f"optimizer.state.exp_avg.{name}": torch.randn(shape) for name, shape in zip(names, shapes, strict=True)}
+    state = {
+        f"optimizer.state.exp_avg.{name}": torch.randn(shape)
+        for name, shape in zip(names, shapes, strict=True)
+    }
     write_flattened(folder, dict(_TENSORS), state)
 
 
@@ -88,7 +98,9 @@ def _write_safetensors(folder: Path) -> None:
 
     folder.mkdir(exist_ok=True)
     save_file(dict(_TENSORS), folder / "model-1.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(_TENSORS, "model-1.safetensors")}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(_TENSORS, "model-1.safetensors")})
+    )
 
 
 KINDS: dict[str, tuple[Callable[[Path], None], Read]] = {
@@ -99,7 +111,10 @@ KINDS: dict[str, tuple[Callable[[Path], None], Read]] = {
     "safetensors": (_write_safetensors, _safetensors),
 }
 _MUTATION = st.tuples(
-    st.sampled_from(["flip", "cut", "drop", "double", "zero", "ones"]), st.floats(0, 1), st.integers(0, 255), st.integers(1, 64)
+    st.sampled_from(["flip", "cut", "drop", "double", "zero", "ones"]),
+    st.floats(0, 1),
+    st.integers(0, 255),
+    st.integers(1, 64),
 )
 
 
@@ -116,7 +131,9 @@ def _mutated(content: bytes, mutations: list[tuple[str, float, int, int]]) -> by
         elif kind == "double":
             data[at:at] = data[at : at + length]
         else:
-            data[at : at + length] = bytes([0 if kind == "zero" else 255]) * len(data[at : at + length])
+            data[at : at + length] = bytes([0 if kind == "zero" else 255]) * len(
+                data[at : at + length]
+            )
     return bytes(data)
 
 
@@ -126,13 +143,26 @@ def _fuzz(kind: str, folder: Path, *, examples: int) -> None:
     read(folder)
     originals = {path: path.read_bytes() for path in sorted(folder.iterdir())}
 
-    @settings(max_examples=examples, deadline=20_000, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
-    @given(index=st.integers(0, len(originals) - 1), mutations=st.lists(_MUTATION, min_size=1, max_size=4))
+    @settings(
+        max_examples=examples,
+        deadline=20_000,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        derandomize=True,
+    )
+    @given(
+        index=st.integers(0, len(originals) - 1),
+        mutations=st.lists(_MUTATION, min_size=1, max_size=4),
+    )
     def _one(index: int, mutations: list[tuple[str, float, int, int]]) -> None:
         path = list(originals)[index]
         content = originals[path]
         # A mutation inside the pickle's own bytes is worth more than one in its padding.
-        path.write_bytes(_inside_pickle(content, mutations) if mutations[0][2] % 2 else _mutated(content, mutations))
+        path.write_bytes(
+            _inside_pickle(content, mutations)
+            if mutations[0][2] % 2
+            else _mutated(content, mutations)
+        )
         try:
             read(folder)
         except ShimError:
@@ -165,7 +195,9 @@ def test_mutated_files_raise_our_own_error_or_none(kind: str, tmp_path: Path) ->
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", KINDS)
-def test_twenty_thousand_mutated_files_raise_our_own_error_or_none(kind: str, tmp_path: Path) -> None:
+def test_twenty_thousand_mutated_files_raise_our_own_error_or_none(
+    kind: str, tmp_path: Path
+) -> None:
     _fuzz(kind, tmp_path / "files", examples=NIGHTLY)
 
 
@@ -173,7 +205,12 @@ _OPCODES = st.sampled_from(
     [
         *(bytes([code]) for code in b"(012N]})tldsuaeRbQ.\x81\x85\x86\x87\x8f\x90\x91\x93\x94\x95"),
         *(b"K\x01", b"q\x00", b"h\x00", b"X\x01\x00\x00\x00a"),
-        *(b"ctorch\nSize\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n", b"cposix\nsystem\n"),
+        *(
+            b"ctorch\nSize\n",
+            b"ctorch._utils\n_rebuild_tensor_v2\n",
+            b"ccollections\nOrderedDict\n",
+            b"cposix\nsystem\n",
+        ),
     ]
 )
 
@@ -194,7 +231,12 @@ def test_a_tree_that_takes_for_ever_to_write_is_never_written(tmp_path: Path) ->
     for _ in range(60):
         deep = (deep, deep)
     tensor = pickle.dumps(deep, protocol=2)[2:-1]
-    shape = b"\x80\x02}X\x01\x00\x00\x00ac" + b"torch._utils\n_rebuild_tensor_v2\n(" + b"N" + b"K\x00" + tensor + tensor + b"\x89}tRs."
+    shape = (
+        b"\x80\x02}X\x01\x00\x00\x00ac"
+        b"torch._utils\n_rebuild_tensor_v2\n("
+        b"N"
+        b"K\x00" + tensor + tensor + b"\x89}tRs."
+    )
     path = tmp_path / "model_world_size_1_rank_0.pt"
     path.write_bytes(shape)
     assert isinstance(Archive(path).value(), dict)
@@ -208,7 +250,9 @@ def test_a_number_that_python_refuses_to_write_is_named_by_its_length(tmp_path: 
         _fsdp(tmp_path)
 
 
-def test_a_position_on_the_mesh_that_takes_for_ever_to_write_is_never_written(tmp_path: Path) -> None:
+def test_a_position_on_the_mesh_that_takes_for_ever_to_write_is_never_written(
+    tmp_path: Path,
+) -> None:
     deep: object = ()
     for _ in range(60):
         deep = (deep, deep)

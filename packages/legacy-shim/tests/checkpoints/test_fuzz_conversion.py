@@ -16,27 +16,66 @@ from hypothesis import strategies as st
 from old_files import write_fsdp
 from typer.testing import CliRunner
 
-from temper_legacy_shim.checkpoints import Options, Sources, check_receipt, convert, plan_jobs, read_receipt
+from temper_legacy_shim.checkpoints import (
+    Options,
+    Sources,
+    check_receipt,
+    convert,
+    plan_jobs,
+    read_receipt,
+)
 from temper_legacy_shim.checkpoints.receipt import NAME
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.errors import OutputError, ShimError, UsageError
 
 EVERYDAY, NIGHTLY = 150, 3000
 """Mutated files."""
-CONFIG = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False, "_name_or_path": "base"}
-ADAPTER = {"r": 2, "lora_alpha": 4, "alpha_pattern": {"w": 8}, "rank_pattern": {}, "use_rslora": False, "target_modules": ["w"]}
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "tie_word_embeddings": False,
+    "_name_or_path": "base",
+}
+ADAPTER = {
+    "r": 2,
+    "lora_alpha": 4,
+    "alpha_pattern": {"w": 8},
+    "rank_pattern": {},
+    "use_rslora": False,
+    "target_modules": ["w"],
+}
 _INNER = "base_model.model.model"
 _NUMBERS = (True, -1, 0, 0.5, 1e308, 10**400, float("nan"), float("inf"))
 _ODD = st.sampled_from(
-    [*_NUMBERS, None, "", "x" * 5000, "../../x", "a\0b", "\ud800", [], [1], [[]], {}, {"a": 1}, {"weight_map": {"w": "../x"}}]
+    [
+        *_NUMBERS,
+        None,
+        "",
+        "x" * 5000,
+        "../../x",
+        "a\0b",
+        "\ud800",
+        [],
+        [1],
+        [[]],
+        {},
+        {"a": 1},
+        {"weight_map": {"w": "../x"}},
+    ]
 )
 
 
 def _write_run(folder: Path) -> None:
     """Write a run of one step and two ranks with an adapter, and all files around it."""
     step = folder / "global_step_3"
-    shapes = {"w.base_layer.weight": (4, 4), "w.lora_A.default.weight": (2, 4), "w.lora_B.default.weight": (4, 2)}
-    write_fsdp(step / "actor", {f"{_INNER}.{name}": torch.ones(shape) for name, shape in shapes.items()})
+    shapes = {
+        "w.base_layer.weight": (4, 4),
+        "w.lora_A.default.weight": (2, 4),
+        "w.lora_B.default.weight": (4, 2),
+    }
+    write_fsdp(
+        step / "actor", {f"{_INNER}.{name}": torch.ones(shape) for name, shape in shapes.items()}
+    )
     files: dict[str, object] = {
         "actor/huggingface/config.json": CONFIG,
         "actor/huggingface/tokenizer.json": {"version": "1.0", "model": {"vocab": {"a": 0}}},
@@ -53,7 +92,9 @@ def _write_run(folder: Path) -> None:
 
 def _positions(tree: Any) -> Iterator[tuple[Any, Any]]:
     """Yield every container with each of its keys."""
-    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+    for key in (
+        tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    ):
         yield tree, key
         yield from _positions(tree[key])
 
@@ -85,11 +126,21 @@ def _fuzz(root: Path, *, examples: int) -> None:
     """Mutate the input before an output exists, and the receipt after it."""
     run, out = root / "run", root / "out"
     _write_run(run)
-    originals = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.suffix in (".json", ".txt")}
+    originals = {
+        path: path.read_bytes()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.suffix in (".json", ".txt")
+    }
     assert len(originals) == 7
     before = sorted(root.rglob("*"))
 
-    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
+        derandomize=True,
+    )
     @given(
         index=st.integers(0, len(originals)),
         at=st.floats(0, 1),
@@ -124,14 +175,18 @@ def test_mutated_companions_and_receipts_raise_our_own_error_or_none(tmp_path: P
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-def test_thousands_of_mutated_companions_and_receipts_raise_our_own_error_or_none(tmp_path: Path) -> None:
+def test_thousands_of_mutated_companions_and_receipts_raise_our_own_error_or_none(
+    tmp_path: Path,
+) -> None:
     _fuzz(tmp_path, examples=NIGHTLY)
 
 
 def test_a_model_type_that_is_no_text_binds_nothing(tmp_path: Path) -> None:
     _write_run(tmp_path / "run")
     actor = tmp_path / "run/global_step_3/actor"
-    write_fsdp(actor, {"model.embed_tokens.weight": torch.ones(4, 2), "lm_head.weight": torch.ones(4, 2)})
+    write_fsdp(
+        actor, {"model.embed_tokens.weight": torch.ones(4, 2), "lm_head.weight": torch.ones(4, 2)}
+    )
     (actor / "huggingface/config.json").write_text(json.dumps({"model_type": [1]}))
     _convert(tmp_path / "run", tmp_path / "out", "hf")
     assert read_receipt(tmp_path / "out").num_tensors == 2
@@ -141,7 +196,9 @@ def test_a_model_type_that_is_no_text_binds_nothing(tmp_path: Path) -> None:
 def test_an_alpha_that_is_no_float_is_requested(tmp_path: Path, alpha: object) -> None:
     _write_run(tmp_path / "run")
     step = tmp_path / "run/global_step_3"
-    (step / "actor/lora_adapter/adapter_config.json").write_text(json.dumps({**ADAPTER, "lora_alpha": alpha}))
+    (step / "actor/lora_adapter/adapter_config.json").write_text(
+        json.dumps({**ADAPTER, "lora_alpha": alpha})
+    )
     (step / "lora_train_meta.json").unlink()
     with pytest.raises(UsageError, match="give --lora-alpha"):
         _convert(tmp_path / "run", tmp_path / "out", "hf")

@@ -33,7 +33,11 @@ def actor(tmp_path: Path) -> Path:
     folder = tmp_path / "global_step_3/actor"
     write_fsdp(folder, {"model.w": torch.ones(6, 4)})
     (folder / "huggingface").mkdir()
-    config = {"model_type": "foo", "architectures": ["FooForCausalLM"], "auto_map": {"AutoConfig": "configuration_foo.FooConfig"}}
+    config = {
+        "model_type": "foo",
+        "architectures": ["FooForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_foo.FooConfig"},
+    }
     (folder / "huggingface/config.json").write_text(json.dumps(config))
     (folder / "huggingface/configuration_foo.py").write_text(CODE)
     return folder
@@ -41,14 +45,38 @@ def actor(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("options", "code", "given"),
-    [((), 0, "--no-verify-names leaves the comparison out"), (("--no-verify-names", "--verify-logits"), 1, "--verify-logits")],
+    [
+        ((), 0, "--no-verify-names leaves the comparison out"),
+        (("--no-verify-names", "--verify-logits"), 1, "--verify-logits"),
+    ],
 )
 def test_code_of_a_checkpoint_never_runs_even_if_someone_says_yes(
     actor: Path, tmp_path: Path, options: tuple[str, ...], code: int, given: str
 ) -> None:
-    command = [sys.executable, "-m", "temper_legacy_shim", "checkpoint", str(actor), "--out", str(tmp_path / "out"), *options]
-    environment = {**os.environ, "MARKER": str(tmp_path / "ran"), "HF_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "temper_legacy_shim",
+        "checkpoint",
+        str(actor),
+        "--out",
+        str(tmp_path / "out"),
+        *options,
+    ]
+    environment = {
+        **os.environ,
+        "MARKER": str(tmp_path / "ran"),
+        "HF_HOME": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        command,
+        input="y\n" * 9,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
     assert not (tmp_path / "ran").exists()
     words = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == code, words
@@ -57,7 +85,9 @@ def test_code_of_a_checkpoint_never_runs_even_if_someone_says_yes(
     assert (tmp_path / "out").exists() == (code == 0)
 
 
-def test_a_module_in_the_working_directory_never_runs(actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_in_the_working_directory_never_runs(
+    actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch.py").write_text("import os\nopen(os.environ['MARKER'], 'w').close()\n")
     monkeypatch.setenv("MARKER", str(tmp_path / "ran"))
     monkeypatch.chdir(tmp_path)
@@ -68,14 +98,18 @@ def test_a_module_in_the_working_directory_never_runs(actor: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
 @pytest.mark.parametrize("target", ["hf", "temper"])
-def test_a_small_file_that_leads_elsewhere_is_refused(actor: Path, tmp_path: Path, name: str, target: Literal["hf", "temper"]) -> None:
+def test_a_small_file_that_leads_elsewhere_is_refused(
+    actor: Path, tmp_path: Path, name: str, target: Literal["hf", "temper"]
+) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text(json.dumps({"model_type": "llama", "key": "secret"}))
     link = actor / "huggingface" / name
     link.unlink(missing_ok=True)
     link.symlink_to(secret)
     (job,) = plan_jobs(actor, tmp_path / "out")
-    with pytest.raises(LayoutError, match=rf"{name} leads to .*secret\.json, outside the checkpoint"):
+    with pytest.raises(
+        LayoutError, match=rf"{name} leads to .*secret\.json, outside the checkpoint"
+    ):
         convert(job, Options(target=target, checks_names=False), Sources())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_3", "secret.json"]
 

@@ -1,4 +1,7 @@
-"""Megatron's layouts at sizes that no sample has: cut up here by the rules of tensor, pipeline, virtual-pipeline and expert ranks."""
+"""Megatron's layouts at sizes that no sample has.
+
+Cut up here by the rules of tensor, pipeline, virtual-pipeline and expert ranks.
+"""
 
 import json
 import shutil
@@ -39,16 +42,30 @@ CONFIG = {
 def _model(*, experts: int = 0) -> dict[str, Tensor]:
     """Return the seeded weights under Hugging Face names."""
     g = torch.Generator().manual_seed(1)
-    made = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    made = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
     for i in range(LAYERS):
         p = f"model.layers.{i}."
-        made |= {p + "input_layernorm.weight": (HIDDEN,), p + "post_attention_layernorm.weight": (HIDDEN,)}
-        made |= {p + "self_attn.q_proj.weight": (HEADS * DIM, HIDDEN), p + "self_attn.o_proj.weight": (HIDDEN, HEADS * DIM)}
+        made |= {
+            p + "input_layernorm.weight": (HIDDEN,),
+            p + "post_attention_layernorm.weight": (HIDDEN,),
+        }
+        made |= {
+            p + "self_attn.q_proj.weight": (HEADS * DIM, HIDDEN),
+            p + "self_attn.o_proj.weight": (HIDDEN, HEADS * DIM),
+        }
         made |= {p + f"self_attn.{n}_proj.weight": (GROUPS * DIM, HIDDEN) for n in "kv"}
         prefixes = [f"{p}mlp.experts.{e}." for e in range(experts)] or [p + "mlp."]
         made |= {p + "mlp.gate.weight": (experts, HIDDEN)} if experts else {}
         for q in prefixes:
-            made |= {q + "gate_proj.weight": (FFN, HIDDEN), q + "up_proj.weight": (FFN, HIDDEN), q + "down_proj.weight": (HIDDEN, FFN)}
+            made |= {
+                q + "gate_proj.weight": (FFN, HIDDEN),
+                q + "up_proj.weight": (FFN, HIDDEN),
+                q + "down_proj.weight": (HIDDEN, FFN),
+            }
     return {name: torch.randn(shape, generator=g) for name, shape in made.items()}
 
 
@@ -69,7 +86,9 @@ def _padded(table: Tensor) -> Tensor:
     return torch.cat([table, torch.zeros(PADDED - VOCAB, HIDDEN)])
 
 
-def _layer(hf: Mapping[str, Tensor], i: int, *, tp: int, num_tp: int, experts: range, grouped: bool) -> dict[str, Tensor]:
+def _layer(
+    hf: Mapping[str, Tensor], i: int, *, tp: int, num_tp: int, experts: range, grouped: bool
+) -> dict[str, Tensor]:
     p = f"model.layers.{i}."
     rows = lambda t: t.chunk(num_tp)[tp]  # noqa: E731
     columns = lambda t: t.chunk(num_tp, dim=1)[tp].contiguous()  # noqa: E731
@@ -83,21 +102,42 @@ def _layer(hf: Mapping[str, Tensor], i: int, *, tp: int, num_tp: int, experts: r
     gated = lambda q: torch.cat([rows(hf[q + "gate_proj.weight"]), rows(hf[q + "up_proj.weight"])])  # noqa: E731
     if p + "mlp.gate.weight" not in hf:
         made["mlp.linear_fc1.layer_norm_weight"] = hf[p + "post_attention_layernorm.weight"]
-        return made | {"mlp.linear_fc1.weight": gated(p + "mlp."), "mlp.linear_fc2.weight": columns(hf[p + "mlp.down_proj.weight"])}
-    made |= {"pre_mlp_layernorm.weight": hf[p + "post_attention_layernorm.weight"], "mlp.router.weight": hf[p + "mlp.gate.weight"]}
+        return made | {
+            "mlp.linear_fc1.weight": gated(p + "mlp."),
+            "mlp.linear_fc2.weight": columns(hf[p + "mlp.down_proj.weight"]),
+        }
+    made |= {
+        "pre_mlp_layernorm.weight": hf[p + "post_attention_layernorm.weight"],
+        "mlp.router.weight": hf[p + "mlp.gate.weight"],
+    }
     for local, expert in enumerate(experts):
         q = f"{p}mlp.experts.{expert}."
         names = [
-            f"mlp.experts.linear_fc{n}.weight{local}" if grouped else f"mlp.experts.local_experts.{local}.linear_fc{n}.weight"
+            f"mlp.experts.linear_fc{n}.weight{local}"
+            if grouped
+            else f"mlp.experts.local_experts.{local}.linear_fc{n}.weight"
             for n in (1, 2)
         ]
         made |= {names[0]: gated(q), names[1]: columns(hf[q + "down_proj.weight"])}
     return made
 
 
-def _write_ranks(folder: Path, hf: Mapping[str, Tensor], *, tp: int, pp: int = 1, vpp: int = 1, ep: int = 1, grouped: bool = False) -> None:
+def _write_ranks(
+    folder: Path,
+    hf: Mapping[str, Tensor],
+    *,
+    tp: int,
+    pp: int = 1,
+    vpp: int = 1,
+    ep: int = 1,
+    grouped: bool = False,
+) -> None:
     per_chunk = LAYERS // (pp * vpp)
-    num_experts = sum(1 for name in hf if name.startswith("model.layers.0.mlp.experts.") and name.endswith("up_proj.weight"))
+    num_experts = sum(
+        1
+        for name in hf
+        if name.startswith("model.layers.0.mlp.experts.") and name.endswith("up_proj.weight")
+    )
     for t in range(tp):
         for stage in range(pp):
             for e in range(ep):
@@ -107,15 +147,31 @@ def _write_ranks(folder: Path, hf: Mapping[str, Tensor], *, tp: int, pp: int = 1
                     first = (virtual * pp + stage) * per_chunk
                     chunk: dict[str, Tensor] = {}
                     if first == 0:
-                        chunk["embedding.word_embeddings.weight"] = _padded(hf["model.embed_tokens.weight"]).chunk(tp)[t]
+                        chunk["embedding.word_embeddings.weight"] = _padded(
+                            hf["model.embed_tokens.weight"]
+                        ).chunk(tp)[t]
                     for local in range(per_chunk):
-                        layer = _layer(hf, first + local, tp=t, num_tp=tp, experts=local_experts, grouped=grouped)
-                        chunk |= {f"decoder.layers.{local}.{name}": tensor for name, tensor in layer.items()}
+                        layer = _layer(
+                            hf,
+                            first + local,
+                            tp=t,
+                            num_tp=tp,
+                            experts=local_experts,
+                            grouped=grouped,
+                        )
+                        chunk |= {
+                            f"decoder.layers.{local}.{name}": tensor
+                            for name, tensor in layer.items()
+                        }
                     if first + per_chunk == LAYERS:
                         chunk["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
                         chunk["output_layer.weight"] = _padded(hf["lm_head.weight"]).chunk(tp)[t]
                     chunks.append({name: tensor.clone() for name, tensor in chunk.items()})
-                name = f"mp_rank_{t:02d}" + (f"_{stage:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+                name = (
+                    f"mp_rank_{t:02d}"
+                    + (f"_{stage:03d}" if pp > 1 else "")
+                    + (f"_{e:03d}" if ep > 1 else "")
+                )
                 (folder / "model" / name).mkdir(parents=True)
                 torch.save(chunks, folder / "model" / name / "model.pt")
     _write_config(folder / "hf_config_and_tokenizer")
@@ -128,20 +184,29 @@ def _write_config(folder: Path) -> None:
 
 def _assert_equal(have: Mapping[str, LazyTensor], want: Mapping[str, Tensor]) -> None:
     assert have.keys() == want.keys()
-    assert [name for name, tensor in want.items() if not torch.equal(as_torch(have[name]), tensor)] == []
+    assert [
+        name for name, tensor in want.items() if not torch.equal(as_torch(have[name]), tensor)
+    ] == []
 
 
-@pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)])
-def test_ranks_of_every_layout_make_the_full_model(tmp_path: Path, tp: int, pp: int, vpp: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)]
+)
+def test_ranks_of_every_layout_make_the_full_model(
+    tmp_path: Path, tp: int, pp: int, vpp: int
+) -> None:
     hf = _model()
     _write_ranks(tmp_path / "actor", hf, tp=tp, pp=pp, vpp=vpp)
     _assert_equal(open_checkpoint(tmp_path / "actor").weights, hf)
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "ep", "grouped"), [(1, 1, 2, False), (2, 1, 2, True), (1, 2, 2, False), (1, 2, 4, True), (2, 1, 1, False)]
+    ("tp", "pp", "ep", "grouped"),
+    [(1, 1, 2, False), (2, 1, 2, True), (1, 2, 2, False), (1, 2, 4, True), (2, 1, 1, False)],
 )
-def test_expert_ranks_make_the_full_mixture(tmp_path: Path, tp: int, pp: int, ep: int, grouped: bool) -> None:
+def test_expert_ranks_make_the_full_mixture(
+    tmp_path: Path, tp: int, pp: int, ep: int, grouped: bool
+) -> None:
     hf = _model(experts=EXPERTS)
     _write_ranks(tmp_path / "actor", hf, tp=tp, pp=pp, ep=ep, grouped=grouped)
     _assert_equal(open_checkpoint(tmp_path / "actor").weights, hf)
@@ -154,15 +219,25 @@ def test_a_mixtral_of_megatron_s_is_written_under_mixtral_s_own_names(tmp_path: 
 
     hf = _model(experts=EXPERTS)
     _write_ranks(tmp_path / "actor", hf, tp=2, ep=2, grouped=True)
-    mixtral = CONFIG | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": EXPERTS}
+    mixtral = CONFIG | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": EXPERTS,
+    }
     (tmp_path / "actor/hf_config_and_tokenizer/config.json").write_text(json.dumps(mixtral))
     convert(plan_jobs(tmp_path / "actor", tmp_path / "out")[0], Options(), Sources())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     result = dict(model.state_dict())
     for layer in range(LAYERS):
         p = f"model.layers.{layer}.mlp.experts."
-        parts = [[hf[f"{p}{e}.{part}_proj.weight"] for e in range(EXPERTS)] for part in ("gate", "up", "down")]
-        assert torch.equal(result.pop(f"{p}gate_up_proj"), torch.cat([torch.stack(parts[0]), torch.stack(parts[1])], dim=1))
+        parts = [
+            [hf[f"{p}{e}.{part}_proj.weight"] for e in range(EXPERTS)]
+            for part in ("gate", "up", "down")
+        ]
+        assert torch.equal(
+            result.pop(f"{p}gate_up_proj"),
+            torch.cat([torch.stack(parts[0]), torch.stack(parts[1])], dim=1),
+        )
         assert torch.equal(result.pop(f"{p}down_proj"), torch.stack(parts[2]))
     assert result.keys() == {name for name in hf if ".experts." not in name}
     assert all(torch.equal(tensor, hf[name]) for name, tensor in result.items())
@@ -175,13 +250,22 @@ def test_experts_that_were_never_saved_are_missed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "actor/model/mp_rank_00_001")
     config = tmp_path / "actor/hf_config_and_tokenizer/config.json"
     config.write_text(json.dumps(CONFIG | {"num_experts": EXPERTS}))
-    with pytest.raises(DamagedFileError, match=rf"layer 0 has 2 experts \(up to number 1\), but the config has {EXPERTS}\. 0\.4\.0 saved"):
+    with pytest.raises(
+        DamagedFileError,
+        match=(
+            rf"layer 0 has 2 experts \(up to number 1\), but the config has {EXPERTS}\. 0\.4\.0 "
+            r"saved"
+        ),
+    ):
         open_checkpoint(tmp_path / "actor")
 
 
 @pytest.mark.parametrize(("tp", "ep", "pp"), [(2, 2, 1), (4, 2, 1), (4, 2, 2)])
-def test_experts_divided_over_tensor_ranks_make_the_full_mixture(tmp_path: Path, tp: int, ep: int, pp: int) -> None:
-    # Expert tensor parallelism below the rest's: tensor rank t is expert rank t // (tp / ep), with 1 / (tp / ep) of its experts' rows.
+def test_experts_divided_over_tensor_ranks_make_the_full_mixture(
+    tmp_path: Path, tp: int, ep: int, pp: int
+) -> None:
+    # Expert tensor parallelism below the rest's: tensor rank t is expert rank t // (tp / ep), with
+    # 1 / (tp / ep) of its experts' rows.
     hf = _model(experts=EXPERTS)
     size = tp // ep
     _write_ranks(tmp_path / "dense", hf, tp=tp, pp=pp, ep=ep, grouped=True)
@@ -192,7 +276,8 @@ def test_experts_divided_over_tensor_ranks_make_the_full_mixture(tmp_path: Path,
             chunks = torch.load(tmp_path / f"dense/model/mp_rank_{rank:02d}{suffix}/model.pt")
             own = torch.load(tmp_path / f"experts/model/mp_rank_{rank % size:02d}{suffix}/model.pt")
             mixed = [
-                chunk | {name: t for name, t in other.items() if ".experts." in name} for chunk, other in zip(chunks, own, strict=True)
+                chunk | {name: t for name, t in other.items() if ".experts." in name}
+                for chunk, other in zip(chunks, own, strict=True)
             ]
             (tmp_path / f"actor/model/mp_rank_{rank:02d}{suffix}").mkdir(parents=True)
             torch.save(mixed, tmp_path / f"actor/model/mp_rank_{rank:02d}{suffix}/model.pt")
@@ -218,14 +303,18 @@ def test_a_last_stage_that_was_not_copied_is_noticed(tmp_path: Path) -> None:
 def test_a_copy_of_another_rank_s_file_is_noticed(tmp_path: Path) -> None:
     _write_ranks(tmp_path / "actor", _model(), tp=2, pp=2)
     model = tmp_path / "actor/model"
-    (model / "mp_rank_01_001/model.pt").write_bytes((model / "mp_rank_00_001/model.pt").read_bytes())
+    (model / "mp_rank_01_001/model.pt").write_bytes(
+        (model / "mp_rank_00_001/model.pt").read_bytes()
+    )
     with pytest.raises(DamagedFileError, match="tensor ranks 0 and 1 of stage 1 hold the same"):
         open_checkpoint(tmp_path / "actor")
 
 
 def test_another_model_s_config_is_refused(tmp_path: Path) -> None:
     _write_ranks(tmp_path / "actor", _model(), tp=1)
-    (tmp_path / "actor/hf_config_and_tokenizer/config.json").write_text(json.dumps({**CONFIG, "num_attention_heads": 8}))
+    (tmp_path / "actor/hf_config_and_tokenizer/config.json").write_text(
+        json.dumps({**CONFIG, "num_attention_heads": 8})
+    )
     with pytest.raises(DamagedFileError, match="is this the model's config"):
         open_checkpoint(tmp_path / "actor")
 
@@ -235,10 +324,24 @@ def _stacked(hf: Mapping[str, Tensor], *, experts: int = 0) -> dict[str, Tensor]
 
     Full matrices, stacked layers and experts.
     """
-    layers = [_layer(hf, i, tp=0, num_tp=1, experts=range(experts), grouped=False) for i in range(LAYERS)]
-    made = {f"decoder.layers.{name}": torch.stack([layer[name] for layer in layers]) for name in layers[0] if "experts" not in name}
+    layers = [
+        _layer(hf, i, tp=0, num_tp=1, experts=range(experts), grouped=False) for i in range(LAYERS)
+    ]
+    made = {
+        f"decoder.layers.{name}": torch.stack([layer[name] for layer in layers])
+        for name in layers[0]
+        if "experts" not in name
+    }
     for n in (1, 2) if experts else ():
-        of_layer = [torch.stack([layer[f"mlp.experts.local_experts.{e}.linear_fc{n}.weight"] for e in range(experts)]) for layer in layers]
+        of_layer = [
+            torch.stack(
+                [
+                    layer[f"mlp.experts.local_experts.{e}.linear_fc{n}.weight"]
+                    for e in range(experts)
+                ]
+            )
+            for layer in layers
+        ]
         made[f"decoder.layers.mlp.experts.experts.linear_fc{n}.weight"] = torch.stack(of_layer)
     made.pop("decoder.layers.self_attention.linear_qkv._extra_state")
     made["embedding.word_embeddings.weight"] = _padded(hf["model.embed_tokens.weight"])
@@ -254,9 +357,14 @@ def _write_dist(folder: Path, tensors: Mapping[str, Tensor], common: object = No
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("experts", [0, EXPERTS])
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_stacked_layers_and_experts_are_taken_apart(tmp_path: Path, experts: int, prefix: str) -> None:
+def test_stacked_layers_and_experts_are_taken_apart(
+    tmp_path: Path, experts: int, prefix: str
+) -> None:
     hf = _model(experts=experts)
-    _write_dist(tmp_path / "actor/dist_ckpt", {prefix + name: tensor for name, tensor in _stacked(hf, experts=experts).items()})
+    _write_dist(
+        tmp_path / "actor/dist_ckpt",
+        {prefix + name: tensor for name, tensor in _stacked(hf, experts=experts).items()},
+    )
     _write_config(tmp_path / "actor/huggingface")
     _assert_equal(open_checkpoint(tmp_path / "actor").weights, hf)
 
@@ -266,17 +374,29 @@ def test_the_split_layout_of_0_9_carries_its_moments(tmp_path: Path) -> None:
     hf = _model()
     folder = tmp_path / "global_step_7/actor"
     _write_dist(folder / "model/dist_ckpt", _stacked(hf))
-    first, second = ({name: tensor * f for name, tensor in _stacked(hf).items()} for f in (0.5, 2.0))
+    first, second = (
+        {name: tensor * f for name, tensor in _stacked(hf).items()} for f in (0.5, 2.0)
+    )
     state = {f"optimizer.state.exp_avg.{name}": tensor for name, tensor in first.items()}
     state |= {f"optimizer.state.exp_avg_sq.{name}": tensor for name, tensor in second.items()}
-    _write_dist(folder / "optimizer/dist_ckpt", state, {"optimizer": {"optimizer": {"param_groups": [{"step": 7, "lr": 1e-5}]}}})
+    _write_dist(
+        folder / "optimizer/dist_ckpt",
+        state,
+        {"optimizer": {"optimizer": {"param_groups": [{"step": 7, "lr": 1e-5}]}}},
+    )
     _write_config(folder / "model/huggingface")
     (folder / "ckpt_contents.json").write_text('{"schema_version": 2}')
     (role,) = find_roles(tmp_path)
     assert role.version == "0.9.0 or newer"
     kept = resumable(read_model(role, Sources()))
-    _assert_equal({name: moments.first for name, moments in kept.moments.items()}, {name: 0.5 * tensor for name, tensor in hf.items()})
-    _assert_equal({name: moments.second for name, moments in kept.moments.items()}, {name: 2.0 * tensor for name, tensor in hf.items()})
+    _assert_equal(
+        {name: moments.first for name, moments in kept.moments.items()},
+        {name: 0.5 * tensor for name, tensor in hf.items()},
+    )
+    _assert_equal(
+        {name: moments.second for name, moments in kept.moments.items()},
+        {name: 2.0 * tensor for name, tensor in hf.items()},
+    )
     assert kept.num_updates == 7
 
 
@@ -315,9 +435,13 @@ def _write_adapters(folder: Path, *, tp: int, pp: int, layers: int = LAYERS) -> 
                 is_row = module in ("self_attention.linear_proj", "mlp.linear_fc2")
                 state[f"{name}linear_in.weight"] = down.chunk(tp, dim=1 if is_row else 0)[t].clone()
                 halves = up.chunk(2) if module == "mlp.linear_fc1" else (up,)
-                state[f"{name}linear_out.weight"] = torch.cat([half.chunk(tp)[t] for half in halves])
+                state[f"{name}linear_out.weight"] = torch.cat(
+                    [half.chunk(tp)[t] for half in halves]
+                )
             suffix = f"_{stage:03d}" if pp > 1 else ""
-            torch.save({"adapter_state_dict": state}, folder / f"mp_rank_{t:02d}{suffix}_adapter.pt")
+            torch.save(
+                {"adapter_state_dict": state}, folder / f"mp_rank_{t:02d}{suffix}_adapter.pt"
+            )
 
 
 def _folded(hf: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
@@ -329,7 +453,9 @@ def _folded(hf: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
             index = torch.arange(delta.shape[0])
             rows = _qkv_rows(index)
             for n in "qkv":
-                made[f"{p}self_attn.{n}_proj.weight"] = made[f"{p}self_attn.{n}_proj.weight"] + delta[rows[n]]
+                made[f"{p}self_attn.{n}_proj.weight"] = (
+                    made[f"{p}self_attn.{n}_proj.weight"] + delta[rows[n]]
+                )
         elif module == "mlp.linear_fc1":
             for name, half in zip(("gate", "up"), delta.chunk(2)):
                 made[f"{p}mlp.{name}_proj.weight"] = made[f"{p}mlp.{name}_proj.weight"] + half
@@ -342,12 +468,18 @@ def _folded(hf: Mapping[str, Tensor], *, scale: float) -> dict[str, Tensor]:
 def _qkv_rows(index: Tensor) -> dict[str, Tensor]:
     per_group = index.reshape(GROUPS, -1)
     heads = HEADS // GROUPS
-    q, k, v = per_group[:, : heads * DIM], per_group[:, heads * DIM : (heads + 1) * DIM], per_group[:, (heads + 1) * DIM :]
+    q, k, v = (
+        per_group[:, : heads * DIM],
+        per_group[:, heads * DIM : (heads + 1) * DIM],
+        per_group[:, (heads + 1) * DIM :],
+    )
     return {"q": q.reshape(-1), "k": k.reshape(-1), "v": v.reshape(-1)}
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 4)])
-def test_private_adapters_fold_into_the_base_as_megatron_adds_them(tmp_path: Path, tp: int, pp: int) -> None:
+def test_private_adapters_fold_into_the_base_as_megatron_adds_them(
+    tmp_path: Path, tp: int, pp: int
+) -> None:
     hf = _model()
     _write_ranks(tmp_path / "actor", hf, tp=1)
     _write_adapters(tmp_path / "actor/adapter_checkpoint", tp=tp, pp=pp)
@@ -385,4 +517,6 @@ def test_adapters_inside_the_distributed_checkpoint_are_found(tmp_path: Path) ->
     assert model.adapter is not None
     folded = merged(model.weights, model.adapter)
     name = "model.layers.3.self_attn.k_proj.weight"
-    torch.testing.assert_close(as_torch(folded[name]), _folded(hf, scale=2.0)[name], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        as_torch(folded[name]), _folded(hf, scale=2.0)[name], atol=1e-5, rtol=1e-5
+    )

@@ -13,7 +13,18 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_megatron import EXPERTS, HIDDEN, LAYERS, VOCAB, _assert_equal, _model, _stacked, _write_config, _write_dist, _write_ranks
+from test_megatron import (
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    _assert_equal,
+    _model,
+    _stacked,
+    _write_config,
+    _write_dist,
+    _write_ranks,
+)
 
 from temper_legacy_shim.checkpoints import open_checkpoint
 from temper_legacy_shim.checkpoints.temper.training_state import resumable
@@ -22,13 +33,16 @@ from temper_legacy_shim.errors import LayoutError
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_experts_of_layers_that_are_not_stacked_are_taken_apart(tmp_path: Path) -> None:
-    # Megatron numbers the layers of its distributed format where they may differ, as moe_layer_freq = [1, 1, ...] says.
+    # Megatron numbers the layers of its distributed format where they may differ, as moe_layer_freq
+    # = [1, 1, ...] says.
     hf = _model(experts=EXPERTS)
     numbered: dict[str, Tensor] = {}
     for name, tensor in _stacked(hf, experts=EXPERTS).items():
         if name.startswith("decoder.layers."):
             rest = name.removeprefix("decoder.layers.")
-            numbered |= {f"decoder.layers.{layer}.{rest}": tensor[layer].clone() for layer in range(LAYERS)}
+            numbered |= {
+                f"decoder.layers.{layer}.{rest}": tensor[layer].clone() for layer in range(LAYERS)
+            }
         else:
             numbered[name] = tensor
     _write_dist(tmp_path / "actor/dist_ckpt", numbered)
@@ -37,7 +51,9 @@ def test_experts_of_layers_that_are_not_stacked_are_taken_apart(tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("name", ["vision_model.decoder.layers.mlp.linear_fc1.weight", "mtp.layers.0.eh_proj.weight"])
+@pytest.mark.parametrize(
+    "name", ["vision_model.decoder.layers.mlp.linear_fc1.weight", "mtp.layers.0.eh_proj.weight"]
+)
 def test_weights_of_another_model_are_named_and_never_left_out(tmp_path: Path, name: str) -> None:
     _write_dist(tmp_path / "actor/dist_ckpt", _stacked(_model()) | {name: torch.ones(2, 2)})
     _write_config(tmp_path / "actor/huggingface")
@@ -46,9 +62,13 @@ def test_weights_of_another_model_are_named_and_never_left_out(tmp_path: Path, n
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_schedule_of_a_distributed_checkpoint_is_carried_and_its_random_states_are_accounted_for(tmp_path: Path) -> None:
+def test_a_distributed_checkpoint_keeps_its_schedule_and_reports_its_random_states(
+    tmp_path: Path,
+) -> None:
     state = dict(_stacked(_model())) | {"rng_state/shard_0.0_1.1": io.BytesIO(b"of no use here")}
-    _write_dist(tmp_path / "actor/dist_ckpt", state, {"lr_scheduler": {"num_steps": 5, "max_lr": 1e-5}})
+    _write_dist(
+        tmp_path / "actor/dist_ckpt", state, {"lr_scheduler": {"num_steps": 5, "max_lr": 1e-5}}
+    )
     _write_config(tmp_path / "actor/huggingface")
     kept = resumable(open_checkpoint(tmp_path / "actor"))
     assert kept.extra.num_schedule_steps == 5
@@ -59,7 +79,10 @@ def test_the_schedule_of_a_distributed_checkpoint_is_carried_and_its_random_stat
 def test_the_schedule_of_per_rank_files_is_carried_too(tmp_path: Path) -> None:
     _write_ranks(tmp_path / "actor", _model(), tp=1)
     (tmp_path / "actor/optimizer_scheduler").mkdir()
-    torch.save({"num_steps": 4, "max_lr": 1e-5}, tmp_path / "actor/optimizer_scheduler/optimizer_scheduler.pt")
+    torch.save(
+        {"num_steps": 4, "max_lr": 1e-5},
+        tmp_path / "actor/optimizer_scheduler/optimizer_scheduler.pt",
+    )
     (tmp_path / "actor/rng_states").mkdir()
     torch.save([{}], tmp_path / "actor/rng_states/rng_states_pp0_tp0_cp0_dp0.pt")
     kept = resumable(open_checkpoint(tmp_path / "actor"))
@@ -77,10 +100,16 @@ def test_a_critic_s_head_is_the_same_on_every_tensor_rank(tmp_path: Path) -> Non
     hf = _model()
     del hf["lm_head.weight"]
     _write_ranks(tmp_path / "actor", hf | {"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}, tp=2)
-    head = {"output_layer.weight": torch.arange(HIDDEN).float()[None], "output_layer.bias": torch.ones(1)}
+    head = {
+        "output_layer.weight": torch.arange(HIDDEN).float()[None],
+        "output_layer.bias": torch.ones(1),
+    }
     for path in (tmp_path / "actor/model").glob("*/model.pt"):
         (chunk,) = torch.load(path)
         torch.save([chunk | head], path)
     model = open_checkpoint(tmp_path / "actor")
     assert model.head == "value_model"
-    _assert_equal(model.weights, hf | {"score.weight": head["output_layer.weight"], "score.bias": head["output_layer.bias"]})
+    _assert_equal(
+        model.weights,
+        hf | {"score.weight": head["output_layer.weight"], "score.bias": head["output_layer.bias"]},
+    )

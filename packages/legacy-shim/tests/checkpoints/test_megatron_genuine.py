@@ -1,4 +1,4 @@
-"""Distributed checkpoints that Megatron itself writes, of a dense model and of a mixture of experts, with its distributed optimizer."""
+"""Read Megatron's own distributed checkpoints of a dense model and of a mixture."""
 
 import json
 import queue
@@ -41,28 +41,46 @@ pytestmark = [
 ]
 
 
-def write(folder: Path, architecture: dict[str, object], *, sharding: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, TrainingState]:
+def write(
+    folder: Path, architecture: dict[str, object], *, sharding: str, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, TrainingState]:
     """Return a role directory as 0.8 left it, and what the optimizer held.
 
     The moments are drawn, and two updates are made of them.
     """
-    pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
+    pytest.importorskip(
+        "megatron.core",
+        reason="needs megatron-core: an environment with temper-engine-megatron runs this",
+    )
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # Megatron waits for a device that is not here,
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda *_: None
+    )  # Megatron waits for a device that is not here,
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # gathers on it,
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, *_: tensor)  # and sends from it,
-    monkeypatch.setattr(filesystem_async, "_results_queue", queue.Queue())  # and would start a process for a queue
+    monkeypatch.setattr(
+        filesystem_async, "_results_queue", queue.Queue()
+    )  # and would start a process for a queue
     with with_drawn_moments(architecture, compute="bf16") as (chunk, optimizers, expected):
         optimizer = optimizers[0] if len(optimizers) == 1 else ChainedOptimizer(optimizers)
-        metadata = {"distrib_optim_sharding_type": sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        metadata = {
+            "distrib_optim_sharding_type": sharding,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+        }
         model = chunk.sharded_state_dict(metadata=metadata)
-        state = {"model": model, "optimizer": optimizer.sharded_state_dict({"model": model}, metadata=metadata)}
+        state = {
+            "model": model,
+            "optimizer": optimizer.sharded_state_dict({"model": model}, metadata=metadata),
+        }
         (folder / "dist_ckpt").mkdir(parents=True)
         dist_checkpointing.save(
-            state | {"lr_scheduler": {"num_steps": 1, "max_lr": 1e-2}}, str(folder / "dist_ckpt"), content_metadata=metadata
+            state | {"lr_scheduler": {"num_steps": 1, "max_lr": 1e-2}},
+            str(folder / "dist_ckpt"),
+            content_metadata=metadata,
         )
     (folder / "huggingface").mkdir()
     (folder / "huggingface/config.json").write_text(json.dumps(architecture))
@@ -89,28 +107,41 @@ def test_masters_moments_and_counts_of_a_genuine_save_are_what_its_optimizer_had
     assert result.keys() == expected.keys()
     for name, state in expected.items():
         for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(result[name], column), getattr(state, column)), (name, column)
+            assert torch.equal(getattr(result[name], column), getattr(state, column)), (
+                name,
+                column,
+            )
         assert result[name].update_count == 2
     assert resumable(model).extra.num_schedule_steps == 1
 
 
 @pytest.mark.parametrize("name", ["fsdp", "megatron"])
-def test_both_engines_go_on_with_a_mixture_that_megatron_saved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_engines_go_on_with_a_mixture_that_megatron_saved(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if find_spec(f"temper_engine_{name}.expert_names") is None:
-        pytest.skip(f"temper-engine-{name} 0.1.0 has joined experts under their names in memory alone")
-    expected = write(tmp_path / "actor", MIXTURE, sharding="fully_reshardable", monkeypatch=monkeypatch)
+        pytest.skip(
+            f"temper-engine-{name} 0.1.0 has joined experts under their names in memory alone"
+        )
+    expected = write(
+        tmp_path / "actor", MIXTURE, sharding="fully_reshardable", monkeypatch=monkeypatch
+    )
     (job,) = plan_jobs(tmp_path / "actor", tmp_path / "out")
     convert(job, Options(target="temper", checks_names=False), Sources())
     model, optimizer = ModelSpec(architecture=MIXTURE), OptimizerSpec(lr=1e-2)
     precision = PrecisionSpec(compute="fp32")
     engine: BaseEngine
     if name == "fsdp":
-        engine = FSDPEngine(FSDPConfig(model=model, optimizer=optimizer, precision=precision, device="cpu"))
+        engine = FSDPEngine(
+            FSDPConfig(model=model, optimizer=optimizer, precision=precision, device="cpu")
+        )
     else:
         from temper_engine_megatron.config import MegatronConfig
         from temper_engine_megatron.engine import MegatronEngine
 
-        engine = MegatronEngine(MegatronConfig(model=model, optimizer=optimizer, precision=precision, device="cpu"))
+        engine = MegatronEngine(
+            MegatronConfig(model=model, optimizer=optimizer, precision=precision, device="cpu")
+        )
     engine.init_model()
     try:
         engine.load_checkpoint(str(tmp_path / "out"))
@@ -121,5 +152,8 @@ def test_both_engines_go_on_with_a_mixture_that_megatron_saved(name: str, tmp_pa
     assert result.keys() == expected.keys()
     for weight, state in expected.items():
         for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(result[weight], column), getattr(state, column)), (weight, column)
+            assert torch.equal(getattr(result[weight], column), getattr(state, column)), (
+                weight,
+                column,
+            )
         assert result[weight].update_count == 2

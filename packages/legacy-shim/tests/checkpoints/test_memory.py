@@ -8,7 +8,8 @@ import pytest
 
 _WRITE = """
 import sys, torch
-tensors = {f"model.layers.{i}.weight": torch.empty(int(sys.argv[3]), 1 << 14) for i in range(int(sys.argv[2]))}  # never touched
+names = [f"model.layers.{i}.weight" for i in range(int(sys.argv[2]))]
+tensors = {name: torch.empty(int(sys.argv[3]), 1 << 14) for name in names}  # never touched
 with torch.serialization.skip_data():
     torch.save(tensors, sys.argv[1])
 """
@@ -19,7 +20,8 @@ from temper_legacy_shim.checkpoints.fsdp import rank_files
 from temper_legacy_shim.checkpoints.files.lazy import blocks
 
 def peak_mb():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+    lines = open("/proc/self/status")
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
 
 path = Path(sys.argv[1])
 weights = rank_files.read_weights({0: path}, where=path.parent)
@@ -31,10 +33,14 @@ print(total, before, peak_mb())
 
 
 def _grown(folder: Path, *, num_tensors: int, rows: int) -> tuple[int, float, float]:
-    """Measure (bytes read, peak before in MB, peak after) of a sparse checkpoint read in its own process."""
+    """Measure bytes read and peak memory before and after, in a separate process."""
     path = folder / "model_world_size_1_rank_0.pt"
-    subprocess.run([sys.executable, "-c", _WRITE, str(path), str(num_tensors), str(rows)], check=True)
-    done = subprocess.run([sys.executable, "-c", _READ, str(path)], check=True, capture_output=True, text=True)
+    subprocess.run(
+        [sys.executable, "-c", _WRITE, str(path), str(num_tensors), str(rows)], check=True
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", _READ, str(path)], check=True, capture_output=True, text=True
+    )
     total, before, after = done.stdout.split()
     return int(total), float(before), float(after)
 
@@ -58,7 +64,8 @@ _COMMAND = """
 import sys
 from temper_legacy_shim.cli import app
 app(standalone_mode=False)
-print(int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024)
+lines = open("/proc/self/status")
+print(int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024)
 """
 
 
@@ -68,9 +75,29 @@ def test_a_full_conversion_holds_a_few_blocks(tmp_path: Path) -> None:
     role = tmp_path / "actor"
     (role / "huggingface").mkdir(parents=True)
     (role / "huggingface/config.json").write_text('{"model_type": "llama"}')
-    subprocess.run([sys.executable, "-c", _WRITE, str(role / "model_world_size_1_rank_0.pt"), "4", str(1 << 10)], check=True)
-    command = ["checkpoint", str(role), "--out", str(tmp_path / "out"), "--dtype", "bfloat16", "--no-verify-names"]
-    done = subprocess.run([sys.executable, "-c", _COMMAND, *command], capture_output=True, text=True, check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            _WRITE,
+            str(role / "model_world_size_1_rank_0.pt"),
+            "4",
+            str(1 << 10),
+        ],
+        check=True,
+    )
+    command = [
+        "checkpoint",
+        str(role),
+        "--out",
+        str(tmp_path / "out"),
+        "--dtype",
+        "bfloat16",
+        "--no-verify-names",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMAND, *command], capture_output=True, text=True, check=True
+    )
     assert (tmp_path / "out/model.safetensors").stat().st_size > 2**27
     assert float(done.stdout.split()[-1]) < 120
 
@@ -88,15 +115,19 @@ class Ones:
         return np.ones((stop - start, self.shape[1]), np.float32)
 
 def peak_mb():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+    lines = open("/proc/self/status")
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
 
 write_group(Path(sys.argv[1]) / "first", {"a": Ones()}, progress=lambda _: None)
 before = peak_mb()
-write_group(Path(sys.argv[1]) / "second", {str(i): Ones() for i in range(7)}, progress=lambda _: None)
+group = {str(i): Ones() for i in range(7)}
+write_group(Path(sys.argv[1]) / "second", group, progress=lambda _: None)
 print(peak_mb() - before)
 """
 
 
 def test_group_of_a_step_directory_is_written_in_a_few_blocks(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _GROUP, str(tmp_path)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _GROUP, str(tmp_path)], check=True, capture_output=True, text=True
+    )
     assert float(done.stdout) < 100

@@ -20,7 +20,11 @@ from temper_legacy_shim.checkpoints.fsdp.moments import read_optimizer, read_tra
 from temper_legacy_shim.checkpoints.model import Sources
 from temper_legacy_shim.checkpoints.temper.training_state import resumable
 
-CONFIG = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False}
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "tie_word_embeddings": False,
+}
 
 
 class _Layer(nn.Module):
@@ -34,7 +38,11 @@ class _Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers, self.norm = nn.Embedding(11, 3), nn.ModuleList([_Layer(), _Layer()]), nn.LayerNorm(5)
+        self.embed, self.layers, self.norm = (
+            nn.Embedding(11, 3),
+            nn.ModuleList([_Layer(), _Layer()]),
+            nn.LayerNorm(5),
+        )
         with torch.no_grad():
             for i, parameter in enumerate(self.parameters()):
                 parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape) / 100 + i)
@@ -44,15 +52,22 @@ def _gradient(weight: Tensor) -> Tensor:
     return torch.sin(weight)
 
 
-def _write_original_parameters(folder: Path, *, mesh_shape: tuple[int, ...], frozen: str = "") -> dict[str, Tensor]:
-    """Return one update of FSDP1 with use_orig_params on every rank, whose gradient is a function of each weight; the weights before it."""
+def _write_original_parameters(
+    folder: Path, *, mesh_shape: tuple[int, ...], frozen: str = ""
+) -> dict[str, Tensor]:
+    """Run one FSDP1 update with use_orig_params, and return the weights before it.
+
+    The gradient is a function of each weight.
+    """
     tensors = {name: parameter.detach().clone() for name, parameter in _Model().named_parameters()}
     write_fsdp(folder, tensors, mesh_shape=mesh_shape)
     world = int(torch.tensor(mesh_shape).prod())
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
-            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ddp", "fsdp")[-len(mesh_shape) :])
+            mesh = init_device_mesh(
+                "cpu", mesh_shape, mesh_dim_names=("ddp", "fsdp")[-len(mesh_shape) :]
+            )
             strategy = "HYBRID_SHARD" if len(mesh_shape) == 2 else "FULL_SHARD"
             model = FullyShardedDataParallel(
                 _Model(),
@@ -64,7 +79,9 @@ def _write_original_parameters(folder: Path, *, mesh_shape: tuple[int, ...], fro
             )
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             for name, parameter in model.named_parameters():
-                if parameter.numel() and not (frozen and frozen in name):  # FSDP gives no gradient to what lies on other ranks
+                if parameter.numel() and not (
+                    frozen and frozen in name
+                ):  # FSDP gives no gradient to what lies on other ranks
                     parameter.grad = _gradient(parameter.detach())
             optimizer.step()
             torch.save(optimizer.state_dict(), folder / f"optim_world_size_{world}_rank_{rank}.pt")
@@ -77,7 +94,9 @@ def _write_original_parameters(folder: Path, *, mesh_shape: tuple[int, ...], fro
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.fsdp")
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
-def test_moments_of_original_parameters_are_put_together_from_the_ranks_stretches(tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
+def test_moments_of_original_parameters_are_put_together_from_the_ranks_stretches(
+    tmp_path: Path, mesh_shape: tuple[int, ...]
+) -> None:
     weights = _write_original_parameters(tmp_path, mesh_shape=mesh_shape, frozen="embed")
     (role,) = find_roles(tmp_path)
     read = rank_files.read_weights(role.fsdp_files["model"], where=tmp_path)
@@ -90,10 +109,15 @@ def test_moments_of_original_parameters_are_put_together_from_the_ranks_stretche
         assert kept.update_count == 1
     trained = [name for name in read if name != "embed.weight"]
     of_leaves = read_trained_leaves(role, read, leaves=trained).moments
-    assert all(torch.equal(as_torch(of_leaves[name].first), as_torch(kept.first)) for name, kept in result.moments.items())
+    assert all(
+        torch.equal(as_torch(of_leaves[name].first), as_torch(kept.first))
+        for name, kept in result.moments.items()
+    )
 
 
-def test_an_optimizer_next_to_an_exported_model_only_is_reported_not_to_be_carried(tmp_path: Path) -> None:
+def test_an_optimizer_next_to_an_exported_model_only_is_reported_not_to_be_carried(
+    tmp_path: Path,
+) -> None:
     # checkpoint.save_contents=[hf_model,optimizer,extra]: nothing says in which order the optimizer
     # numbered its parameters.
     from safetensors.torch import save_file
@@ -103,7 +127,10 @@ def test_an_optimizer_next_to_an_exported_model_only_is_reported_not_to_be_carri
     save_file({"model.norm.weight": torch.ones(4)}, actor / "huggingface/model.safetensors")
     (actor / "huggingface/config.json").write_text(json.dumps(CONFIG))
     state = {0: {"step": torch.tensor(2.0), "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}}
-    torch.save({"state": state, "param_groups": [{"params": [0], "lr": 0.1}]}, actor / "optim_world_size_1_rank_0.pt")
+    torch.save(
+        {"state": state, "param_groups": [{"params": [0], "lr": 0.1}]},
+        actor / "optim_world_size_1_rank_0.pt",
+    )
     assert "in the order of model files" in resumable(open_checkpoint(actor)).not_carried[0]
     (job,) = plan_jobs(actor, tmp_path / "out")
     receipt = convert(job, Options(target="temper", checks_names=False), Sources())

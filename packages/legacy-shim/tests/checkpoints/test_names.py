@@ -1,4 +1,4 @@
-"""Names and shapes are compared next to a conversion, and a config of another model ends it at once."""
+"""Compare names and shapes during a conversion; a config of another model ends it."""
 
 import errno
 import os
@@ -13,13 +13,21 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from temper_legacy_shim.checkpoints import Job, Options, Sources, convert, plan_jobs
 from temper_legacy_shim.errors import VerificationError
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     """Return a model of two layers, whose config says three."""
-    config = Qwen2Config(**SIZES, num_hidden_layers=2, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"])
+    config = Qwen2Config(
+        **SIZES, num_hidden_layers=2, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"]
+    )
     write_fsdp(tmp_path / "actor", Qwen2ForCausalLM(config).state_dict())
     config.num_hidden_layers, config.layer_types = 3, ["full_attention"] * 3
     config.save_pretrained(tmp_path / "actor/huggingface")
@@ -28,7 +36,9 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.parametrize("target", ["hf", "temper"])
-def test_a_config_of_another_model_ends_the_conversion_while_it_writes(job: Job, target: Literal["hf", "temper"]) -> None:
+def test_a_config_of_another_model_ends_the_conversion_while_it_writes(
+    job: Job, target: Literal["hf", "temper"]
+) -> None:
     reported: list[int] = []
 
     def slow(what: str, done: int, total: int) -> None:
@@ -37,7 +47,13 @@ def test_a_config_of_another_model_ends_the_conversion_while_it_writes(job: Job,
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         reported.append(done)
 
-    with pytest.raises(VerificationError, match=r"missing model\.layers\.2\..*Is --hf-config the config of the model that was trained\?"):
+    with pytest.raises(
+        VerificationError,
+        match=(
+            r"missing model\.layers\.2\..*Is --hf-config the config of the model that was "
+            r"trained\?"
+        ),
+    ):
         convert(job, Options(target=target), Sources(), progress=slow)
     assert len(reported) == 1
     assert sorted(path.name for path in job.out.parent.iterdir()) == ["actor"]

@@ -1,4 +1,4 @@
-"""Checkpoints whose parts do not belong together are refused, whatever they would be converted to."""
+"""Checkpoints with parts of different saves are rejected, whatever the target."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def copied(samples: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def _rewrite(path: Path, change: Callable[[str, bytes], bytes], *, without: str = "\0") -> None:
-    """Write a file of torch.save again, with every entry's content changed and the entries that are called ``without`` left out."""
+    """Write a file of torch.save with changed entries, without those of ``without``."""
     with zipfile.ZipFile(path) as old:
         entries = [(entry.filename, old.read(entry)) for entry in old.infolist()]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as new:
@@ -59,50 +59,86 @@ def _read(role: Path, sources: Sources | None = None) -> OldModel:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ["v0.6.1_fsdp2-actor-untied_ws4", "v0.2_fsdp1-actor-tied_ws2"])
-def test_optimizer_file_of_another_step_is_refused(copied: Callable[[str], Path], tmp_path: Path, target: str, name: str) -> None:
+def test_optimizer_file_of_another_step_is_refused(
+    copied: Callable[[str], Path], tmp_path: Path, target: str, name: str
+) -> None:
     role = copied(name)
     (file,) = role.glob("optim_world_size_*_rank_1.pt")
     _rewrite(file, _list_storages(2.0, 3.0))
-    with pytest.raises(DamagedFileError, match=r"optim_world_size_\d_rank_1.pt has made 3 updates of parameter 0, but .*rank_0.pt 2: .*"):
+    with pytest.raises(
+        DamagedFileError,
+        match=(
+            r"optim_world_size_\d_rank_1.pt has made 3 updates of parameter 0, but .*rank_0.pt 2: "
+            r".*"
+        ),
+    ):
         _convert(role, target, tmp_path / "out")
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_schedule_of_another_step_is_refused(copied: Callable[[str], Path], tmp_path: Path, target: str) -> None:
+def test_schedule_of_another_step_is_refused(
+    copied: Callable[[str], Path], tmp_path: Path, target: str
+) -> None:
     role = copied("v0.6.1_fsdp2-actor-untied_ws4")
     file = role / "extra_state_world_size_4_rank_1.pt"
     state = torch.load(file, weights_only=False)
     state["lr_scheduler"]["last_epoch"] = 3
     torch.save(state, file)
-    with pytest.raises(DamagedFileError, match=r"extra_state_world_size_4_rank_1.pt has last_epoch 3, but .*rank_0.pt 2"):
+    with pytest.raises(
+        DamagedFileError,
+        match=r"extra_state_world_size_4_rank_1.pt has last_epoch 3, but .*rank_0.pt 2",
+    ):
         _convert(role, target, tmp_path / "out")
 
 
-def test_optimizer_file_with_another_learning_rate_is_refused(copied: Callable[[str], Path]) -> None:
+def test_optimizer_file_with_another_learning_rate_is_refused(
+    copied: Callable[[str], Path],
+) -> None:
     role = copied("v0.6.1_fsdp2-actor-untied_ws4")
     lr, other = (b"G" + np.array(value, ">f8").tobytes() for value in (0.01, 0.02))
-    _rewrite(role / "optim_world_size_4_rank_2.pt", lambda name, content: content.replace(lr, other))
-    with pytest.raises(DamagedFileError, match=r"optim_world_size_4_rank_2.pt has lr 0.02, but .*rank_0.pt 0.01"):
+    _rewrite(
+        role / "optim_world_size_4_rank_2.pt", lambda name, content: content.replace(lr, other)
+    )
+    with pytest.raises(
+        DamagedFileError, match=r"optim_world_size_4_rank_2.pt has lr 0.02, but .*rank_0.pt 0.01"
+    ):
         _read(role)
 
 
 def test_file_of_another_torch_is_refused(copied: Callable[[str], Path]) -> None:
     # torch 2.7 and newer write .format_version; a file without it is older.
     role = copied("v0.6.1_fsdp2-actor-untied_ws4")
-    _rewrite(role / "model_world_size_4_rank_1.pt", lambda name, content: content, without="/.format_version")
-    with pytest.raises(DamagedFileError, match=r"rank_1.pt was written by another version of torch than .*rank_0.pt"):
+    _rewrite(
+        role / "model_world_size_4_rank_1.pt",
+        lambda name, content: content,
+        without="/.format_version",
+    )
+    with pytest.raises(
+        DamagedFileError,
+        match=r"rank_1.pt was written by another version of torch than .*rank_0.pt",
+    ):
         _read(role)
 
 
-def test_rank_of_another_torch_is_refused_by_its_mesh(copied: Callable[[str], Path], samples: Path) -> None:
+def test_rank_of_another_torch_is_refused_by_its_mesh(
+    copied: Callable[[str], Path], samples: Path
+) -> None:
     role = copied("v0.7.1_fsdp2-actor-untied_ws2")
-    older = next((samples / "v0.4.1_fsdp2-actor-untied_ws2/checkpoints").glob("*/actor")) / "model_world_size_2_rank_1.pt"
+    older = (
+        next((samples / "v0.4.1_fsdp2-actor-untied_ws2/checkpoints").glob("*/actor"))
+        / "model_world_size_2_rank_1.pt"
+    )
     shutil.copy(older, role / older.name)
-    with pytest.raises(DamagedFileError, match=r"rank_1.pt was written by another version of torch than .*rank_0.pt"):
+    with pytest.raises(
+        DamagedFileError,
+        match=r"rank_1.pt was written by another version of torch than .*rank_0.pt",
+    ):
         _read(role)
 
 
-def test_damaged_optimizer_file_is_noted_where_weights_only_are_requested(copied: Callable[[str], Path], tmp_path: Path) -> None:
+def test_damaged_optimizer_file_is_noted_where_weights_only_are_requested(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
     role = copied("v0.6.1_fsdp2-actor-untied_ws4")
     file = role / "optim_world_size_4_rank_1.pt"
     file.write_bytes(file.read_bytes()[:1000])
@@ -116,7 +152,11 @@ def test_damaged_optimizer_file_is_noted_where_weights_only_are_requested(copied
 def _replicated_weights(folder: Path, *, second: float) -> None:
     """Build two replicas of two shards; the second replica holds other numbers."""
     write_fsdp(folder, {"model.norm.weight": torch.full((8, 4), 1.0)}, mesh_shape=(2, 2))
-    first = {path.name: path.read_bytes() for path in folder.iterdir() if path.name.endswith(("rank_0.pt", "rank_1.pt"))}
+    first = {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.name.endswith(("rank_0.pt", "rank_1.pt"))
+    }
     write_fsdp(folder, {"model.norm.weight": torch.full((8, 4), second)}, mesh_shape=(2, 2))
     for name, content in first.items():
         (folder / name).write_bytes(content)
@@ -124,7 +164,10 @@ def _replicated_weights(folder: Path, *, second: float) -> None:
 
 def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
     _replicated_weights(tmp_path / "actor", second=1.5)
-    with pytest.raises(DamagedFileError, match=r"model.norm.weight differs between ranks 0 and 2, which hold the same shard"):
+    with pytest.raises(
+        DamagedFileError,
+        match=r"model.norm.weight differs between ranks 0 and 2, which hold the same shard",
+    ):
         _read(tmp_path / "actor")
 
 
@@ -133,18 +176,28 @@ def test_replicas_that_agree_are_read(tmp_path: Path) -> None:
     assert list(_read(tmp_path / "actor").weights) == ["model.norm.weight"]
 
 
-@pytest.mark.parametrize("name", ["v0.7.1_fsdp2-hsdp-actor-untied_ws4", "v0.3.0.post1_fsdp1-hsdp-actor-untied_ws4"])
-def test_moments_of_replicas_that_differ_are_refused(copied: Callable[[str], Path], tmp_path: Path, samples: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["v0.7.1_fsdp2-hsdp-actor-untied_ws4", "v0.3.0.post1_fsdp1-hsdp-actor-untied_ws4"]
+)
+def test_moments_of_replicas_that_differ_are_refused(
+    copied: Callable[[str], Path], tmp_path: Path, samples: Path, name: str
+) -> None:
     role = copied(name)
 
     def shifted(entry: str, content: bytes) -> bytes:
         is_moment = "/data/" in entry and len(content) > 64
-        return (np.frombuffer(content, np.float32) + np.float32(0.25)).tobytes() if is_moment else content
+        return (
+            (np.frombuffer(content, np.float32) + np.float32(0.25)).tobytes()
+            if is_moment
+            else content
+        )
 
     _rewrite(role / "optim_world_size_4_rank_3.pt", shifted)
     (job,) = plan_jobs(role, tmp_path / "out")
     sources = Sources(hf_config=samples / "_base/llama_untied") if "0.3.0" in name else Sources()
-    with pytest.raises(DamagedFileError, match=r"differs between ranks 1 and 3, which hold the same shard"):
+    with pytest.raises(
+        DamagedFileError, match=r"differs between ranks 1 and 3, which hold the same shard"
+    ):
         convert(job, Options(target="temper", checks_names=False), sources)
 
 
@@ -180,11 +233,18 @@ def _full(*, is_tied: bool) -> list[dict[str, Tensor]]:
         return torch.randn(shape, generator=draw)
 
     stages: list[dict[str, Tensor]] = [
-        {f"decoder.layers.{layer}.{name}": drawn(*shape) for layer in range(2) for name, shape in LAYER.items()} for _ in range(2)
+        {
+            f"decoder.layers.{layer}.{name}": drawn(*shape)
+            for layer in range(2)
+            for name, shape in LAYER.items()
+        }
+        for _ in range(2)
     ]
     stages[0] = {"embedding.word_embeddings.weight": drawn(12, 16)} | stages[0]
     stages[1]["decoder.final_layernorm.weight"] = drawn(16)
-    stages[1]["output_layer.weight"] = stages[0]["embedding.word_embeddings.weight"].clone() if is_tied else drawn(12, 16)
+    stages[1]["output_layer.weight"] = (
+        stages[0]["embedding.word_embeddings.weight"].clone() if is_tied else drawn(12, 16)
+    )
     return stages
 
 
@@ -208,9 +268,13 @@ def _write_megatron(role: Path, *, is_tied: bool, order: Mapping[str, str] | Non
             name = f"mp_rank_{tp:02d}_{pp:03d}"
             folder = role / "model" / (order or {}).get(name, name)
             folder.mkdir(parents=True)
-            torch.save({key: _part(key, tensor, tp) for key, tensor in stage.items()}, folder / "model.pt")
+            torch.save(
+                {key: _part(key, tensor, tp) for key, tensor in stage.items()}, folder / "model.pt"
+            )
     (role / "hf_config_and_tokenizer").mkdir()
-    (role / "hf_config_and_tokenizer/config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": is_tied}))
+    (role / "hf_config_and_tokenizer/config.json").write_text(
+        json.dumps(CONFIG | {"tie_word_embeddings": is_tied})
+    )
     return role
 
 
@@ -228,13 +292,22 @@ def test_stages_and_tensor_ranks_in_order_are_read(tmp_path: Path, is_tied: bool
 def test_swapped_stages_are_refused(tmp_path: Path) -> None:
     order = _swapped(("mp_rank_00_000", "mp_rank_00_001"), ("mp_rank_01_000", "mp_rank_01_001"))
     role = _write_megatron(tmp_path / "actor", is_tied=False, order=order)
-    with pytest.raises(DamagedFileError, match=r"final_layernorm.weight is in stage 0, but belongs to the last: .* swapped"):
+    with pytest.raises(
+        DamagedFileError,
+        match=r"final_layernorm.weight is in stage 0, but belongs to the last: .* swapped",
+    ):
         _read(role)
 
 
-def test_tensor_ranks_that_are_swapped_in_one_stage_are_refused_where_embeddings_are_tied(tmp_path: Path) -> None:
-    role = _write_megatron(tmp_path / "actor", is_tied=True, order=_swapped(("mp_rank_00_000", "mp_rank_01_000")))
-    with pytest.raises(DamagedFileError, match=r"output_layer.weight differs from embedding.word_embeddings.weight"):
+def test_tensor_ranks_that_are_swapped_in_one_stage_are_refused_where_embeddings_are_tied(
+    tmp_path: Path,
+) -> None:
+    role = _write_megatron(
+        tmp_path / "actor", is_tied=True, order=_swapped(("mp_rank_00_000", "mp_rank_01_000"))
+    )
+    with pytest.raises(
+        DamagedFileError, match=r"output_layer.weight differs from embedding.word_embeddings.weight"
+    ):
         _read(role)
 
 
@@ -243,27 +316,53 @@ def test_tensor_rank_of_another_step_is_refused_by_its_norms(tmp_path: Path) -> 
     file = role / "model/mp_rank_01_001/model.pt"
     state = torch.load(file)
     torch.save({name: tensor + 0.5 for name, tensor in state.items()}, file)
-    with pytest.raises(DamagedFileError, match=r"decoder.*norm.* differs between tensor ranks 0 and 1"):
+    with pytest.raises(
+        DamagedFileError, match=r"decoder.*norm.* differs between tensor ranks 0 and 1"
+    ):
         _read(role)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("num_attention_heads", 8), ("num_query_groups", 4), ("num_layers", 2), ("hidden_size", 32), ("kv_channels", 8)]
+    ("key", "value"),
+    [
+        ("num_attention_heads", 8),
+        ("num_query_groups", 4),
+        ("num_layers", 2),
+        ("hidden_size", 32),
+        ("kv_channels", 8),
+    ],
 )
-def test_transformer_config_that_contradicts_the_config_is_refused(tmp_path: Path, key: str, value: int) -> None:
+def test_transformer_config_that_contradicts_the_config_is_refused(
+    tmp_path: Path, key: str, value: int
+) -> None:
     role = _write_megatron(tmp_path / "actor", is_tied=False)
-    saved = {"num_attention_heads": 4, "num_query_groups": 2, "num_layers": 4, "hidden_size": 16, "kv_channels": 4}
+    saved = {
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "num_layers": 4,
+        "hidden_size": 16,
+        "kv_channels": 4,
+    }
     (role / "transformer_config.json").write_text(json.dumps(saved))
     _read(role)
     (role / "transformer_config.json").write_text(json.dumps(saved | {key: value}))
-    with pytest.raises(UsageError, match=rf"transformer_config.json has {key} = {value}, but .*config.json"):
+    with pytest.raises(
+        UsageError, match=rf"transformer_config.json has {key} = {value}, but .*config.json"
+    ):
         _read(role)
 
 
-def test_config_of_other_heads_is_refused_next_to_a_genuine_transformer_config(copied: Callable[[str], Path]) -> None:
+def test_config_of_other_heads_is_refused_next_to_a_genuine_transformer_config(
+    copied: Callable[[str], Path],
+) -> None:
     role = copied("v0.7.1_megatron-distckpt-tp2")
     path = role / "huggingface/config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}))
-    with pytest.raises(UsageError, match=r"transformer_config.json has num_attention_heads = 4, but .*config.json.* = 8"):
+    path.write_text(
+        json.dumps(config | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8})
+    )
+    with pytest.raises(
+        UsageError,
+        match=r"transformer_config.json has num_attention_heads = 4, but .*config.json.* = 8",
+    ):
         _read(role)

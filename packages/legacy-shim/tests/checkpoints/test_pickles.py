@@ -17,7 +17,12 @@ from temper_legacy_shim.checkpoints.files.pickles import Global, Inert, load_ine
 from temper_legacy_shim.errors import DamagedFileError, ShimError, UnsafeFileError
 
 _PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
     max_leaves=20,
 )
@@ -39,7 +44,10 @@ def test_plain_values_come_back_as_they_were(value: object, protocol: int) -> No
 
 
 def test_an_ordered_dict_comes_back_as_a_dict() -> None:
-    assert load_inert(pickle.dumps(OrderedDict(a=1, b=2), protocol=2), source="f") == {"a": 1, "b": 2}
+    assert load_inert(pickle.dumps(OrderedDict(a=1, b=2), protocol=2), source="f") == {
+        "a": 1,
+        "b": 2,
+    }
 
 
 def test_an_allowed_call_becomes_an_inert_node() -> None:
@@ -63,7 +71,9 @@ def test_a_hostile_pickle_is_refused_naming_what_it_requested(
     function: object, arguments: tuple[object, ...], named: str, tmp_path: Path
 ) -> None:
     marker = tmp_path / "executed"
-    filled = tuple(a.replace("{marker}", str(marker)) if isinstance(a, str) else "os" for a in arguments)
+    filled = tuple(
+        a.replace("{marker}", str(marker)) if isinstance(a, str) else "os" for a in arguments
+    )
     data = pickle.dumps({"weights": _Calls(function, *filled)}, protocol=2)
     with pytest.raises(UnsafeFileError, match=named):
         load_inert(data, source="model.pt")
@@ -71,7 +81,10 @@ def test_a_hostile_pickle_is_refused_naming_what_it_requested(
 
 
 def test_a_class_inside_a_class_is_named_and_any_other_attribute_is_not() -> None:
-    requested = b"c__builtin__\ngetattr\n(ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\nV%s\ntR."
+    requested = (
+        b"c__builtin__\ngetattr\n"
+        b"(ctorch.distributed._shard.sharded_tensor.api\nShardedTensor\nV%s\ntR."
+    )
     assert load_inert(requested % b"ProcessGroupState", source="f") == Global(
         "torch.distributed._shard.sharded_tensor.api", "ShardedTensor.ProcessGroupState"
     )
@@ -80,7 +93,12 @@ def test_a_class_inside_a_class_is_named_and_any_other_attribute_is_not() -> Non
 
 
 def test_opcodes_that_reach_around_the_list_are_refused() -> None:
-    for data in (b"cos\nsystem\n(S'id'\ntR.", b"(S'id'\nios\nsystem\n.", b"(cos\nsystem\nS'id'\no.", b"\x80\x02\x82\x01."):
+    for data in (
+        b"cos\nsystem\n(S'id'\ntR.",
+        b"(S'id'\nios\nsystem\n.",
+        b"(cos\nsystem\nS'id'\no.",
+        b"\x80\x02\x82\x01.",
+    ):
         with pytest.raises(UnsafeFileError):
             load_inert(data, source="model.pt")
 

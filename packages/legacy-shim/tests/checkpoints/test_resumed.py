@@ -1,6 +1,7 @@
-"""One more update of each kind of old run, by an engine on what was converted and by torch on the old files themselves.
+"""Continue each kind of old run for one update, in an engine and in torch.
 
-Torch's side reads weights from the golden files and moments from the old optimizer files with ``torch.load``: nothing of the shim.
+Torch's side reads weights from the golden files and moments from the old optimizer files with
+``torch.load``: nothing of the shim.
 """
 
 import json
@@ -61,25 +62,39 @@ KINDS = [
     pytest.param(Old(name="v0.7.1_fsdp2-actor-untied_ws2"), id="actor-fsdp2", marks=nightly),
     pytest.param(Old(name="v0.6.1_fsdp2-sft-untied_ws2"), id="sft-fsdp2", marks=nightly),
     pytest.param(Old(name="v0.4.1_fsdp1-critic_ws2", is_critic=True), id="critic-fsdp1"),
-    pytest.param(Old(name="v0.8.0_fsdp2-critic_ws2", is_critic=True), id="critic-fsdp2", marks=nightly),
+    pytest.param(
+        Old(name="v0.8.0_fsdp2-critic_ws2", is_critic=True), id="critic-fsdp2", marks=nightly
+    ),
     pytest.param(Old(name="v0.5.0_fsdp2-critictrl_ws2", is_critic=True), id="critic-of-trl-fsdp2"),
-    pytest.param(Old(name="v0.4.1_fsdp1-lora_ws2", has_adapter=True), id="adapter-fsdp1", marks=nightly),
+    pytest.param(
+        Old(name="v0.4.1_fsdp1-lora_ws2", has_adapter=True), id="adapter-fsdp1", marks=nightly
+    ),
     pytest.param(Old(name="v0.5.0_fsdp2-lora_ws2", has_adapter=True), id="adapter-fsdp2"),
-    pytest.param(Old(name="v0.9.1_fsdp2-loraonly_ws2", has_adapter=True), id="adapter-alone-fsdp2", marks=nightly),
+    pytest.param(
+        Old(name="v0.9.1_fsdp2-loraonly_ws2", has_adapter=True),
+        id="adapter-alone-fsdp2",
+        marks=nightly,
+    ),
 ]
 
 
 @pytest.mark.parametrize("old", KINDS)
-def test_an_engine_makes_the_updates_that_the_old_run_would_have_made(old: Old, samples: Path, tmp_path: Path) -> None:
+def test_an_engine_makes_the_updates_that_the_old_run_would_have_made(
+    old: Old, samples: Path, tmp_path: Path
+) -> None:
     check_next_updates(old, samples, tmp_path)
 
 
-def test_a_mixture_that_was_kept_expert_by_expert_goes_on(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_that_was_kept_expert_by_expert_goes_on(
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dcp, "_CHUNK_BYTES", 1 << 12)  # one expert of a layer
     check_next_updates(write_mixture(samples, tmp_path / "old"), tmp_path / "old", tmp_path)
 
 
-def test_of_a_mixture_an_engine_has_every_weight_and_moment_of_its_old_files(samples: Path, tmp_path: Path) -> None:
+def test_of_a_mixture_an_engine_has_every_weight_and_moment_of_its_old_files(
+    samples: Path, tmp_path: Path
+) -> None:
     convert_step(MIXTURE, samples, tmp_path / "out")
     engine = _engine(MIXTURE, samples)
     try:
@@ -102,14 +117,22 @@ def test_an_expert_that_saw_fewer_updates_is_reported(samples: Path, tmp_path: P
     old = write_mixture(samples, tmp_path / "old", expert_updates=1)
     receipt = convert_step(old, tmp_path / "old", tmp_path / "out")
     name = "model.layers.1.mlp.experts.0.gate_proj.weight"
-    assert any(f"update counts of 3 experts' matrices, such as {name}" in sentence for sentence in receipt.not_carried)
+    assert any(
+        f"update counts of 3 experts' matrices, such as {name}" in sentence
+        for sentence in receipt.not_carried
+    )
     counts = {state.name: state.update_count for state in read_training_state(tmp_path / "out")}
     assert counts[name] == 2
 
 
 def test_a_missing_expert_is_an_error_that_names_its_layer(samples: Path, tmp_path: Path) -> None:
-    old = write_mixture(samples, tmp_path / "old", without=("model.layers.1.mlp.experts.2.up_proj.weight",))
-    with pytest.raises(DamagedFileError, match=r"layers\.1\.mlp\.experts\.gate_up_proj there are 7 matrices, but none of number 2"):
+    old = write_mixture(
+        samples, tmp_path / "old", without=("model.layers.1.mlp.experts.2.up_proj.weight",)
+    )
+    with pytest.raises(
+        DamagedFileError,
+        match=r"layers\.1\.mlp\.experts\.gate_up_proj there are 7 matrices, but none of number 2",
+    ):
         convert_step(old, tmp_path / "old", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -140,10 +163,18 @@ def check_next_updates(old: Old, samples: Path, folder: Path) -> None:
     for weight, tensor in other.items():
         assert new_word[weight].update_count == 4, weight
         # The step is lr * m / sqrt(v): where v is tiny a gradient's last digits show.
-        torch.testing.assert_close(new_word[weight].master, tensor, atol=5e-5, rtol=1e-5, msg=lambda given, name=weight: f"{name}: {given}")
+        torch.testing.assert_close(
+            new_word[weight].master,
+            tensor,
+            atol=5e-5,
+            rtol=1e-5,
+            msg=lambda given, name=weight: f"{name}: {given}",
+        )
 
 
-def write_mixture(samples: Path, folder: Path, *, expert_updates: int = 2, without: Sequence[str] = ()) -> Old:
+def write_mixture(
+    samples: Path, folder: Path, *, expert_updates: int = 2, without: Sequence[str] = ()
+) -> Old:
     """Return a sample of DeepSeek-V3's kind of one rank, whose values are as wide as its queries.
 
     Args:
@@ -158,7 +189,11 @@ def write_mixture(samples: Path, folder: Path, *, expert_updates: int = 2, witho
     config.v_head_dim = config.qk_head_dim
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder / "_base/mixture")
-    full = {part: tensor.detach().clone() for name, tensor in model.state_dict().items() for part, tensor in _parts(name, tensor)}
+    full = {
+        part: tensor.detach().clone()
+        for name, tensor in model.state_dict().items()
+        for part, tensor in _parts(name, tensor)
+    }
     role = folder / old.name / "checkpoints/global_step_2/actor"
     named = _named_as_before(model)
     buffers = [name for name in full if name not in dict(named)]
@@ -169,11 +204,24 @@ def write_mixture(samples: Path, folder: Path, *, expert_updates: int = 2, witho
     state = {}
     for number, (name, shape) in enumerate(named):
         step = torch.tensor(float(expert_updates if ".experts.0." in name else 2))
-        state[number] = {"step": step, "exp_avg": torch.randn(shape) * 1e-3, "exp_avg_sq": torch.rand(shape) * 1e-5 + 1e-6}
+        state[number] = {
+            "step": step,
+            "exp_avg": torch.randn(shape) * 1e-3,
+            "exp_avg_sq": torch.rand(shape) * 1e-5 + 1e-6,
+        }
     if not without:
-        torch.save({"state": state, "param_groups": [{"params": list(state), **ADAM}]}, role / "optim_world_size_1_rank_0.pt")
+        torch.save(
+            {"state": state, "param_groups": [{"params": list(state), **ADAM}]},
+            role / "optim_world_size_1_rank_0.pt",
+        )
     save_file(full, folder / old.name / "golden_full_state.safetensors")
-    meta = {"base": "mixture", "kind": "actor", "fsdp": 2, "world_size": 1, "role_dir": "checkpoints/global_step_2/actor"}
+    meta = {
+        "base": "mixture",
+        "kind": "actor",
+        "fsdp": 2,
+        "world_size": 1,
+        "role_dir": "checkpoints/global_step_2/actor",
+    }
     (folder / old.name / "META.json").write_text(json.dumps(meta))
     return old
 
@@ -193,12 +241,18 @@ def _base(old: Old, samples: Path) -> Path:
 
 
 def _golden(old: Old, samples: Path) -> dict[str, Tensor]:
-    return {_bare(name): tensor.float() for name, tensor in load_file(samples / old.name / "golden_full_state.safetensors").items()}
+    return {
+        _bare(name): tensor.float()
+        for name, tensor in load_file(samples / old.name / "golden_full_state.safetensors").items()
+    }
 
 
 def _engine(old: Old, samples: Path) -> FSDPEngine:
     config = FSDPConfig(
-        model=ModelSpec(path=str(_base(old, samples)), model_type="value_model" if old.is_critic else "language_model"),
+        model=ModelSpec(
+            path=str(_base(old, samples)),
+            model_type="value_model" if old.is_critic else "language_model",
+        ),
         optimizer=OptimizerSpec(**ADAM, clip_grad_norm=None, decays_vectors=True),  # type: ignore[arg-type]
         precision=PrecisionSpec(compute="fp32"),
         device="cpu",
@@ -226,8 +280,10 @@ def _update(engine: FSDPEngine, batch: SequenceBatch, old: Old) -> float:
     return loss.item()
 
 
-def _two_more_updates(old: Old, samples: Path, batch: SequenceBatch) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses before each, and what was trained, by the names of ``read_training_state``."""
+def _two_more_updates(
+    old: Old, samples: Path, batch: SequenceBatch
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses before each update, and the trained state by portable name."""
     golden = _golden(old, samples)
     model = _model(old, samples)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -247,11 +303,19 @@ def _two_more_updates(old: Old, samples: Path, batch: SequenceBatch) -> tuple[li
     for _ in range(2):
         optimizer.zero_grad()
         logits = model(input_ids=batch.tokens[None]).logits[0, :-1]
-        loss = (logits[:, 0] - 1.0).square().mean() if old.is_critic else nn.functional.cross_entropy(logits, batch.tokens[1:])
+        loss = (
+            (logits[:, 0] - 1.0).square().mean()
+            if old.is_critic
+            else nn.functional.cross_entropy(logits, batch.tokens[1:])
+        )
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, {part: tensor for name, parameter in trained.items() for part, tensor in _parts(name, parameter.detach())}
+    return losses, {
+        part: tensor
+        for name, parameter in trained.items()
+        for part, tensor in _parts(name, parameter.detach())
+    }
 
 
 def _model(old: Old, samples: Path) -> nn.Module:
@@ -262,7 +326,10 @@ def _model(old: Old, samples: Path) -> nn.Module:
         return transformers.AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if old.has_adapter:
-        return peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+        return peft.get_peft_model(
+            model,
+            peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
     return model
 
 
@@ -272,7 +339,11 @@ _NUM_EXPERTS = 4
 
 def _bare(name: str) -> str:
     """Return one name for what the old classes and today's call differently."""
-    return name.removeprefix("pretrained_model.").replace("v_head.summary.", "score.").replace(".default.", ".")
+    return (
+        name.removeprefix("pretrained_model.")
+        .replace("v_head.summary.", "score.")
+        .replace(".default.", ".")
+    )
 
 
 def _of(by_name: Mapping[str, Tensor], name: str) -> Tensor:
@@ -282,7 +353,12 @@ def _of(by_name: Mapping[str, Tensor], name: str) -> Tensor:
         is_tied = name.endswith("lm_head.weight") and _bare(name) not in by_name
         return by_name[_bare(name.replace("lm_head", "model.embed_tokens") if is_tied else name)]
     kinds = ("gate_proj", "up_proj") if joined[2] == "gate_up_proj" else ("down_proj",)
-    return torch.stack([torch.cat([by_name[f"{joined[1]}.{e}.{kind}.weight"] for kind in kinds]) for e in range(_NUM_EXPERTS)])
+    return torch.stack(
+        [
+            torch.cat([by_name[f"{joined[1]}.{e}.{kind}.weight"] for kind in kinds])
+            for e in range(_NUM_EXPERTS)
+        ]
+    )
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -293,7 +369,10 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     for number, expert in enumerate(tensor):
         kinds = ("gate_proj", "up_proj") if joined[2] == "gate_up_proj" else ("down_proj",)
-        yield from ((f"{joined[1]}.{number}.{kind}.weight", part) for kind, part in zip(kinds, expert.chunk(len(kinds)), strict=True))
+        yield from (
+            (f"{joined[1]}.{number}.{kind}.weight", part)
+            for kind, part in zip(kinds, expert.chunk(len(kinds)), strict=True)
+        )
 
 
 def _moments(old: Old, samples: Path) -> dict[str, tuple[Tensor, Tensor]]:
@@ -324,7 +403,11 @@ def _moments(old: Old, samples: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _units(old: Old, samples: Path, *, is_flat: bool) -> dict[int, list[tuple[str, torch.Size]]]:
     """Return the parameters that each number of the old optimizer stands for."""
-    named = [entry for entry in _named_as_before(_model(old, samples)) if not old.has_adapter or ".lora_" in entry[0]]
+    named = [
+        entry
+        for entry in _named_as_before(_model(old, samples))
+        if not old.has_adapter or ".lora_" in entry[0]
+    ]
     if "trl" in _meta(old, samples)["kind"]:
         vocabulary, hidden = dict(named)["model.embed_tokens.weight"]
         named.insert(-2, ("lm_head.weight", torch.Size((vocabulary, hidden))))
@@ -354,5 +437,9 @@ def _named_as_before(model: nn.Module) -> list[tuple[str, torch.Size]]:
         up, down = torch.Size((rows // 2, columns)), torch.Size((columns, rows // 2))
         for number in range(_NUM_EXPERTS):
             of = f"{experts}.{number}"
-            result += [(f"{of}.gate_proj.weight", up), (f"{of}.up_proj.weight", up), (f"{of}.down_proj.weight", down)]
+            result += [
+                (f"{of}.gate_proj.weight", up),
+                (f"{of}.up_proj.weight", up),
+                (f"{of}.down_proj.weight", down),
+            ]
     return result

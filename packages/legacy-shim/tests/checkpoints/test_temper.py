@@ -22,7 +22,11 @@ from temper_legacy_shim.checkpoints.model import Sources, read_model
 from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
 from temper_legacy_shim.checkpoints.receipt import check_files
 from temper_legacy_shim.checkpoints.temper import step_directory
-from temper_legacy_shim.checkpoints.temper.training_state import read_training_state, resumable, training_state
+from temper_legacy_shim.checkpoints.temper.training_state import (
+    read_training_state,
+    resumable,
+    training_state,
+)
 from temper_legacy_shim.errors import LayoutError
 
 WITH_MOMENTS = (
@@ -63,7 +67,9 @@ def _step(samples: Path, name: str, out: Path) -> Path:
     return out
 
 
-def _engine(samples: Path, name: str, *, model_type: str = "language_model", lora: LoraSpec | None = None) -> FSDPEngine:
+def _engine(
+    samples: Path, name: str, *, model_type: str = "language_model", lora: LoraSpec | None = None
+) -> FSDPEngine:
     config = FSDPConfig(
         model=ModelSpec(path=str(_base(samples, name)), model_type=model_type),  # type: ignore[arg-type]
         optimizer=OptimizerSpec(**ADAM, clip_grad_norm=None, decays_vectors=True),  # type: ignore[arg-type]
@@ -77,7 +83,9 @@ def _engine(samples: Path, name: str, *, model_type: str = "language_model", lor
 
 
 @pytest.mark.parametrize("name", WITH_MOMENTS)
-def test_every_weight_moved_against_the_moment_that_is_carried_for_it(samples: Path, name: str) -> None:
+def test_every_weight_moved_against_the_moment_that_is_carried_for_it(
+    samples: Path, name: str
+) -> None:
     # A moment that is laid next to the wrong weights agrees with their movement by chance, in half
     # of the elements.
     (role,) = find_roles(samples / name / "checkpoints")
@@ -99,7 +107,9 @@ def test_every_weight_moved_against_the_moment_that_is_carried_for_it(samples: P
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("name", RESUMED)
-def test_an_engine_goes_on_as_the_old_optimizer_would_have(samples: Path, name: str, tmp_path: Path) -> None:
+def test_an_engine_goes_on_as_the_old_optimizer_would_have(
+    samples: Path, name: str, tmp_path: Path
+) -> None:
     out = _step(samples, name, tmp_path / "out")
     engine = _engine(samples, name)
     try:
@@ -113,7 +123,9 @@ def test_an_engine_goes_on_as_the_old_optimizer_would_have(samples: Path, name: 
             assert torch.equal(state.first_moment, same.first_moment)
             assert torch.equal(state.second_moment, same.second_moment)
         batch = _batch()
-        engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx))
+        engine.set_loss_fn(
+            lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
+        )
         engine.optimizer_zero_grad()
         with engine.train_mode():
             engine.forward_backward_step(batch)
@@ -135,7 +147,9 @@ def _batch() -> SequenceBatch:
 
 def _one_more_update(samples: Path, name: str, batch: SequenceBatch) -> dict[str, Tensor]:
     """Update the golden weights with the old moments by torch's AdamW."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(_base(samples, name), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        _base(samples, name), dtype=torch.float32
+    )
     model.load_state_dict(load_file(samples / name / "golden_full_state.safetensors"), strict=False)
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(named.values(), **ADAM)  # type: ignore[arg-type]
@@ -160,13 +174,19 @@ def test_a_critic_is_resumed_as_a_value_model(samples: Path, name: str, tmp_path
     engine = _engine(samples, name, model_type="value_model")
     try:
         engine.load_checkpoint(str(out))
-        assert {state.name: state.update_count for state in engine.export_state()}["score.weight"] == 2
+        assert {state.name: state.update_count for state in engine.export_state()}[
+            "score.weight"
+        ] == 2
     finally:
         engine.close()
 
 
-@pytest.mark.parametrize("name", ["v0.7.1_fsdp2-actor-tied-modelonly_ws2", "v0.7.1_megatron-distckpt-tp2"])
-def test_engine_continues_without_old_moments_with_fresh_ones(samples: Path, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["v0.7.1_fsdp2-actor-tied-modelonly_ws2", "v0.7.1_megatron-distckpt-tp2"]
+)
+def test_engine_continues_without_old_moments_with_fresh_ones(
+    samples: Path, name: str, tmp_path: Path
+) -> None:
     out = _step(samples, name, tmp_path / "out")
     receipt = json.loads((out / "temper-receipt.json").read_text())
     assert any(sentence.startswith("optimizer moments: ") for sentence in receipt["not_carried"])
@@ -187,11 +207,16 @@ WITH_ADAPTERS = ("v0.4.1_fsdp1-lora_ws2", "v0.5.0_fsdp2-lora_ws2", "v0.9.1_fsdp2
 
 
 @pytest.mark.parametrize("name", WITH_ADAPTERS)
-def test_an_engine_with_an_adapter_goes_on_from_an_old_one(samples: Path, name: str, tmp_path: Path) -> None:
+def test_an_engine_with_an_adapter_goes_on_from_an_old_one(
+    samples: Path, name: str, tmp_path: Path
+) -> None:
     out = _step(samples, name, tmp_path / "out")
     written = {state.name: state for state in read_training_state(out)}
     assert len(written) == 2 * 7 * 2  # two layers of seven modules, A and B each
-    assert all(state.update_count == 2 and state.second_moment.abs().max() > 0 for state in written.values())
+    assert all(
+        state.update_count == 2 and state.second_moment.abs().max() > 0
+        for state in written.values()
+    )
     engine = _engine(samples, name, lora=LoraSpec(rank=4, alpha=16.0))
     try:
         engine.load_checkpoint(str(out))
@@ -203,14 +228,21 @@ def test_an_engine_with_an_adapter_goes_on_from_an_old_one(samples: Path, name: 
     assert kept.keys() == tensors.keys() == written.keys()
     golden = load_file(samples / name / "golden_full_state.safetensors")
     for key, tensor in tensors.items():
-        module, _, half = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
-        (expected,) = (value for other, value in golden.items() if module in other and f".lora_{half}." in other)
+        module, _, half = (
+            key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        )
+        (expected,) = (
+            value
+            for other, value in golden.items()
+            if module in other and f".lora_{half}." in other
+        )
         assert torch.equal(tensor, expected.float())
         assert torch.equal(kept[key].first_moment, written[key].first_moment)
 
 
 def test_moments_of_an_adapter_are_distinguished_by_their_shapes(samples: Path) -> None:
-    # FSDP2 keeps shapes, which follow each other as the modules do; a shifted numbering would not fit anywhere.
+    # FSDP2 keeps shapes, which follow each other as the modules do; a shifted numbering would not
+    # fit anywhere.
     (role,) = find_roles(samples / "v0.5.0_fsdp2-lora_ws2" / "checkpoints")
     raw = read_weights(role.fsdp_files["model"], where=role.path)
     leaves = [key for key in raw if ".lora_" in key]
@@ -224,8 +256,13 @@ def test_moments_of_an_adapter_are_distinguished_by_their_shapes(samples: Path) 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron.core")
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")
 @pytest.mark.parametrize("name", ["v0.7.1_fsdp2-actor-untied_ws2", "v0.2_fsdp1-actor-tied_ws2"])
-def test_the_portable_state_goes_through_a_megatron_engine_bit_for_bit(samples: Path, name: str) -> None:
-    pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
+def test_the_portable_state_goes_through_a_megatron_engine_bit_for_bit(
+    samples: Path, name: str
+) -> None:
+    pytest.importorskip(
+        "megatron.core",
+        reason="needs megatron-core: an environment with temper-engine-megatron runs this",
+    )
     from temper_engine_megatron.config import MegatronConfig
     from temper_engine_megatron.engine import MegatronEngine
 
@@ -245,7 +282,10 @@ def test_the_portable_state_goes_through_a_megatron_engine_bit_for_bit(samples: 
             same = old.pop(state.name)
             assert state.update_count == same.update_count == 2
             for column in ("master", "first_moment", "second_moment"):
-                assert torch.equal(getattr(state, column), getattr(same, column)), (state.name, column)
+                assert torch.equal(getattr(state, column), getattr(same, column)), (
+                    state.name,
+                    column,
+                )
         assert not old
     finally:
         engine.close()
@@ -275,13 +315,20 @@ def test_a_stopped_run_leaves_no_step_and_the_next_one_keeps_what_was_finished(
     kept = {path.stat().st_mtime_ns for path in staged}
 
     reported: list[tuple[int, int]] = []
-    receipt = convert(job, options, _sources(samples, name), progress=lambda what, done, total: reported.append((done, total)))
+    receipt = convert(
+        job,
+        options,
+        _sources(samples, name),
+        progress=lambda what, done, total: reported.append((done, total)),
+    )
 
     assert reported[-1][0] == reported[-1][1]
     assert kept < {path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.distcp")}
     check_files(tmp_path / "out", receipt.files)
     full = _step(samples, name, tmp_path / "whole")
-    for resumed, expected in zip(read_training_state(tmp_path / "out"), read_training_state(full), strict=True):
+    for resumed, expected in zip(
+        read_training_state(tmp_path / "out"), read_training_state(full), strict=True
+    ):
         assert resumed.name == expected.name
         assert resumed.update_count == expected.update_count
         for field in ("master", "first_moment", "second_moment"):

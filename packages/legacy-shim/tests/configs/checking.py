@@ -1,7 +1,8 @@
-"""``temper-train --check`` on a translated file, where the files and models that it names are made to lie below one folder.
+"""Run ``temper-train --check`` on a translated file, with made-up files and models.
 
-It is the command itself, ``temper_trainer.__main__.main``, with the written file; the only keys that are given next to it say where, below
-the folder, the data and the models lie. They hold as much as a check reads.
+It is the command itself, ``temper_trainer.__main__.main``, with the written file; the only keys
+that are given next to it say where, below the folder, the data and the models lie. They hold as
+much as a check reads.
 """
 
 import contextlib
@@ -21,8 +22,14 @@ from temper_legacy_shim.configs import Translation
 from temper_legacy_shim.configs.reading.config_values import Plain, flatten, hydra_text
 from temper_legacy_shim.configs.report import yaml_of
 
-REWARD = "def {name}(data_source=None, solution_str=None, ground_truth=None, extra_info=None, **more):\n    return 0.0\n"
-TOOLS = "tools:\n  - tool_schema:\n      type: function\n      function: {name: search, description: finds, parameters: {type: object}}\n"
+REWARD = (
+    "def {name}(data_source=None, solution_str=None, ground_truth=None, extra_info=None, "
+    "**more):\n    return 0.0\n"
+)
+TOOLS = (
+    "tools:\n  - tool_schema:\n      type: function\n      function: {name: search, description: "
+    "finds, parameters: {type: object}}\n"
+)
 MESSAGES = [{"role": role, "content": "1"} for role in ("user", "assistant")]
 _CONFIG = {
     "model_type": "qwen2",
@@ -35,16 +42,27 @@ _CONFIG = {
 }
 _WORDS = ("<unk>", "<pad>", "<eos>", "1", "2")
 _TOKENIZER = {
-    "tokenizer.json": Tokenizer(WordLevel({word: number for number, word in enumerate(_WORDS)}, unk_token="<unk>")).to_str(),
-    "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>"}),
-    "chat_template.jinja": "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}<eos>{% endfor %}",
+    "tokenizer.json": Tokenizer(
+        WordLevel({word: number for number, word in enumerate(_WORDS)}, unk_token="<unk>")
+    ).to_str(),
+    "tokenizer_config.json": json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>"}
+    ),
+    "chat_template.jinja": (
+        "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content "
+        "}}<eos>{% endfor %}"
+    ),
 }
-MODEL = {"config.json": json.dumps(_CONFIG), **_TOKENIZER, "model.safetensors": "\2" + 7 * "\0" + "{}"}
+MODEL = {
+    "config.json": json.dumps(_CONFIG),
+    **_TOKENIZER,
+    "model.safetensors": "\2" + 7 * "\0" + "{}",
+}
 """The files of a model directory that a check reads."""
 
 
 def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
-    """Return the arguments of temper-train, after the file was written and what it names was put there. Run it in the folder.
+    """Write the file and everything that it reads, and return temper-train's arguments.
 
     Args:
         translation: with settings.
@@ -73,7 +91,13 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
     for key, value in values.items():
         if key.endswith(".paths") and isinstance(value, list):
             kind = values.get(key.removesuffix("paths") + "kind", "jsonl")
-            yield key, [_put(str(item), folder, content=_data(values, is_parquet=kind == "parquet")) for item in value]
+            yield (
+                key,
+                [
+                    _put(str(item), folder, content=_data(values, is_parquet=kind == "parquet"))
+                    for item in value
+                ],
+            )
         elif key.endswith(".engine.model.path") and isinstance(value, str):
             for name, content in MODEL.items():
                 position = _put(value, folder, content=content.encode(), below=name)
@@ -91,13 +115,25 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
 
 def _data(values: dict[str, Plain], *, is_parquet: bool) -> bytes:
     """Return a file of one row with every field that any source of the configuration names."""
-    row: dict[str, object] = {"question": "1", "answer": "1", "chosen": "1", "rejected": "2", "data_source": "openai/gsm8k"}
+    row: dict[str, object] = {
+        "question": "1",
+        "answer": "1",
+        "chosen": "1",
+        "rejected": "2",
+        "data_source": "openai/gsm8k",
+    }
     routes = [key.split(".")[1] for key in values if key.startswith("teachers.")]
     for key, field in values.items():
         if not isinstance(field, str) or not re.fullmatch(r"(data|warm_start)\..*_key", key):
             continue
-        texts: dict[str, object] = {"messages_key": MESSAGES, "rejected_key": "2", "route_key": next(iter(routes), "1")}
-        if values.get("data.tools_path"):  # tools are only for prompts that are chat messages, as in the old files
+        texts: dict[str, object] = {
+            "messages_key": MESSAGES,
+            "rejected_key": "2",
+            "route_key": next(iter(routes), "1"),
+        }
+        if values.get(
+            "data.tools_path"
+        ):  # tools are only for prompts that are chat messages, as in the old files
             texts["prompt_key"] = MESSAGES[:1]
         _set(row, field, texts.get(key.rpartition(".")[2], "1"))
     if not is_parquet:

@@ -41,9 +41,16 @@ def invocations(facts: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (facts / "invocations.jsonl").read_text().splitlines()]
 
 
-def translated(version: str, *overrides: str, base: tuple[str, ...] = BASE, **options: object) -> Translation:
+def translated(
+    version: str, *overrides: str, base: tuple[str, ...] = BASE, **options: object
+) -> Translation:
     """Return one run of a release."""
-    return translate([*base, *overrides], version=version, entry=str(options.pop("entry", "verl.trainer.main_ppo")), **options)  # type: ignore[arg-type]
+    return translate(
+        [*base, *overrides],
+        version=version,
+        entry=str(options.pop("entry", "verl.trainer.main_ppo")),
+        **options,
+    )  # type: ignore[arg-type]
 
 
 def values(translation: Translation) -> dict[str, Plain]:

@@ -10,7 +10,10 @@ from .conftest import BASE
 
 LEVELS = ("person", "hazard", "refused", "note")
 BASES: dict[str, tuple[str, ...]] = {
-    "verl.trainer.fsdp_sft_trainer": ("data.train_files=/data/train.parquet", "model.partial_pretrain=/models/q"),
+    "verl.trainer.fsdp_sft_trainer": (
+        "data.train_files=/data/train.parquet",
+        "model.partial_pretrain=/models/q",
+    ),
     "verl.trainer.sft_trainer": ("data.train_files=/data/train.parquet", "model.path=/models/q"),
     "verl.trainer.main_generation": ("data.path=/data/prompts.parquet", "model.path=/models/q"),
     "verl.trainer.main_eval": (),
@@ -20,7 +23,10 @@ BASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """``RELEASE ENTRY OLD... => DISPOSITION FINDING... NEW...``; a release of ``-`` is not named."""
+    """``RELEASE ENTRY OLD... => DISPOSITION FINDING... NEW...``.
+
+    A release of ``-`` is not named.
+    """
 
     release: str
     entry: str
@@ -35,7 +41,11 @@ class Example:
     def translated(self) -> Translation:
         """Return the done now."""
         base = BASES.get(self.entry, BASE)
-        return translate([*base, *self.tokens], entry=self.entry, version=None if self.release == "-" else self.release)
+        return translate(
+            [*base, *self.tokens],
+            entry=self.entry,
+            version=None if self.release == "-" else self.release,
+        )
 
 
 def example_of(rule: Rule) -> Example:
@@ -47,7 +57,9 @@ def example_of(rule: Rule) -> Example:
         release=release,
         entry=entry,
         tokens=tuple(tokens),
-        disposition="".join(word.replace("-", " ") for word in words if "=" not in word and word not in LEVELS),
+        disposition="".join(
+            word.replace("-", " ") for word in words if "=" not in word and word not in LEVELS
+        ),
         levels=frozenset(word for word in words if word in LEVELS),
         settings=tuple(word for word in words if "=" in word),
     )

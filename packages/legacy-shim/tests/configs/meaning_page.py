@@ -7,17 +7,19 @@ from typing import Protocol
 _HEAD = """\
 # Does a translated run do what the old one did?
 
-This page compares what real runs of verl did with what their translations do. The table counts equal
-values, differences with a known reason, and others. To make the page again, with the recorded data in `$TEMPER_TEST_DATA/legacy`:
-`TEMPER_MEANING_PAGE=docs/benchmarks/migration-meaning.md pytest packages/legacy-shim/tests/configs/test_meaning.py -m nightly`.
-The test fails on a difference without a reason.
+This page compares what real runs of verl did with what their translations do. The table counts
+equal values, differences with a known reason, and others. To make the page again, with the recorded
+data in `$TEMPER_TEST_DATA/legacy`: `TEMPER_MEANING_PAGE=docs/benchmarks/migration-meaning.md pytest
+packages/legacy-shim/tests/configs/test_meaning.py -m nightly`. The test fails on a difference
+without a reason.
 
-* The old value is computed without the translator. Hydra's parser and OmegaConf apply the overrides of a real invocation to the
-  recorded defaults of its release. Rules written by hand from the old code then give the value that took effect, such as the bounds
-  of the clip, or whether the KL was in the reward or in the loss.
+* The old value is computed without the translator. Hydra's parser and OmegaConf apply the overrides
+  of a real invocation to the recorded defaults of its release. Rules written by hand from the old
+  code then give the value that took effect, such as the bounds of the clip, or whether the KL was
+  in the reward or in the loss.
 * The new value is read from the translated file and the trainer's defaults.
-* Runs of `verl.trainer.main_ppo` are compared if their values do not depend on the shell's environment, and the translation needs
-  no decision.
+* Runs of `verl.trainer.main_ppo` are compared if their values do not depend on the shell's
+  environment, and the translation needs no decision.
 """
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "advantage, completions, entropy, aggregation": (
@@ -32,8 +34,16 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "algorithm.kl_estimator",
         "algorithm.kl_clamp",
     ),
-    "clip: low, high, dual": ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high", "algorithm.policy_loss.dual_clip"),
-    "prompts, updates, passes": ("batching.prompts_per_step", "batching.num_mini_batches", "batching.num_passes"),
+    "clip: low, high, dual": (
+        "algorithm.policy_loss.clip_low",
+        "algorithm.policy_loss.clip_high",
+        "algorithm.policy_loss.dual_clip",
+    ),
+    "prompts, updates, passes": (
+        "batching.prompts_per_step",
+        "batching.num_mini_batches",
+        "batching.num_passes",
+    ),
     "lr, decay, warm-up": (
         "actor.engine.optimizer.lr",
         "actor.engine.optimizer.weight_decay",
@@ -46,7 +56,12 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "algorithm.policy_loss.name",
     ),
     "LoRA: rank, alpha": ("actor.engine.lora.rank", "actor.engine.lora.alpha"),
-    "temperature, top-p, top-k, tokens": ("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_tokens"),
+    "temperature, top-p, top-k, tokens": (
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.top_k",
+        "sampling.max_tokens",
+    ),
 }
 _SAMPLES_A_RELEASE = 10
 
@@ -70,7 +85,11 @@ class Comparison(Protocol):
 
 def meaning_page(result: Sequence[Comparison], *, reasons: Mapping[str, str]) -> str:
     """Return the counts by key over all runs, then a sample of runs with their values."""
-    sample = [item for items in _group_by_release(result).values() for item in _spread(items, _SAMPLES_A_RELEASE)]
+    sample = [
+        item
+        for items in _group_by_release(result).values()
+        for item in _spread(items, _SAMPLES_A_RELEASE)
+    ]
     return "\n".join([_HEAD, *_counts(result, reasons), "", *_values(sample)]) + "\n"
 
 
@@ -83,7 +102,10 @@ def _group_by_release(result: Sequence[Comparison]) -> dict[str, list[Comparison
 
 def _spread(items: Sequence[Comparison], count: int) -> list[Comparison]:
     """Spread as many from the first to the last."""
-    return [items[number * len(items) // min(count, len(items))] for number in range(min(count, len(items)))]
+    return [
+        items[number * len(items) // min(count, len(items))]
+        for number in range(min(count, len(items)))
+    ]
 
 
 def _counts(result: Sequence[Comparison], reasons: Mapping[str, str]) -> list[str]:
@@ -94,7 +116,9 @@ def _counts(result: Sequence[Comparison], reasons: Mapping[str, str]) -> list[st
         explained.update(item.explained)
         unexplained.update(item.unexplained.keys())
         equal.update(
-            key for key, value in item.old.items() if value is not None and key not in item.explained and key not in item.unexplained
+            key
+            for key, value in item.old.items()
+            if value is not None and key not in item.explained and key not in item.unexplained
         )
     keys = list(dict.fromkeys(key for item in result for key in item.old))
     releases = ", ".join(f"{tag} {len(items)}" for tag, items in _group_by_release(result).items())
@@ -106,29 +130,52 @@ def _counts(result: Sequence[Comparison], reasons: Mapping[str, str]) -> list[st
     ]
     for key in keys:
         reason = reasons.get(key, "") if explained[key] else ""
-        lines.append(f"| `{key}` | {equal[key]} | {explained[key]} | {unexplained[key]} | {reason} |")
-    return [*lines, f"| **all** | **{equal.total()}** | **{explained.total()}** | **{unexplained.total()}** | |"]
+        lines.append(
+            f"| `{key}` | {equal[key]} | {explained[key]} | {unexplained[key]} | {reason} |"
+        )
+    return [
+        *lines,
+        (
+            f"| **all** | **{equal.total()}** | **{explained.total()}** | "
+            f"**{unexplained.total()}** | "
+            "|"
+        ),
+    ]
 
 
 def _values(sample: Sequence[Comparison]) -> list[str]:
     lines = [
         f"## {len(sample)} of them, with all values",
         "",
-        "The first line of a run has the old system's values, the second the new system's; `-` means off, or not in this release.",
-        "`schedule.advance` is `rl_step` in all runs, because the old schedule advanced once per RL step.",
+        (
+            "The first line of a run has the old system's values, the second the new system's; `-` "
+            "means off, or not in this release."
+        ),
+        (
+            "`schedule.advance` is `rl_step` in all runs, because the old schedule advanced once "
+            "per "
+            "RL step."
+        ),
         "",
         f"| run | | {' | '.join(_GROUPS)} |",
         f"|---|---|{'---|' * len(_GROUPS)}",
     ]
     for item in sample:
         name = f"{item.tag} {item.path.removeprefix('examples/')}"
-        lines += [f"| {name} | old | {_cells(item.old, item)} |", f"| | new | {_cells(item.new, item)} |"]
+        lines += [
+            f"| {name} | old | {_cells(item.old, item)} |",
+            f"| | new | {_cells(item.new, item)} |",
+        ]
     return lines
 
 
 def _cells(values: Mapping[str, object], item: Comparison) -> str:
     return " | ".join(
-        " ".join(_shown(values[key]) + ("*" if key in item.explained else "") for key in keys if key in item.old)
+        " ".join(
+            _shown(values[key]) + ("*" if key in item.explained else "")
+            for key in keys
+            if key in item.old
+        )
         for keys in _GROUPS.values()
     )
 
@@ -136,4 +183,8 @@ def _cells(values: Mapping[str, object], item: Comparison) -> str:
 def _shown(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:g}" if isinstance(value, float) else str(value).rpartition(":")[2].replace("_", "\\_")
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else str(value).rpartition(":")[2].replace("_", "\\_")
+    )

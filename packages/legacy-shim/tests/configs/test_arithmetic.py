@@ -9,30 +9,57 @@ GLOBAL = "actor_rollout_ref.actor.ppo_micro_batch_size"
 
 
 def test_a_global_micro_batch_is_divided_by_the_data_parallel_ranks() -> None:
-    sizes = ("data.max_prompt_length=100", "data.max_response_length=156", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null")
+    sizes = (
+        "data.max_prompt_length=100",
+        "data.max_response_length=156",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null",
+    )
     result = values(translated("v0.3.0.post1", *sizes, f"{GLOBAL}=32"))
     assert result["batching.max_tokens"] == 4 * 256  # 32 over 8 ranks, 256 tokens each
-    shared = values(translated("v0.3.0.post1", *sizes, f"{GLOBAL}=32", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"))
+    shared = values(
+        translated(
+            "v0.3.0.post1",
+            *sizes,
+            f"{GLOBAL}=32",
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        )
+    )
     assert shared["batching.max_tokens"] == 8 * 256  # 8 ranks in pairs are 4
 
 
 def test_megatron_divides_by_tensor_pipeline_and_context_ranks_too() -> None:
     layout = ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=2")
     overrides = [f"actor_rollout_ref.actor.megatron.{item}" for item in layout]
-    sizes = ("data.max_prompt_length=100", "data.max_response_length=156", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null")
-    result = values(translated("v0.5.0", *overrides, *sizes, f"{GLOBAL}=8", config_name="ppo_megatron_trainer.yaml"))
+    sizes = (
+        "data.max_prompt_length=100",
+        "data.max_response_length=156",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null",
+    )
+    result = values(
+        translated(
+            "v0.5.0", *overrides, *sizes, f"{GLOBAL}=8", config_name="ppo_megatron_trainer.yaml"
+        )
+    )
     assert result["batching.max_tokens"] == 4 * 256  # 8 ranks / (2 x 2) = 2, 8 / 2 = 4 sequences
     assert result["model_engine"] == "megatron"
 
 
 def test_a_token_budget_is_times_the_ranks_that_split_a_sequence() -> None:
-    budget = ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4000")
-    result = values(translated("v0.7.0", *budget, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"))
+    budget = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4000",
+    )
+    result = values(
+        translated("v0.7.0", *budget, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
+    )
     assert result["batching.max_tokens"] == 8000
 
 
 def test_a_budget_below_the_longest_sample_is_raised_and_reported() -> None:
-    budget = ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100")
+    budget = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100",
+    )
     result = translated("v0.7.0", *budget)
     assert values(result)["batching.max_tokens"] == 1024  # 512 + 512
     assert "token-budget" in rules_found(result, "hazard")
@@ -41,21 +68,42 @@ def test_a_budget_below_the_longest_sample_is_raised_and_reported() -> None:
 def test_what_the_ranks_do_not_divide_is_refused_as_it_was() -> None:
     result = translated("v0.7.0", cluster=Cluster(nodes=1, gpus_per_node=7))
     assert "batch-divides" in rules_found(result, "person")
-    message = next(finding.message for finding in result.findings if finding.rule == "batch-divides")
+    message = next(
+        finding.message for finding in result.findings if finding.rule == "batch-divides"
+    )
     assert "64 x 4 = 256, which 7 data-parallel ranks do not divide" in message
 
 
 def test_copies_of_the_model_that_do_not_fill_the_ranks_ask_as_the_old_workers_failed() -> None:
-    shared = translated("v0.4.0", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "trainer.n_gpus_per_node=2")
+    shared = translated(
+        "v0.4.0",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
+        "trainer.n_gpus_per_node=2",
+    )
     assert "layout-divides" in rules_found(shared, "person")
-    sizes = ("tensor_model_parallel_size=4", "expert_model_parallel_size=4", "expert_tensor_parallel_size=1")
+    sizes = (
+        "tensor_model_parallel_size=4",
+        "expert_model_parallel_size=4",
+        "expert_tensor_parallel_size=1",
+    )
     for gpus, is_requested in ((4, False), (6, True)):
         overrides = [f"actor_rollout_ref.actor.megatron.{item}" for item in sizes]
-        result = translated("v0.6.1", *overrides, config_name="ppo_megatron_trainer.yaml", cluster=Cluster(nodes=1, gpus_per_node=gpus))
+        result = translated(
+            "v0.6.1",
+            *overrides,
+            config_name="ppo_megatron_trainer.yaml",
+            cluster=Cluster(nodes=1, gpus_per_node=gpus),
+        )
         assert ("layout-divides" in rules_found(result, "person")) is is_requested
     experts = ("actor_rollout_ref.actor.megatron.expert_model_parallel_size=3",)
-    assert "layout-divides" in rules_found(translated("v0.6.1", *experts, config_name="ppo_megatron_trainer.yaml"), "person")
-    unknown = translated("v0.4.0", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "trainer.n_gpus_per_node=$N")
+    assert "layout-divides" in rules_found(
+        translated("v0.6.1", *experts, config_name="ppo_megatron_trainer.yaml"), "person"
+    )
+    unknown = translated(
+        "v0.4.0",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
+        "trainer.n_gpus_per_node=$N",
+    )
     assert "layout-divides" not in rules_found(unknown, "person")
 
 
@@ -67,8 +115,12 @@ def test_a_model_that_is_sharded_over_more_ranks_than_there_are_is_sharded_over_
 
 
 def test_mini_batches_that_were_rounded_down_are_reported() -> None:
-    result = translated("v0.7.0", "actor_rollout_ref.actor.ppo_mini_batch_size=17", "data.train_batch_size=34")
-    assert "mini-batch-floor" in rules_found(result, "hazard")  # 17 x 4 = 68 over 8 ranks is 8 each, 64 in all
+    result = translated(
+        "v0.7.0", "actor_rollout_ref.actor.ppo_mini_batch_size=17", "data.train_batch_size=34"
+    )
+    assert "mini-batch-floor" in rules_found(
+        result, "hazard"
+    )  # 17 x 4 = 68 over 8 ranks is 8 each, 64 in all
 
 
 def test_mini_batches_that_leave_a_rest_are_reported() -> None:
@@ -78,7 +130,12 @@ def test_mini_batches_that_leave_a_rest_are_reported() -> None:
 
 
 def test_a_critics_global_micro_batch_counts_although_the_other_key_followed_it() -> None:
-    critic = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "critic.ppo_micro_batch_size=8", "trainer.n_gpus_per_node=4")
+    critic = (
+        "algorithm.adv_estimator=gae",
+        "critic.model.path=/models/q",
+        "critic.ppo_micro_batch_size=8",
+        "trainer.n_gpus_per_node=4",
+    )
     result = translated("v0.7.1", *critic)
     assert result.outcome is not Outcome.PERSON
     assert "micro-batch-both" in rules_found(result, "refused")
@@ -90,8 +147,19 @@ def test_both_sizes_of_a_micro_batch_are_a_conflict() -> None:
 
 
 def test_steps_between_two_weight_syncs_are_one_step_of_an_asynchronous_run() -> None:
-    keys = ("async_training.require_batches=2", "async_training.trigger_parameter_sync_step=4", "rollout.total_rollout_steps=2560")
-    result = values(translated("v0.7.0", *keys, "data.train_batch_size=0", entry="verl.experimental.fully_async_policy.fully_async_main"))
+    keys = (
+        "async_training.require_batches=2",
+        "async_training.trigger_parameter_sync_step=4",
+        "rollout.total_rollout_steps=2560",
+    )
+    result = values(
+        translated(
+            "v0.7.0",
+            *keys,
+            "data.train_batch_size=0",
+            entry="verl.experimental.fully_async_policy.fully_async_main",
+        )
+    )
     assert result["batching.prompts_per_step"] == 16 * 2 * 4
     assert result["batching.num_mini_batches"] == 8
     assert result["run.total_steps"] == 20  # 2560 / 128
@@ -100,14 +168,29 @@ def test_steps_between_two_weight_syncs_are_one_step_of_an_asynchronous_run() ->
 
 def test_dapo_without_its_filter_takes_the_generated_batch_as_the_step() -> None:
     overrides = ("data.gen_batch_size=48", "algorithm.filter_groups.enable=False")
-    assert values(translated("v0.5.0", *overrides, entry="recipe.dapo.main_dapo"))["batching.prompts_per_step"] == 48
-    filtered = values(translated("v0.5.0", "data.gen_batch_size=48", "algorithm.filter_groups.enable=True", entry="recipe.dapo.main_dapo"))
+    assert (
+        values(translated("v0.5.0", *overrides, entry="recipe.dapo.main_dapo"))[
+            "batching.prompts_per_step"
+        ]
+        == 48
+    )
+    filtered = values(
+        translated(
+            "v0.5.0",
+            "data.gen_batch_size=48",
+            "algorithm.filter_groups.enable=True",
+            entry="recipe.dapo.main_dapo",
+        )
+    )
     assert filtered["batching.prompts_per_step"] == 64
     assert filtered["algorithm.dynamic_sampling.prompts_per_round"] == 48
 
 
 def test_a_rate_that_a_schedule_falls_to_becomes_a_fraction_of_its_peak() -> None:
-    optim = [f"actor_rollout_ref.actor.optim.{item}" for item in ("lr=1e-5", "min_lr=1e-6", "lr_decay_style=cosine", "lr_decay_steps=50")]
+    optim = [
+        f"actor_rollout_ref.actor.optim.{item}"
+        for item in ("lr=1e-5", "min_lr=1e-6", "lr_decay_style=cosine", "lr_decay_steps=50")
+    ]
     result = values(translated("v0.6.1", *optim, config_name="ppo_megatron_trainer"))
     assert result["actor.engine.schedule.kind"] == "cosine"
     assert abs(float(str(result["actor.engine.schedule.min_lr_ratio"])) - 0.1) < 1e-12
@@ -115,7 +198,10 @@ def test_a_rate_that_a_schedule_falls_to_becomes_a_fraction_of_its_peak() -> Non
 
 
 def test_no_clipping_and_the_home_folder_are_reported_in_our_words() -> None:
-    clip, files = "actor_rollout_ref.actor.optim.clip_grad=0.0", "data.train_files=~/data/gsm8k/train.parquet"
+    clip, files = (
+        "actor_rollout_ref.actor.optim.clip_grad=0.0",
+        "data.train_files=~/data/gsm8k/train.parquet",
+    )
     result = values(translated("v0.6.1", clip, files, config_name="ppo_megatron_trainer"))
     assert result["actor.engine.optimizer.clip_grad_norm"] is None
     assert result["data.train.paths"] == ["${oc.env:HOME}/data/gsm8k/train.parquet"]
@@ -123,7 +209,11 @@ def test_no_clipping_and_the_home_folder_are_reported_in_our_words() -> None:
 
 def test_recomputation_and_the_balance_of_experts_go_to_the_engine() -> None:
     block = "+actor_rollout_ref.actor.megatron.override_transformer_config"
-    requested = (f"{block}.recompute_granularity=full", f"{block}.recompute_method=uniform", f"{block}.moe_aux_loss_coeff=0.01")
+    requested = (
+        f"{block}.recompute_granularity=full",
+        f"{block}.recompute_method=uniform",
+        f"{block}.moe_aux_loss_coeff=0.01",
+    )
     experts = (
         "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4",
         "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1",
@@ -131,11 +221,18 @@ def test_recomputation_and_the_balance_of_experts_go_to_the_engine() -> None:
     result = values(translated("v0.7.0", *requested, *experts, config_name="ppo_megatron_trainer"))
     assert result["actor.engine.recompute"] == "layers"
     assert result["actor.engine.router_aux_loss"] == 0.01
-    assert (result["actor.engine.expert_parallel"], result["actor.engine.expert_tensor_parallel"]) == (4, 1)
+    assert (
+        result["actor.engine.expert_parallel"],
+        result["actor.engine.expert_tensor_parallel"],
+    ) == (4, 1)
 
 
 def test_a_server_that_splits_its_gpus_with_workers_has_one() -> None:
-    shared = translated("v0.7.0", "actor_rollout_ref.rollout.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=8")
+    shared = translated(
+        "v0.7.0",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+        "trainer.n_gpus_per_node=8",
+    )
     assert "rollout.vllm.tensor_parallel_size=1" in shared.overrides
     assert values(shared)["rollout.num_replicas"] == 8
     assert "rollout-tp" in rules_found(shared, "hazard")
@@ -146,7 +243,10 @@ def test_a_server_that_splits_its_gpus_with_workers_has_one() -> None:
         "rollout.n_gpus_per_node=8",
         entry="recipe.one_step_off_policy.main_ppo",
     )
-    assert (values(apart)["rollout.vllm.tensor_parallel_size"], values(apart)["rollout.num_replicas"]) == (4, 2)
+    assert (
+        values(apart)["rollout.vllm.tensor_parallel_size"],
+        values(apart)["rollout.num_replicas"],
+    ) == (4, 2)
     assert "rollout-tp" not in rules_found(apart, "hazard")
 
 
@@ -155,47 +255,76 @@ def _messages(result: Translation, rule: str) -> str:
 
 
 def _max_tokens(*overrides: str, **options: object) -> Setting:
-    budget = ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4000")
+    budget = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4000",
+    )
     result = translated("v0.7.0", *budget, *overrides, **options)
     return next(setting for setting in result.settings if setting.key == "batching.max_tokens")
 
 
 def test_sizes_that_divide_are_not_talked_about() -> None:
-    # 64 prompts are 4 mini-batches of 16; 16 x 4 = 64 completions are 8 for each of 8 ranks, or 4 micro-batches of 2.
+    # 64 prompts are 4 mini-batches of 16; 16 x 4 = 64 completions are 8 for each of 8 ranks, or 4
+    # micro-batches of 2.
     result = translated("v0.7.0")
     reported = {"mini-batches", "mini-batch-floor", "batch-divides", "micro-batch-divides"}
     assert not reported & {finding.rule for finding in result.findings}
 
 
 def test_only_a_mini_batch_above_the_step_was_refused() -> None:
-    result = {mini: translated("v0.7.0", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}") for mini in (64, 65)}
+    result = {
+        mini: translated("v0.7.0", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}")
+        for mini in (64, 65)
+    }
     assert [values(each)["batching.num_mini_batches"] for each in result.values()] == [1, 1]
-    assert ["mini-batches" in rules_found(each, "refused") for each in result.values()] == [False, True]
+    assert ["mini-batches" in rules_found(each, "refused") for each in result.values()] == [
+        False,
+        True,
+    ]
 
 
 def test_rounding_is_reported_in_the_old_trainers_numbers() -> None:
-    floor = translated("v0.7.0", "actor_rollout_ref.actor.ppo_mini_batch_size=17", "data.train_batch_size=34")
-    # 68 // 8 = 8, and 8 x 8 = 64.
-    assert "is 17 x 4 = 68, which 8 data-parallel ranks do not divide: the old workers took 8 for each, 64 in all" in _messages(
-        floor, "mini-batch-floor"
+    floor = translated(
+        "v0.7.0", "actor_rollout_ref.actor.ppo_mini_batch_size=17", "data.train_batch_size=34"
     )
-    shared = translated("v0.3.0.post1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null", f"{GLOBAL}=30")
+    # 68 // 8 = 8, and 8 x 8 = 64.
+    assert (
+        "is 17 x 4 = 68, which 8 data-parallel ranks do not divide: the old workers took 8 for "
+        "each, 64 in all" in _messages(floor, "mini-batch-floor")
+    )
+    shared = translated(
+        "v0.3.0.post1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null", f"{GLOBAL}=30"
+    )
     assert "the old workers took 3 for each" in _messages(shared, "micro-batch-global")  # 30 // 8
 
 
 def test_an_asynchronous_run_has_no_ranks_that_a_step_must_fill() -> None:
-    entry, keys = "verl.experimental.fully_async_policy.fully_async_main", ("data.train_batch_size=0", "rollout.total_rollout_steps=2560")
+    entry, keys = (
+        "verl.experimental.fully_async_policy.fully_async_main",
+        ("data.train_batch_size=0", "rollout.total_rollout_steps=2560"),
+    )
     result = translated("v0.7.0", *keys, entry=entry, cluster=Cluster(nodes=1, gpus_per_node=7))
     assert "batch-divides" not in rules_found(result, "person")
 
 
 def test_one_sequence_of_a_global_micro_batch_for_each_rank_is_one() -> None:
-    sizes = ("data.max_prompt_length=100", "data.max_response_length=156", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null")
-    assert values(translated("v0.3.0.post1", *sizes, f"{GLOBAL}=8"))["batching.max_tokens"] == 256  # 8 over 8 ranks
+    sizes = (
+        "data.max_prompt_length=100",
+        "data.max_response_length=156",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null",
+    )
+    assert (
+        values(translated("v0.3.0.post1", *sizes, f"{GLOBAL}=8"))["batching.max_tokens"] == 256
+    )  # 8 over 8 ranks
 
 
-def test_a_budget_of_one_rank_stands_where_it_stood_and_one_that_ranks_split_names_both_keys() -> None:
-    key, sharing = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+def test_a_budget_of_one_rank_stands_where_it_stood_and_one_that_ranks_split_names_both_keys() -> (
+    None
+):
+    key, sharing = (
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    )
     single, shared = _max_tokens(), _max_tokens(f"{sharing}=2")
     assert (single.value, single.is_verbatim, single.old_keys) == (4000, True, (key,))
     assert (shared.value, shared.is_verbatim, shared.old_keys) == (8000, False, (key, sharing))
@@ -208,7 +337,10 @@ def test_micro_batches_of_one_sequence_hold_the_longest() -> None:
 
 def test_a_megatron_run_that_names_no_context_ranks_has_one() -> None:
     context = "actor_rollout_ref.actor.megatron.context_parallel_size"
-    single, shared = (_max_tokens(f"{context}={ranks}", config_name="ppo_megatron_trainer") for ranks in ("null", 2))
+    single, shared = (
+        _max_tokens(f"{context}={ranks}", config_name="ppo_megatron_trainer")
+        for ranks in ("null", 2)
+    )
     assert (single.value, context in single.old_keys) == (4000, False)
     assert (shared.value, context in shared.old_keys) == (8000, True)
 
@@ -222,7 +354,9 @@ def test_no_passes_were_one_and_the_text_does_not_stay() -> None:
     result = {}
     for epochs in (0, 1, 2):
         every = translated("v0.7.0", f"actor_rollout_ref.actor.ppo_epochs={epochs}").settings
-        result[epochs] = next((each.value, each.is_verbatim) for each in every if each.key == "batching.num_passes")
+        result[epochs] = next(
+            (each.value, each.is_verbatim) for each in every if each.key == "batching.num_passes"
+        )
     assert result == {0: (1, False), 1: (1, True), 2: (2, True)}
 
 
@@ -233,14 +367,25 @@ def test_a_mini_batch_of_one_prompt_is_a_mini_batch() -> None:
 
 
 def test_a_critic_with_as_many_passes_as_the_actor_is_a_question_no_more() -> None:
-    gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "actor_rollout_ref.actor.ppo_epochs=2")
-    result = {passes: translated("v0.7.0", *gae, f"critic.ppo_epochs={passes}") for passes in (1, 2)}
-    assert ["critic-passes" in rules_found(each, "person") for each in result.values()] == [True, False]
+    gae = (
+        "algorithm.adv_estimator=gae",
+        "critic.model.path=/models/q",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+    )
+    result = {
+        passes: translated("v0.7.0", *gae, f"critic.ppo_epochs={passes}") for passes in (1, 2)
+    }
+    assert ["critic-passes" in rules_found(each, "person") for each in result.values()] == [
+        True,
+        False,
+    ]
 
 
 def test_a_budget_of_just_the_longest_sample_is_not_raised() -> None:
     key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    result = translated("v0.7.0", "actor_rollout_ref.actor.use_dynamic_bsz=True", f"{key}=1024")  # 512 + 512
+    result = translated(
+        "v0.7.0", "actor_rollout_ref.actor.use_dynamic_bsz=True", f"{key}=1024"
+    )  # 512 + 512
     assert "token-budget" not in rules_found(result, "hazard")
     assert _max_tokens(f"{key}=1024").is_verbatim
 
@@ -248,6 +393,13 @@ def test_a_budget_of_just_the_longest_sample_is_not_raised() -> None:
 def test_a_key_of_the_reference_that_no_one_needs_says_why_there_is_none() -> None:
     sizes = "actor_rollout_ref.ref.fsdp_config.forward_prefetch=True"
     result = translated("v0.7.0", sizes)
-    assert result.tokens[-1].reason == "No KL coefficient is above 0, so there is no reference policy."
-    adapter = translated("v0.7.0", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.use_kl_loss=True", sizes)
+    assert (
+        result.tokens[-1].reason == "No KL coefficient is above 0, so there is no reference policy."
+    )
+    adapter = translated(
+        "v0.7.0",
+        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        sizes,
+    )
     assert adapter.tokens[-1].reason == "There is no reference model of its own."

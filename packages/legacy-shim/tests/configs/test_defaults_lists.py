@@ -1,4 +1,7 @@
-"""A user's own files as Hydra composes them, held against Hydra itself; and what can't be followed is said."""
+"""A user's own files as Hydra composes them, held against Hydra itself.
+
+And what can't be followed is said.
+"""
 
 from pathlib import Path
 
@@ -30,7 +33,10 @@ OTHERS = {
     "optim/fast.yaml": "lr: 1e-5\nbetas: [0.9, 0.95]\n",
     "global/all.yaml": "# @package _global_\ntrainer: {nnodes: 9}\n",
     "nested/deep/one.yaml": "# a comment\n# @package data\nseed: 7\n",
-    "experiment/one.yaml": "# @package _global_\ndefaults:\n  - override /data: long\nactor_rollout_ref: {rollout: {n: 6}}\n",
+    "experiment/one.yaml": (
+        "# @package _global_\ndefaults:\n  - override /data: long\nactor_rollout_ref: {rollout: "
+        "{n: 6}}\n"
+    ),
 }
 LISTS = [
     "[ppo_trainer, _self_]",
@@ -76,7 +82,10 @@ def test_a_folder_of_the_search_path_is_looked_for_around_the_file(tmp_path: Pat
     (tmp_path / "shared_configs/base.yaml").write_text("actor_rollout_ref: {rollout: {n: 32}}\n")
     path = tmp_path / "examples/run/mine.yaml"
     path.parent.mkdir(parents=True)
-    path.write_text("hydra: {searchpath: [pkg://verl.trainer.config, file://shared_configs]}\ndefaults: [ppo_trainer, base, _self_]\n")
+    path.write_text(
+        "hydra: {searchpath: [pkg://verl.trainer.config, file://shared_configs]}\ndefaults: "
+        "[ppo_trainer, base, _self_]\n"
+    )
     assert read_old_file(path).values == {"actor_rollout_ref": {"rollout": {"n": 32}}}
 
 
@@ -101,14 +110,18 @@ def test_groups_of_the_old_package_are_its_releases_trees(tmp_path: Path) -> Non
     path.write_text(f"defaults: {listed}\n{OWN}")
     result = read_old_file(path)
     assert (result.missing, result.groups) == ((), {"model_engine": "megatron"})
-    assert translate_file(result, entry="verl.trainer.main_ppo", version="v0.7.0").source.family == "ppo_megatron"
+    assert (
+        translate_file(result, entry="verl.trainer.main_ppo", version="v0.7.0").source.family
+        == "ppo_megatron"
+    )
 
 
 def test_a_copy_of_the_old_tree_with_a_changed_group_file_keeps_the_change(tmp_path: Path) -> None:
     (tmp_path / "actor").mkdir()
     (tmp_path / "actor/dp_actor.yaml").write_text(yaml.safe_dump({"optim": {"lr": 7e-6}}))
     (tmp_path / "ppo_trainer.yaml").write_text(
-        "defaults: [{actor@actor_rollout_ref.actor: dp_actor}, _self_]\nalgorithm: {adv_estimator: grpo}\n"
+        "defaults: [{actor@actor_rollout_ref.actor: dp_actor}, _self_]\nalgorithm: {adv_estimator: "
+        "grpo}\n"
     )
     (old,) = old_files(tmp_path)
     new: dict[str, Plain] = values(translate_file(old, version="v0.7.0"))

@@ -23,7 +23,11 @@ NEWEST = ("v0.7.1", "v0.8.0", "v0.9.0", "main", "v0.9.1")
 
 def asynchronous(version: str, *overrides: str) -> Translation:
     entry = FULLY_ASYNC if version in NEWEST else "recipe.fully_async_policy.fully_async_main"
-    run = ("data.train_batch_size=0", "rollout.total_rollout_steps=51200", "data.val_files=/data/val.parquet")
+    run = (
+        "data.train_batch_size=0",
+        "rollout.total_rollout_steps=51200",
+        "data.val_files=/data/val.parquet",
+    )
     return translated(version, *run, *overrides, entry=entry)
 
 
@@ -32,7 +36,11 @@ def effective(translation: Translation, key: str) -> Plain:
 
 
 def correction(translation: Translation) -> dict[str, Plain]:
-    return {key.removeprefix(f"{CORRECTION}."): value for key, value in values(translation).items() if key.startswith(CORRECTION)}
+    return {
+        key.removeprefix(f"{CORRECTION}."): value
+        for key, value in values(translation).items()
+        if key.startswith(CORRECTION)
+    }
 
 
 @pytest.mark.parametrize("version", NEWEST)
@@ -45,7 +53,8 @@ def test_asynchronous_run_keeps_the_samplers_log_probs_as_denominator(version: s
 
 @pytest.mark.parametrize("version", ["v0.6.1", "v0.7.0"])
 def test_first_asynchronous_trainers_took_the_samplers_log_probs_by_a_switch(version: str) -> None:
-    # recipe/fully_async_policy/ray_trainer.py:370 reads async_training.use_rollout_log_probs, True by default.
+    # recipe/fully_async_policy/ray_trainer.py:370 reads async_training.use_rollout_log_probs, True
+    # by default.
     assert correction(asynchronous(version)) == {"proximal": "rollout", "level": "none"}
     reported = asynchronous(version, "async_training.use_rollout_log_probs=True")
     assert reported.tokens[-1].disposition == "mapped"
@@ -56,9 +65,12 @@ def test_first_asynchronous_trainers_took_the_samplers_log_probs_by_a_switch(ver
 
 
 @pytest.mark.parametrize(
-    ("version", "is_bypassed"), [("v0.5.0", False), ("v0.6.1", False), *((each, True) for each in ("v0.7.0", *NEWEST))]
+    ("version", "is_bypassed"),
+    [("v0.5.0", False), ("v0.6.1", False), *((each, True) for each in ("v0.7.0", *NEWEST))],
 )
-def test_one_step_off_run_keeps_the_denominator_of_its_release(version: str, is_bypassed: bool) -> None:
+def test_one_step_off_run_keeps_the_denominator_of_its_release(
+    version: str, is_bypassed: bool
+) -> None:
     entry = ONE_STEP_OFF if version in NEWEST else "recipe.one_step_off_policy.main_ppo"
     expected = {"proximal": "rollout", "level": "none"} if is_bypassed else {}
     assert correction(translated(version, entry=entry)) == expected
@@ -66,12 +78,17 @@ def test_one_step_off_run_keeps_the_denominator_of_its_release(version: str, is_
 
 @pytest.mark.parametrize("version", ["v0.6.1", "v0.7.0", *NEWEST])
 def test_warmup_of_an_asynchronous_run_counts_calls_of_the_trainer(version: str) -> None:
-    # Four calls between two weight syncs, each one a step of the schedule and, with one mini-batch, one update.
+    # Four calls between two weight syncs, each one a step of the schedule and, with one mini-batch,
+    # one update.
     warm = asynchronous(version, "actor_rollout_ref.actor.optim.lr_warmup_steps=10")
     assert effective(warm, "batching.num_mini_batches") == 4
     assert effective(warm, "actor.engine.schedule.advance") == "update"
     assert effective(warm, "actor.engine.schedule.warmup_steps") == 10
-    wide = asynchronous(version, "actor_rollout_ref.actor.optim.lr_warmup_steps=10", "async_training.require_batches=2")
+    wide = asynchronous(
+        version,
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+        "async_training.require_batches=2",
+    )
     assert effective(wide, "actor.engine.schedule.warmup_steps") == 20  # two updates a call
     assert "schedule-advance" in rules_found(wide, "note")
 
@@ -79,7 +96,10 @@ def test_warmup_of_an_asynchronous_run_counts_calls_of_the_trainer(version: str)
 def test_cosine_of_an_asynchronous_run_is_as_long_as_its_weight_syncs() -> None:
     # The trainer fills in 51200 / (4 x 16) = 800 weight syncs, and the schedule counts its calls.
     cosine = asynchronous("v0.9.0", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine")
-    assert (effective(cosine, "run.total_steps"), effective(cosine, "actor.engine.schedule.total_steps")) == (800, 800)
+    assert (
+        effective(cosine, "run.total_steps"),
+        effective(cosine, "actor.engine.schedule.total_steps"),
+    ) == (800, 800)
     old = asynchronous("v0.7.0", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine")
     assert "schedule-length" in rules_found(old, "person")
 
@@ -96,7 +116,9 @@ def test_asynchronous_run_is_not_reported_to_have_used_the_old_workers(version: 
 def test_first_asynchronous_trainers_evaluated_by_a_key_of_the_sampler(version: str) -> None:
     # fully_async_rollouter.py: current_param_version % rollout.test_freq.
     assert effective(asynchronous(version, "rollout.test_freq=10"), "run.eval_every") == 10
-    assert effective(asynchronous(version, "trainer.test_freq=5"), "run.eval_every") == 1  # its default
+    assert (
+        effective(asynchronous(version, "trainer.test_freq=5"), "run.eval_every") == 1
+    )  # its default
 
 
 @pytest.mark.parametrize("version", NEWEST)
@@ -105,40 +127,72 @@ def test_later_asynchronous_trainers_evaluated_by_weight_syncs(version: str) -> 
 
 
 def test_clip_is_kept_where_the_ratio_is_to_the_sampler() -> None:
-    one_update = ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    one_update = (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "actor_rollout_ref.actor.clip_ratio_high=0.28",
+    )
     bypassed = translated("v0.8.0", *one_update, f"{CORRECTION}.bypass_mode=True")
     assert effective(bypassed, "algorithm.policy_loss.clip_high") == 0.28
     assert effective(bypassed, "algorithm.policy_loss.dual_clip") == 3.0
-    assert effective(translated("v0.8.0", *one_update), "algorithm.policy_loss.dual_clip") is None  # the ratio is 1
+    assert (
+        effective(translated("v0.8.0", *one_update), "algorithm.policy_loss.dual_clip") is None
+    )  # the ratio is 1
 
 
 @pytest.mark.parametrize("rejection", ["token_k1", "seq_sum_k1"])
 def test_bounds_of_k1_are_mirrored_since_k1_is_sampler_over_trainer(rejection: str) -> None:
     # rollout_corr_helper.py: token_k1 = -log_ratio, kept within [log 0.5, log 1.6].
     level, rule = ("token", "ratio_token") if rejection == "token_k1" else ("sequence", "ratio_sum")
-    keys = (f"{CORRECTION}.rollout_is={level}", f"{CORRECTION}.rollout_rs={rejection}", f"{CORRECTION}.rollout_rs_threshold=0.5_1.6")
+    keys = (
+        f"{CORRECTION}.rollout_is={level}",
+        f"{CORRECTION}.rollout_rs={rejection}",
+        f"{CORRECTION}.rollout_rs_threshold=0.5_1.6",
+    )
     weighed = correction(translated("v0.8.0", *keys))
-    assert weighed == {"level": level, "truncate_at": 2.0, f"reject.{rule}.low": 0.625, f"reject.{rule}.high": 2.0}
-    symmetric = correction(translated("v0.8.0", *keys[:2], f"{CORRECTION}.rollout_rs_threshold=2.0"))
+    assert weighed == {
+        "level": level,
+        "truncate_at": 2.0,
+        f"reject.{rule}.low": 0.625,
+        f"reject.{rule}.high": 2.0,
+    }
+    symmetric = correction(
+        translated("v0.8.0", *keys[:2], f"{CORRECTION}.rollout_rs_threshold=2.0")
+    )
     assert (symmetric[f"reject.{rule}.low"], symmetric[f"reject.{rule}.high"]) == (0.5, 2.0)
 
 
 def test_bounds_of_earlier_releases_were_of_trainer_over_sampler() -> None:
-    keys = (f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_rs_threshold=1.6", f"{CORRECTION}.rollout_rs_threshold_lower=0.5")
+    keys = (
+        f"{CORRECTION}.rollout_rs=token",
+        f"{CORRECTION}.rollout_rs_threshold=1.6",
+        f"{CORRECTION}.rollout_rs_threshold_lower=0.5",
+    )
     rejected = correction(translated("v0.7.0", *keys))
     assert (rejected["reject.ratio_token.low"], rejected["reject.ratio_token.high"]) == (0.5, 1.6)
 
 
 @pytest.mark.parametrize("rejection", ["token_k1", "seq_sum_k1"])
 def test_rejection_without_weights_multiplies_by_no_ratio(rejection: str) -> None:
-    run = translated("v0.8.0", f"{CORRECTION}.rollout_rs={rejection}", f"{CORRECTION}.rollout_rs_threshold=0.5_1.6")
+    run = translated(
+        "v0.8.0",
+        f"{CORRECTION}.rollout_rs={rejection}",
+        f"{CORRECTION}.rollout_rs_threshold=0.5_1.6",
+    )
     rule = "ratio_token" if rejection == "token_k1" else "ratio_sum"
-    assert correction(run) == {"level": "none", f"reject.{rule}.low": 0.625, f"reject.{rule}.high": 2.0}
-    assert "correction" in rules_found(run, "hazard")  # rejected tokens keep their place in the denominator
+    assert correction(run) == {
+        "level": "none",
+        f"reject.{rule}.low": 0.625,
+        f"reject.{rule}.high": 2.0,
+    }
+    assert "correction" in rules_found(
+        run, "hazard"
+    )  # rejected tokens keep their place in the denominator
 
 
 def test_range_of_weights_is_icepop() -> None:
-    run = translated("v0.9.0", f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5.0")
+    run = translated(
+        "v0.9.0", f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5.0"
+    )
     bounds = {"reject.ratio_token.low": 0.5, "reject.ratio_token.high": 5.0}
     assert correction(run) == {"level": "token", "truncate_at": None, **bounds}
     assert "value-unknown" not in rules_found(run, "person")
@@ -147,13 +201,18 @@ def test_range_of_weights_is_icepop() -> None:
 FILTER = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=5")
 
 
-@pytest.mark.parametrize(("version", "metric"), [("v0.9.0", "acc"), ("main", "acc"), ("v0.9.1", "reward")])
+@pytest.mark.parametrize(
+    ("version", "metric"), [("v0.9.0", "acc"), ("main", "acc"), ("v0.9.1", "reward")]
+)
 def test_second_trainer_ignored_the_bound_of_rounds(version: str, metric: str) -> None:
-    # trainer_base.py warns that max_num_gen_batches is ignored, and samples until the batch is full.
+    # trainer_base.py warns that max_num_gen_batches is ignored, and samples until the batch is
+    # full.
     reported = ("algorithm.filter_groups.metric=acc",) if metric == "acc" else ()
     run = translated(version, *FILTER, *reported)
     assert effective(run, "algorithm.dynamic_sampling.max_rounds") == 1000
-    assert effective(run, "algorithm.dynamic_sampling.on") == ("score" if metric == "acc" else "reward")
+    assert effective(run, "algorithm.dynamic_sampling.on") == (
+        "score" if metric == "acc" else "reward"
+    )
     assert "ignored it with a warning" in run.tokens[len(BASE) + 1].reason
 
 
@@ -179,21 +238,33 @@ def test_variant_of_dapo_keeps_its_bound_of_rounds(version: str) -> None:
 
 @pytest.mark.parametrize("path", ["$HOME/models/Qwen3-VL-8B-Instruct", "${ROOT}/Qwen2.5-VL-7B"])
 def test_model_of_images_below_a_variable_is_a_question(path: str) -> None:
-    run = translate([*BASE, f"actor_rollout_ref.model.path={path}"], entry="verl.trainer.main_ppo", version="v0.9.0")
+    run = translate(
+        [*BASE, f"actor_rollout_ref.model.path={path}"],
+        entry="verl.trainer.main_ppo",
+        version="v0.9.0",
+    )
     assert "images" in rules_found(run, "person")
 
 
 @pytest.mark.parametrize("version", ["v0.6.1", "v0.7.1", "v0.9.0"])
-@pytest.mark.parametrize("argument", ["enable_thinking=False", "enable_thinking=True", "reasoning_effort=medium"])
+@pytest.mark.parametrize(
+    "argument", ["enable_thinking=False", "enable_thinking=True", "reasoning_effort=medium"]
+)
 def test_arguments_of_the_chat_template_are_a_question(version: str, argument: str) -> None:
     run = translated(version, f"+data.apply_chat_template_kwargs.{argument}")
     assert run.outcome is Outcome.PERSON
     assert run.tokens[-1].disposition == "needs a person"
 
 
-def test_limit_of_positions_is_a_question_where_the_samples_exceed_the_models_own(tmp_path: Path) -> None:
+def test_limit_of_positions_is_a_question_where_the_samples_exceed_the_models_own(
+    tmp_path: Path,
+) -> None:
     key = "+actor_rollout_ref.model.override_config.max_position_embeddings=32768"
-    lengths = ("data.max_prompt_length=2048", "data.max_response_length=8192", f"actor_rollout_ref.model.path={tmp_path}")
+    lengths = (
+        "data.max_prompt_length=2048",
+        "data.max_response_length=8192",
+        f"actor_rollout_ref.model.path={tmp_path}",
+    )
     for limit, is_requested in ((4096, True), (32768, False)):
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": limit}))
         run = translated("v0.8.0", *lengths, key)
@@ -222,5 +293,9 @@ def test_penalty_of_zero_on_long_completions_is_left_out() -> None:
 
 
 def test_kl_cov_has_no_clip_to_keep() -> None:
-    run = translated("v0.7.0", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    run = translated(
+        "v0.7.0",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
+        "actor_rollout_ref.actor.clip_ratio_high=0.28",
+    )
     assert "algorithm.policy_loss.clip_high" not in values(run)

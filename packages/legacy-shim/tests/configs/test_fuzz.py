@@ -1,6 +1,7 @@
 """Anything goes in; only our own error comes out, quickly, and the same text twice.
 
-The nightly tests come in parts, each with a seed of its own, so that a shared machine can run them one by one.
+The nightly tests come in parts, each with a seed of its own, so that a shared machine can run them
+one by one.
 """
 
 import time
@@ -17,20 +18,72 @@ from temper_legacy_shim.configs.reading.trees import all_keys, versions
 from temper_legacy_shim.configs.report import plain_report, yaml_of
 from temper_legacy_shim.errors import ShimError
 
-KEYS = st.sampled_from(sorted({*all_keys("ppo_fsdp"), *all_keys("ppo_megatron"), *all_keys("sft_columns"), *all_keys("sft_fsdp")}))
+KEYS = st.sampled_from(
+    sorted(
+        {
+            *all_keys("ppo_fsdp"),
+            *all_keys("ppo_megatron"),
+            *all_keys("sft_columns"),
+            *all_keys("sft_fsdp"),
+        }
+    )
+)
 WORDS = st.sampled_from(
     [
-        *("1", "-1", "0", "2.5", "1e-6", "null", "true", "False", "grpo", "gae", "fsdp2", "megatron", "[a,b]", "[]", "{}", "{a:1}", "${x}"),
-        *("$Y", "${data.train_batch_size}", "'q'", '"', "[", "a,b", "nan", "inf", "${actor_rollout_ref.actor.strategy}", "${.n}", "1e400"),
+        *(
+            "1",
+            "-1",
+            "0",
+            "2.5",
+            "1e-6",
+            "null",
+            "true",
+            "False",
+            "grpo",
+            "gae",
+            "fsdp2",
+            "megatron",
+            "[a,b]",
+            "[]",
+            "{}",
+            "{a:1}",
+            "${x}",
+        ),
+        *(
+            "$Y",
+            "${data.train_batch_size}",
+            "'q'",
+            '"',
+            "[",
+            "a,b",
+            "nan",
+            "inf",
+            "${actor_rollout_ref.actor.strategy}",
+            "${.n}",
+            "1e400",
+        ),
         "1000000000000000000000",
     ]
 )
 VALUES = st.one_of(WORDS, st.text(max_size=12), st.integers().map(str), st.floats().map(str))
 TOKENS = st.one_of(
-    st.builds(lambda prefix, key, value: f"{prefix}{key}={value}", st.sampled_from(["", "", "+", "++", "~"]), KEYS, VALUES),
+    st.builds(
+        lambda prefix, key, value: f"{prefix}{key}={value}",
+        st.sampled_from(["", "", "+", "++", "~"]),
+        KEYS,
+        VALUES,
+    ),
     st.text(max_size=30),
     st.sampled_from(
-        ["--config-name=ppo_megatron_trainer", "--config-name", "model_engine=megatron", '"$@"', "engine=fsdp", "~data", "a.b=1"]
+        [
+            "--config-name=ppo_megatron_trainer",
+            "--config-name",
+            "model_engine=megatron",
+            '"$@"',
+            "engine=fsdp",
+            "~data",
+            "a.b=1",
+        ]
     ),
 )
 OVERRIDES = st.lists(TOKENS, max_size=12)
@@ -68,7 +121,9 @@ def check(tokens: list[str], entry: str, version: str | None) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(OVERRIDES, ENTRIES, RELEASES)
-def test_any_override_list_is_translated_or_refused(tokens: list[str], entry: str, version: str | None) -> None:
+def test_any_override_list_is_translated_or_refused(
+    tokens: list[str], entry: str, version: str | None
+) -> None:
     check(tokens, entry, version)
 
 
@@ -90,7 +145,20 @@ TREES = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(
-            st.sampled_from(["data", "actor_rollout_ref", "actor", "rollout", "trainer", "n", "defaults", "optim"]), inner, max_size=4
+            st.sampled_from(
+                [
+                    "data",
+                    "actor_rollout_ref",
+                    "actor",
+                    "rollout",
+                    "trainer",
+                    "n",
+                    "defaults",
+                    "optim",
+                ]
+            ),
+            inner,
+            max_size=4,
         ),
     ),
     max_leaves=12,
@@ -108,7 +176,10 @@ def check_file(path: Path, text: str) -> None:
         return
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(FILES)
 def test_any_yaml_is_read_or_refused(tmp_path: Path, text: str) -> None:
     check_file(tmp_path / "fuzz.yaml", text)

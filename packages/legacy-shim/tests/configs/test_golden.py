@@ -1,4 +1,4 @@
-"""A configuration that a released version translated has the same values under the new names of its keys."""
+"""Configurations that a release translated keep their values under new names."""
 
 import json
 from pathlib import Path
@@ -17,12 +17,16 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*.yaml"))
 
 
 CHANGED_DEFAULTS = {
-    "run.max_ckpt_to_keep": (None, 2),  # translations of later releases write it, which keeps the old meaning
+    "run.max_ckpt_to_keep": (
+        None,
+        2,
+    ),  # translations of later releases write it, which keeps the old meaning
     "rollout.canary_tolerance": (0.05, None),  # None accepts 0.05 in float32, and 0.3 in bf16
     "rollout.vllm.stall_timeout_s": (600.0, 120.0),  # the old system has no such setting
 }
-"""Defaults of the trainer that were changed on purpose since release 0.1.0, old and new. Its translations
-leave out what was the default then."""
+"""Defaults of the trainer that were changed on purpose since release 0.1.0, old and new. Its
+translations leave out what was the default then.
+"""
 
 
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: f"{file.parent.name}-{file.stem}")
@@ -34,7 +38,11 @@ def test_a_released_translation_still_means_the_same(file: Path, tmp_path: Path)
     OmegaConf.save(tree, tmp_path / "renamed.yaml")
     now = flatten(load([], config_dir=str(tmp_path), config_name="renamed").resolved)
     values = rename_settings(json.loads(file.with_suffix(".json").read_text()))
-    changed = {key: (value, now.get(key)) for key, value in values.items() if now.get(key, "is gone") != value}
+    changed = {
+        key: (value, now.get(key))
+        for key, value in values.items()
+        if now.get(key, "is gone") != value
+    }
     assert changed == {key: both for key, both in CHANGED_DEFAULTS.items() if key in changed}
 
 

@@ -1,4 +1,8 @@
-"""Real invocations: none crashes, nearly every token is accounted for, and what comes out is a configuration of the trainer."""
+"""Real invocations.
+
+None crashes, nearly every token is accounted for, and what comes out is a configuration of the
+trainer.
+"""
 
 import json
 import logging
@@ -25,7 +29,12 @@ Rows = Sequence[dict[str, object]]
 
 
 def translation_of(row: dict[str, object]) -> Translation:
-    return translate(row["overrides"], entry=str(row["entry"]), config_name=row["config_name"], version=str(row["tag"]))  # type: ignore[arg-type]
+    return translate(
+        row["overrides"],
+        entry=str(row["entry"]),
+        config_name=row["config_name"],
+        version=str(row["tag"]),
+    )  # type: ignore[arg-type]
 
 
 def account(rows: Rows) -> Counter[str]:
@@ -44,13 +53,20 @@ def accepted(rows: Rows, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Count
     result: Counter[str] = Counter()
     for number, row in enumerate(rows):
         translation = translation_of(row)
-        if any(finding.level == "person" and finding.rule in OUT_OF_SCOPE for finding in translation.findings):
+        if any(
+            finding.level == "person" and finding.rule in OUT_OF_SCOPE
+            for finding in translation.findings
+        ):
             assert translation.settings == ()
             result["out of scope"] += 1
             continue
         decided = "" if translation.outcome is not Outcome.PERSON else ", with a decision to make"
         code, given = run(command(translation, folder, name=f"c{number}"))
-        if code and "run.trackers is " in given and "mlflow" not in given.partition(" but must be")[2]:
+        if (
+            code
+            and "run.trackers is " in given
+            and "mlflow" not in given.partition(" but must be")[2]
+        ):
             result["told to a newer trainer than 0.1.0"] += 1
             continue
         result[f"{'refused' if code else 'accepted'}{decided}"] += 1
@@ -67,7 +83,11 @@ def test_a_sample_of_real_invocations_gives_files_that_the_command_accepts(
     invocations: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
-    result = accepted([row for row in invocations[::60] if "generation" not in str(row["entry"])], tmp_path, monkeypatch)
+    result = accepted(
+        [row for row in invocations[::60] if "generation" not in str(row["entry"])],
+        tmp_path,
+        monkeypatch,
+    )
     assert result["refused"] == 0, result
     assert result["accepted"] >= 4, result
 
@@ -85,7 +105,12 @@ def test_the_installed_command_says_of_a_sample_what_the_function_reported(
         if not translation.settings:
             continue
         arguments = command(translation, tmp_path, name=f"c{number}")
-        done = subprocess.run([sys.executable, "-m", "temper_trainer", *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "temper_trainer", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == run(arguments)[0], (row["path"], done.stderr)
         assert done.returncode or done.stdout.startswith("OK"), done.stdout
         compared += 1
@@ -94,7 +119,9 @@ def test_the_installed_command_says_of_a_sample_what_the_function_reported(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_all_real_invocations(invocations: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_real_invocations(
+    invocations: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = accepted(invocations, tmp_path, monkeypatch)
     report = {"tokens": account(invocations), "invocations": result}
     logger.warning("%s", json.dumps(report, indent=1))
@@ -111,8 +138,11 @@ def test_the_release_is_inferred_near_the_one_that_it_was(invocations: Rows) -> 
     for row in invocations[::23]:
         if row["entry"] != "verl.trainer.main_ppo":
             continue
-        inferred = translate(row["overrides"], entry=str(row["entry"]), config_name=row["config_name"])  # type: ignore[arg-type]
+        inferred = translate(
+            row["overrides"], entry=str(row["entry"]), config_name=row["config_name"]
+        )  # type: ignore[arg-type]
         assert inferred.source.evidence
         distances.append(order(inferred.source.version) - order(str(row["tag"])))
-    # The newest release that takes the keys is meant, so it is the real one or a later one nearly always.
+    # The newest release that takes the keys is meant, so it is the real one or a later one nearly
+    # always.
     assert sum(distance >= 0 for distance in distances) >= 0.9 * len(distances)

@@ -1,7 +1,11 @@
-"""Meaning kept: what the old run did and what the new one would do, each computed by code that knows nothing of the translator.
+"""Meaning kept.
 
-The old side is composed by Hydra's parser and OmegaConf on the trees as they were recorded, the new side is the written YAML over the
-trainer's defaults. One table of behavior-carrying keys; no difference is left without a reason.
+What the old run did and what the new one would do, each computed by code that knows nothing of the
+translator.
+
+The old side is composed by Hydra's parser and OmegaConf on the trees as they were recorded, the new
+side is the written YAML over the trainer's defaults. One table of behavior-carrying keys; no
+difference is left without a reason.
 """
 
 import importlib.util
@@ -16,7 +20,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("hydra", reason="needs Hydra, which temper-trainer brings, to compose the old side with")
+pytest.importorskip(
+    "hydra", reason="needs Hydra, which temper-trainer brings, to compose the old side with"
+)
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -39,7 +45,9 @@ Old = Callable[[str], object]
 def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
     """Return the value of a key as the old system had it; None where there is none."""
     overrides = [str(token) for token in row["overrides"]]  # type: ignore[attr-defined]
-    tree = OmegaConf.create(default_container(facts / "defaults" / str(row["tag"]) / f"{tree_of(row)}.json"))
+    tree = OmegaConf.create(
+        default_container(facts / "defaults" / str(row["tag"]) / f"{tree_of(row)}.json")
+    )
     for key, value in own_defaults(row).items():
         OmegaConf.update(tree, key, value, force_add=True)
     parser = OverridesParser.create()
@@ -55,7 +63,9 @@ def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
             result = OmegaConf.select(tree, key)
         except OmegaConfBaseException:
             return None
-        return OmegaConf.to_container(result, resolve=True) if OmegaConf.is_config(result) else result
+        return (
+            OmegaConf.to_container(result, resolve=True) if OmegaConf.is_config(result) else result
+        )
 
     return get
 
@@ -81,13 +91,15 @@ def tree_of(row: Mapping[str, object]) -> str:
 
 @cache
 def recorded() -> dict[str, dict[str, tuple[str, dict[str, object]]]]:
-    """Return the entries' own configurations, read by the tool that composed them and not by the translator."""
+    """Read the configurations of all entries through the tool that composed them."""
     spec = importlib.util.spec_from_file_location("build_trees", TOOL)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    configs: dict[str, dict[str, tuple[str, dict[str, object]]]] = module.Packed.read(module.DATA).configs
+    configs: dict[str, dict[str, tuple[str, dict[str, object]]]] = module.Packed.read(
+        module.DATA
+    ).configs
     return configs
 
 
@@ -111,7 +123,11 @@ def default_container(path: Path) -> dict[str, object]:
 
 
 def is_on_megatron(row: Mapping[str, object]) -> bool:
-    given = [token for token in row["overrides"] if str(token).startswith((f"{A}.strategy=", "model_engine=", "engine="))]  # type: ignore[attr-defined]
+    given = [
+        token
+        for token in row["overrides"]
+        if str(token).startswith((f"{A}.strategy=", "model_engine=", "engine="))
+    ]  # type: ignore[attr-defined]
     return "megatron" in f"{row['config_name']}{given}"
 
 
@@ -133,7 +149,14 @@ AGGREGATIONS: Mapping[object, str] = {
 }
 KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 ADVANTAGES = {"tir_optimal_token_baseline": "optimal_token_baseline"}
-LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "dppo_tv": "dppo", "dppo_kl": "dppo"}
+LOSSES = {
+    "vanilla": "ppo",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
+}
 
 
 def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
@@ -144,7 +167,11 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     loss_coef = number(old(f"{A}.kl_loss_coef")) if in_loss else 0.0
     reward_coef = number(old("algorithm.kl_ctrl.kl_coef")) if in_reward else 0.0
     estimator = expected_estimator(str(old("algorithm.kl_penalty")), "") if reward_coef else None
-    estimator = expected_estimator(*str(old(f"{A}.kl_loss_type")).partition("+")[:2]) if loss_coef else estimator
+    estimator = (
+        expected_estimator(*str(old(f"{A}.kl_loss_type")).partition("+")[:2])
+        if loss_coef
+        else estimator
+    )
     prompts, mini = number(old("data.train_batch_size")), number(old(f"{A}.ppo_mini_batch_size"))
     passes = number(old(f"{A}.ppo_epochs"))
     calls, per_call = (1, 1) if not is_async(row) else async_calls(old)
@@ -155,26 +182,39 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     updates = max(1, math.ceil(prompts / mini))
     denominator = denominator_of(old, row)
     can_clip = updates * passes > 1 or reward_coef > 0 or denominator == "rollout"
-    name, is_scaled = str(old("algorithm.adv_estimator")), old("algorithm.norm_adv_by_std_in_grpo") is not False
+    name, is_scaled = (
+        str(old("algorithm.adv_estimator")),
+        old("algorithm.norm_adv_by_std_in_grpo") is not False,
+    )
     full = old(f"{A}.clip_ratio")
     low, high = old(f"{A}.clip_ratio_low"), old(f"{A}.clip_ratio_high")
     is_greedy = before_4 and old("actor_rollout_ref.rollout.val_kwargs.temperature") is None
     samples = bool(old("actor_rollout_ref.rollout.val_kwargs.do_sample")) and not is_greedy
-    adapter = "actor_rollout_ref.model.lora." if is_on_megatron(row) else "actor_rollout_ref.model.lora_"  # each engine read its own
+    adapter = (
+        "actor_rollout_ref.model.lora." if is_on_megatron(row) else "actor_rollout_ref.model.lora_"
+    )  # each engine read its own
     rank = int(number(old(f"{adapter}rank") or 0))
     warmup = old(f"{A}.optim.lr_warmup_steps")
     result = {
-        "algorithm.group_size": old("rollout.n") if is_async(row) and old("rollout.n") else old("actor_rollout_ref.rollout.n"),
+        "algorithm.group_size": old("rollout.n")
+        if is_async(row) and old("rollout.n")
+        else old("actor_rollout_ref.rollout.n"),
         DENOMINATOR: denominator,
         "run.eval_every": evaluation_frequency(old, row),
-        "algorithm.advantage.name": ADVANTAGES.get(name, "dr_grpo" if name == "grpo" and not is_scaled else name),
+        "algorithm.advantage.name": ADVANTAGES.get(
+            name, "dr_grpo" if name == "grpo" and not is_scaled else name
+        ),
         "algorithm.kl_loss_coef": loss_coef,
         "algorithm.kl_reward_coef": reward_coef,
         "algorithm.kl_estimator": estimator if loss_coef or reward_coef else "k3",
         # kl_penalty bounded the k3 of a token at 10, in every release.
-        "algorithm.kl_clamp": 10.0 if estimator is not None and estimator.startswith("k3") else None,
+        "algorithm.kl_clamp": 10.0
+        if estimator is not None and estimator.startswith("k3")
+        else None,
         "algorithm.policy_loss.clip_low": (low if low is not None else full) if can_clip else 0.2,
-        "algorithm.policy_loss.clip_high": (high if high is not None else full) if can_clip else 0.2,
+        "algorithm.policy_loss.clip_high": (high if high is not None else full)
+        if can_clip
+        else 0.2,
         "algorithm.policy_loss.dual_clip": old(f"{A}.clip_ratio_c") if can_clip else None,
         "algorithm.entropy_coef": old(f"{A}.entropy_coeff"),
         "algorithm.aggregation": AGGREGATIONS[old(f"{A}.loss_agg_mode")],
@@ -187,18 +227,28 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         "sampling.max_tokens": old("data.max_response_length"),
         "data.max_prompt_tokens": old("data.max_prompt_length"),
         "actor.engine.optimizer.lr": old(f"{A}.optim.lr"),
-        "actor.engine.schedule.warmup_steps": warm_updates(warmup) * (int(per_call * passes) if is_async(row) else 1),
+        "actor.engine.schedule.warmup_steps": warm_updates(warmup)
+        * (int(per_call * passes) if is_async(row) else 1),
         "actor.engine.schedule.advance": "update" if is_async(row) else "rl_step",
         "actor.engine.lora.rank": rank,
-        "run.eval_sampling.temperature": number(old("actor_rollout_ref.rollout.val_kwargs.temperature")) if samples else 0.0,
+        "run.eval_sampling.temperature": number(
+            old("actor_rollout_ref.rollout.val_kwargs.temperature")
+        )
+        if samples
+        else 0.0,
         "data.shuffle": True if old("data.shuffle") is None else old("data.shuffle"),
     }
     if old(f"{A}.loss_agg_mode") == "seq-mean-token-sum-norm":
-        # Sums of rows over a fixed number: the one that was given, or the padded width of the responses.
-        result["algorithm.horizon"] = old(f"{A}.loss_scale_factor") or old("data.max_response_length")
+        # Sums of rows over a fixed number: the one that was given, or the padded width of the
+        # responses.
+        result["algorithm.horizon"] = old(f"{A}.loss_scale_factor") or old(
+            "data.max_response_length"
+        )
     if rank:
         result["actor.engine.lora.alpha"] = old(f"{adapter}alpha")
-    result |= optimisation(old, row, role=A, new="actor.engine", adam=lambda: old(f"{A}.optim.optimizer"))
+    result |= optimisation(
+        old, row, role=A, new="actor.engine", adam=lambda: old(f"{A}.optim.optimizer")
+    )
     mode = old(f"{A}.policy_loss.loss_mode") or "vanilla"
     result["algorithm.policy_loss.name"] = LOSSES.get(str(mode))
     if str(mode).startswith("dppo_"):
@@ -211,10 +261,14 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     if int(number(warmup or 0)) > 0:
         result[FIRST_RATE] = 0.0
     if is_async(row):
-        result["run.total_steps"] = max(1, int(number(old("rollout.total_rollout_steps")) // prompts))
+        result["run.total_steps"] = max(
+            1, int(number(old("rollout.total_rollout_steps")) // prompts)
+        )
     result |= filtering(old, row)
     if name == "gae":
-        result |= optimisation(old, row, role="critic", new="critic.engine", adam=lambda: old("critic.optim.optimizer"))
+        result |= optimisation(
+            old, row, role="critic", new="critic.engine", adam=lambda: old("critic.optim.optimizer")
+        )
         result |= {
             "algorithm.advantage.gamma": old("algorithm.gamma"),
             "algorithm.advantage.gae_lambda": old("algorithm.lam"),
@@ -226,7 +280,7 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
 
 
 def expected_estimator(word: str, plus: str) -> str | None:
-    """Return the estimator with the value that the word names, and with a plus the gradient of k2."""
+    """Return the estimator of a word; with a plus, the one with the gradient of k2."""
     value = KL_ESTIMATORS.get(word.removesuffix("+"))
     return value if value is None or not plus or value == "k2" else f"{value}+"
 
@@ -244,7 +298,10 @@ def is_dapo(row: Mapping[str, object]) -> bool:
 
 def async_calls(old: Old) -> tuple[int, int]:
     """Return (calls of the trainer between two weight syncs, mini-batches of a call)."""
-    calls, batches = old("async_training.trigger_parameter_sync_step"), old("async_training.require_batches")
+    calls, batches = (
+        old("async_training.trigger_parameter_sync_step"),
+        old("async_training.require_batches"),
+    )
     return int(number(calls)), int(number(batches))
 
 
@@ -256,7 +313,9 @@ def denominator_of(old: Old, row: Mapping[str, object]) -> str:
     """Return whose log-probs the ratio is to: by each trainer's own code at the tag."""
     entry, tag = str(row["entry"]), release(row)
     if is_async(row) and tag < (0, 7, 1):
-        is_rollout = bool(old("async_training.use_rollout_log_probs")) and not old("async_training.compute_prox_log_prob")
+        is_rollout = bool(old("async_training.use_rollout_log_probs")) and not old(
+            "async_training.compute_prox_log_prob"
+        )
     elif is_dapo(row) or ("one_step_off" in entry and tag < (0, 7, 0)):
         is_rollout = False
     else:
@@ -265,7 +324,10 @@ def denominator_of(old: Old, row: Mapping[str, object]) -> str:
 
 
 def evaluation_frequency(old: Old, row: Mapping[str, object]) -> int | None:
-    """Return every how many steps the old run evaluated; None where it had no reason to look at held-out prompts."""
+    """Return every how many steps the old run evaluated.
+
+    None where it had no reason to look at held-out prompts.
+    """
     key = "rollout.test_freq" if is_async(row) and release(row) < (0, 7, 1) else "trainer.test_freq"
     steps = max(0, int(number(old(key))))
     before = old("trainer.val_before_train")
@@ -273,8 +335,15 @@ def evaluation_frequency(old: Old, row: Mapping[str, object]) -> int | None:
 
 
 def filtering(old: Old, row: Mapping[str, object]) -> dict[str, object]:
-    """Return the rounds of dynamic sampling; the second trainer of main_ppo (V1) sampled without a bound."""
-    is_second = str(row["entry"]) == "verl.trainer.main_ppo" and release(row) >= (0, 9) and bool(old("trainer.use_v1"))
+    """Return the rounds of dynamic sampling.
+
+    The second trainer of main_ppo (V1) sampled without a bound.
+    """
+    is_second = (
+        str(row["entry"]) == "verl.trainer.main_ppo"
+        and release(row) >= (0, 9)
+        and bool(old("trainer.use_v1"))
+    )
     is_read = is_dapo(row) or is_second
     if not old("algorithm.filter_groups.enable") or not is_read:
         return {"algorithm.dynamic_sampling.max_rounds": ABSENT}
@@ -286,20 +355,32 @@ ABSENT = "absent"
 """Value for a block that the new configuration may lack."""
 
 
-def optimisation(old: Old, row: Mapping[str, object], *, role: str, new: str, adam: Callable[[], object]) -> dict[str, object]:
+def optimisation(
+    old: Old, row: Mapping[str, object], *, role: str, new: str, adam: Callable[[], object]
+) -> dict[str, object]:
     """Clip, moments, decay and schedule of one role.
 
     None where the old engine's own default counted, or another optimizer ran.
     """
     optim, on_megatron = f"{role}.optim", is_on_megatron(row)
     is_adam = str(adam() or "adam").lower() in ("adam", "adamw")
-    own_given = any(str(token).lstrip("+").startswith(f"{role}.grad_clip=") for token in row["overrides"])  # type: ignore[attr-defined]
+    own_given = any(
+        str(token).lstrip("+").startswith(f"{role}.grad_clip=") for token in row["overrides"]
+    )  # type: ignore[attr-defined]
     later = release(row) >= (0, 8)
     clip = old(f"{optim}.clip_grad") if on_megatron or later else old(f"{role}.grad_clip")
-    styles = (old(f"{optim}.lr_decay_style"),) if on_megatron else (old(f"{optim}.warmup_style"), old(f"{optim}.lr_scheduler_type"))
-    kind = next((style for style in styles if style is not None), None if on_megatron else "constant")
+    styles = (
+        (old(f"{optim}.lr_decay_style"),)
+        if on_megatron
+        else (old(f"{optim}.warmup_style"), old(f"{optim}.lr_scheduler_type"))
+    )
+    kind = next(
+        (style for style in styles if style is not None), None if on_megatron else "constant"
+    )
     steps, ratio = old(f"{optim}.lr_warmup_steps"), old(f"{optim}.lr_warmup_steps_ratio")
-    by_steps = steps is not None and (int(number(steps)) > 0 or (int(number(steps)) == 0 and not on_megatron))
+    by_steps = steps is not None and (
+        int(number(steps)) > 0 or (int(number(steps)) == 0 and not on_megatron)
+    )
     decay = old(f"{optim}.weight_decay")
     result: dict[str, object] = {
         f"{new}.optimizer.clip_grad_norm": None if later and own_given else clip,
@@ -317,10 +398,17 @@ FIRST_RATE = "actor.engine.schedule: first step's share of the peak"
 """Derived from the warm-up: the old one began at 0, the new one at 1 / N."""
 
 REASONS = {
-    FIRST_RATE: "the old warm-up started at rate 0; step k of N now has k / N of the peak, one step earlier",
-    "run.eval_sampling.temperature": "without held-out prompts there is no evaluation, so the key is not written",
+    FIRST_RATE: (
+        "the old warm-up started at rate 0; step k of N now has k / N of the peak, one step earlier"
+    ),
+    "run.eval_sampling.temperature": (
+        "without held-out prompts there is no evaluation, so the key is not written"
+    ),
     "algorithm.policy_loss.dual_clip": "only the vanilla loss has a dual clip",
-    "algorithm.advantage.name": "with only teachers as signal no advantage is estimated; a group of one keeps its unnormalized reward",
+    "algorithm.advantage.name": (
+        "with only teachers as signal no advantage is estimated; a group of one keeps its "
+        "unnormalized reward"
+    ),
     "algorithm.policy_loss.clip_low": "gpg has no ratio to clip",
     "algorithm.policy_loss.clip_high": "the same",
 }
@@ -333,17 +421,31 @@ def is_explained(key: str, old: Old, new: Mapping[str, object]) -> bool:
     if key == "run.eval_sampling.temperature":
         return "data.eval.paths" not in new
     if key == "algorithm.advantage.name":
-        single = old("actor_rollout_ref.rollout.n") == 1 and str(new.get(key)).endswith(":bare_reward")
-        return single or (bool(old("distillation.enabled")) and old("distillation.distillation_loss.use_task_rewards") is False)
+        single = old("actor_rollout_ref.rollout.n") == 1 and str(new.get(key)).endswith(
+            ":bare_reward"
+        )
+        return single or (
+            bool(old("distillation.enabled"))
+            and old("distillation.distillation_loss.use_task_rewards") is False
+        )
     if key in ("algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high"):
         return ":" in str(new.get("algorithm.policy_loss.name", ""))
-    return key == "algorithm.policy_loss.dual_clip" and new.get("algorithm.policy_loss.name", "ppo") != "ppo"
+    return (
+        key == "algorithm.policy_loss.dual_clip"
+        and new.get("algorithm.policy_loss.name", "ppo") != "ppo"
+    )
 
 
 def comparable(row: Mapping[str, object]) -> bool:
-    """Return a run of a trainer with a policy, core or with its own configuration, whose values the shell knew."""
-    is_known = row["entry"] == "verl.trainer.main_ppo" or str(row["entry"]).endswith(tuple(OWN_CONFIGS))
-    return is_known and "__ENV" not in str(row["overrides"]) and "multiturn" not in str(row["config_name"])
+    """Check that a run trains a policy, and that its values do not depend on the shell."""
+    is_known = row["entry"] == "verl.trainer.main_ppo" or str(row["entry"]).endswith(
+        tuple(OWN_CONFIGS)
+    )
+    return (
+        is_known
+        and "__ENV" not in str(row["overrides"])
+        and "multiturn" not in str(row["config_name"])
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,13 +464,22 @@ class Comparison:
     @property
     def unexplained(self) -> dict[str, tuple[object, object]]:
         """Keys that differ for none."""
-        keys = [key for key, value in self.old.items() if value is not None and self.new[key] != value and key not in self.explained]
+        keys = [
+            key
+            for key, value in self.old.items()
+            if value is not None and self.new[key] != value and key not in self.explained
+        ]
         return {key: (self.old[key], self.new[key]) for key in keys}
 
 
 def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
     """Return the none where a person has to decide first, or Hydra cannot read a token."""
-    translation = translate(row["overrides"], entry=str(row["entry"]), config_name=row["config_name"], version=str(row["tag"]))  # type: ignore[arg-type]
+    translation = translate(
+        row["overrides"],
+        entry=str(row["entry"]),
+        config_name=row["config_name"],
+        version=str(row["tag"]),
+    )  # type: ignore[arg-type]
     if any(finding.level == "person" for finding in translation.findings):
         return None
     try:
@@ -381,9 +492,15 @@ def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
     new.setdefault(DENOMINATOR, "old")
     new.setdefault("algorithm.dynamic_sampling.max_rounds", ABSENT)
     expected = expectations(old, row)
-    explained = frozenset(key for key, value in expected.items() if new.get(key) != value and is_explained(key, old, new))
+    explained = frozenset(
+        key
+        for key, value in expected.items()
+        if new.get(key) != value and is_explained(key, old, new)
+    )
     result = {key: new.get(key) for key in expected}
-    return Comparison(tag=str(row["tag"]), path=str(row["path"]), old=expected, new=result, explained=explained)
+    return Comparison(
+        tag=str(row["tag"]), path=str(row["path"]), old=expected, new=result, explained=explained
+    )
 
 
 def compare(facts: Path, rows: list[dict[str, object]]) -> list[Comparison]:
@@ -394,7 +511,9 @@ def wrong(result: list[Comparison]) -> dict[str, dict[str, tuple[object, object]
     return {f"{item.tag} {item.path}": item.unexplained for item in result if item.unexplained}
 
 
-def test_a_sample_over_all_releases_means_the_same(facts: Path, invocations: list[dict[str, object]]) -> None:
+def test_a_sample_over_all_releases_means_the_same(
+    facts: Path, invocations: list[dict[str, object]]
+) -> None:
     result = compare(facts, [row for row in invocations if comparable(row)][::29])
     assert wrong(result) == {}
     assert len(result) >= 12
@@ -405,16 +524,27 @@ KL_LOSS = f"{A}.use_kl_loss=True"
 DPPO = (f"{A}.clip_ratio_low=0.15", f"{A}.clip_ratio_high=0.1", f"{A}.clip_ratio_c=20.0")
 NEW_NAMES = {
     "v0.8.0": [
-        *((KL_LOSS, f"{A}.kl_loss_type={word}") for word in ("low_var_kl+", "k3+", "kl+", "k1+", "mse+", "k2+", "low_var_kl")),
+        *(
+            (KL_LOSS, f"{A}.kl_loss_type={word}")
+            for word in ("low_var_kl+", "k3+", "kl+", "k1+", "mse+", "k2+", "low_var_kl")
+        ),
         ("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl+"),
-        ("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=kl", KL_LOSS, f"{A}.kl_loss_type=k1+"),
+        (
+            "algorithm.use_kl_in_reward=True",
+            "algorithm.kl_penalty=kl",
+            KL_LOSS,
+            f"{A}.kl_loss_type=k1+",
+        ),
     ],
     "v0.9.0": [
         *((*DPPO, f"{A}.policy_loss.loss_mode={mode}") for mode in ("dppo_tv", "dppo_kl")),
         ("algorithm.adv_estimator=grpo_passk",),
         ("algorithm.adv_estimator=grpo_passk", "algorithm.norm_adv_by_std_in_grpo=False"),
         ("algorithm.adv_estimator=optimal_token_baseline", f"{A}.calculate_sum_pi_squared=True"),
-        ("algorithm.adv_estimator=tir_optimal_token_baseline", f"{A}.calculate_sum_pi_squared=True"),
+        (
+            "algorithm.adv_estimator=tir_optimal_token_baseline",
+            f"{A}.calculate_sum_pi_squared=True",
+        ),
         (f"{A}.loss_agg_mode=token-sum",),
         (f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=4096"),
     ],
@@ -423,16 +553,30 @@ NEW_NAMES = {
 NEWER = [(tag, overrides) for tag, cases in NEW_NAMES.items() for overrides in cases]
 
 
-@pytest.mark.parametrize(("tag", "overrides"), NEWER, ids=lambda value: " ".join(value) if isinstance(value, tuple) else value)
-def test_names_of_newer_algorithms_mean_the_same(tag: str, overrides: tuple[str, ...], facts: Path) -> None:
-    row = {"tag": tag, "path": "", "entry": "verl.trainer.main_ppo", "config_name": None, "overrides": [*BASE, *overrides]}
+@pytest.mark.parametrize(
+    ("tag", "overrides"),
+    NEWER,
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
+)
+def test_names_of_newer_algorithms_mean_the_same(
+    tag: str, overrides: tuple[str, ...], facts: Path
+) -> None:
+    row = {
+        "tag": tag,
+        "path": "",
+        "entry": "verl.trainer.main_ppo",
+        "config_name": None,
+        "overrides": [*BASE, *overrides],
+    }
     comparison = compare_one(facts, row)
     assert comparison is not None
     assert comparison.unexplained == {}
 
 
 @pytest.mark.parametrize("part", sorted(OWN_CONFIGS))
-def test_a_sample_of_each_further_entry_means_the_same(part: str, facts: Path, invocations: list[dict[str, object]]) -> None:
+def test_a_sample_of_each_further_entry_means_the_same(
+    part: str, facts: Path, invocations: list[dict[str, object]]
+) -> None:
     rows = [row for row in invocations if comparable(row) and str(row["entry"]).endswith(part)]
     results = compare(facts, rows[::7])
     assert wrong(results) == {}
@@ -444,7 +588,12 @@ def test_a_sample_of_each_further_entry_means_the_same(part: str, facts: Path, i
 def test_every_core_run_means_the_same(facts: Path, invocations: list[dict[str, object]]) -> None:
     # With TEMPER_MEANING_PAGE=FILE it writes what it compared as a page; TEMPER_MEANING_EVERY=N
     # takes each Nth run alone.
-    result = compare(facts, [row for row in invocations if comparable(row)][:: int(os.environ.get("TEMPER_MEANING_EVERY", "1"))])
+    result = compare(
+        facts,
+        [row for row in invocations if comparable(row)][
+            :: int(os.environ.get("TEMPER_MEANING_EVERY", "1"))
+        ],
+    )
     if page := os.environ.get("TEMPER_MEANING_PAGE"):
         Path(page).write_text(meaning_page(result, reasons=REASONS), encoding="utf-8")
     assert wrong(result) == {}

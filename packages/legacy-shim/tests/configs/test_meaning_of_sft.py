@@ -1,7 +1,10 @@
-"""Effective values of supervised fine-tuning and generation, before and after: see ``test_meaning``.
+"""Effective values of supervised fine-tuning and generation, before and after.
 
-The rules are from verl's own trainers at the tags: ``trainer/fsdp_sft_trainer.py``, ``trainer/sft_trainer.py``,
-``trainer/main_generation.py`` and ``trainer/main_generation_server.py``.
+See ``test_meaning``.
+
+The rules are from verl's own trainers at the tags: ``trainer/fsdp_sft_trainer.py``,
+``trainer/sft_trainer.py``, ``trainer/main_generation.py`` and
+``trainer/main_generation_server.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("hydra", reason="needs Hydra, which temper-trainer brings, to compose the old side with")
+pytest.importorskip(
+    "hydra", reason="needs Hydra, which temper-trainer brings, to compose the old side with"
+)
 
 from hydra.errors import HydraException
 
@@ -33,7 +38,11 @@ Row = Mapping[str, object]
 def length_of(old: Old) -> dict[str, object]:
     """Return epochs, or steps where they were given; whichever came first ended the old run."""
     steps = old("trainer.total_training_steps")
-    return {"run.total_epochs": old("trainer.total_epochs")} if steps is None else {"run.total_steps": steps}
+    return (
+        {"run.total_epochs": old("trainer.total_epochs")}
+        if steps is None
+        else {"run.total_steps": steps}
+    )
 
 
 def expect_of_both(old: Old) -> dict[str, object]:
@@ -51,14 +60,25 @@ def expect_of_both(old: Old) -> dict[str, object]:
         "actor.engine.optimizer.clip_grad_norm": old("optim.clip_grad"),
         "actor.engine.schedule.advance": "update",
         "run.seed": old("trainer.seed"),
-        **({"actor.engine.lora.rank": rank, "actor.engine.lora.alpha": old("model.lora_alpha")} if rank else {}),
+        **(
+            {"actor.engine.lora.rank": rank, "actor.engine.lora.alpha": old("model.lora_alpha")}
+            if rank
+            else {}
+        ),
         **length_of(old),
     }
 
 
 def expect_of_columns(old: Old, row: Row) -> dict[str, object]:
-    """Return what the first generation did. Before v0.4.0 it had one schedule, cosine, and no key for it."""
-    ratio = old("optim.lr_warmup_steps_ratio") if old("optim.lr_warmup_steps_ratio") is not None else old("optim.warmup_steps_ratio")
+    """Return what the first generation did.
+
+    Before v0.4.0 it had one schedule, cosine, and no key for it.
+    """
+    ratio = (
+        old("optim.lr_warmup_steps_ratio")
+        if old("optim.lr_warmup_steps_ratio") is not None
+        else old("optim.warmup_steps_ratio")
+    )
     result = expect_of_both(old)
     result["actor.engine.schedule.kind"] = old("optim.lr_scheduler") or "cosine"
     result["actor.engine.schedule.warmup_ratio"] = ratio
@@ -67,9 +87,14 @@ def expect_of_columns(old: Old, row: Row) -> dict[str, object]:
         result["run.save_every"] = max(0, int(number(old("trainer.save_freq"))))
     if old("data.multiturn.enable"):
         return result | {"data.train.messages_key": old("data.multiturn.messages_key")}
-    for new, column, fields in (("prompt", "prompt_key", "prompt_dict_keys"), ("answer", "response_key", "response_dict_keys")):
+    for new, column, fields in (
+        ("prompt", "prompt_key", "prompt_dict_keys"),
+        ("answer", "response_key", "response_dict_keys"),
+    ):
         inner = old(f"data.{fields}")
-        result[f"data.train.{new}_key"] = ".".join([str(old(f"data.{column}")), *(inner if isinstance(inner, list) else [])])
+        result[f"data.train.{new}_key"] = ".".join(
+            [str(old(f"data.{column}")), *(inner if isinstance(inner, list) else [])]
+        )
     return result
 
 
@@ -78,14 +103,23 @@ def expect_of_engines(old: Old, row: Row) -> dict[str, object]:
     result = expect_of_both(old)
     steps = old("optim.lr_warmup_steps")
     has_steps = steps is not None and number(steps) > 0
-    style = old("optim.lr_decay_style") if is_on_megatron(row) else old("optim.warmup_style") or old("optim.lr_scheduler_type")
+    style = (
+        old("optim.lr_decay_style")
+        if is_on_megatron(row)
+        else old("optim.warmup_style") or old("optim.lr_scheduler_type")
+    )
     result["actor.engine.schedule.kind"] = style
     result["actor.engine.schedule.warmup_steps"] = steps if has_steps else 0
-    result["actor.engine.schedule.warmup_ratio"] = 0.0 if has_steps else old("optim.lr_warmup_steps_ratio")
+    result["actor.engine.schedule.warmup_ratio"] = (
+        0.0 if has_steps else old("optim.lr_warmup_steps_ratio")
+    )
     if style == "cosine" and not is_on_megatron(row):
         result["actor.engine.schedule.min_lr_ratio"] = old("optim.min_lr_ratio")
     if is_on_megatron(row) and (rank := int(number(old("model.lora.rank") or 0))):
-        result |= {"actor.engine.lora.rank": rank, "actor.engine.lora.alpha": old("model.lora.alpha")}
+        result |= {
+            "actor.engine.lora.rank": rank,
+            "actor.engine.lora.alpha": old("model.lora.alpha"),
+        }
     result["data.train.messages_key"] = old("data.messages_key")
     save = old("trainer.save_freq")
     if not isinstance(save, str):  # after_each_epoch
@@ -111,7 +145,10 @@ def expect_of_generation(old: Old, row: Row) -> dict[str, object]:
 
 
 def expect_of_servers(old: Old, row: Row) -> dict[str, object]:
-    """Return what the program with servers drew: it was composed on the tree of main_ppo, and ignored top_k."""
+    """Return what the program with servers drew.
+
+    It was composed on the tree of main_ppo, and ignored top_k.
+    """
     rollout = "actor_rollout_ref.rollout"
     return {
         "task": "generate",
@@ -127,19 +164,34 @@ def expect_of_servers(old: Old, row: Row) -> dict[str, object]:
 
 
 EXPECTATIONS: dict[str, Callable[[Old, Row], dict[str, object]]] = dict(
-    zip(ENTRIES, (expect_of_columns, expect_of_engines, expect_of_generation, expect_of_servers), strict=True)
+    zip(
+        ENTRIES,
+        (expect_of_columns, expect_of_engines, expect_of_generation, expect_of_servers),
+        strict=True,
+    )
 )
 
 
 def listed(value: object) -> list[str]:
     """Return paths as the new file has them."""
     paths = value if isinstance(value, list) else [value]
-    return [str(path).replace("~/", "${oc.env:HOME}/", 1) if str(path).startswith("~/") else str(path) for path in paths]
+    return [
+        str(path).replace("~/", "${oc.env:HOME}/", 1) if str(path).startswith("~/") else str(path)
+        for path in paths
+    ]
 
 
 def wrong_of(facts: Path, row: Row) -> dict[str, tuple[object, object]] | None:
-    """Return keys with the expected and the new value where they differ; None where a person has to decide first."""
-    translation = translate(row["overrides"], entry=str(row["entry"]), config_name=row["config_name"], version=str(row["tag"]))  # type: ignore[arg-type]
+    """Return keys with the expected and the new value where they differ.
+
+    None where a person has to decide first.
+    """
+    translation = translate(
+        row["overrides"],
+        entry=str(row["entry"]),
+        config_name=row["config_name"],
+        version=str(row["tag"]),
+    )  # type: ignore[arg-type]
     if any(finding.level == "person" for finding in translation.findings):
         return None
     try:
@@ -148,12 +200,24 @@ def wrong_of(facts: Path, row: Row) -> dict[str, tuple[object, object]] | None:
         return None
     new = {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
     expected = EXPECTATIONS[str(row["entry"])](old, row)
-    return {key: (value, new.get(key)) for key, value in expected.items() if value is not None and new.get(key) != value}
+    return {
+        key: (value, new.get(key))
+        for key, value in expected.items()
+        if value is not None and new.get(key) != value
+    }
 
 
 def test_column_data_of_the_first_release_fell_by_a_cosine() -> None:
-    translation = translate(["data.train_files=/d.parquet"], entry="verl.trainer.fsdp_sft_trainer", version="v0.3.0.post1")
-    assert [setting.value for setting in translation.settings if setting.key == "actor.engine.schedule.kind"] == ["cosine"]
+    translation = translate(
+        ["data.train_files=/d.parquet"],
+        entry="verl.trainer.fsdp_sft_trainer",
+        version="v0.3.0.post1",
+    )
+    assert [
+        setting.value
+        for setting in translation.settings
+        if setting.key == "actor.engine.schedule.kind"
+    ] == ["cosine"]
 
 
 def test_program_with_servers_completes_the_prompts_of_its_training_files() -> None:
@@ -163,7 +227,9 @@ def test_program_with_servers_completes_the_prompts_of_its_training_files() -> N
         "actor_rollout_ref.rollout.top_k=50",
         "+data.output_path=/o.parquet",
     ]
-    translation = translate(overrides, entry="verl.trainer.main_generation_server", version="v0.7.0")
+    translation = translate(
+        overrides, entry="verl.trainer.main_generation_server", version="v0.7.0"
+    )
     values = {setting.key: setting.value for setting in translation.settings}
     assert (values["generate.num_completions"], values["data.train.paths"]) == (32, ["/d.parquet"])
     assert "sampling.top_k" not in values
@@ -171,11 +237,22 @@ def test_program_with_servers_completes_the_prompts_of_its_training_files() -> N
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_each_run_of_fine_tuning_and_generation_means_the_same(entry: str, facts: Path, invocations: list[dict[str, object]]) -> None:
-    of_entry = [row for row in invocations if row["entry"] == entry and "__ENV" not in str(row["overrides"])]
+def test_each_run_of_fine_tuning_and_generation_means_the_same(
+    entry: str, facts: Path, invocations: list[dict[str, object]]
+) -> None:
+    of_entry = [
+        row for row in invocations if row["entry"] == entry and "__ENV" not in str(row["overrides"])
+    ]
     # The entry of a script that stayed behind in a later release has no tree there.
-    rows = [row for row in of_entry if (facts / "defaults" / str(row["tag"]) / f"{tree_of(row)}.json").is_file()]
-    results = {f"{row['tag']} {row['path']} {number}": wrong_of(facts, row) for number, row in enumerate(rows)}
+    rows = [
+        row
+        for row in of_entry
+        if (facts / "defaults" / str(row["tag"]) / f"{tree_of(row)}.json").is_file()
+    ]
+    results = {
+        f"{row['tag']} {row['path']} {number}": wrong_of(facts, row)
+        for number, row in enumerate(rows)
+    }
     compared = {name: result for name, result in results.items() if result is not None}
     assert {name: result for name, result in compared.items() if result} == {}
     assert len(compared) >= {ENTRIES[0]: 30, ENTRIES[1]: 10, ENTRIES[2]: 15, ENTRIES[3]: 3}[entry]

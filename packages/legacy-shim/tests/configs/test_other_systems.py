@@ -10,13 +10,25 @@ from temper_legacy_shim.configs.reading.config_files import old_files, read_old_
 from temper_legacy_shim.errors import UsageError
 
 FILES = {
-    "TRL": "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: trl-lib/Capybara\nlearning_rate: 2.0e-4\noutput_dir: out\n",
-    "accelerate, such as TRL's examples have": (
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 8\n"
+    "TRL": (
+        "model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: trl-lib/Capybara\nlearning_rate: "
+        "2.0e-4\noutput_dir: out\n"
     ),
-    "NeMo-RL": "grpo: {num_prompts_per_step: 32}\nloss_fn: {ratio_clip_min: 0.2}\npolicy: {model_name: q}\ncluster: {num_nodes: 1}\n",
-    "OpenRLHF": "pretrain: q\nprompt_data: d\nrollout_batch_size: 1024\nmicro_train_batch_size: 8\n",
-    "EasyR1": "data: {train_files: d}\nalgorithm: {adv_estimator: grpo}\nworker: {actor: {global_batch_size: 128}}\ntrainer: {nnodes: 1}\n",
+    "accelerate, such as TRL's examples have": (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config: {fsdp_version: "
+        "2}\nnum_processes: 8\n"
+    ),
+    "NeMo-RL": (
+        "grpo: {num_prompts_per_step: 32}\nloss_fn: {ratio_clip_min: 0.2}\npolicy: {model_name: "
+        "q}\ncluster: {num_nodes: 1}\n"
+    ),
+    "OpenRLHF": (
+        "pretrain: q\nprompt_data: d\nrollout_batch_size: 1024\nmicro_train_batch_size: 8\n"
+    ),
+    "EasyR1": (
+        "data: {train_files: d}\nalgorithm: {adv_estimator: grpo}\nworker: {actor: "
+        "{global_batch_size: 128}}\ntrainer: {nnodes: 1}\n"
+    ),
 }
 
 
@@ -26,7 +38,10 @@ def test_other_system_is_named_in_one_sentence(system: str, tmp_path: Path) -> N
     path.write_text(FILES[system])
     with pytest.raises(UsageError) as refused:
         translate_file(read_old_file(path))
-    assert str(refused.value) == f"{path} is a configuration of {system} and not of verl, so nothing of it is translated."
+    assert (
+        str(refused.value)
+        == f"{path} is a configuration of {system} and not of verl, so nothing of it is translated."
+    )
 
 
 def test_file_without_any_known_key_is_refused(tmp_path: Path) -> None:

@@ -15,18 +15,29 @@ GIVEN = {
     "ref": {"engine": {"model": {}}},
     "data": {"eval": {"paths": ["x"]}, "train": {"paths": ["x"]}},
 }
-SET_BY_GROUPS = ("critic.engine.optimizer.lr", "critic.engine.precision.compute", "model.path", "model.seed", "trust_remote_code")
+SET_BY_GROUPS = (
+    "critic.engine.optimizer.lr",
+    "critic.engine.precision.compute",
+    "model.path",
+    "model.seed",
+    "trust_remote_code",
+)
 
 
 def test_defaults_are_the_trainers() -> None:
     result: dict[str, object] = {}
     for engine in ("fsdp", "megatron"):
-        tree = collect_defaults(TrainerConfig, engine_class=load_engine_config_class(engine), given=GIVEN)  # type: ignore[arg-type]
+        tree = collect_defaults(
+            TrainerConfig, engine_class=load_engine_config_class(engine), given=GIVEN
+        )  # type: ignore[arg-type]
         result |= flatten(tree)
     differing = {
         key: (value, result[key])
         for key, value in DEFAULTS.items()
-        if key in result and not key.endswith(SET_BY_GROUPS) and result[key] != value and not (key.endswith("sequence_parallel"))
+        if key in result
+        and not key.endswith(SET_BY_GROUPS)
+        and result[key] != value
+        and not (key.endswith("sequence_parallel"))
     }
     assert differing == {}
 

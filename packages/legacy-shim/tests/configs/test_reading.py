@@ -15,7 +15,12 @@ from temper_legacy_shim.configs import Outcome, translate
 from temper_legacy_shim.configs.reading.composition import old_config
 from temper_legacy_shim.configs.reading.config_values import Plain
 from temper_legacy_shim.configs.reading.overrides import read_overrides
-from temper_legacy_shim.configs.reading.trees import default_tree, families_of, known_version, versions
+from temper_legacy_shim.configs.reading.trees import (
+    default_tree,
+    families_of,
+    known_version,
+    versions,
+)
 from temper_legacy_shim.configs.report import yaml_of
 from temper_legacy_shim.errors import UsageError
 
@@ -45,9 +50,15 @@ RECORDED = [version for version in versions() if version not in ("main", "v0.9.1
 def test_every_default_resolves_to_what_hydra_made_of_it(version: str, facts: Path) -> None:
     for family in families_of(version):
         composed = json.loads((facts / "defaults" / version / f"{FILES[family]}.json").read_text())
-        old = old_config(version=version, family=family, entry="", defaults=default_tree(version, family))
+        old = old_config(
+            version=version, family=family, entry="", defaults=default_tree(version, family)
+        )
         assert old.tree == composed["flat"]
-        differing = {key: (old.get(key), value) for key, value in composed["resolved"].items() if old.get(key) != value}
+        differing = {
+            key: (old.get(key), value)
+            for key, value in composed["resolved"].items()
+            if old.get(key) != value
+        }
         assert {key: pair for key, pair in differing.items() if not key.endswith(MISSING)} == {}
 
 
@@ -73,9 +84,11 @@ def test_values_are_read_as_hydra_reads_them(invocations: list[dict[str, object]
 @pytest.mark.parametrize(
     "token",
     [
-        "a=1e-6", "a=1.", "a=.5", "a=1_000", "a=01", "a=null", "a=True", "a=nan_", "a=[a,b]", "a=['x, y',\"z\"]", "a=[[6],[8]]",
+        "a=1e-6", "a=1.", "a=.5", "a=1_000", "a=01", "a=null", "a=True", "a=nan_", "a=[a,b]",
+        "a=['x, y',\"z\"]", "a=[[6],[8]]",
         "a={b:1,c:[2]}",
-        "a=", "a='it''s'", "a=${b.c}", "a=x y", "a=a:b", "a=-1", "a=+3", "a=1e5", "a=inf", "a=a=b", "a=/p/q-r.s",
+        "a=", "a='it''s'", "a=${b.c}", "a=x y", "a=a:b", "a=-1", "a=+3", "a=1e5", "a=inf",
+        "a=a=b", "a=/p/q-r.s",
     ],
 )  # fmt: skip
 def test_corners_of_the_grammar(token: str) -> None:
@@ -88,19 +101,26 @@ def test_corners_of_the_grammar(token: str) -> None:
 
 def test_a_plus_on_a_key_that_the_release_has_is_reported_and_still_read() -> None:
     result = translated("v0.5.0", "+trainer.val_before_train=False")
-    assert any(finding.level == "refused" and "drop the +" in finding.message for finding in result.findings)
+    assert any(
+        finding.level == "refused" and "drop the +" in finding.message
+        for finding in result.findings
+    )
 
 
 def test_a_key_that_the_release_lacks_is_reported_and_still_read() -> None:
     result = translated("v0.8.0", "critic.model.fsdp_config.param_offload=True")
     assert any(
-        finding.level == "refused" and "v0.8.0 has no key critic.model.fsdp_config" in finding.message for finding in result.findings
+        finding.level == "refused"
+        and "v0.8.0 has no key critic.model.fsdp_config" in finding.message
+        for finding in result.findings
     )
 
 
 def test_a_later_token_wins() -> None:
     result = translated("v0.5.0", "data.train_batch_size=128")
-    assert [token.disposition for token in result.tokens if token.key == "data.train_batch_size"] == ["superseded", "moved"]
+    assert [
+        token.disposition for token in result.tokens if token.key == "data.train_batch_size"
+    ] == ["superseded", "moved"]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +146,17 @@ def test_what_is_no_known_version_is_refused(text: str) -> None:
 
 
 def test_a_block_given_as_a_full_goes_by_the_rules_of_its_keys() -> None:
-    result = translated("v0.7.0", "actor_rollout_ref.actor.optim={lr:2e-6,weight_decay:0.1}", "~critic.optim", "critic=null")
+    result = translated(
+        "v0.7.0",
+        "actor_rollout_ref.actor.optim={lr:2e-6,weight_decay:0.1}",
+        "~critic.optim",
+        "critic=null",
+    )
     block, deleted, taken = result.tokens[-3:]
-    assert (block.disposition, block.new_keys) == ("mapped", ("actor.engine.optimizer.lr", "actor.engine.optimizer.weight_decay"))
+    assert (block.disposition, block.new_keys) == (
+        "mapped",
+        ("actor.engine.optimizer.lr", "actor.engine.optimizer.weight_decay"),
+    )
     assert deleted.disposition == taken.disposition == "dropped"
     assert result.unmapped == {}
 
@@ -138,17 +166,36 @@ def test_one_value_in_the_position_of_a_block_is_a_forks_own() -> None:
     for version in ("v0.3.0.post1", "v0.7.1"):
         result = translated(version, foreign, "actor_rollout_ref.model.path=/models/q")
         assert result.tokens[-2].disposition == "unmapped"
-        assert any("policy_loss=plusplus" in finding.message for finding in result.findings if finding.rule == "unmapped")
+        assert any(
+            "policy_loss=plusplus" in finding.message
+            for finding in result.findings
+            if finding.rule == "unmapped"
+        )
         assert values(result)["actor.engine.model.path"] == "/models/q"
-    assert values(translated("v0.7.1", "trainer=mine", "actor_rollout_ref.rollout=mine")) == values(translated("v0.7.1"))
-    inferred = translate(["algorithm.kl_ctrl.kl_coef=0.1", "critic.model.fsdp_config.param_offload=True", foreign])
-    assert any("refuses actor_rollout_ref.actor.policy_loss" in given for given in inferred.source.evidence)
+    assert values(translated("v0.7.1", "trainer=mine", "actor_rollout_ref.rollout=mine")) == values(
+        translated("v0.7.1")
+    )
+    inferred = translate(
+        ["algorithm.kl_ctrl.kl_coef=0.1", "critic.model.fsdp_config.param_offload=True", foreign]
+    )
+    assert any(
+        "refuses actor_rollout_ref.actor.policy_loss" in given for given in inferred.source.evidence
+    )
 
 
 def test_a_forks_key_in_a_block_that_we_know_is_still_unmapped() -> None:
-    result = translated("v0.7.0", "reward_model.my_fork.thing=2", "+actor_rollout_ref.actor.my_loss_weight=0.1", "++trainer.mine={a:1}")
+    result = translated(
+        "v0.7.0",
+        "reward_model.my_fork.thing=2",
+        "+actor_rollout_ref.actor.my_loss_weight=0.1",
+        "++trainer.mine={a:1}",
+    )
     assert [token.disposition for token in result.tokens[-3:]] == ["unmapped"] * 3
-    assert result.unmapped == {"reward_model.my_fork.thing": 2, "actor_rollout_ref.actor.my_loss_weight": 0.1, "trainer.mine.a": 1}
+    assert result.unmapped == {
+        "reward_model.my_fork.thing": 2,
+        "actor_rollout_ref.actor.my_loss_weight": 0.1,
+        "trainer.mine.a": 1,
+    }
 
 
 def test_a_variants_own_keys_are_no_strangers_wherever_its_file_lies() -> None:
@@ -161,14 +208,25 @@ def test_a_variants_own_keys_are_no_strangers_wherever_its_file_lies() -> None:
             entry=entry,
         )
         assert not any(finding.level == "refused" for finding in result.findings)
-        assert {setting.key for setting in result.settings} >= {"reward.shaping.overlong.buffer_tokens"}
-    both = translated("v0.7.0", "async_training.staleness_threshold=0.5", entry="fully_async_main", config_name="fully_async_dapo_trainer")
+        assert {setting.key for setting in result.settings} >= {
+            "reward.shaping.overlong.buffer_tokens"
+        }
+    both = translated(
+        "v0.7.0",
+        "async_training.staleness_threshold=0.5",
+        entry="fully_async_main",
+        config_name="fully_async_dapo_trainer",
+    )
     assert not any(finding.level == "refused" for finding in both.findings)
 
 
 @pytest.mark.parametrize("given", ["$LR", "${LR}"])
-def test_a_number_that_only_the_shell_knows_goes_on_and_a_file_reads_it_from_the_environment(given: str) -> None:
-    result = translated("v0.7.0", f"actor_rollout_ref.actor.optim.lr={given}", "trainer.project_name=$PROJECT")
+def test_a_number_that_only_the_shell_knows_goes_on_and_a_file_reads_it_from_the_environment(
+    given: str,
+) -> None:
+    result = translated(
+        "v0.7.0", f"actor_rollout_ref.actor.optim.lr={given}", "trainer.project_name=$PROJECT"
+    )
     assert result.outcome is Outcome.PINNED
     assert values(result)["actor.engine.optimizer.lr"] == given  # a script keeps it as it stands
     assert 'lr: "${oc.decode:${oc.env:LR}}"' in yaml_of(result)
@@ -203,26 +261,45 @@ def nested(flat: dict[str, Plain]) -> dict[str, Plain]:
 
 @pytest.mark.parametrize("version", RECORDED)
 @pytest.mark.parametrize("form", ["flat", "resolved"])
-def test_a_dump_of_a_release_means_what_the_release_meant(version: str, form: str, facts: Path) -> None:
+def test_a_dump_of_a_release_means_what_the_release_meant(
+    version: str, form: str, facts: Path
+) -> None:
     for family in families_of(version):
-        dump = json.loads((facts / "defaults" / version / f"{FILES[family]}.json").read_text())[form]
-        entry = {"generation": "verl.trainer.main_generation", "evaluation": "verl.trainer.main_eval"}.get(family, "")
-        entry = entry or ("verl.trainer.main_ppo" if "ppo" in family else "verl.trainer.fsdp_sft_trainer")
+        dump = json.loads((facts / "defaults" / version / f"{FILES[family]}.json").read_text())[
+            form
+        ]
+        entry = {
+            "generation": "verl.trainer.main_generation",
+            "evaluation": "verl.trainer.main_eval",
+        }.get(family, "")
+        entry = entry or (
+            "verl.trainer.main_ppo" if "ppo" in family else "verl.trainer.fsdp_sft_trainer"
+        )
         entry = "verl.trainer.sft_trainer" if family in ("sft_fsdp", "sft_megatron") else entry
         groups = ["engine=megatron"] if family == "sft_megatron" else []
         name = "ppo_megatron_trainer" if family == "ppo_megatron" else None
         plain = translate(groups, entry=entry, config_name=name, version=version)
-        dumped = translate(groups, entry=entry, config_name=name, version=version, base=nested(dump))
+        dumped = translate(
+            groups, entry=entry, config_name=name, version=version, base=nested(dump)
+        )
         assert values(dumped) == values(plain), family
-        assert {finding.rule for finding in dumped.findings} == {finding.rule for finding in plain.findings}, family
+        assert {finding.rule for finding in dumped.findings} == {
+            finding.rule for finding in plain.findings
+        }, family
 
 
 def test_a_dump_keeps_what_its_run_had_changed(facts: Path) -> None:
     dump = json.loads((facts / "defaults/v0.5.0/main_ppo_fsdp.json").read_text())["resolved"]
-    lengths = dict.fromkeys(("data.max_response_length", "actor_rollout_ref.rollout.response_length"), 2048)
+    lengths = dict.fromkeys(
+        ("data.max_response_length", "actor_rollout_ref.rollout.response_length"), 2048
+    )
     changed = dump | lengths | {"actor_rollout_ref.rollout.n": 8, "data.image_key": "pictures"}
     result = translate(entry="verl.trainer.main_ppo", version="v0.5.0", base=nested(changed))
     assert "images" in rules_found(result, "person")
-    text = translate(entry="verl.trainer.main_ppo", version="v0.5.0", base=nested(changed | {"data.image_key": "images"}))
+    text = translate(
+        entry="verl.trainer.main_ppo",
+        version="v0.5.0",
+        base=nested(changed | {"data.image_key": "images"}),
+    )
     assert "images" not in rules_found(text, "person")
     assert (values(text)["algorithm.group_size"], values(text)["sampling.max_tokens"]) == (8, 2048)

@@ -11,8 +11,14 @@ HF = "actor_rollout_ref.model.path"
 
 
 def refusals(model: str, *more: str, version: str = "v0.8.0") -> list[str]:
-    translation = translate([f"{HF}={model}", *more], entry="verl.trainer.main_ppo", version=version)
-    return [finding.message for finding in translation.findings if "refuses the model" in finding.message]
+    translation = translate(
+        [f"{HF}={model}", *more], entry="verl.trainer.main_ppo", version=version
+    )
+    return [
+        finding.message
+        for finding in translation.findings
+        if "refuses the model" in finding.message
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,9 @@ def test_model_that_the_engine_trains_or_that_is_unknown_is_not_named(model: str
 
 
 def test_megatron_trains_fewer_models() -> None:
-    assert refusals("google/gemma-3-1b-it", "model_engine=megatron")[0].startswith("MegatronEngine refuses the model google/gemma-3-1b-it")
+    assert refusals("google/gemma-3-1b-it", "model_engine=megatron")[0].startswith(
+        "MegatronEngine refuses the model google/gemma-3-1b-it"
+    )
     assert refusals("Qwen/Qwen3-30B-A3B", "model_engine=megatron") == []
 
 
@@ -61,5 +69,7 @@ def test_config_of_a_local_folder_decides_over_its_name(tmp_path: Path) -> None:
 
 
 def test_warning_is_a_hazard_and_not_a_question() -> None:
-    translation = translate([f"{HF}=openai/gpt-oss-20b"], entry="verl.trainer.main_ppo", version="v0.8.0")
+    translation = translate(
+        [f"{HF}=openai/gpt-oss-20b"], entry="verl.trainer.main_ppo", version="v0.8.0"
+    )
     assert translation.outcome is Outcome.PINNED

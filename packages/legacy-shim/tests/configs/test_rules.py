@@ -1,4 +1,7 @@
-"""The table of rules: every row is reached, every rule that builders name stands in it, and the documentation shows it."""
+"""The table of rules.
+
+Every row is reached, every rule that builders name stands in it, and the documentation shows it.
+"""
 
 import ast
 import re
@@ -9,15 +12,30 @@ from typing import get_args
 import pytest
 
 from temper_legacy_shim.configs.mapping.builder import messages
-from temper_legacy_shim.configs.mapping.rules import Rule, alternatives, find_rule, rule_named, rules, sources_of
-from temper_legacy_shim.configs.reading.trees import Family, all_keys, config_keys, own_configs, versions
+from temper_legacy_shim.configs.mapping.rules import (
+    Rule,
+    alternatives,
+    find_rule,
+    rule_named,
+    rules,
+    sources_of,
+)
+from temper_legacy_shim.configs.reading.trees import (
+    Family,
+    all_keys,
+    config_keys,
+    own_configs,
+    versions,
+)
 
 from .conftest import CONFIG
 from .examples import example_of
 
 SOURCES = Path(__file__).parents[2] / "src/temper_legacy_shim/configs"
 FROM_HISTORY = {"2231", "4665"}
-"""Pull requests that only verl's own history names: one_step_off_policy, and TensorRT as a rollout engine."""
+"""Pull requests that only verl's own history names: one_step_off_policy, and TensorRT as a rollout
+engine.
+"""
 DOCS = Path(__file__).parents[4] / "docs/migration/config-rules.md"
 
 
@@ -25,7 +43,15 @@ def example(key: str) -> str:
     """Return a key that a pattern matches."""
     if "***" not in key and "**" in key:
         matching = re.compile(re.escape(key).replace(r"\*\*", ".+").replace(r"\*", "[^.]+") + r"\Z")
-        return next((name for family in get_args(Family) for name in all_keys(family) if matching.match(name)), key.removesuffix(".**"))
+        return next(
+            (
+                name
+                for family in get_args(Family)
+                for name in all_keys(family)
+                if matching.match(name)
+            ),
+            key.removesuffix(".**"),
+        )
     return key.replace("***", "any.leaf").replace("*", "any")
 
 
@@ -35,7 +61,11 @@ def with_keys() -> list[Rule]:
 
 @pytest.mark.parametrize("rule", with_keys(), ids=lambda rule: rule.id)
 def test_every_row_is_reached_by_a_key_of_its_own(rule: Rule) -> None:
-    reached = [find_rule(program, example(key)) for program in rule.programs for key in alternatives(rule.old)]
+    reached = [
+        find_rule(program, example(key))
+        for program in rule.programs
+        for key in alternatives(rule.old)
+    ]
     assert rule in reached
 
 
@@ -43,12 +73,22 @@ def test_every_row_is_reached_by_a_key_of_its_own(rule: Rule) -> None:
 def test_every_rule_does_what_its_row_shows(rule: Rule) -> None:
     example = example_of(rule)
     result = example.translated()
-    own = [token for token in result.tokens[len(result.tokens) - len(example.tokens) :] if token.rule == rule.id]
-    assert {token.disposition for token in own[-1:]} == ({example.disposition} if example.disposition else set())
-    assert {finding.level for finding in result.findings if finding.rule == rule.id} == example.levels
+    own = [
+        token
+        for token in result.tokens[len(result.tokens) - len(example.tokens) :]
+        if token.rule == rule.id
+    ]
+    assert {token.disposition for token in own[-1:]} == (
+        {example.disposition} if example.disposition else set()
+    )
+    assert {
+        finding.level for finding in result.findings if finding.rule == rule.id
+    } == example.levels
     assert set(example.settings) <= {setting.override for setting in result.settings}
     by_rule = {setting.override for setting in result.settings if setting.rule == rule.id}
-    assert own or example.levels or by_rule & set(example.settings), "the example does not exercise the rule"
+    assert own or example.levels or by_rule & set(example.settings), (
+        "the example does not exercise the rule"
+    )
 
 
 def test_every_row_has_a_source_and_a_test() -> None:
@@ -58,16 +98,24 @@ def test_every_row_has_a_source_and_a_test() -> None:
 
 def test_sources_are_positions_of_the_old_system_and_pull_requests_that_the_facts_know() -> None:
     cited = [part for rule in rules() for part in rule.source.split("; ") if part]
-    wrong = [part for part in cited if not re.match(rf"({'|'.join(versions())})(:[\w./-]+(:[\d-]+)?)?\Z|Hydra's ", part)]
+    wrong = [
+        part
+        for part in cited
+        if not re.match(rf"({'|'.join(versions())})(:[\w./-]+(:[\d-]+)?)?\Z|Hydra's ", part)
+    ]
     assert wrong == []
     assert all(re.fullmatch(r"#\d+", pr) for rule in rules() for pr in rule.prs.split())
 
 
 @pytest.mark.skipif(not CONFIG.is_dir(), reason=f"needs {CONFIG}: set TEMPER_TEST_DATA")
 def test_no_pull_request_is_invented() -> None:
-    facts = "\n".join(path.read_text() for path in (*CONFIG.glob("*.csv"), CONFIG.parent / "CONFIG.md"))
+    facts = "\n".join(
+        path.read_text() for path in (*CONFIG.glob("*.csv"), CONFIG.parent / "CONFIG.md")
+    )
     known = set(re.findall(r"(?<![\d.])\d{2,4}(?![\d.])", facts)) | FROM_HISTORY
-    assert {pr for rule in rules() for pr in rule.prs.split()} - {f"#{number}" for number in known} == set()
+    assert {pr for rule in rules() for pr in rule.prs.split()} - {
+        f"#{number}" for number in known
+    } == set()
 
 
 def source_text() -> str:
@@ -77,7 +125,9 @@ def source_text() -> str:
 def test_every_rule_that_builders_name_stands_in_the_table_and_the_other_way_round() -> None:
     text = source_text()
     literals = set(re.findall(r'"([a-z0-9-]+)"', text))
-    named = set(re.findall(r'rule="([a-z0-9-]+)"', text)) | {name.partition(".")[0] for name in messages()}
+    named = set(re.findall(r'rule="([a-z0-9-]+)"', text)) | {
+        name.partition(".")[0] for name in messages()
+    }
     table = {rule.id for rule in rules()}
     # The table is about old keys; cpu-trial is an option of the command.
     assert named - table - {"value-unknown", "cpu-trial"} == set()
@@ -88,10 +138,14 @@ def test_every_rule_that_builders_name_stands_in_the_table_and_the_other_way_rou
 def test_every_message_has_a_position_that_finds_it() -> None:
     literals = set(re.findall(r'"([a-z0-9.-]+)"', source_text()))
     assert set(messages()) - literals == set()
-    assert set(re.findall(r'draft\.find\("([a-z0-9.-]+)"', source_text())) - set(messages()) == set()
+    assert (
+        set(re.findall(r'draft\.find\("([a-z0-9.-]+)"', source_text())) - set(messages()) == set()
+    )
 
 
-@pytest.mark.parametrize("rule", [rule for rule in rules() if rule.settings], ids=lambda rule: rule.id)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in rules() if rule.settings], ids=lambda rule: rule.id
+)
 def test_executable_rows_read_old_keys_and_set_new_keys_of_their_own_row(rule: Rule) -> None:
     roles = ({"engine": f"{role}.engine"} for role in ("actor", "ref", "critic"))
     new = {setting.new.format_map(role) for role in roles for setting in rule.settings}
@@ -110,7 +164,9 @@ def test_every_setting_of_a_translation_stands_in_the_row_that_it_names(rule: Ru
     for setting in example_of(rule).translated().settings:
         named = rule_named(setting.rule)
         assert named is not None
-        assert any(f"{setting.key}.".startswith(f"{key}.") for key in new_keys(named)), f"{setting.key} of {named.id}"
+        assert any(f"{setting.key}.".startswith(f"{key}.") for key in new_keys(named)), (
+            f"{setting.key} of {named.id}"
+        )
 
 
 def test_ids_are_unique_and_every_row_has_a_reason() -> None:
@@ -119,21 +175,34 @@ def test_ids_are_unique_and_every_row_has_a_reason() -> None:
 
 
 def test_every_key_of_every_default_tree_falls_under_a_rule() -> None:
-    programs = {"ppo_fsdp": "ppo", "ppo_megatron": "ppo", "sft_columns": "sft1", "sft_fsdp": "sft", "sft_megatron": "sft"}
+    programs = {
+        "ppo_fsdp": "ppo",
+        "ppo_megatron": "ppo",
+        "sft_columns": "sft1",
+        "sft_fsdp": "sft",
+        "sft_megatron": "sft",
+    }
     missing = [
         (family, key)
         for family, program in programs.items()
         for key in all_keys(family)  # type: ignore[arg-type]
         if find_rule(program, key) is None
     ]
-    missing += [(config, key) for config in own_configs() for key in config_keys(config) if find_rule("ppo", key) is None]
+    missing += [
+        (config, key)
+        for config in own_configs()
+        for key in config_keys(config)
+        if find_rule("ppo", key) is None
+    ]
     assert missing == []
 
 
 def test_the_documentation_has_the_table_as_it_is() -> None:
     from temper_legacy_shim.configs.rules_page import page
 
-    assert DOCS.read_text() == page(), "run `python -m temper_legacy_shim.configs.rules_page > docs/migration/config-rules.md`"
+    assert DOCS.read_text() == page(), (
+        "run `python -m temper_legacy_shim.configs.rules_page > docs/migration/config-rules.md`"
+    )
 
 
 @pytest.mark.skipif(not CONFIG.is_dir(), reason=f"needs {CONFIG}: set TEMPER_TEST_DATA")
@@ -144,16 +213,35 @@ def test_every_row_of_the_migration_table_has_an_answer_here() -> None:
         keys = [row["old_key"] for row in csv.DictReader(lines)]
     plain = [key for key in keys if re.fullmatch(r"[a-z_0-9.]+", key)]
     assert len(plain) > 120
-    unanswered = [key for key in plain if not any(find_rule(program, key) for program in ("ppo", "sft", "sft1", "generation"))]
+    unanswered = [
+        key
+        for key in plain
+        if not any(find_rule(program, key) for program in ("ppo", "sft", "sft1", "generation"))
+    ]
     assert unanswered == []
 
 
 def find_calls() -> list[tuple[str, set[str]]]:
-    """Return the name of a message and the values for its placeholders, of each call in the sources."""
-    calls = [node for path in SOURCES.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    named_find = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "find"]
-    named = [(call.args[0], call) for call in named_find if call.args and isinstance(call.args[0], ast.Constant)]
-    return [(name.value, {str(each.arg) for each in call.keywords}) for name, call in named if name.value in messages()]
+    """Return message names and placeholder values of all calls in the sources."""
+    calls = [
+        node
+        for path in SOURCES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    named_find = [
+        call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "find"
+    ]
+    named = [
+        (call.args[0], call)
+        for call in named_find
+        if call.args and isinstance(call.args[0], ast.Constant)
+    ]
+    return [
+        (name.value, {str(each.arg) for each in call.keywords})
+        for name, call in named
+        if name.value in messages()
+    ]
 
 
 def test_calls_give_every_value_that_their_message_shows() -> None:

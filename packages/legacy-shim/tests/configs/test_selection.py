@@ -1,4 +1,4 @@
-"""Selection and weighting of completions in the keys of each release, compared with its behavior."""
+"""Selection and weighting of completions, by the keys of each release."""
 
 import pytest
 
@@ -13,7 +13,9 @@ LATER = "algorithm.rollout_correction"
 
 def _first(**requested: object) -> Translation:
     """Return the keys of v0.6.0 with the correction on."""
-    return translated("v0.6.0", f"{FIRST}=True", *(f"{FIRST}_{name}={value}" for name, value in requested.items()))
+    return translated(
+        "v0.6.0", f"{FIRST}=True", *(f"{FIRST}_{name}={value}" for name, value in requested.items())
+    )
 
 
 def _later(**requested: object) -> Translation:
@@ -22,7 +24,11 @@ def _later(**requested: object) -> Translation:
 
 def _corrected(result: Translation) -> dict[str, Plain]:
     block = "algorithm.rollout_correction."
-    return {key.removeprefix(block): value for key, value in values(result).items() if key.startswith(block)}
+    return {
+        key.removeprefix(block): value
+        for key, value in values(result).items()
+        if key.startswith(block)
+    }
 
 
 def test_the_first_release_capped_weights_or_left_out_what_lay_outside() -> None:
@@ -31,13 +37,21 @@ def test_the_first_release_capped_weights_or_left_out_what_lay_outside() -> None
     masked = _corrected(_first(threshold=4.0, mode="mask", level="sequence"))
     bounds = {"reject.ratio_sum.high": 4.0, "reject.ratio_sum.low": 0.25}  # 1 / 4
     assert masked == {"level": "sequence", "truncate_at": None, **bounds, **veto}
-    assert _corrected(_first(threshold=4.0, threshold_lower=0.5, mode="mask"))["reject.ratio_token.low"] == 0.5
+    assert (
+        _corrected(_first(threshold=4.0, threshold_lower=0.5, mode="mask"))[
+            "reject.ratio_token.low"
+        ]
+        == 0.5
+    )
 
 
 def test_the_first_release_corrected_nothing_without_a_threshold() -> None:
     result = _first()
     assert _corrected(result) == {}
-    assert result.tokens[-1].reason == "Without rollout_is_threshold, which is null, v0.6.0 corrected nothing."
+    assert (
+        result.tokens[-1].reason
+        == "Without rollout_is_threshold, which is null, v0.6.0 corrected nothing."
+    )
     assert "correction" not in rules_found(result, "hazard")
 
 
@@ -50,8 +64,14 @@ def test_the_first_release_corrected_nothing_without_a_threshold() -> None:
         (_later(rollout_is="token", rollout_token_veto_threshold=0.001), True),
     ],
 )
-def test_completions_that_one_token_vetoed_are_rejected_and_stay_in_the_denominator(result: Translation, is_reported: bool) -> None:
-    reported = [finding.message for finding in result.findings if finding.level == "hazard" and finding.rule == "correction"]
+def test_completions_that_one_token_vetoed_are_rejected_and_stay_in_the_denominator(
+    result: Translation, is_reported: bool
+) -> None:
+    reported = [
+        finding.message
+        for finding in result.findings
+        if finding.level == "hazard" and finding.rule == "correction"
+    ]
     assert bool(reported) is is_reported is ("reject.ratio_max.low" in _corrected(result))
     assert all("veto_threshold" in each and "denominator" in each for each in reported)
 
@@ -60,13 +80,24 @@ def test_completions_that_one_token_vetoed_are_rejected_and_stay_in_the_denomina
 def test_normalized_weights_of_sequences_are_a_hazard(level: str, is_reported: bool) -> None:
     result = _later(rollout_is=level, rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
     assert _corrected(result)["self_normalize"] is True
-    reported = [finding.message for finding in result.findings if finding.level == "hazard" and finding.rule == "correction"]
-    assert [each for each in reported if "mean over sequences; here it is the mean over trained tokens" in each] == reported
+    reported = [
+        finding.message
+        for finding in result.findings
+        if finding.level == "hazard" and finding.rule == "correction"
+    ]
+    assert [
+        each
+        for each in reported
+        if "mean over sequences; here it is the mean over trained tokens" in each
+    ] == reported
     assert bool(reported) is is_reported
 
 
 def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
-    for result in (_first(threshold=2.0, level="geometric", veto_threshold="null"), _later(rollout_is="geometric")):
+    for result in (
+        _first(threshold=2.0, level="geometric", veto_threshold="null"),
+        _later(rollout_is="geometric"),
+    ):
         assert _corrected(result) == {}
         assert "correction" in rules_found(result, "hazard")
 
@@ -75,17 +106,30 @@ def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
     ("requested", "corrected"),
     [
         (
-            {"rollout_is": "token", "rollout_is_threshold": 3.0, "rollout_is_batch_normalize": True},
+            {
+                "rollout_is": "token",
+                "rollout_is_threshold": 3.0,
+                "rollout_is_batch_normalize": True,
+            },
             {"level": "token", "truncate_at": 3.0, "self_normalize": True},
         ),
         (
             {"rollout_rs": "token", "rollout_rs_threshold": 2.0},
-            {"level": "none", "reject.ratio_token.high": 2.0, "reject.ratio_token.low": 0.5},  # 1 / 2
+            {
+                "level": "none",
+                "reject.ratio_token.high": 2.0,
+                "reject.ratio_token.low": 0.5,
+            },  # 1 / 2
         ),
         (
             {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_1.6"},
             # 1 / 0.5, 1 / 1.6
-            {"level": "token", "truncate_at": 2.0, "reject.ratio_token.high": 2.0, "reject.ratio_token.low": 0.625},
+            {
+                "level": "token",
+                "truncate_at": 2.0,
+                "reject.ratio_token.high": 2.0,
+                "reject.ratio_token.low": 0.625,
+            },
         ),
         (
             {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
@@ -96,11 +140,19 @@ def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
             {"level": "none", "reject.ratio_mean.low": 0.8, "reject.ratio_mean.high": 1.25},
         ),
         (
-            {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.99},
+            {
+                "rollout_rs": "geometric",
+                "rollout_rs_threshold": 1.001,
+                "rollout_rs_threshold_lower": 0.99,
+            },
             {"level": "none", "reject.ratio_mean.low": 0.99, "reject.ratio_mean.high": 1.001},
         ),
         (
-            {"rollout_is": "sequence", "rollout_rs": "'token_k1,seq_max_k2,seq_sum_k3'", "rollout_rs_threshold": "'0.5_2.0,0.3,4.0'"},
+            {
+                "rollout_is": "sequence",
+                "rollout_rs": "'token_k1,seq_max_k2,seq_sum_k3'",
+                "rollout_rs_threshold": "'0.5_2.0,0.3,4.0'",
+            },
             {
                 "level": "sequence",
                 "truncate_at": 2.0,
@@ -116,13 +168,20 @@ def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
         ),
         (
             {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
-            {"level": "none", "proximal": "rollout", "reject.ratio_token.low": 0.5, "reject.ratio_token.high": 2.0},
+            {
+                "level": "none",
+                "proximal": "rollout",
+                "reject.ratio_token.low": 0.5,
+                "reject.ratio_token.high": 2.0,
+            },
         ),
         ({"bypass_mode": True}, {"level": "none", "proximal": "rollout"}),
         ({"bypass_mode": True, "rollout_is": "token"}, {"level": "none", "proximal": "rollout"}),
     ],
 )
-def test_later_releases_named_weights_and_rejection_apart(requested: dict[str, object], corrected: dict[str, Plain]) -> None:
+def test_later_releases_named_weights_and_rejection_apart(
+    requested: dict[str, object], corrected: dict[str, Plain]
+) -> None:
     assert _corrected(_later(**requested)) == corrected
 
 
@@ -147,10 +206,17 @@ def test_a_loss_on_the_samplers_own_log_probs_is_a_question() -> None:
 def test_completions_are_drawn_again_by_their_rewards_as_they_were() -> None:
     block = "algorithm.pf_ppo"
     power = values(translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.weight_pow=3.0"))
-    assert (power["algorithm.reweight.method"], power["algorithm.reweight.exponent"]) == ("power", 3.0)
-    most = values(translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.reweight_method=max_min"))
+    assert (power["algorithm.reweight.method"], power["algorithm.reweight.exponent"]) == (
+        "power",
+        3.0,
+    )
+    most = values(
+        translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.reweight_method=max_min")
+    )
     assert most["algorithm.reweight.method"] == "max_min"
-    assert "pf-ppo" in rules_found(translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.reweight_method=best"), "person")
+    assert "pf-ppo" in rules_found(
+        translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.reweight_method=best"), "person"
+    )
 
 
 def test_the_cap_before_the_first_release_is_the_cap() -> None:

@@ -1,6 +1,9 @@
-"""Translated configurations that really train: a few steps of a tiny model, on data in the old columns.
+"""Translated configurations that really train.
 
-With TEMPER_TRAINED_TABLE=FILE each run adds its row to a table: release, algorithm, steps, and the last step's numbers.
+A few steps of a tiny model, on data in the old columns.
+
+With TEMPER_TRAINED_TABLE=FILE each run adds its row to a table: release, algorithm, steps, and the
+last step's numbers.
 """
 
 import json
@@ -27,21 +30,61 @@ from temper_trainer.data.tokenizer import build_tokenizer
 from temper_trainer.loops import train
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
-HERE = ("actor.engine.device=cpu", "actor.engine.precision.compute=fp32", "run.num_threads=1", "rollout.dtype=fp32", "run.table_every=0")
+HERE = (
+    "actor.engine.device=cpu",
+    "actor.engine.precision.compute=fp32",
+    "run.num_threads=1",
+    "rollout.dtype=fp32",
+    "run.table_every=0",
+)
 """Overrides for a CPU in addition to the translation.
 
 Later files win, as a user's own settings would.
 """
 HERE_SFT = HERE[:3]
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "grpo": ("v0.7.0", ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.n=2")),
-    "dr_grpo": ("v0.6.1", ("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False", "actor_rollout_ref.rollout.n=2")),
+    "grpo": (
+        "v0.7.0",
+        (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.use_kl_loss=True",
+            "actor_rollout_ref.rollout.n=2",
+        ),
+    ),
+    "dr_grpo": (
+        "v0.6.1",
+        (
+            "algorithm.adv_estimator=grpo",
+            "algorithm.norm_adv_by_std_in_grpo=False",
+            "actor_rollout_ref.rollout.n=2",
+        ),
+    ),
     "rloo": ("v0.4.1", ("algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=2")),
     "reinforce": ("v0.5.0", ("algorithm.adv_estimator=reinforce_plus_plus",)),
-    "ppo": ("v0.4.0", ("algorithm.adv_estimator=gae", "critic.model.path={model}", "critic.optim.lr=1e-4")),
-    "kl_in_reward": ("v0.3.0.post1", ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")),
-    "fsdp2": ("v0.8.0", ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.rollout.n=2")),
-    "lora": ("v0.6.0", ("algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.rollout.n=2")),
+    "ppo": (
+        "v0.4.0",
+        ("algorithm.adv_estimator=gae", "critic.model.path={model}", "critic.optim.lr=1e-4"),
+    ),
+    "kl_in_reward": (
+        "v0.3.0.post1",
+        ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"),
+    ),
+    "fsdp2": (
+        "v0.8.0",
+        (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.strategy=fsdp2",
+            "actor_rollout_ref.rollout.n=2",
+        ),
+    ),
+    "lora": (
+        "v0.6.0",
+        (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.model.lora_rank=4",
+            "actor_rollout_ref.rollout.n=2",
+        ),
+    ),
     "cosine": (
         "v0.7.1",
         (
@@ -55,7 +98,11 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 KINDS |= {
     "gpg": (
         "v0.7.1",
-        ("algorithm.adv_estimator=gpg", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "actor_rollout_ref.rollout.n=2"),
+        (
+            "algorithm.adv_estimator=gpg",
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gpg",
+            "actor_rollout_ref.rollout.n=2",
+        ),
     ),
     "group of one": ("v0.6.1", ("algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1")),
 }
@@ -64,10 +111,15 @@ NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in KINDS if na
 
 @pytest.fixture(scope="module")
 def old_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model, prompts in the old columns, and a reward file of the old signature."""
+    """Make a folder with a model, prompts in old columns, and an old reward file."""
     folder = tmp_path_factory.mktemp("old")
     texts = ["user assistant add 1 2 3 4 5 6 7 8 9 0 and #### ?"]
-    tokenizer = build_tokenizer(TokenizerConfig(kind="word_level"), model_path=None, texts=texts, directory=folder / "tokenizer")
+    tokenizer = build_tokenizer(
+        TokenizerConfig(kind="word_level"),
+        model_path=None,
+        texts=texts,
+        directory=folder / "tokenizer",
+    )
     tokenizer.chat_template = TEMPLATE
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -86,7 +138,11 @@ def old_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "data_source": "sums",
             "prompt": [{"role": "user", "content": f"add {i} and {j} ?"}],
             "reward_model": {"style": "rule", "ground_truth": str((i + j) % 10)},
-            "extra_info": {"index": i, "question": f"add {i} and {j} ?", "answer": f"#### {(i + j) % 10}"},
+            "extra_info": {
+                "index": i,
+                "question": f"add {i} and {j} ?",
+                "answer": f"#### {(i + j) % 10}",
+            },
         }
         for i in range(4)
         for j in range(3)
@@ -95,7 +151,8 @@ def old_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    assert data_source == 'sums' and 'index' in extra_info\n"
-        "    return {'score': float(sum(c.isdigit() for c in solution_str)) / (1 + len(solution_str))}\n"
+        "    return {'score': float(sum(c.isdigit() for c in solution_str)) / (1 + "
+        "len(solution_str))}\n"
     )
     return folder
 
@@ -110,7 +167,9 @@ def record(kind: str, *, version: str, phase: str, rows: list[dict[str, float]])
         return
     steps = [row for row in rows if row["phase"] == phase]
     first, last = steps[0], steps[-1]
-    reward = f"{first['reward/mean']:.3f} to {last['reward/mean']:.3f}" if "reward/mean" in last else "-"
+    reward = (
+        f"{first['reward/mean']:.3f} to {last['reward/mean']:.3f}" if "reward/mean" in last else "-"
+    )
     cells = (
         kind,
         version,
@@ -123,17 +182,27 @@ def record(kind: str, *, version: str, phase: str, rows: list[dict[str, float]])
         out.write(f"| {' | '.join(cells)} |\n")
 
 
-def train_translated(overrides: list[str], *, version: str, entry: str, here: tuple[str, ...], folder: Path) -> list[dict[str, float]]:
+def train_translated(
+    overrides: list[str], *, version: str, entry: str, here: tuple[str, ...], folder: Path
+) -> list[dict[str, float]]:
     """Translate, write, load with what this machine needs, train; the logged rows."""
     translation = translate(overrides, version=version, entry=entry)
-    assert translation.outcome is not Outcome.PERSON, [f.message for f in translation.findings if f.level == "person"]
+    assert translation.outcome is not Outcome.PERSON, [
+        f.message for f in translation.findings if f.level == "person"
+    ]
     (folder / "old.yaml").write_text(yaml_of(translation))
     loaded = load([*here, f"run.dir={folder / 'run'}"], config_dir=str(folder), config_name="old")
-    train(loaded.config, digest=loaded.digest, write_config=lambda position: write_resolved(loaded, position))
+    train(
+        loaded.config,
+        digest=loaded.digest,
+        write_config=lambda position: write_resolved(loaded, position),
+    )
     return losses(folder / "run")
 
 
-@pytest.mark.filterwarnings("ignore:.*both parameters with requires_grad:UserWarning")  # torch's FSDP1 about any adapter
+@pytest.mark.filterwarnings(
+    "ignore:.*both parameters with requires_grad:UserWarning"
+)  # torch's FSDP1 about any adapter
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["grpo", *NIGHTLY])
 def test_a_translated_rl_run_trains(kind: str, old_project: Path, tmp_path: Path) -> None:
@@ -157,10 +226,18 @@ def test_a_translated_rl_run_trains(kind: str, old_project: Path, tmp_path: Path
         *(item.format(model=old_project / "model") for item in extra),
         f"{'' if version >= 'v0.4' else '+'}trainer.val_before_train=False",
     ]
-    rows = train_translated(overrides, version=version, entry="verl.trainer.main_ppo", here=HERE, folder=tmp_path)
+    rows = train_translated(
+        overrides, version=version, entry="verl.trainer.main_ppo", here=HERE, folder=tmp_path
+    )
     record(kind, version=version, phase="rl", rows=rows)
-    assert [row["step"] for row in rows if row["phase"] == "rl"] == [1, 2, 3]  # one pass of 12 prompts in steps of 4
-    assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+    assert [row["step"] for row in rows if row["phase"] == "rl"] == [
+        1,
+        2,
+        3,
+    ]  # one pass of 12 prompts in steps of 4
+    assert all(
+        math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float)
+    )
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in rows)
 
 
@@ -181,21 +258,35 @@ def test_a_translated_fine_tuning_run_trains(old_project: Path, tmp_path: Path) 
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=1",
     ]
-    rows = train_translated(overrides, version="v0.6.1", entry="verl.trainer.fsdp_sft_trainer", here=HERE_SFT, folder=tmp_path)
+    rows = train_translated(
+        overrides,
+        version="v0.6.1",
+        entry="verl.trainer.fsdp_sft_trainer",
+        here=HERE_SFT,
+        folder=tmp_path,
+    )
     record("fine-tuning, first generation", version="v0.6.1", phase="sft", rows=rows)
     assert [row["step"] for row in rows if row["phase"] == "sft"] == [1, 2, 3, 4, 5, 6]
     loss = [row["actor/loss"] for row in rows if row["phase"] == "sft"]
     assert loss[-1] < loss[0]
 
 
-def test_cpu_trial_of_a_script_for_eight_gpus_trains(old_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_trial_of_a_script_for_eight_gpus_trains(
+    old_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (
-        f"python3 -m verl.trainer.main_ppo data.train_files={old_project}/train.parquet data.val_files={old_project}/train.parquet "
-        f"actor_rollout_ref.model.path={old_project}/model custom_reward_function.path={old_project}/reward.py "
-        "algorithm.adv_estimator=gae critic.optim.lr=1e-5 actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 "
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 "
-        "actor_rollout_ref.actor.fsdp_config.param_offload=True trainer.n_gpus_per_node=8 trainer.nnodes=2 trainer.test_freq=5 "
-        f"critic.model.path={old_project}/model actor_rollout_ref.actor.optim.lr_warmup_steps=10 data.max_prompt_length=16\n"
+        f"python3 -m verl.trainer.main_ppo data.train_files={old_project}/train.parquet "
+        f"data.val_files={old_project}/train.parquet "
+        f"actor_rollout_ref.model.path={old_project}/model "
+        f"custom_reward_function.path={old_project}/reward.py "
+        "algorithm.adv_estimator=gae critic.optim.lr=1e-5 actor_rollout_ref.rollout.name=vllm "
+        "actor_rollout_ref.rollout.n=8 "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2 "
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 "
+        "actor_rollout_ref.actor.fsdp_config.param_offload=True trainer.n_gpus_per_node=8 "
+        "trainer.nnodes=2 trainer.test_freq=5 "
+        f"critic.model.path={old_project}/model actor_rollout_ref.actor.optim.lr_warmup_steps=10 "
+        "data.max_prompt_length=16\n"
     )
     migration = migrate_script(text, options=Options(version="v0.6.1", cpu_trial=True))
     assert migration.outcome is not Outcome.PERSON

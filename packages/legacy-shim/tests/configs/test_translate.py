@@ -22,11 +22,15 @@ GRPO = [
 
 def test_a_translation_needs_no_torch_and_imports_fast() -> None:
     program = (
-        "import sys, time; start = time.perf_counter(); from temper_legacy_shim.configs import translate; "
+        "import sys, time; start = time.perf_counter(); from temper_legacy_shim.configs import "
+        "translate; "
         "translate(['algorithm.adv_estimator=grpo']); seconds = time.perf_counter() - start; "
-        "print([name for name in ('torch', 'numpy', 'hydra', 'omegaconf', 'transformers') if name in sys.modules], seconds)"
+        "print([name for name in ('torch', 'numpy', 'hydra', 'omegaconf', 'transformers') if name "
+        "in sys.modules], seconds)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("[] ")
 
 
@@ -34,7 +38,10 @@ def test_every_token_has_a_report_and_known_ones_their_new_keys() -> None:
     translation = translate(GRPO, entry="verl.trainer.main_ppo", version="v0.7.0")
     assert [report.text for report in translation.tokens] == GRPO
     new = {report.key: report.new_keys for report in translation.tokens}
-    assert new["data.train_batch_size"] == ("batching.prompts_per_step", "batching.num_mini_batches")
+    assert new["data.train_batch_size"] == (
+        "batching.prompts_per_step",
+        "batching.num_mini_batches",
+    )
     settings = {setting.key: setting.value for setting in translation.settings}
     assert settings["batching.num_mini_batches"] == 4  # 1024 prompts in mini-batches of 256
     assert settings["actor.num_workers"] == 8
@@ -43,7 +50,9 @@ def test_every_token_has_a_report_and_known_ones_their_new_keys() -> None:
 
 def test_what_only_the_shell_knows_stays_as_it_is() -> None:
     translation = translate(GRPO, version="v0.7.0")
-    path = next(setting for setting in translation.settings if setting.key == "actor.engine.model.path")
+    path = next(
+        setting for setting in translation.settings if setting.key == "actor.engine.model.path"
+    )
     assert path.is_verbatim
     assert path.sources == (6,)
     assert path.value == "${MODEL_PATH}"
@@ -51,7 +60,9 @@ def test_what_only_the_shell_knows_stays_as_it_is() -> None:
 
 def test_the_launchers_numbers_win_over_the_configurations() -> None:
     translation = translate(GRPO, version="v0.7.0", cluster=Cluster(nodes=2, gpus_per_node=4))
-    assert {setting.key: setting.value for setting in translation.settings}["actor.num_workers"] == 8
+    assert {setting.key: setting.value for setting in translation.settings}[
+        "actor.num_workers"
+    ] == 8
 
 
 def test_a_key_of_no_release_is_listed_and_never_guessed() -> None:
@@ -59,17 +70,26 @@ def test_a_key_of_no_release_is_listed_and_never_guessed() -> None:
     assert translation.unmapped == {"my_fork.magic": 3}
     assert translation.tokens[-1].disposition == "unmapped"
     assert translation.outcome is Outcome.PINNED
-    assert "never read it" in next(finding.message for finding in translation.findings if finding.rule == "unmapped")
+    assert "never read it" in next(
+        finding.message for finding in translation.findings if finding.rule == "unmapped"
+    )
 
 
 def test_a_key_of_no_release_is_one_finding_with_or_without_a_plus() -> None:
     translation = translate([*GRPO, "my_fork.magic=3", "trainer.use_v1=False"], version="v0.7.0")
     (only,) = (finding for finding in translation.findings if "my_fork.magic" in finding.old_keys)
-    assert only.message == "my_fork.magic=3 is a key of no release: v0.7.0 would not have started with it."
+    assert (
+        only.message
+        == "my_fork.magic=3 is a key of no release: v0.7.0 would not have started with it."
+    )
     refused = [finding.old_keys for finding in translation.findings if finding.level == "refused"]
     assert ("trainer.use_v1",) in refused  # a key of another release is refused by this one
 
 
 def test_a_release_that_lacked_the_program_is_left_for_the_nearest_that_had_it() -> None:
-    translation = translate(["model.partial_pretrain=/models/q"], entry="verl.trainer.fsdp_sft_trainer", version="v0.9.0")
+    translation = translate(
+        ["model.partial_pretrain=/models/q"],
+        entry="verl.trainer.fsdp_sft_trainer",
+        version="v0.9.0",
+    )
     assert translation.source.version == "v0.7.0"

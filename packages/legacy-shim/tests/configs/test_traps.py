@@ -13,12 +13,20 @@ from temper_legacy_shim.configs.mapping import model_checks as images
 
 from .conftest import BASE, pinned, rules_found, translated, values
 
-NO_CLIP = {"algorithm.policy_loss.clip_low", "algorithm.policy_loss.clip_high", "algorithm.policy_loss.dual_clip"}
+NO_CLIP = {
+    "algorithm.policy_loss.clip_low",
+    "algorithm.policy_loss.clip_high",
+    "algorithm.policy_loss.dual_clip",
+}
 
 
 def test_trap_a_the_reward_carried_kl_before_v0_4_unless_the_loss_did() -> None:
     old = values(translated("v0.3.0.post1", "algorithm.kl_ctrl.kl_coef=0.02"))
-    assert (old["algorithm.kl_reward_coef"], old["algorithm.kl_estimator"], old["ref"]) == (0.02, "k1", "frozen")
+    assert (old["algorithm.kl_reward_coef"], old["algorithm.kl_estimator"], old["ref"]) == (
+        0.02,
+        "k1",
+        "frozen",
+    )
     in_loss = values(translated("v0.3.0.post1", "actor_rollout_ref.actor.use_kl_loss=True"))
     assert "algorithm.kl_reward_coef" not in in_loss
     assert "algorithm.kl_loss_coef" in in_loss
@@ -30,9 +38,13 @@ def test_trap_a_the_reward_carried_kl_before_v0_4_unless_the_loss_did() -> None:
 def test_trap_a_is_reported_where_no_one_names_the_release_and_the_keys_fit_both_kinds() -> None:
     overrides = (*BASE, "algorithm.kl_ctrl.kl_coef=0.02")
     inferred = translate(overrides, entry="verl.trainer.main_ppo")
-    (message,) = (finding.message for finding in inferred.findings if finding.rule == "release-unsure")
+    (message,) = (
+        finding.message for finding in inferred.findings if finding.rule == "release-unsure"
+    )
     assert inferred.source.version == "v0.9.1"
-    assert message.startswith("its keys fit v0.2 to v0.9.1, and v0.9.1 was taken; v0.2 to v0.3.0.post1 would have meant ")
+    assert message.startswith(
+        "its keys fit v0.2 to v0.9.1, and v0.9.1 was taken; v0.2 to v0.3.0.post1 would have meant "
+    )
     assert "algorithm.kl_reward_coef=0.02 (here 0.0)" in message
     assert "algorithm.policy_loss.dual_clip=null (here 3.0)" in message
     assert message.endswith(": say --from-version where you know it.")
@@ -41,13 +53,20 @@ def test_trap_a_is_reported_where_no_one_names_the_release_and_the_keys_fit_both
 
 
 def test_releases_that_fit_and_mean_the_same_are_not_mentioned() -> None:
-    clip = [f"actor_rollout_ref.actor.clip_ratio_{bound}=0.2" for bound in ("low", "high")]  # since v0.4.0
-    assert "release-unsure" not in rules_found(translate([*BASE, *clip], entry="verl.trainer.main_ppo"), "hazard")
+    clip = [
+        f"actor_rollout_ref.actor.clip_ratio_{bound}=0.2" for bound in ("low", "high")
+    ]  # since v0.4.0
+    assert "release-unsure" not in rules_found(
+        translate([*BASE, *clip], entry="verl.trainer.main_ppo"), "hazard"
+    )
 
 
 def test_trap_b_clip_ratio_only_is_not_read_since_v0_4() -> None:
     old = values(translated("v0.3.0.post1", "actor_rollout_ref.actor.clip_ratio=0.3"))
-    assert (old["algorithm.policy_loss.clip_low"], old["algorithm.policy_loss.clip_high"]) == (0.3, 0.3)
+    assert (old["algorithm.policy_loss.clip_low"], old["algorithm.policy_loss.clip_high"]) == (
+        0.3,
+        0.3,
+    )
     new = translated("v0.5.0", "actor_rollout_ref.actor.clip_ratio=0.3")
     assert "algorithm.policy_loss.clip_low" not in values(new)  # 0.2 is our default
     assert "clip-ratio-ignored" in rules_found(new, "hazard")
@@ -60,14 +79,23 @@ def test_trap_c_dual_clip_is_on_since_v0_4_and_was_absent_before() -> None:
 
 
 def test_trap_d_the_critics_mini_batch_counted_completions_before_v0_4() -> None:
-    gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "critic.ppo_mini_batch_size=64")
+    gae = (
+        "algorithm.adv_estimator=gae",
+        "critic.model.path=/models/q",
+        "critic.ppo_mini_batch_size=64",
+    )
     # 64 completions are 16 prompts at 4 completions each: what the actor has.
     assert "critic-mini-batches" not in rules_found(translated("v0.3.0.post1", *gae), "person")
     assert "critic-mini-batches" in rules_found(translated("v0.4.0", *gae), "person")
 
 
-@pytest.mark.parametrize(("version", "tree", "flat", "alpha"), [("v0.7.0", "fsdp", True, 16.0), ("v0.7.0", "megatron", False, 32.0)])
-def test_trap_e_alpha_is_that_of_the_family_that_the_engine_read(version: str, tree: str, flat: bool, alpha: float) -> None:
+@pytest.mark.parametrize(
+    ("version", "tree", "flat", "alpha"),
+    [("v0.7.0", "fsdp", True, 16.0), ("v0.7.0", "megatron", False, 32.0)],
+)
+def test_trap_e_alpha_is_that_of_the_family_that_the_engine_read(
+    version: str, tree: str, flat: bool, alpha: float
+) -> None:
     key = "actor_rollout_ref.model.lora_rank=8" if flat else "actor_rollout_ref.model.lora.rank=8"
     name = "ppo_megatron_trainer" if tree == "megatron" else None
     result = values(translated(version, key, config_name=name))
@@ -84,7 +112,11 @@ def test_trap_f_dead_keys_are_honoured() -> None:
     result = translated("v0.8.0", "actor_rollout_ref.actor.grad_clip=0.3")
     assert values(result)["actor.engine.optimizer.clip_grad_norm"] == 0.3
     assert "grad-clip" in rules_found(result, "hazard")
-    gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "critic.ulysses_sequence_parallel_size=2")
+    gae = (
+        "algorithm.adv_estimator=gae",
+        "critic.model.path=/models/q",
+        "critic.ulysses_sequence_parallel_size=2",
+    )
     assert values(translated("v0.8.0", *gae))["critic.engine.sequence_parallel"] == 2
 
 
@@ -95,17 +127,33 @@ def test_trap_g_the_trainer_of_v0_9_needs_no_key_of_its_own() -> None:
 
 
 def test_trap_h_the_number_of_completions_is_one_key_before_and_after_v0_5() -> None:
-    assert values(translated("v0.4.1"))["algorithm.group_size"] == values(translated("v0.5.0"))["algorithm.group_size"] == 4
+    assert (
+        values(translated("v0.4.1"))["algorithm.group_size"]
+        == values(translated("v0.5.0"))["algorithm.group_size"]
+        == 4
+    )
 
 
 def test_trap_i_the_two_generations_of_fine_tuning_have_their_own_defaults_written_out() -> None:
     base = ("data.train_files=/data/train.parquet",)
-    first = values(translated("v0.7.0", "model.partial_pretrain=/models/q", base=base, entry="verl.trainer.fsdp_sft_trainer"))
-    second = values(translated("v0.7.0", "model.path=/models/q", base=base, entry="verl.trainer.sft_trainer"))
+    first = values(
+        translated(
+            "v0.7.0",
+            "model.partial_pretrain=/models/q",
+            base=base,
+            entry="verl.trainer.fsdp_sft_trainer",
+        )
+    )
+    second = values(
+        translated("v0.7.0", "model.path=/models/q", base=base, entry="verl.trainer.sft_trainer")
+    )
     assert (first["actor.engine.optimizer.lr"], second["actor.engine.optimizer.lr"]) == (1e-5, 1e-3)
     assert first["actor.engine.optimizer.betas"] == [0.9, 0.95]
     assert "actor.engine.optimizer.betas" not in second  # 0.9, 0.999 is our default
-    assert (first["actor.engine.schedule.kind"], first["actor.engine.schedule.warmup_ratio"]) == ("cosine", 0.1)
+    assert (first["actor.engine.schedule.kind"], first["actor.engine.schedule.warmup_ratio"]) == (
+        "cosine",
+        0.1,
+    )
     assert "actor.engine.schedule.kind" not in second
     assert first["batching.max_tokens"] == 4 * 1024  # micro-batches of 4 at 1024 tokens
     assert second["batching.max_tokens"] == 8192  # a budget of tokens
@@ -117,14 +165,23 @@ def test_trap_j_reward_workers_are_the_shims_to_choose() -> None:
 
 
 def test_trap_k_one_engine_always_packs_whatever_the_two_keys_reported() -> None:
-    keys = ("actor_rollout_ref.model.use_remove_padding=False", "actor_rollout_ref.actor.megatron.use_remove_padding=True")
+    keys = (
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.actor.megatron.use_remove_padding=True",
+    )
     result = translated("v0.7.0", *keys, config_name="ppo_megatron_trainer")
     assert {report.rule for report in result.tokens[-2:]} == {"remove-padding"}
 
 
-@pytest.mark.parametrize(("version", "strategy"), [("v0.4.0", "fsdp1"), ("v0.4.1", "fsdp2"), ("v0.5.0", "fsdp1")])
+@pytest.mark.parametrize(
+    ("version", "strategy"), [("v0.4.0", "fsdp1"), ("v0.4.1", "fsdp2"), ("v0.5.0", "fsdp1")]
+)
 def test_trap_l_the_critic_followed_the_actor_in_v0_4_1_only(version: str, strategy: str) -> None:
-    gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q", "actor_rollout_ref.actor.strategy=fsdp2")
+    gae = (
+        "algorithm.adv_estimator=gae",
+        "critic.model.path=/models/q",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+    )
     assert values(translated(version, *gae))["critic.engine.strategy"] == strategy
 
 
@@ -136,7 +193,11 @@ def test_trap_m_an_unknown_added_key_was_ignored_and_is_reported() -> None:
 
 
 def test_one_update_a_step_never_clips_so_nothing_is_written() -> None:
-    result = translated("v0.5.0", "actor_rollout_ref.actor.ppo_mini_batch_size=64", "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    result = translated(
+        "v0.5.0",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "actor_rollout_ref.actor.clip_ratio_high=0.28",
+    )
     assert not NO_CLIP & values(result).keys()
     assert result.tokens[-1].disposition == "dropped"
     assert "always 1" in result.tokens[-1].reason
@@ -144,8 +205,14 @@ def test_one_update_a_step_never_clips_so_nothing_is_written() -> None:
 
 def test_every_default_that_the_shims_differs_from_is_pinned_with_its_release() -> None:
     result = translated("v0.3.0.post1")
-    assert {"algorithm.entropy_coef", "rollout.vllm.enforce_eager", "rollout.max_concurrent"} <= pinned(result)
-    comment = next(setting.comment for setting in result.settings if setting.key == "algorithm.entropy_coef")
+    assert {
+        "algorithm.entropy_coef",
+        "rollout.vllm.enforce_eager",
+        "rollout.max_concurrent",
+    } <= pinned(result)
+    comment = next(
+        setting.comment for setting in result.settings if setting.key == "algorithm.entropy_coef"
+    )
     assert comment == "default of v0.3.0.post1: actor_rollout_ref.actor.entropy_coeff [entropy]"
 
 
@@ -157,16 +224,24 @@ def test_every_default_that_the_shims_differs_from_is_pinned_with_its_release() 
         ("v0.7.1", "enable", "old workers for all roles"),
     ],
 )
-def test_the_worker_switch_is_recorded_for_what_it_meant(version: str, given: str | None, meaning: str) -> None:
+def test_the_worker_switch_is_recorded_for_what_it_meant(
+    version: str, given: str | None, meaning: str
+) -> None:
     result = translated(version, *([f"trainer.use_legacy_worker_impl={given}"] if given else []))
-    assert meaning in next(finding.message for finding in result.findings if finding.rule == "worker-switch")
+    assert meaning in next(
+        finding.message for finding in result.findings if finding.rule == "worker-switch"
+    )
 
 
 def test_the_old_workers_are_pinned_on_request_and_their_numerics_counted_otherwise() -> None:
     assert values(translated("v0.6.1", numerics="legacy"))["use_legacy_worker_impl"] == "enable"
     result = translated("v0.6.1")
     assert "use_legacy_worker_impl" not in values(result)
-    message = next(finding.message for finding in result.findings if finding.rule == "micro-batch-normalisation")
+    message = next(
+        finding.message
+        for finding in result.findings
+        if finding.rule == "micro-batch-normalisation"
+    )
     # 16 prompts x 4 completions on 8 ranks are 8 on each: 4 micro-batches of 2, 32 parts in all.
     assert "over 64 completions" in message
     assert "4 micro-batches of 2 completions on each of 8 ranks, 32 parts in all" in message
@@ -175,17 +250,33 @@ def test_the_old_workers_are_pinned_on_request_and_their_numerics_counted_otherw
 @pytest.mark.parametrize(
     ("version", "config_name", "sentence"),
     [
-        ("v0.5.0", None, "were averaged over the 4 micro-batches of each update, and compare as they are"),
-        ("v0.6.0", None, "were scaled by each micro-batch's share of the update and then averaged again: multiply them by 4"),
+        (
+            "v0.5.0",
+            None,
+            "were averaged over the 4 micro-batches of each update, and compare as they are",
+        ),
+        (
+            "v0.6.0",
+            None,
+            (
+                "were scaled by each micro-batch's share of the update and then averaged again: "
+                "multiply them by 4"
+            ),
+        ),
         ("v0.6.1", None, "averaged again: multiply them by 4"),
         ("v0.7.0", None, "were summed over the 4 updates of a step: divide them by 4"),
         ("v0.7.1", "ppo_megatron_trainer", "were averaged over the 4 micro-batches of each update"),
     ],
 )
-def test_losses_in_the_log_are_compared_by_the_releases_own_way(version: str, config_name: str | None, sentence: str) -> None:
-    # 16 prompts x 4 completions on 8 ranks, 2 at a time: 4 micro-batches of an update, and 64 prompts are 4 updates.
+def test_losses_in_the_log_are_compared_by_the_releases_own_way(
+    version: str, config_name: str | None, sentence: str
+) -> None:
+    # 16 prompts x 4 completions on 8 ranks, 2 at a time: 4 micro-batches of an update, and 64
+    # prompts are 4 updates.
     result = translated(version, config_name=config_name)
-    message = next(finding.message for finding in result.findings if finding.rule == "summed-metrics")
+    message = next(
+        finding.message for finding in result.findings if finding.rule == "summed-metrics"
+    )
     assert sentence in message
     assert "by release" not in message
 
@@ -194,11 +285,17 @@ def test_the_divisor_is_the_one_that_applied() -> None:
     given = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
 
     def message(version: str, *more: str) -> str:
-        return next(finding.message for finding in translated(version, given, *more).findings if finding.rule == "divisors")
+        return next(
+            finding.message
+            for finding in translated(version, given, *more).findings
+            if finding.rule == "divisors"
+        )
 
     assert "which v0.6.1 padded to data.max_response_length, 512" in message("v0.6.1")
     assert "which v0.7.0 padded to data.max_response_length, 512" in message("v0.7.0")
-    assert "loss_scale_factor, 1000 (since v0.7.0, #4360)" in message("v0.7.0", "actor_rollout_ref.actor.loss_scale_factor=1000")
+    assert "loss_scale_factor, 1000 (since v0.7.0, #4360)" in message(
+        "v0.7.0", "actor_rollout_ref.actor.loss_scale_factor=1000"
+    )
 
 
 def test_an_image_model_is_never_accepted() -> None:
@@ -214,10 +311,31 @@ def test_an_image_model_is_never_accepted() -> None:
 
 
 SEE_OR_HEAR = (
-    *("google/gemma-3-4b-it", "google/gemma-4-12b-it", "microsoft/Phi-4-multimodal-instruct", "allenai/Molmo-7B-D-0924"),
-    *("HuggingFaceM4/idefics2-8b", "ByteDance-Seed/UI-TARS-1.5-7B", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
-    *("mistralai/Ministral-3-8B-2512", "moonshotai/Kimi-K2.5", "Skywork/Skywork-R1V3-38B", "nvidia/Cosmos-Reason1-7B", "rhymes-ai/Aria"),
-    *("nvidia/Eagle2-9B", "Salesforce/blip2-opt-2.7b", "stepfun-ai/step3", "tencent/POINTS-Reader", "zai-org/GLM-4.5V"),
+    *(
+        "google/gemma-3-4b-it",
+        "google/gemma-4-12b-it",
+        "microsoft/Phi-4-multimodal-instruct",
+        "allenai/Molmo-7B-D-0924",
+    ),
+    *(
+        "HuggingFaceM4/idefics2-8b",
+        "ByteDance-Seed/UI-TARS-1.5-7B",
+        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
+    ),
+    *(
+        "mistralai/Ministral-3-8B-2512",
+        "moonshotai/Kimi-K2.5",
+        "Skywork/Skywork-R1V3-38B",
+        "nvidia/Cosmos-Reason1-7B",
+        "rhymes-ai/Aria",
+    ),
+    *(
+        "nvidia/Eagle2-9B",
+        "Salesforce/blip2-opt-2.7b",
+        "stepfun-ai/step3",
+        "tencent/POINTS-Reader",
+        "zai-org/GLM-4.5V",
+    ),
     *(
         "/models/Qwen2_5VL-7B",
         "/models/Qwen2-5VL-7B",
@@ -226,10 +344,32 @@ SEE_OR_HEAR = (
         "Qwen/Qwen2.5-Omni-7B",
         "lmms-lab/LongLLaVA",
     ),
-    *("DAMO-NLP-SG/VideoLLaMA3-7B", "Efficient-Large-Model/VILA-8B", "nvidia/NVLM-D-72B", "Qwen/QVQ-72B-Preview", "google/medgemma-4b-it"),
-    *("mistralai/Magistral-Small-2509", "moonshotai/Kimi-K2.6", "Qwen/Qwen3.6-35B-A3B", "mistralai/Mistral-Large-3-675B-Instruct-2512"),
-    *("deepseek-ai/DeepSeek-OCR", "rednote-hilab/dots.ocr", "internlm/internlm-xcomposer2d5-7b", "mistralai/Voxtral-Mini-3B-2507"),
-    *("vikhyatk/moondream2", "BAAI/Emu3-Chat", "ByteDance-Seed/BAGEL-7B-MoT", "facebook/chameleon-7b", "fixie-ai/ultravox-v0_5"),
+    *(
+        "DAMO-NLP-SG/VideoLLaMA3-7B",
+        "Efficient-Large-Model/VILA-8B",
+        "nvidia/NVLM-D-72B",
+        "Qwen/QVQ-72B-Preview",
+        "google/medgemma-4b-it",
+    ),
+    *(
+        "mistralai/Magistral-Small-2509",
+        "moonshotai/Kimi-K2.6",
+        "Qwen/Qwen3.6-35B-A3B",
+        "mistralai/Mistral-Large-3-675B-Instruct-2512",
+    ),
+    *(
+        "deepseek-ai/DeepSeek-OCR",
+        "rednote-hilab/dots.ocr",
+        "internlm/internlm-xcomposer2d5-7b",
+        "mistralai/Voxtral-Mini-3B-2507",
+    ),
+    *(
+        "vikhyatk/moondream2",
+        "BAAI/Emu3-Chat",
+        "ByteDance-Seed/BAGEL-7B-MoT",
+        "facebook/chameleon-7b",
+        "fixie-ai/ultravox-v0_5",
+    ),
     *(
         "openai/whisper-large-v3",
         "OpenGVLab/VideoChat-R1_7B",
@@ -237,13 +377,40 @@ SEE_OR_HEAR = (
         "facebook/Perception-LM-8B",
         "OpenGVLab/InternVL3-8B",
     ),
-    *("openbmb/MiniCPM-o-2_6", "openbmb/MiniCPM-V-4_5", "zai-org/GLM-4.1V-9B-Thinking", "meta-llama/Llama-4-Scout-17B-16E-Instruct"),
+    *(
+        "openbmb/MiniCPM-o-2_6",
+        "openbmb/MiniCPM-V-4_5",
+        "zai-org/GLM-4.1V-9B-Thinking",
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    ),
 )
 READ_ONLY = (
-    *("google/gemma-3-1b-it", "google/gemma-2-9b-it", "Qwen/Qwen3-8B", "mistralai/Mistral-Small-24B-Instruct-2501", "zai-org/GLM-4.5"),
-    *("mistralai/Ministral-8B-Instruct-2410", "microsoft/Phi-4-mini-instruct", "moonshotai/Kimi-K2-Instruct", "Skywork/Skywork-OR1-7B"),
-    *("meta-llama/Llama-3.2-3B-Instruct", "deepseek-ai/deepseek-math-7b-instruct", "stepfun-ai/Step-2"),
-    *("me/Qwen3-8B-VLarge", "me/reveal-7b", "me/evil-7b", "/vllm/Qwen3_8B", "me/qwen3_8b", "mistralai/Mistral-Large-Instruct-2411"),
+    *(
+        "google/gemma-3-1b-it",
+        "google/gemma-2-9b-it",
+        "Qwen/Qwen3-8B",
+        "mistralai/Mistral-Small-24B-Instruct-2501",
+        "zai-org/GLM-4.5",
+    ),
+    *(
+        "mistralai/Ministral-8B-Instruct-2410",
+        "microsoft/Phi-4-mini-instruct",
+        "moonshotai/Kimi-K2-Instruct",
+        "Skywork/Skywork-OR1-7B",
+    ),
+    *(
+        "meta-llama/Llama-3.2-3B-Instruct",
+        "deepseek-ai/deepseek-math-7b-instruct",
+        "stepfun-ai/Step-2",
+    ),
+    *(
+        "me/Qwen3-8B-VLarge",
+        "me/reveal-7b",
+        "me/evil-7b",
+        "/vllm/Qwen3_8B",
+        "me/qwen3_8b",
+        "mistralai/Mistral-Large-Instruct-2411",
+    ),
     *(
         "mistralai/Magistral-Small-2507",
         "mistralai/Ministral-3B-Instruct",
@@ -251,12 +418,21 @@ READ_ONLY = (
         "me/mediocre-village-7b",
         "Qwen/Qwen3-0.6B",
     ),
-    *("deepseek-ai/DeepSeek-V3", "microsoft/phi-4", "me/Qwen3-8B-v2", "google/gemma-1.1-7b-it", "/images/Qwen3-4B", "Qwen/Qwen3-235B-A22B"),
+    *(
+        "deepseek-ai/DeepSeek-V3",
+        "microsoft/phi-4",
+        "me/Qwen3-8B-v2",
+        "google/gemma-1.1-7b-it",
+        "/images/Qwen3-4B",
+        "Qwen/Qwen3-235B-A22B",
+    ),
 )
 
 
 @pytest.mark.parametrize("model", [*SEE_OR_HEAR, *READ_ONLY])
-def test_models_of_images_are_known_by_their_names_and_text_models_are_not_taken_for_them(model: str) -> None:
+def test_models_of_images_are_known_by_their_names_and_text_models_are_not_taken_for_them(
+    model: str,
+) -> None:
     result = translated("v0.7.0", f"actor_rollout_ref.model.path={model}", base=BASE)
     assert ("images" in rules_found(result, "person")) is (model in SEE_OR_HEAR)
 
@@ -265,22 +441,40 @@ def test_models_of_images_are_known_by_their_names_and_text_models_are_not_taken
     ("fields", "part"),
     [
         (
-            {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "vision_config": {"depth": 32}},
+            {
+                "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+                "model_type": "qwen2_5_vl",
+                "vision_config": {"depth": 32},
+            },
             "vision_config",
         ),
         ({"model_type": "qwen2_audio", "audio_config": {"d_model": 8}}, "audio_config"),
         ({"model_type": "qwen2_vl"}, "model_type qwen2_vl"),
-        ({"architectures": ["XForConditionalGeneration"], "text_config": {"hidden_size": 8}}, "XForConditionalGeneration"),
+        (
+            {"architectures": ["XForConditionalGeneration"], "text_config": {"hidden_size": 8}},
+            "XForConditionalGeneration",
+        ),
         ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, ""),
-        ({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vision_config": None}, ""),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "model_type": "gemma3_text",
+                "vision_config": None,
+            },
+            "",
+        ),
         ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, ""),
     ],
 )
-def test_the_config_json_of_a_local_folder_says_whether_its_model_sees(tmp_path: Path, fields: dict[str, object], part: str) -> None:
+def test_the_config_json_of_a_local_folder_says_whether_its_model_sees(
+    tmp_path: Path, fields: dict[str, object], part: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     result = translated("v0.8.0", f"actor_rollout_ref.model.path={tmp_path}", base=BASE)
     assert [
-        finding.message for finding in result.findings if finding.rule == "images" and f"config.json says {part})" in finding.message
+        finding.message
+        for finding in result.findings
+        if finding.rule == "images" and f"config.json says {part})" in finding.message
     ] or not part
     assert (result.settings == ()) is bool(part)
 
@@ -288,7 +482,9 @@ def test_the_config_json_of_a_local_folder_says_whether_its_model_sees(tmp_path:
 def test_the_trainer_reads_a_config_json_as_the_translation_does() -> None:
     # Each package is installed without the other, so each has the rule; the two must not drift
     # apart.
-    trainer = pytest.importorskip("temper_trainer.config_loading.model_folders", reason="needs temper-trainer")
+    trainer = pytest.importorskip(
+        "temper_trainer.config_loading.model_folders", reason="needs temper-trainer"
+    )
     trainer_names = {
         "_PARTS": "_MULTIMODAL_KEY_PATTERN",
         "_OTHER_PARTS": "_OTHER_MULTIMODAL_KEYS",
@@ -316,7 +512,10 @@ def test_a_config_json_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image=2", True),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt.image=0", False),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_cache_gb=4", True),
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_cache_gb=0", False),  # released runs of text models write it
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_cache_gb=0",
+            False,
+        ),  # released runs of text models write it
         ("data.image_patch_size=16", True),
         ("data.return_multi_modal_inputs=False", True),
     ],
@@ -330,15 +529,26 @@ def test_a_field_that_makes_another_model_is_a_persons_to_write() -> None:
     key = "actor_rollout_ref.model.override_config"
     result = translated("v0.7.0", f"+{key}.num_hidden_layers=4", base=BASE)
     assert "override-config" in rules_found(result, "person")
-    assert any("num_hidden_layers=4 changes the model itself" in finding.message for finding in result.findings)
-    harmless = (f"+{key}.attention_dropout=0.", f"+{key}.max_position_embeddings=32768", f"+{key}.attn_implementation=eager")
-    assert "override-config" not in rules_found(translated("v0.7.0", *harmless, base=BASE), "person")
+    assert any(
+        "num_hidden_layers=4 changes the model itself" in finding.message
+        for finding in result.findings
+    )
+    harmless = (
+        f"+{key}.attention_dropout=0.",
+        f"+{key}.max_position_embeddings=32768",
+        f"+{key}.attn_implementation=eager",
+    )
+    assert "override-config" not in rules_found(
+        translated("v0.7.0", *harmless, base=BASE), "person"
+    )
 
 
 def test_what_a_user_set_and_nothing_carries_on_is_reported() -> None:
     result = translated("v0.7.0", "actor_rollout_ref.actor.shuffle=True", base=BASE)
     assert "minibatch-shuffle" in rules_found(result, "hazard")
-    assert "minibatch-shuffle" not in rules_found(translated("v0.7.0", "actor_rollout_ref.actor.shuffle=False", base=BASE), "hazard")
+    assert "minibatch-shuffle" not in rules_found(
+        translated("v0.7.0", "actor_rollout_ref.actor.shuffle=False", base=BASE), "hazard"
+    )
 
 
 def test_a_strategy_that_is_not_its_trees_is_no_guess() -> None:
@@ -346,24 +556,42 @@ def test_a_strategy_that_is_not_its_trees_is_no_guess() -> None:
     assert "strategy" in rules_found(translated("v0.7.0", given), "person")
     named = translated("v0.7.0", given, config_name="ppo_megatron_trainer")
     assert "strategy" not in rules_found(named, "person")
-    assert next(item.comment for item in named.settings if item.key == "model_engine") == "actor_rollout_ref.actor.strategy [model-engine]"
+    assert (
+        next(item.comment for item in named.settings if item.key == "model_engine")
+        == "actor_rollout_ref.actor.strategy [model-engine]"
+    )
 
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 
 
 def test_tools_become_an_environment_that_calls_them() -> None:
-    old = (f"{TURNS}.enable=True", f"{TURNS}.tool_config_path=tools.yaml", f"{TURNS}.max_assistant_turns=5", f"{TURNS}.max_user_turns=2")
+    old = (
+        f"{TURNS}.enable=True",
+        f"{TURNS}.tool_config_path=tools.yaml",
+        f"{TURNS}.max_assistant_turns=5",
+        f"{TURNS}.max_user_turns=2",
+    )
     translation = translated("v0.7.0", *old, "data.max_response_length=512")
     result = values(translation)
     assert result["environment.name"] == "temper_legacy_shim.old_tools:HermesTools"
-    assert (result["data.tools_path"], result["environment.arguments.path"]) == ("tools.yaml", "tools.yaml")
-    # Two answers leave room for a third completion, and all of a rollout had to fit into one response.
+    assert (result["data.tools_path"], result["environment.arguments.path"]) == (
+        "tools.yaml",
+        "tools.yaml",
+    )
+    # Two answers leave room for a third completion, and all of a rollout had to fit into one
+    # response.
     assert (result["environment.max_turns"], result["environment.max_tokens"]) == (3, 512)
-    assert (result["environment.arguments.max_characters"], result["environment.arguments.cut"]) == (256, "middle")
+    assert (
+        result["environment.arguments.max_characters"],
+        result["environment.arguments.cut"],
+    ) == (256, "middle")
     assert "multi-turn" in rules_found(translation, "hazard")
     assert translation.outcome is Outcome.PINNED
-    assert {token.disposition for token in translation.tokens if token.key.startswith(TURNS)} <= {"mapped", "dropped"}
+    assert {token.disposition for token in translation.tokens if token.key.startswith(TURNS)} <= {
+        "mapped",
+        "dropped",
+    }
 
 
 def test_turns_that_nothing_answers_are_one_completion() -> None:
@@ -374,7 +602,11 @@ def test_turns_that_nothing_answers_are_one_completion() -> None:
 
 
 @pytest.mark.parametrize(
-    "old", [(f"{TURNS}.interaction_config_path=i.yaml",), (f"{TURNS}.tool_config_path=t.yaml", f"{TURNS}.format=gpt-oss")]
+    "old",
+    [
+        (f"{TURNS}.interaction_config_path=i.yaml",),
+        (f"{TURNS}.tool_config_path=t.yaml", f"{TURNS}.format=gpt-oss"),
+    ],
 )
 def test_an_interaction_or_another_form_of_calls_is_a_question(old: tuple[str, ...]) -> None:
     translation = translated("v0.7.0", *old)
@@ -383,24 +615,37 @@ def test_an_interaction_or_another_form_of_calls_is_a_question(old: tuple[str, .
 
 
 def test_a_reward_model_scores_as_it_did() -> None:
-    served = translated("v0.7.1", "reward.reward_model.enable=True", "reward.reward_model.model_path=/models/rm")
+    served = translated(
+        "v0.7.1", "reward.reward_model.enable=True", "reward.reward_model.model_path=/models/rm"
+    )
     result = values(served)
     assert result["reward.function"] == "temper_legacy_shim.old_reward_models:by_model"
-    assert (result["reward.arguments.path"], result["reward.arguments.messages_key"]) == ("/models/rm", "prompt")
+    assert (result["reward.arguments.path"], result["reward.arguments.messages_key"]) == (
+        "/models/rm",
+        "prompt",
+    )
     assert result["data.train.extra_keys"] == ["data_source", "extra_info", "prompt"]
     assert "reward-model" in rules_found(served, "hazard")
     assert served.outcome is Outcome.PINNED
 
 
 def test_an_old_reward_worker_without_an_input_tokenizer_saw_the_policys_own_text() -> None:
-    old = ("reward_model.enable=True", "reward_model.model.path=/models/rm", "reward_model.model.input_tokenizer=null")
+    old = (
+        "reward_model.enable=True",
+        "reward_model.model.path=/models/rm",
+        "reward_model.model.input_tokenizer=null",
+    )
     result = values(translated("v0.4.1", *old))
     assert result["reward.arguments.messages_key"] is None
     assert result["data.train.extra_keys"] == ["data_source", "extra_info"]
 
 
 def test_a_reward_model_that_a_function_asks_is_a_question() -> None:
-    old = ("reward_model.enable=True", "reward_model.model.path=/models/rm", "custom_reward_function.path=mine.py")
+    old = (
+        "reward_model.enable=True",
+        "reward_model.model.path=/models/rm",
+        "custom_reward_function.path=mine.py",
+    )
     translation = translated("v0.7.0", *old)
     assert "reward-model" in rules_found(translation, "person")
     assert values(translation)["reward.function"] == "temper_legacy_shim.old_rewards:from_file"
@@ -408,14 +653,23 @@ def test_a_reward_model_that_a_function_asks_is_a_question() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
 def test_a_group_of_one_kept_its_bare_reward_and_keeps_it(name: str) -> None:
-    result = translated("v0.7.0", f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=1")
-    assert values(result)["algorithm.advantage.name"] == "temper_legacy_shim.old_algorithms:bare_reward"
+    result = translated(
+        "v0.7.0", f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=1"
+    )
+    assert (
+        values(result)["algorithm.advantage.name"]
+        == "temper_legacy_shim.old_algorithms:bare_reward"
+    )
     assert values(result)["algorithm.group_size"] == 1
     assert "advantage" in rules_found(result, "hazard")
 
 
 def test_an_estimator_that_did_something_else_with_a_group_of_one_is_a_question() -> None:
-    result = translated("v0.7.0", "algorithm.adv_estimator=reinforce_plus_plus_baseline", "actor_rollout_ref.rollout.n=1")
+    result = translated(
+        "v0.7.0",
+        "algorithm.adv_estimator=reinforce_plus_plus_baseline",
+        "actor_rollout_ref.rollout.n=1",
+    )
     assert "advantage" in rules_found(result, "person")
 
 
@@ -427,20 +681,34 @@ def test_losses_that_the_trainer_has_no_name_for_are_the_old_ones_by_import_path
 
 
 def test_the_bounds_of_dppo_are_those_of_the_clip_and_of_the_dual_clip() -> None:
-    mode, bounds = "actor_rollout_ref.actor.policy_loss.loss_mode", ("clip_ratio_low=0.1", "clip_ratio_c=50.0")
-    kept = translated("v0.7.1", f"{mode}=dppo_tv", *(f"actor_rollout_ref.actor.{bound}" for bound in bounds))
+    mode, bounds = (
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        ("clip_ratio_low=0.1", "clip_ratio_c=50.0"),
+    )
+    kept = translated(
+        "v0.7.1", f"{mode}=dppo_tv", *(f"actor_rollout_ref.actor.{bound}" for bound in bounds)
+    )
     block = "algorithm.policy_loss"
     result = values(kept)
     assert (result[f"{block}.name"], result[f"{block}.divergence"]) == ("dppo", "tv")
-    assert (result[f"{block}.clip_low"], result[f"{block}.clip_high"], result[f"{block}.max_ratio"]) == (0.1, 0.2, 50.0)
+    assert (
+        result[f"{block}.clip_low"],
+        result[f"{block}.clip_high"],
+        result[f"{block}.max_ratio"],
+    ) == (0.1, 0.2, 50.0)
     assert f"{block}.dual_clip" not in result
     assert kept.outcome is Outcome.PINNED
 
 
 def test_a_kl_estimator_with_a_plus_failed_before_v0_8_and_works_here() -> None:
-    plus = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=low_var_kl+")
+    plus = (
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_type=low_var_kl+",
+    )
     before, since = translated("v0.7.1", *plus), translated("v0.8.0", *plus)
-    assert values(before)["algorithm.kl_estimator"] == values(since)["algorithm.kl_estimator"] == "k3+"
+    assert (
+        values(before)["algorithm.kl_estimator"] == values(since)["algorithm.kl_estimator"] == "k3+"
+    )
     assert "kl-estimator" in rules_found(before, "refused")
     assert "kl-estimator" not in rules_found(since, "refused")
 
@@ -453,20 +721,33 @@ def test_k3_keeps_the_bound_that_it_always_had() -> None:
 
 
 def test_a_name_on_the_hub_is_passed_on_because_the_trainer_loads_it() -> None:
-    model, tokenizer = "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", "actor_rollout_ref.model.tokenizer_path=Qwen/Qwen3-8B"
+    model, tokenizer = (
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B",
+        "actor_rollout_ref.model.tokenizer_path=Qwen/Qwen3-8B",
+    )
     result = translated("v0.9.0", model, tokenizer)
     assert values(result)["actor.engine.model.path"] == "Qwen/Qwen2.5-0.5B"
     assert values(result)["data.tokenizer.path"] == "Qwen/Qwen3-8B"
-    assert not [finding for finding in result.findings if finding.rule in ("model-path", "tokenizer-path")]
+    assert not [
+        finding for finding in result.findings if finding.rule in ("model-path", "tokenizer-path")
+    ]
 
 
 def test_the_optimal_token_baseline_says_what_it_estimates() -> None:
     name = "algorithm.adv_estimator=optimal_token_baseline"
     weighted = translated("v0.9.0", name, "algorithm.rollout_correction.rollout_is=token")
     for result, count in ((translated("v0.9.0", name), 1), (weighted, 2)):
-        assert sum("energies in" in finding.message or "gradient energy" in finding.message for finding in result.findings) == count
+        assert (
+            sum(
+                "energies in" in finding.message or "gradient energy" in finding.message
+                for finding in result.findings
+            )
+            == count
+        )
 
 
 def test_greedy_training_is_a_question_however_it_was_reported() -> None:
     for given in ("do_sample=False", "temperature=0"):
-        assert "greedy" in rules_found(translated("v0.7.0", f"actor_rollout_ref.rollout.{given}"), "person")
+        assert "greedy" in rules_found(
+            translated("v0.7.0", f"actor_rollout_ref.rollout.{given}"), "person"
+        )

@@ -7,12 +7,20 @@ import torch
 from torch.utils.data import DataLoader
 
 from temper_engine_api.errors import BatchError
-from temper_legacy_shim.data_proto import DataProto, DataProtoItem, pad_dataproto_to_divisor, unpad_dataproto
+from temper_legacy_shim.data_proto import (
+    DataProto,
+    DataProtoItem,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+)
 
 
 def batch(num_rows: int = 4, **meta: object) -> DataProto:
     return DataProto.from_dict(
-        tensors={"ids": torch.arange(2 * num_rows).reshape(num_rows, 2), "score": torch.arange(num_rows) / 2},
+        tensors={
+            "ids": torch.arange(2 * num_rows).reshape(num_rows, 2),
+            "score": torch.arange(num_rows) / 2,
+        },
         non_tensors={"uid": [f"u{i}" for i in range(num_rows)]},
         meta_info=dict(meta),
     )
@@ -52,7 +60,10 @@ def test_columns_of_another_length_are_refused_by_name() -> None:
 
 
 def test_union_adds_columns_and_keeps_what_both_agree_on() -> None:
-    other = DataProto.from_dict(tensors={"score": torch.arange(4) / 2, "new": torch.full((4,), torch.nan)}, meta_info={"b": 2})
+    other = DataProto.from_dict(
+        tensors={"score": torch.arange(4) / 2, "new": torch.full((4,), torch.nan)},
+        meta_info={"b": 2},
+    )
     united = batch(a=1).union(other).union(other)
     assert united.batch is not None
     assert set(united.batch.keys()) == {"ids", "score", "new"}
@@ -64,7 +75,10 @@ def test_union_adds_columns_and_keeps_what_both_agree_on() -> None:
     [
         (DataProto.from_dict(tensors={"score": torch.zeros(4)}), "tensor entry 'score' is in both"),
         (DataProto.from_dict(tensors={"ids": torch.zeros(4, 2)}), "tensor entry 'ids' is in both"),
-        (DataProto.from_dict(non_tensors={"uid": ["a", "b", "c", "d"]}), "non-tensor entry 'uid' is in both"),
+        (
+            DataProto.from_dict(non_tensors={"uid": ["a", "b", "c", "d"]}),
+            "non-tensor entry 'uid' is in both",
+        ),
         (DataProto(meta_info={"a": 2}), "meta_info entry 'a' is in both"),
         (DataProto.from_dict(tensors={"new": torch.zeros(3)}), "batches of 4 and 3 rows"),
     ],
@@ -81,7 +95,11 @@ def test_select_and_pop_take_columns() -> None:
     data = batch(a=1, b=2)
     chosen = data.select(batch_keys=["ids"], non_tensor_batch_keys=[], meta_info_keys=["b"])
     assert chosen.batch is not None
-    assert (list(chosen.batch), chosen.non_tensor_batch, chosen.meta_info) == (["ids"], {}, {"b": 2})
+    assert (list(chosen.batch), chosen.non_tensor_batch, chosen.meta_info) == (
+        ["ids"],
+        {},
+        {"b": 2},
+    )
     popped = data.pop(batch_keys=["score"], meta_info_keys=["a"])
     assert popped.batch is not None
     assert popped.batch["score"].tolist() == [0.0, 0.5, 1.0, 1.5]
@@ -124,7 +142,9 @@ def test_repeat_and_reorder() -> None:
 
 
 @pytest.mark.parametrize(("rows", "divisor", "added"), [(4, 4, 0), (5, 4, 3), (2, 7, 5)])
-def test_padding_to_a_divisor_repeats_rows_from_the_front_and_comes_off_again(rows: int, divisor: int, added: int) -> None:
+def test_padding_to_a_divisor_repeats_rows_from_the_front_and_comes_off_again(
+    rows: int, divisor: int, added: int
+) -> None:
     padded, count = pad_dataproto_to_divisor(batch(rows), divisor)
     assert (count, len(padded)) == (added, rows + added)
     assert uids(padded) == [f"u{i % rows}" for i in range(rows + added)]
@@ -141,7 +161,10 @@ def test_columns_change_names_at_once_and_none_is_lost() -> None:
     data = DataProto.from_dict({"a": torch.arange(2), "b": torch.ones(2)})
     data.rename(["a", "b"], ["b", "a"])
     assert data.batch is not None
-    assert {name: column.tolist() for name, column in data.batch.items()} == {"b": [0, 1], "a": [1, 1]}
+    assert {name: column.tolist() for name, column in data.batch.items()} == {
+        "b": [0, 1],
+        "a": [1, 1],
+    }
     with pytest.raises(BatchError, match="renamed 'b'"):
         data.rename("a", "b")
     with pytest.raises(BatchError, match="renamed 'c'"):
@@ -158,7 +181,9 @@ def test_a_column_of_what_is_no_sequence_of_rows_is_refused(value: object) -> No
 def test_mini_batches_of_a_seed_are_those_of_torch_s_loader() -> None:
     data = DataProto.from_dict({"a": torch.arange(8)})
     parts = data.make_iterator(4, 2, seed=1, dataloader_kwargs={"shuffle": True})
-    loader = DataLoader(range(8), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
+    loader = DataLoader(
+        range(8), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1)
+    )  # type: ignore[arg-type]
     expected = [rows.tolist() for _ in range(2) for rows in loader]
     assert [part.batch["a"].tolist() for part in parts if part.batch is not None] == expected  # type: ignore[union-attr]
 

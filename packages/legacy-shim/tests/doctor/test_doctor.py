@@ -13,10 +13,15 @@ from temper_legacy_shim.doctor.steps import carry_out
 from temper_legacy_shim.errors import UsageError
 
 RUN = (
-    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 data.train_files=a.parquet \\\n"
-    "    actor_rollout_ref.model.path=m actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 trainer.nnodes=1\n"
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 "
+    "data.train_files=a.parquet \\\n"
+    "    actor_rollout_ref.model.path=m actor_rollout_ref.rollout.name=vllm "
+    "actor_rollout_ref.rollout.n=4 trainer.nnodes=1\n"
 )
-CONFIG = "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {name: vllm, n: 4}}\n"
+CONFIG = (
+    "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\nactor_rollout_ref: "
+    "{rollout: {name: vllm, n: 4}}\n"
+)
 
 
 @pytest.fixture
@@ -27,7 +32,9 @@ def project(tmp_path: Path) -> Path:
     (folder / "scripts/clean.sh").write_text("rm -rf /tmp/x\n")
     (folder / "conf.yaml").write_text(CONFIG)
     (folder / "other.yaml").write_text("name: mine\n")
-    (folder / "reward.py").write_text("from verl import DataProto\nfrom verl.utils.tracking import Tracking\n")
+    (folder / "reward.py").write_text(
+        "from verl import DataProto\nfrom verl.utils.tracking import Tracking\n"
+    )
     return folder
 
 
@@ -40,17 +47,29 @@ def test_everything_old_is_found_and_nothing_else(project: Path) -> None:
     assert "run.trackers" in steps["reward.py"].blockers[1]
 
 
-def test_the_plan_is_carried_out_into_a_new_folder_and_the_old_one_stays(project: Path, tmp_path: Path) -> None:
+def test_the_plan_is_carried_out_into_a_new_folder_and_the_old_one_stays(
+    project: Path, tmp_path: Path
+) -> None:
     before = {path: path.read_bytes() for path in project.rglob("*") if path.is_file()}
     out = tmp_path / "new"
-    done = CliRunner().invoke(app, ["doctor", str(project), "--apply", str(out), "--yes", "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app,
+        ["doctor", str(project), "--apply", str(out), "--yes", "--json"],
+        catch_exceptions=False,
+    )
     assert done.exit_code == 20
     steps = json.loads(done.stdout)["steps"]
     assert all(step["result"].startswith("wrote") for step in steps)
     assert "temper-train" in (out / "scripts/run.sh").read_text()
-    assert "+from temper_engine_api.batch import PackedBatch" in (out / "reward.py.diff").read_text()
+    assert (
+        "+from temper_engine_api.batch import PackedBatch" in (out / "reward.py.diff").read_text()
+    )
     assert {path: path.read_bytes() for path in project.rglob("*") if path.is_file()} == before
-    again = CliRunner().invoke(app, ["doctor", str(project), "--apply", str(out), "--yes", "--json"], catch_exceptions=False)
+    again = CliRunner().invoke(
+        app,
+        ["doctor", str(project), "--apply", str(out), "--yes", "--json"],
+        catch_exceptions=False,
+    )
     assert all("stays as it is" in step["result"] for step in json.loads(again.stdout)["steps"])
 
 
@@ -58,7 +77,11 @@ def test_a_release_that_is_given_counts_for_every_configuration_and_script(proje
     reported = ["doctor", str(project), "--json", "--from-version", "v0.4.0"]
     steps = json.loads(CliRunner().invoke(app, reported, catch_exceptions=False).stdout)["steps"]
     assert "v0.4.0" in steps[0]["what"]
-    assert [step["command"].endswith("--from-version v0.4.0") for step in steps] == [True, True, False]
+    assert [step["command"].endswith("--from-version v0.4.0") for step in steps] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def _with_checkpoint(project: Path, *marks: str) -> None:
@@ -73,7 +96,11 @@ def _with_checkpoint(project: Path, *marks: str) -> None:
     [
         (("config.json",), "v0.4.0", "(as its checkpoint, of 0.4.0)"),
         (("huggingface/config.json",), "v0.3.0", "(as its checkpoint, of 0.2 to 0.3.0)"),
-        (("fsdp_config.json",), "v0.9", "(inferred from its keys; its checkpoint is of 0.4.1 or newer)"),
+        (
+            ("fsdp_config.json",),
+            "v0.9",
+            "(inferred from its keys; its checkpoint is of 0.4.1 or newer)",
+        ),
     ],
 )
 def test_script_is_read_as_of_the_release_of_the_checkpoint_next_to_it(
@@ -98,7 +125,12 @@ def test_a_release_that_never_was_is_refused(project: Path) -> None:
 
 def test_a_step_may_be_left_out(project: Path, tmp_path: Path) -> None:
     out = tmp_path / "new"
-    done = CliRunner().invoke(app, ["doctor", str(project), "--apply", str(out)], input="y\nn\nn\n", catch_exceptions=False)
+    done = CliRunner().invoke(
+        app,
+        ["doctor", str(project), "--apply", str(out)],
+        input="y\nn\nn\n",
+        catch_exceptions=False,
+    )
     assert "left out" not in (out / "conf.yaml").read_text()
     assert sorted(path.name for path in out.rglob("*") if path.is_file()) == ["conf.yaml"]
     assert done.exit_code == 20
@@ -118,9 +150,17 @@ def test_a_forks_copy_of_the_old_package_is_one_step_and_its_files_are_none(proj
 
 def test_a_file_that_another_one_builds_on_is_a_part_of_it(project: Path, tmp_path: Path) -> None:
     (project / "base.yaml").write_text("actor_rollout_ref: {rollout: {n: 16}}\n")
-    (project / "conf.yaml").write_text(CONFIG.replace("[ppo_trainer, _self_]", "[ppo_trainer, _self_, base]"))
-    assert [str(step.path) for step in examine(project) if step.kind is Kind.CONFIG] == ["conf.yaml"]
-    CliRunner().invoke(app, ["doctor", str(project), "--apply", str(tmp_path / "new"), "--yes"], catch_exceptions=False)
+    (project / "conf.yaml").write_text(
+        CONFIG.replace("[ppo_trainer, _self_]", "[ppo_trainer, _self_, base]")
+    )
+    assert [str(step.path) for step in examine(project) if step.kind is Kind.CONFIG] == [
+        "conf.yaml"
+    ]
+    CliRunner().invoke(
+        app,
+        ["doctor", str(project), "--apply", str(tmp_path / "new"), "--yes"],
+        catch_exceptions=False,
+    )
     assert "group_size: 16" in (tmp_path / "new/conf.yaml").read_text()
 
 
@@ -139,13 +179,17 @@ def test_a_folder_without_anything_old_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_is_planned_and_converted(samples: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="needs torch: an environment with temper-legacy-shim[checkpoint] runs this")
+    pytest.importorskip(
+        "torch", reason="needs torch: an environment with temper-legacy-shim[checkpoint] runs this"
+    )
     project, out = tmp_path / "old", tmp_path / "new"
     shutil.copytree(samples / "v0.7.1_fsdp2-actor-untied_ws2/checkpoints", project / "checkpoints")
     (step,) = examine(project)
     assert (step.kind, step.effort) == (Kind.CHECKPOINT, Effort.NONE)
     assert "actor: fsdp, 2 ranks" in step.what
-    done = CliRunner().invoke(app, ["doctor", str(project), "--apply", str(out), "--yes"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["doctor", str(project), "--apply", str(out), "--yes"], catch_exceptions=False
+    )
     assert done.exit_code == 0
     assert (out / "checkpoints/config.json").is_file()
 
@@ -155,4 +199,7 @@ def test_a_plan_in_a_pipe_has_every_path_full(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "run.sh").write_text(RUN)
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)], catch_exceptions=False)
-    assert f"script \u2502 {(folder / 'run.sh').relative_to(tmp_path)} \u2502 1 launch of verl.trainer.main_ppo of v0.9.1" in done.stdout
+    assert (
+        f"script \u2502 {(folder / 'run.sh').relative_to(tmp_path)} \u2502 1 launch of "
+        "verl.trainer.main_ppo of v0.9.1" in done.stdout
+    )

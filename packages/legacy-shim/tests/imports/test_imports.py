@@ -1,4 +1,7 @@
-"""The codemod: what it changes, what it leaves, what it reports; and its table against the classes that it names."""
+"""The codemod: what it changes, what it leaves, what it reports.
+
+And its table against the classes that it names.
+"""
 
 import ast
 import importlib
@@ -22,44 +25,72 @@ def _change(text: str, *, keeps_legacy: bool = False) -> str:
 
 
 def test_an_imported_class_and_its_uses_get_the_new_name() -> None:
-    text = "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\nworker = ActorRolloutRefWorker(config)  # mine\n"
+    text = (
+        "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\nworker = "
+        "ActorRolloutRefWorker(config)  # mine\n"
+    )
     assert _change(text) == TEMPER_NAMES + "\nworker = TrainingWorker(config)  # mine\n"
 
 
 def test_keep_legacy_takes_the_deprecated_class_and_leaves_its_uses() -> None:
-    text = "from verl.workers.fsdp_workers import ActorRolloutRefWorker\nActorRolloutRefWorker(config)\n"
-    expected = "from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker\nActorRolloutRefWorker(config)\n"
+    text = (
+        "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n"
+        "ActorRolloutRefWorker(config)\n"
+    )
+    expected = (
+        "from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker\n"
+        "ActorRolloutRefWorker(config)\n"
+    )
     assert _change(text, keeps_legacy=True) == expected
-    assert all(not remark.what_to_do for remark in change_imports(text.encode(), keeps_legacy=True).remarks)
+    assert all(
+        not remark.what_to_do for remark in change_imports(text.encode(), keeps_legacy=True).remarks
+    )
 
 
 def test_an_alias_stays_and_so_do_its_uses() -> None:
     text = "from verl import DataProto as Batch\nBatch.concat([])\n"
-    assert _change(text) == "from temper_engine_api.batch import PackedBatch as Batch\nBatch.concat([])\n"
+    assert (
+        _change(text)
+        == "from temper_engine_api.batch import PackedBatch as Batch\nBatch.concat([])\n"
+    )
 
 
 def test_names_without_a_successor_stay_and_are_reported_with_their_line() -> None:
-    text = "import os\nfrom verl.protocol import (\n    DataProto,  # data\n    DataProtoFuture,\n)\n"
+    text = (
+        "import os\nfrom verl.protocol import (\n    DataProto,  # data\n    DataProtoFuture,\n)\n"
+    )
     changed = change_imports(text.encode(), keeps_legacy=False)
     tree = ast.parse(changed.content)
-    assert [node.module for node in tree.body if isinstance(node, ast.ImportFrom)] == ["verl.protocol", "temper_engine_api.batch"]
+    assert [node.module for node in tree.body if isinstance(node, ast.ImportFrom)] == [
+        "verl.protocol",
+        "temper_engine_api.batch",
+    ]
     (left,) = [remark for remark in changed.remarks if not remark.new]
     assert (left.line, left.old) == (2, "verl.protocol.DataProtoFuture")
 
 
 def test_a_module_imported_full_is_replaced_with_what_was_used_of_it() -> None:
-    text = "import verl.workers.fsdp_workers as fw\nimport os, sys\n\n\ndef f():\n    return fw.CriticWorker(fw)\n"
+    text = (
+        "import verl.workers.fsdp_workers as fw\nimport os, sys\n\n\ndef f():\n    return "
+        "fw.CriticWorker(fw)\n"
+    )
     changed = change_imports(text.encode(), keeps_legacy=True)
     assert b"CriticWorker(fw)" in changed.content
     plain = "import verl.workers.fsdp_workers\n\nx = verl.workers.fsdp_workers.CriticWorker(1)\n"
-    assert _change(plain, keeps_legacy=True) == "from temper_legacy_shim.workers.fsdp_workers import CriticWorker\n\nx = CriticWorker(1)\n"
+    assert _change(plain, keeps_legacy=True) == (
+        "from temper_legacy_shim.workers.fsdp_workers import CriticWorker\n\nx = CriticWorker(1)\n"
+    )
 
 
 def test_a_module_imported_from_its_package_goes_by_what_was_used_of_it() -> None:
-    text = "from verl.trainer.ppo import core_algos\n\nx = core_algos.kl_penalty(a, b)\ny = core_algos.my_own(a)\n"
+    text = (
+        "from verl.trainer.ppo import core_algos\n\nx = core_algos.kl_penalty(a, b)\ny = "
+        "core_algos.my_own(a)\n"
+    )
     changed = change_imports(text.encode(), keeps_legacy=False)
     assert changed.content.decode() == (
-        "from verl.trainer.ppo import core_algos\nfrom temper_trainer.algorithms.kl import estimate_kl\n\n"
+        "from verl.trainer.ppo import core_algos\nfrom temper_trainer.algorithms.kl import "
+        "estimate_kl\n\n"
         "x = estimate_kl(a, b)\ny = core_algos.my_own(a)\n"
     )
     assert [(remark.line, remark.old) for remark in changed.remarks] == [
@@ -70,28 +101,45 @@ def test_a_module_imported_from_its_package_goes_by_what_was_used_of_it() -> Non
 
 def test_a_local_name_of_the_same_spelling_is_not_touched() -> None:
     text = (
-        "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\n\ndef f(ActorRolloutRefWorker):\n    return ActorRolloutRefWorker\n"
+        "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\n\ndef "
+        "f(ActorRolloutRefWorker):\n    return ActorRolloutRefWorker\n"
     )
-    assert _change(text).endswith("def f(ActorRolloutRefWorker):\n    return ActorRolloutRefWorker\n")
+    assert _change(text).endswith(
+        "def f(ActorRolloutRefWorker):\n    return ActorRolloutRefWorker\n"
+    )
 
 
 def test_a_new_name_that_is_taken_is_imported_under_the_old_one() -> None:
-    text = "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\n\nclass TrainingWorker(ActorRolloutRefWorker):\n    pass\n"
+    text = (
+        "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\n\nclass "
+        "TrainingWorker(ActorRolloutRefWorker):\n    pass\n"
+    )
     changed = _change(text)
-    assert changed.startswith("from temper_trainer.runtime.worker_group import TrainingWorker as ActorRolloutRefWorker\n")
+    assert changed.startswith(
+        "from temper_trainer.runtime.worker_group import TrainingWorker as ActorRolloutRefWorker\n"
+    )
     assert "class TrainingWorker(ActorRolloutRefWorker):" in changed
 
 
 def test_imports_inside_blocks_and_on_shared_lines_keep_their_position() -> None:
-    text = "try:\n    import os; from verl import DataProto  # late\nexcept ImportError:\n    DataProto = None\n"
+    text = (
+        "try:\n    import os; from verl import DataProto  # late\nexcept ImportError:\n    "
+        "DataProto = None\n"
+    )
     changed = _change(text, keeps_legacy=True)
     assert ast.parse(changed)
-    assert "    import os\n    from temper_legacy_shim.data_proto import DataProto  # late\n" in changed
+    assert (
+        "    import os\n    from temper_legacy_shim.data_proto import DataProto  # late\n"
+        in changed
+    )
 
 
 def test_an_import_on_the_line_of_its_if_is_changed_with_its_uses() -> None:
     text = "import typing\nif typing.TYPE_CHECKING: from verl import DataProto\nx: DataProto\n"
-    expected = "import typing\nif typing.TYPE_CHECKING: from temper_engine_api.batch import PackedBatch\nx: PackedBatch\n"
+    expected = (
+        "import typing\nif typing.TYPE_CHECKING: from temper_engine_api.batch import PackedBatch\n"
+        "x: PackedBatch\n"
+    )
     assert _change(text) == expected
 
 
@@ -102,9 +150,13 @@ def test_uses_on_the_line_of_the_import_are_changed_too() -> None:
 
 def test_a_name_that_a_quoted_annotation_or_all_mentions_stays() -> None:
     quoted = 'from verl import DataProto\n\n\ndef f(x: "list[DataProto]") -> DataProto: ...\n'
-    assert _change(quoted) == quoted.replace("from verl import DataProto", "from temper_engine_api.batch import PackedBatch as DataProto")
+    assert _change(quoted) == quoted.replace(
+        "from verl import DataProto", "from temper_engine_api.batch import PackedBatch as DataProto"
+    )
     listed = 'from verl import DataProto\n\n__all__ = ["DataProto"]\n'
-    assert _change(listed) == listed.replace("from verl import DataProto", "from temper_engine_api.batch import PackedBatch as DataProto")
+    assert _change(listed) == listed.replace(
+        "from verl import DataProto", "from temper_engine_api.batch import PackedBatch as DataProto"
+    )
 
 
 def test_a_package_keeps_the_names_that_other_files_import_from_it() -> None:
@@ -114,7 +166,10 @@ def test_a_package_keeps_the_names_that_other_files_import_from_it() -> None:
 
 def test_comments_between_the_parentheses_of_an_import_stay() -> None:
     text = "from verl import (  # all of it\n    # the batch\n    DataProto,  # data\n)\n"
-    assert _change(text) == "# all of it\n# the batch\n# data\nfrom temper_engine_api.batch import PackedBatch\n"
+    assert (
+        _change(text)
+        == "# all of it\n# the batch\n# data\nfrom temper_engine_api.batch import PackedBatch\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,19 +183,28 @@ def test_comments_between_the_parentheses_of_an_import_stay() -> None:
     ],
 )
 def test_names_without_a_successor_stay_as_they_are_written(names: str, left: str) -> None:
-    expected = f"from verl.protocol import {left}\nfrom temper_engine_api.batch import PackedBatch\n"
+    expected = (
+        f"from verl.protocol import {left}\nfrom temper_engine_api.batch import PackedBatch\n"
+    )
     assert _change(f"from verl.protocol import {names}\n") == expected
 
 
 def test_names_with_lines_and_comments_of_their_own_stay_on_them() -> None:
-    text = "from verl.protocol import (\n    DataProto,  # batch\n    DataProtoFuture,  # later\n)\n"
-    expected = "# batch\nfrom verl.protocol import (\n    DataProtoFuture,  # later\n)\nfrom temper_engine_api.batch import PackedBatch\n"
+    text = (
+        "from verl.protocol import (\n    DataProto,  # batch\n    DataProtoFuture,  # later\n)\n"
+    )
+    expected = (
+        "# batch\nfrom verl.protocol import (\n    DataProtoFuture,  # later\n)\nfrom "
+        "temper_engine_api.batch import PackedBatch\n"
+    )
     assert _change(text) == expected
 
 
 def test_a_name_inside_an_f_string_stays_and_is_bound_to_the_new_class() -> None:
     text = 'from verl import DataProto\n\nprint(f"{DataProto.__name__:>9} of {DataProto()!r}")\n'
-    assert _change(text) == text.replace("from verl import DataProto", "from temper_engine_api.batch import PackedBatch as DataProto")
+    assert _change(text) == text.replace(
+        "from verl import DataProto", "from temper_engine_api.batch import PackedBatch as DataProto"
+    )
 
 
 def test_a_name_behind_a_letter_of_several_bytes_is_found() -> None:
@@ -150,12 +214,15 @@ def test_a_name_behind_a_letter_of_several_bytes_is_found() -> None:
 
 def test_scopes_of_classes_comprehensions_and_globals_are_those_of_python() -> None:
     text = (
-        "from verl import DataProto\n\n\nclass A:\n    DataProto = 1\n    x = DataProto\n\n    def f(self):\n        return DataProto\n\n\n"
+        "from verl import DataProto\n\n\nclass A:\n    DataProto = 1\n    x = DataProto\n\n    def "
+        "f(self):\n        return DataProto\n\n\n"
         "y = [DataProto for DataProto in ()]\nz = [DataProto for _ in DataProto.items]\n"
     )
     expected = (
-        "from temper_engine_api.batch import PackedBatch\n\n\nclass A:\n    DataProto = 1\n    x = DataProto\n\n    def f(self):\n"
-        "        return PackedBatch\n\n\ny = [DataProto for DataProto in ()]\nz = [PackedBatch for _ in PackedBatch.items]\n"
+        "from temper_engine_api.batch import PackedBatch\n\n\nclass A:\n    DataProto = 1\n    x = "
+        "DataProto\n\n    def f(self):\n"
+        "        return PackedBatch\n\n\ny = [DataProto for DataProto in ()]\nz = [PackedBatch for "
+        "_ in PackedBatch.items]\n"
     )
     assert _change(text) == expected
 
@@ -168,7 +235,10 @@ def test_texts_and_stars_are_left_to_a_person() -> None:
 
 
 def test_changing_twice_changes_nothing_more() -> None:
-    text = "from verl.workers.fsdp_workers import ActorRolloutRefWorker, RewardModelWorker\nActorRolloutRefWorker()\n"
+    text = (
+        "from verl.workers.fsdp_workers import ActorRolloutRefWorker, RewardModelWorker\n"
+        "ActorRolloutRefWorker()\n"
+    )
     once = _change(text)
     assert _change(once) == once
 
@@ -183,7 +253,12 @@ def test_every_target_of_the_table_exists() -> None:
         for target in filter(None, (successor.target, legacy)):
             module, _, name = target.partition(":")
             if module.startswith("temper_engine_megatron") or "megatron" in module:
-                pytest.importorskip("megatron.core", reason="needs megatron-core: an environment with temper-engine-megatron runs this")
+                pytest.importorskip(
+                    "megatron.core",
+                    reason=(
+                        "needs megatron-core: an environment with temper-engine-megatron runs this"
+                    ),
+                )
             assert hasattr(importlib.import_module(module), name), old
 
 
@@ -192,15 +267,23 @@ def test_nothing_is_written_without_write_and_only_changed_files_with_it(tmp_pat
     old.write_text("from verl import DataProto\n")
     other.write_text("import os\n")
     stamp = other.stat().st_mtime_ns
-    done = CliRunner().invoke(app, ["imports", str(tmp_path), "--keep-legacy"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["imports", str(tmp_path), "--keep-legacy"], catch_exceptions=False
+    )
     assert done.exit_code == 10
     assert "+from temper_legacy_shim.data_proto import DataProto" in done.stdout
     assert old.read_text() == "from verl import DataProto\n"
-    written = CliRunner().invoke(app, ["imports", str(tmp_path), "--keep-legacy", "--write", "--json"], catch_exceptions=False)
+    written = CliRunner().invoke(
+        app,
+        ["imports", str(tmp_path), "--keep-legacy", "--write", "--json"],
+        catch_exceptions=False,
+    )
     assert json.loads(written.stdout)["files"][0]["is_changed"]
     assert old.read_text() == "from temper_legacy_shim.data_proto import DataProto\n"
     assert other.stat().st_mtime_ns == stamp
-    assert CliRunner().invoke(app, ["imports", str(tmp_path)], catch_exceptions=False).exit_code == 0
+    assert (
+        CliRunner().invoke(app, ["imports", str(tmp_path)], catch_exceptions=False).exit_code == 0
+    )
 
 
 ODD = {
@@ -213,7 +296,9 @@ ODD = {
 }
 
 
-@pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch, which a machine with build tools has")
+@pytest.mark.skipif(
+    shutil.which("patch") is None, reason="needs patch, which a machine with build tools has"
+)
 def test_the_diff_applies_to_odd_files_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, content in ODD.items():
@@ -221,7 +306,9 @@ def test_the_diff_applies_to_odd_files_too(tmp_path: Path, monkeypatch: pytest.M
     done = CliRunner().invoke(app, ["imports", "."], catch_exceptions=False)
     subprocess.run(["patch", "--binary", "-p1", "-s"], input=done.stdout_bytes, check=True)
     for name, content in ODD.items():
-        assert (tmp_path / name).read_bytes() == change_imports(content, keeps_legacy=False).content, name
+        assert (tmp_path / name).read_bytes() == change_imports(
+            content, keeps_legacy=False
+        ).content, name
         assert b"PackedBatch" in (tmp_path / name).read_bytes()
 
 
@@ -231,10 +318,16 @@ def test_a_copy_of_the_old_package_is_named_and_left(tmp_path: Path) -> None:
     (copy / "__init__.py").write_text("from .protocol import DataProto\n")
     (copy / "tools.py").write_text("from verl import DataProto\n")
     (tmp_path / "fork/mine.py").write_text("from verl.workers.fsdp_workers import CriticWorker\n")
-    done = CliRunner().invoke(app, ["imports", str(tmp_path), "--keep-legacy", "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["imports", str(tmp_path), "--keep-legacy", "--json"], catch_exceptions=False
+    )
     report = json.loads(done.stdout)
     assert [Path(each["path"]).name for each in report["files"]] == ["mine.py"]
     assert report["copies"] == [str(copy)]
     assert done.exit_code == 20
-    requested = CliRunner().invoke(app, ["imports", str(copy), "--keep-legacy", "--json"], catch_exceptions=False)
-    assert [Path(each["path"]).name for each in json.loads(requested.stdout)["files"]] == ["tools.py"]
+    requested = CliRunner().invoke(
+        app, ["imports", str(copy), "--keep-legacy", "--json"], catch_exceptions=False
+    )
+    assert [Path(each["path"]).name for each in json.loads(requested.stdout)["files"]] == [
+        "tools.py"
+    ]

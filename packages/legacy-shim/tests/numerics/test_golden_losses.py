@@ -3,7 +3,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_traces import GOLDEN, assert_close, assert_numbers, core_calls, core_inputs, json_of, needs_golden, tensors_of
+from golden_traces import (
+    GOLDEN,
+    assert_close,
+    assert_numbers,
+    core_calls,
+    core_inputs,
+    json_of,
+    needs_golden,
+    tensors_of,
+)
 from torch import Tensor
 
 from temper_engine_api.errors import ConfigError
@@ -15,10 +24,26 @@ from temper_legacy_shim.workers.settings import policy_loss_settings
 pytestmark = needs_golden
 VERSION = "v0.7.1"
 CORE = GOLDEN / f"core_{VERSION}"
-MODES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "bypass_mode")
-# The deprecated actor never filled global_batch_info, which belongs to the engines that came after it.
+MODES = (
+    "vanilla",
+    "gspo",
+    "sapo",
+    "gpg",
+    "cispo",
+    "geo_mean",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+    "bypass_mode",
+)
+# The deprecated actor never filled global_batch_info, which belongs to the engines that came after
+# it.
 POLICY_CALLS = [
-    (mode, call) for mode in MODES for call in core_calls(VERSION, f"policy_loss_{mode}") if not call.startswith("global_batch_info")
+    (mode, call)
+    for mode in MODES
+    for call in core_calls(VERSION, f"policy_loss_{mode}")
+    if not call.startswith("global_batch_info")
 ]
 
 
@@ -31,7 +56,9 @@ def test_policy_losses_gradients_and_metrics_are_the_old_ones(mode: str, call: s
     case = json_of(CORE / f"policy_loss_{mode}" / "case.json")["calls"][call]  # type: ignore[index]
     expected = json_of(CORE / f"policy_loss_{mode}" / "metrics.json")[call]
     config = dict(case["config"])
-    settings = policy_loss_settings({**config, "policy_loss": {"loss_mode": mode, **config.get("policy_loss", {})}})
+    settings = policy_loss_settings(
+        {**config, "policy_loss": {"loss_mode": mode, **config.get("policy_loss", {})}}
+    )
     logprobs = column(case["log_prob"]).clone().requires_grad_()
     weights = None if case["rollout_is_weights"] is None else column(case["rollout_is_weights"])
     torch.manual_seed(case["seed"])
@@ -58,7 +85,9 @@ def test_policy_losses_gradients_and_metrics_are_the_old_ones(mode: str, call: s
     assert isinstance(settings, PolicyLossSettings)
 
 
-@pytest.mark.parametrize("call", [c for c in core_calls(VERSION, "agg_loss") if c.endswith("|local")])
+@pytest.mark.parametrize(
+    "call", [c for c in core_calls(VERSION, "agg_loss") if c.endswith("|local")]
+)
 def test_aggregation_is_the_old_one(call: str) -> None:
     case = json_of(CORE / "agg_loss" / "case.json")["calls"][call]  # type: ignore[index]
     rows = slice(6, 7) if "row6_only" in call else slice(None)
@@ -76,7 +105,9 @@ def test_aggregation_is_the_old_one(call: str) -> None:
     assert_close(loss.grad, outputs[f"{call}.grad_loss_mat"])
 
 
-@pytest.mark.parametrize("call", [c for c in core_calls(VERSION, "value_loss") if c.endswith("|local")])
+@pytest.mark.parametrize(
+    "call", [c for c in core_calls(VERSION, "value_loss") if c.endswith("|local")]
+)
 def test_the_value_loss_is_the_old_one(call: str) -> None:
     case = json_of(CORE / "value_loss" / "case.json")["calls"][call]  # type: ignore[index]
     values = column(case["vpreds"]).clone().requires_grad_()
@@ -93,7 +124,9 @@ def test_the_value_loss_is_the_old_one(call: str) -> None:
     assert_close(loss.detach(), outputs[f"{call}.loss"])
     assert values.grad is not None
     assert_close(values.grad, outputs[f"{call}.grad_vpreds"])
-    assert metrics["critic/vf_clipfrac"] == pytest.approx(json_of(CORE / "value_loss" / "metrics.json")[call]["vf_clipfrac"])  # type: ignore[index]
+    assert metrics["critic/vf_clipfrac"] == pytest.approx(
+        json_of(CORE / "value_loss" / "metrics.json")[call]["vf_clipfrac"]
+    )  # type: ignore[index]
 
 
 @pytest.mark.parametrize("call", core_calls(VERSION, "kl_penalty"))
@@ -110,7 +143,9 @@ def test_kl_penalties_are_the_old_ones(call: str) -> None:
     outputs = tensors_of(CORE / "kl_penalty" / "outputs.safetensors")
     assert_close(kl.detach(), outputs[f"{call}.kl"])
     assert logprobs.grad is not None
-    assert_close(logprobs.grad, next(outputs[name] for name in outputs if name.startswith(f"{call}.grad")))
+    assert_close(
+        logprobs.grad, next(outputs[name] for name in outputs if name.startswith(f"{call}.grad"))
+    )
 
 
 FIRST = "policy_loss_deprecated_compute_policy_loss"
@@ -152,7 +187,11 @@ def test_distances_from_the_sampler_are_the_old_ones(call: str) -> None:
     case = json_of(CORE / FROM_LOGPROBS / "case.json")["calls"][call]  # type: ignore[index]
     expected = json_of(CORE / FROM_LOGPROBS / "metrics.json")[call]
     assert isinstance(expected, dict)
-    result = mismatch(column(case["log_prob"]), rollout_logprobs=column(case["rollout_log_prob"]), mask=column(case["response_mask"]))
+    result = mismatch(
+        column(case["log_prob"]),
+        rollout_logprobs=column(case["rollout_log_prob"]),
+        mask=column(case["response_mask"]),
+    )
     assert_numbers(result, expected)
 
 
@@ -162,4 +201,8 @@ def test_every_group_of_traces_has_a_row_in_the_page() -> None:
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([a-z0-9_]+)`", row[1])}
     assert all(len(row[2].strip()) > 3 for row in rows)
-    assert named == {path.name for version in ("v0.7.1", "v0.9.0") for path in (GOLDEN / f"core_{version}").iterdir()}
+    assert named == {
+        path.name
+        for version in ("v0.7.1", "v0.9.0")
+        for path in (GOLDEN / f"core_{version}").iterdir()
+    }

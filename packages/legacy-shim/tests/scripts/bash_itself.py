@@ -1,7 +1,9 @@
-"""Launches of bash itself: a script run in an empty folder where every external command is a stub that records its arguments.
+"""Launches of bash itself.
 
-Nothing of the script's own commands runs: ``PATH`` holds a few filters and bash; the network is cut off, and root's rights are given up,
-where this machine allows it.
+A script run in an empty folder where every external command is a stub that records its arguments.
+
+Nothing of the script's own commands runs: ``PATH`` holds a few filters and bash; the network is cut
+off, and root's rights are given up, where this machine allows it.
 """
 
 import contextlib
@@ -13,10 +15,25 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-FILTERS = ("basename", "dirname", "tr", "cut", "seq", "sed", "expr", "head", "tail", "wc", "rev", "cat", "bash", "sh")
+FILTERS = (
+    "basename",
+    "dirname",
+    "tr",
+    "cut",
+    "seq",
+    "sed",
+    "expr",
+    "head",
+    "tail",
+    "wc",
+    "rev",
+    "cat",
+    "bash",
+    "sh",
+)
 NO_ONE = "65534"
-# Stubs that end pipes drain them, so that what writes to them is not killed; `srun bash -c ...` runs
-# that bash; folders and limits of this machine are no matter of the script.
+# Stubs that end pipes drain them, so that what writes to them is not killed; `srun bash -c ...`
+# runs that bash; folders and limits of this machine are no matter of the script.
 _STUBS = """
 command_not_found_handle() {
     case "$*" in *"-c import torch_npu"*|npu-smi*) return 1 ;; esac
@@ -44,14 +61,18 @@ class Run:
     """It took too long."""
 
 
-def run_in_bash(text: str, *, environment: dict[str, str], arguments: list[str], limit_s: float = 20) -> Run:
+def run_in_bash(
+    text: str, *, environment: dict[str, str], arguments: list[str], limit_s: float = 20
+) -> Run:
     """Run a script with stubs; see above."""
     with tempfile.TemporaryDirectory(prefix="stubs-", ignore_cleanup_errors=True) as name:
         # Open to whoever runs the script, unlike pytest's own folders.
         return _run(text, Path(name), environment=environment, arguments=arguments, limit_s=limit_s)
 
 
-def _run(text: str, folder: Path, *, environment: dict[str, str], arguments: list[str], limit_s: float) -> Run:
+def _run(
+    text: str, folder: Path, *, environment: dict[str, str], arguments: list[str], limit_s: float
+) -> Run:
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name in FILTERS:
@@ -65,11 +86,23 @@ def _run(text: str, folder: Path, *, environment: dict[str, str], arguments: lis
     (folder / "script.sh").write_text(text, errors="surrogateescape")
     for path in (folder, work, record):
         path.chmod(0o777 if path.is_dir() else 0o666)
-    given = {**environment, "PATH": str(programs), "STUB_RECORD": str(record), "BASH_ENV": str(folder / "stubs"), "LC_ALL": "C.UTF-8"}
+    given = {
+        **environment,
+        "PATH": str(programs),
+        "STUB_RECORD": str(record),
+        "BASH_ENV": str(folder / "stubs"),
+        "LC_ALL": "C.UTF-8",
+    }
     command = [*_confined(), str(programs / "bash"), str(folder / "script.sh"), *arguments]
     was_stopped = False
     process = subprocess.Popen(
-        command, cwd=work, env=given, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command,
+        cwd=work,
+        env=given,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         process.wait(timeout=limit_s)
@@ -86,10 +119,21 @@ def _run(text: str, folder: Path, *, environment: dict[str, str], arguments: lis
 def _confined() -> tuple[str, ...]:
     """Return a command that removes the network and root's rights if the machine has one."""
     prefix: tuple[str, ...] = ()
-    for each in (("unshare", "--net"), ("setpriv", f"--reuid={NO_ONE}", f"--regid={NO_ONE}", "--clear-groups")):
-        if shutil.which(each[0]) and subprocess.run([*prefix, *each, "true"], capture_output=True, check=False).returncode == 0:
+    for each in (
+        ("unshare", "--net"),
+        ("setpriv", f"--reuid={NO_ONE}", f"--regid={NO_ONE}", "--clear-groups"),
+    ):
+        if (
+            shutil.which(each[0])
+            and subprocess.run(
+                [*prefix, *each, "true"], capture_output=True, check=False
+            ).returncode
+            == 0
+        ):
             prefix = (*prefix, *each)
-    return tuple(shutil.which(word) or word if word in ("unshare", "setpriv") else word for word in prefix)
+    return tuple(
+        shutil.which(word) or word if word in ("unshare", "setpriv") else word for word in prefix
+    )
 
 
 def _recorded(content: str) -> list[list[str]]:

@@ -26,14 +26,20 @@ class Comparison:
     was_stopped: bool
 
     def wrong_keys(self) -> list[str]:
-        """Return differences in the number of launches, entries, config names, and keys in order."""
+        """Return differences in number of launches, entries, config names and keys."""
         if len(self.read) != len(self.run):
             return [f"{len(self.read)} launches were read, {len(self.run)} ran"]
         out = []
         for read, run in zip(self.read, self.run, strict=True):
-            keys = [[_shown(override.text).partition("=")[0] for override in launch.overrides] for launch in (read, run)]
+            keys = [
+                [_shown(override.text).partition("=")[0] for override in launch.overrides]
+                for launch in (read, run)
+            ]
             if (read.entry, read.config_name, keys[0]) != (run.entry, run.config_name, keys[1]):
-                out.append(f"{read.entry} {read.config_name} {keys[0]} was read, {run.entry} {run.config_name} {keys[1]} ran")
+                out.append(
+                    f"{read.entry} {read.config_name} {keys[0]} was read, {run.entry} "
+                    f"{run.config_name} {keys[1]} ran"
+                )
         return out
 
     def values(self) -> list[tuple[Text, str]]:
@@ -46,7 +52,11 @@ class Comparison:
 
     def wrong_values(self) -> list[str]:
         """Return the arguments that differ; what is unknown to a reader may be anything."""
-        return [f"{_shown(read)!r} was read, {run!r} ran" for read, run in self.values() if not fits(read, run)]
+        return [
+            f"{_shown(read)!r} was read, {run!r} ran"
+            for read, run in self.values()
+            if not fits(read, run)
+        ]
 
 
 def surroundings(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
@@ -59,7 +69,11 @@ def surroundings(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
     bare = sorted(name for name, is_bare in first.free.items() if is_bare)
     environment = AMBIENT | {name: str(number) for number, name in enumerate(bare, 11)}
     arguments = [str(101 + number) for number in range(first.num_arguments)]
-    settings = environment | {str(position): argument for position, argument in enumerate(arguments, 1)} | ({} if arguments else {"0": ""})
+    settings = (
+        environment
+        | {str(position): argument for position, argument in enumerate(arguments, 1)}
+        | ({} if arguments else {"0": ""})
+    )
     return environment, arguments, settings
 
 
@@ -80,13 +94,25 @@ def wrong_in_new(text: str) -> list[str] | None:
     if old.was_stopped or not find_launches([as_event(command) for command in old.commands]):
         return None
     launched = sorted(sorted(_overrides(command)) for command in new.commands if COMMAND in command)
-    meant = sorted((sorted((each.text for each in one.arguments), key=_shown) for one in migration.launches), key=_all_shown)
-    others = [sorted(_placeless(command) for command in run.commands if not _launches(command)) for run in (old, new)]
+    meant = sorted(
+        (sorted((each.text for each in one.arguments), key=_shown) for one in migration.launches),
+        key=_all_shown,
+    )
+    others = [
+        sorted(_placeless(command) for command in run.commands if not _launches(command))
+        for run in (old, new)
+    ]
     out = [] if others[0] == others[1] else [f"other commands {others[0]} became {others[1]}"]
     if [len(texts) for texts in launched] != [len(texts) for texts in meant]:
         return [*out, f"{_keys(meant)} were meant, {_keys(launched)} ran"]
-    pairs = [pair for texts, run in zip(meant, launched, strict=True) for pair in zip(texts, run, strict=True)]
-    return out + [f"{_shown(want)!r} was meant, {got!r} ran" for want, got in pairs if not fits(want, got)]
+    pairs = [
+        pair
+        for texts, run in zip(meant, launched, strict=True)
+        for pair in zip(texts, run, strict=True)
+    ]
+    return out + [
+        f"{_shown(want)!r} was meant, {got!r} ran" for want, got in pairs if not fits(want, got)
+    ]
 
 
 def _overrides(command: list[str]) -> list[str]:
@@ -99,7 +125,10 @@ def _all_shown(texts: list[Text]) -> list[str]:
 
 
 def _keys(launches: Sequence[Sequence[Text | str]]) -> list[list[str]]:
-    return [[(text if isinstance(text, str) else _shown(text)).partition("=")[0] for text in texts] for texts in launches]
+    return [
+        [(text if isinstance(text, str) else _shown(text)).partition("=")[0] for text in texts]
+        for texts in launches
+    ]
 
 
 def _placeless(command: list[str]) -> list[str]:
@@ -137,7 +166,14 @@ def as_event(command: list[str]) -> Event:
 
 def fits(read: Text, run: str) -> bool:
     """Return whether a value that was read is the one that ran, unknown parts aside."""
-    return re.fullmatch("".join(re.escape(piece.value) if piece.is_known else ".*" for piece in read.pieces), run, re.DOTALL) is not None
+    return (
+        re.fullmatch(
+            "".join(re.escape(piece.value) if piece.is_known else ".*" for piece in read.pieces),
+            run,
+            re.DOTALL,
+        )
+        is not None
+    )
 
 
 def _words(launch: Launch) -> list[str]:

@@ -1,4 +1,4 @@
-"""The reader against bash itself, which runs the same scripts with stubs for every external command."""
+"""Compare the reader with bash, which runs the scripts with stubs for all commands."""
 
 import logging
 import shutil
@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 SAMPLES = sorted((Path(__file__).parent / "samples").glob("*.sh"))
 
-pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash, which every machine with a shell script has")
+pytestmark = pytest.mark.skipif(
+    shutil.which("bash") is None, reason="needs bash, which every machine with a shell script has"
+)
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
@@ -68,7 +70,9 @@ def count_one(path: Path) -> Counter[str]:
     """Count one script: its list of keys, and each value if that list is right."""
     comparison = compare(path.read_text(errors="replace"))
     if comparison.was_stopped or not comparison.run:
-        return Counter({"stopped under stubs" if comparison.was_stopped else "launches nothing under stubs": 1})
+        return Counter(
+            {"stopped under stubs" if comparison.was_stopped else "launches nothing under stubs": 1}
+        )
     if wrong := comparison.wrong_keys():
         logger.warning("%s: %s", path.name, "; ".join(wrong)[:500])
         return Counter({"keys wrong": 1})

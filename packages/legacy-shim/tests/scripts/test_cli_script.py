@@ -10,8 +10,10 @@ from temper_legacy_shim.cli import app
 from temper_legacy_shim.errors import OutputError, ScriptError, UsageError
 
 RUN = (
-    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 data.train_files=$HOME/a.parquet \\\n"
-    "    actor_rollout_ref.model.path=$MODEL actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 trainer.nnodes=1\n"
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 "
+    "data.train_files=$HOME/a.parquet \\\n"
+    "    actor_rollout_ref.model.path=$MODEL actor_rollout_ref.rollout.name=vllm "
+    "actor_rollout_ref.rollout.n=4 trainer.nnodes=1\n"
 )
 
 
@@ -38,7 +40,9 @@ def test_a_script_is_translated_into_a_new_file_and_the_old_one_stays(tmp_path: 
 
 
 def test_report_begins_with_what_the_user_can_act_on(tmp_path: Path) -> None:
-    more = RUN.replace("trainer.nnodes=1", "trainer.nnodes=1 +mine.key=1 trainer.balance_batch=True")
+    more = RUN.replace(
+        "trainer.nnodes=1", "trainer.nnodes=1 +mine.key=1 trainer.balance_batch=True"
+    )
     old, new = _script(tmp_path, more), tmp_path / "new.sh"
     lines = [line.strip() for line in _run(str(old))[1].splitlines()]
     assert lines[1].startswith("translated: 7 of 9 settings; 1 have no effect here")
@@ -46,17 +50,28 @@ def test_report_begins_with_what_the_user_can_act_on(tmp_path: Path) -> None:
     assert lines[3].startswith("will behave differently: ")
     assert lines[4] == "unknown: 1 key that no release has (below)"
     assert lines[5] == f"next: temper-migrate script {old} --out NEW.sh"
-    levels = [line.partition(":")[0] for line in lines if line.startswith(("hazard:", "refused:", "note:"))]
+    levels = [
+        line.partition(":")[0]
+        for line in lines
+        if line.startswith(("hazard:", "refused:", "note:"))
+    ]
     assert levels == sorted(levels, key=("hazard", "refused", "note").index)
-    assert levels.count("hazard") == int(lines[3].removeprefix("will behave differently: ").partition(" ")[0])
-    assert f'next: add "$@" to the end of the command in {new}, then bash {new} --check' in _run(str(old), "--out", str(new))[1]
+    assert levels.count("hazard") == int(
+        lines[3].removeprefix("will behave differently: ").partition(" ")[0]
+    )
+    assert (
+        f'next: add "$@" to the end of the command in {new}, then bash {new} --check'
+        in _run(str(old), "--out", str(new))[1]
+    )
     old.write_text(RUN.replace("trainer.nnodes=1", 'trainer.nnodes=1 "$@"'))
     new.unlink()
     assert f"next: bash {new} --check" in _run(str(old), "--out", str(new))[1]
 
 
 def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_reported(tmp_path: Path) -> None:
-    code, shown = _run(str(_script(tmp_path, RUN.replace("verl.trainer.main_ppo", "myfork.trainer.main_ppo"))))
+    code, shown = _run(
+        str(_script(tmp_path, RUN.replace("verl.trainer.main_ppo", "myfork.trainer.main_ppo")))
+    )
     assert code == 10
     assert "myfork.trainer.main_ppo is no program of v" in shown
 
@@ -69,7 +84,9 @@ def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_check_writes_nothing_and_says_it_in_the_exit_code(tmp_path: Path) -> None:
-    code, shown = _run(str(_script(tmp_path, "echo hello\n")), "--check", "--out", str(tmp_path / "new.sh"))
+    code, shown = _run(
+        str(_script(tmp_path, "echo hello\n")), "--check", "--out", str(tmp_path / "new.sh")
+    )
     assert code == 0
     assert "no old trainer" in shown
     assert not (tmp_path / "new.sh").exists()
@@ -92,11 +109,23 @@ def test_what_is_no_script_is_one_sentence_with_its_line(tmp_path: Path) -> None
         _run(str(_script(tmp_path)), "--set", "NNODES")
 
 
-def test_the_report_says_whether_the_release_was_given_or_inferred_and_from_what(tmp_path: Path) -> None:
-    script = str(_script(tmp_path, RUN.replace("trainer.nnodes=1", "actor_rollout_ref.rollout.layer_name_map.qkv_layer_name=qkv")))
+def test_the_report_says_whether_the_release_was_given_or_inferred_and_from_what(
+    tmp_path: Path,
+) -> None:
+    script = str(
+        _script(
+            tmp_path,
+            RUN.replace(
+                "trainer.nnodes=1", "actor_rollout_ref.rollout.layer_name_map.qkv_layer_name=qkv"
+            ),
+        )
+    )
     _, inferred = _run(script)
     # The key stood in the Megatron tree alone, so every release of the other one refuses it.
-    assert "line 1: ppo of v0.9.1 (inferred: v0.2 to v0.9.1 take its keys; the newest counts; even v0.9.1 refuses actor_rollout" in inferred
+    assert (
+        "line 1: ppo of v0.9.1 (inferred: v0.2 to v0.9.1 take its keys; the newest counts; even "
+        "v0.9.1 refuses actor_rollout" in inferred
+    )
     _, given = _run(script, "--from-version", "v0.7.0")
     assert "line 1: ppo of v0.7.0 (given as v0.7.0)" in given
 
@@ -109,11 +138,18 @@ def test_a_table_in_a_pipe_has_every_token_full(tmp_path: Path) -> None:
     assert "\u2026" not in shown  # rich's sign for what was cut
 
 
-SFT = "verl.trainer.fsdp_sft_trainer data.train_files=a.parquet model.partial_pretrain=b data.micro_batch_size_per_gpu=4\n"
+SFT = (
+    "verl.trainer.fsdp_sft_trainer data.train_files=a.parquet model.partial_pretrain=b "
+    "data.micro_batch_size_per_gpu=4\n"
+)
 
 
 @pytest.mark.parametrize(
-    "launcher", ["torchrun --nproc_per_node=$nproc -m", "torchrun --standalone --nnodes=1 --nproc_per_node=${nproc} -m"]
+    "launcher",
+    [
+        "torchrun --nproc_per_node=$nproc -m",
+        "torchrun --standalone --nnodes=1 --nproc_per_node=${nproc} -m",
+    ],
 )
 def test_the_shells_own_number_of_processes_goes_on(tmp_path: Path, launcher: str) -> None:
     new = tmp_path / "new.sh"
@@ -125,7 +161,12 @@ def test_the_shells_own_number_of_processes_goes_on(tmp_path: Path, launcher: st
     assert "is torchrun's to say" not in shown
 
 
-@pytest.mark.parametrize("launcher", ["torchrun --nnodes=$n --nproc_per_node=$nproc -m", "torchrun --nproc_per_node=gpu -m"])
-def test_a_number_of_processes_that_no_variable_is_stays_to_be_reported(tmp_path: Path, launcher: str) -> None:
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun --nnodes=$n --nproc_per_node=$nproc -m", "torchrun --nproc_per_node=gpu -m"],
+)
+def test_a_number_of_processes_that_no_variable_is_stays_to_be_reported(
+    tmp_path: Path, launcher: str
+) -> None:
     _, shown = _run(str(_script(tmp_path, f"nproc=$1\n{launcher} {SFT}")))
     assert "is torchrun's to say" in shown

@@ -1,4 +1,7 @@
-"""Count what becomes of the drawn third-party scripts; docs/records/migration_acceptance.md has the rules."""
+"""Count what becomes of the drawn third-party scripts.
+
+Docs/records/migration_acceptance.md has the rules.
+"""
 
 import json
 import logging
@@ -41,7 +44,10 @@ DROPPED = ("dropped", "ignored", "superseded")
 def drawn_scripts() -> list[tuple[str, Path]]:
     """Return name and file of each script of the table; without them, the test is skipped."""
     if not FOLDER.is_dir():
-        pytest.skip(f"needs the drawn scripts in {FOLDER}: write them with tools/draw_scripts.py, and set TEMPER_TEST_DATA")
+        pytest.skip(
+            f"needs the drawn scripts in {FOLDER}: write them with tools/draw_scripts.py, and set "
+            "TEMPER_TEST_DATA"
+        )
     rows = [line.split("\t") for line in TABLE.read_text().splitlines()[1:]]
     return [(f"{name} {path}", FOLDER / name.replace("/", "+") / path) for name, _, path, _ in rows]
 
@@ -65,9 +71,13 @@ def test_drawn_scripts_meet_the_acceptance(tmp_path: Path, monkeypatch: pytest.M
         result.update(_count_launches(migration))
         result.update(_count_accepted(name, text, migration, tmp_path / f"s{number}", monkeypatch))
     logger.warning("%s", json.dumps(dict(sorted(result.items())), indent=1))
-    logger.warning("CPU seconds per script: median %.3f, largest %.2f", median(seconds), max(seconds))
+    logger.warning(
+        "CPU seconds per script: median %.3f, largest %.2f", median(seconds), max(seconds)
+    )
     assert result["scripts: false clean"] == 0
-    assert result["keys of verl: unmapped"] <= 0.005 * sum(count for name, count in result.items() if name.startswith("keys of verl: "))
+    assert result["keys of verl: unmapped"] <= 0.005 * sum(
+        count for name, count in result.items() if name.startswith("keys of verl: ")
+    )
     checked = result["accepted, asks nobody"] + result["refused, asks nobody"]
     assert result["accepted, asks nobody"] >= 0.97 * checked > 0
     assert median(seconds) <= 0.1
@@ -79,7 +89,11 @@ def _count_script(name: str, text: str, migration: Migration) -> Iterator[str]:
         return
     environment, arguments, _ = surroundings(text)
     commands = run_in_bash(text, environment=environment, arguments=arguments).commands
-    launches = [command for command in commands if find_launches([as_event(command)]) or _num_known_keys(command) > 1]
+    launches = [
+        command
+        for command in commands
+        if find_launches([as_event(command)]) or _num_known_keys(command) > 1
+    ]
     yield f"scripts: without a launch, {migration.outcome.name}"
     logger.warning("%s: %s %s", name, migration.outcome.name, "; ".join(migration.unfollowed)[:300])
     if migration.outcome is Outcome.CLEAN and launches:
@@ -88,7 +102,9 @@ def _count_script(name: str, text: str, migration: Migration) -> Iterator[str]:
 
 
 def _num_known_keys(command: list[str]) -> int:
-    return sum("=" in word and word.partition("=")[0].lstrip("+~") in known_keys() for word in command)
+    return sum(
+        "=" in word and word.partition("=")[0].lstrip("+~") in known_keys() for word in command
+    )
 
 
 def _count_launches(migration: Migration) -> Iterator[str]:
@@ -96,27 +112,40 @@ def _count_launches(migration: Migration) -> Iterator[str]:
         outcome = outcome_of(each.translation)
         yield f"launches: {outcome}"
         for token in each.translation.tokens:
-            kind = OPEN.get(token.disposition) or ("dropped" if token.disposition in DROPPED else "translated")
+            kind = OPEN.get(token.disposition) or (
+                "dropped" if token.disposition in DROPPED else "translated"
+            )
             key = token.text.partition("=")[0].lstrip("+~")
             whose = "keys of verl" if key in known_keys() else "other keys"
             yield f"{whose}: {kind}" if outcome != "out of scope" else "tokens: out of scope"
 
 
-def _count_accepted(name: str, text: str, migration: Migration, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yield what ``temper-train --check`` says of the arguments that bash passes in the new script."""
+def _count_accepted(
+    name: str, text: str, migration: Migration, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Yield the result of ``temper-train --check`` for the arguments that bash passes."""
     if migration.script is None:
         return
     outcomes = [outcome_of(each.translation) for each in migration.launches]
     if all(outcome == "out of scope" for outcome in outcomes):
         return
-    requested = "asks a person" if "asks a person" in outcomes or migration.script.persons else "asks nobody"
+    requested = (
+        "asks a person"
+        if "asks a person" in outcomes or migration.script.persons
+        else "asks nobody"
+    )
     environment, arguments, _ = surroundings(text)
     # Unset variables have a number, which is no path.
     environment = {
-        key: f"/m/{value}" if re.search("MODEL|PATH|DIR|FILE", key) and value.isdigit() else value for key, value in environment.items()
+        key: f"/m/{value}" if re.search("MODEL|PATH|DIR|FILE", key) and value.isdigit() else value
+        for key, value in environment.items()
     }
-    commands = run_in_bash(migration.script.text, environment=environment, arguments=arguments).commands
-    launched = {tuple(command[command.index(COMMAND) + 1 :]) for command in commands if COMMAND in command}
+    commands = run_in_bash(
+        migration.script.text, environment=environment, arguments=arguments
+    ).commands
+    launched = {
+        tuple(command[command.index(COMMAND) + 1 :]) for command in commands if COMMAND in command
+    }
     if not launched:
         logger.warning("%s: launches nothing under stubs", name)
         yield "not startable: nothing under stubs"

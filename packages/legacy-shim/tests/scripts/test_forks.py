@@ -1,4 +1,8 @@
-"""Scripts of users' forks: none crashes, nearly every token is accounted for, and what is written is a configuration of the trainer."""
+"""Scripts of users' forks.
+
+None crashes, nearly every token is accounted for, and what is written is a configuration of the
+trainer.
+"""
 
 import json
 import logging
@@ -22,13 +26,21 @@ from temper_legacy_shim.scripts.migrate import Migration, migrate_script
 logger = logging.getLogger(__name__)
 
 OPEN = ("needs a person", "conflict")
-"""Dispositions that leave a token to a person. A fork's own key has one of its own: it is listed, and never guessed."""
+"""Dispositions that leave a token to a person. A fork's own key has one of its own: it is listed,
+and never guessed.
+"""
 
 
 def outcome_of(translation: Translation) -> str:
     """Return whether it is within the scope, and whether somebody is asked."""
     requested = {finding.rule for finding in translation.findings if finding.level == "person"}
-    return "out of scope" if requested & {"images", "foreign"} else "asks a person" if requested else "asks nobody"
+    return (
+        "out of scope"
+        if requested & {"images", "foreign"}
+        else "asks a person"
+        if requested
+        else "asks nobody"
+    )
 
 
 def migrated(path: Path) -> Migration:
@@ -65,7 +77,9 @@ def test_public_scripts_are_translated(tmp_path: Path, monkeypatch: pytest.Monke
                 code, given = run(command(translation, tmp_path, name=f"c{result['scripts']}"))
                 result[f"{'refused' if code else 'accepted'}, {outcome}"] += 1
                 if code:
-                    logger.warning("%s, %s: %s", path.relative_to(path.anchor), outcome, given.strip())
+                    logger.warning(
+                        "%s, %s: %s", path.relative_to(path.anchor), outcome, given.strip()
+                    )
     logger.warning("%s", json.dumps(dict(sorted(result.items())), indent=1))
     tokens = sum(count for name, count in result.items() if name.startswith("tokens: "))
     assert sum(result[f"tokens: {name}"] for name in OPEN) <= 0.005 * tokens

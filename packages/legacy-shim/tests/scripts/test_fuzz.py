@@ -17,10 +17,31 @@ from temper_legacy_shim.scripts.migrate import migrate_script
 from temper_legacy_shim.scripts.script_reading import read_script
 
 LIMIT_S = 60
-"""A reading takes milliseconds; a machine that seven others share may be slow, and a hang has no end."""
+"""A reading takes milliseconds; a machine that seven others share may be slow, and a hang has no
+end.
+"""
 
 _NAMES = st.sampled_from(["A", "B", "x", "LIST", "@", "#", "1", "?", "HOME"])
-_PLAIN = ["a", "1", "0", "-1", "a b", "*", "[a-z]", "{a,b}", "{1..3}", "~", "key=value", "a.b=c", "'q'", "$'\\n'", "\\", "#", "${", "$(("]
+_PLAIN = [
+    "a",
+    "1",
+    "0",
+    "-1",
+    "a b",
+    "*",
+    "[a-z]",
+    "{a,b}",
+    "{1..3}",
+    "~",
+    "key=value",
+    "a.b=c",
+    "'q'",
+    "$'\\n'",
+    "\\",
+    "#",
+    "${",
+    "$((",
+]
 _EXPANDED = [
     "$A",
     '"$A"',
@@ -36,7 +57,14 @@ _EXPANDED = [
     "${A:1:2}",
 ]
 _SMALL = st.sampled_from([*_PLAIN, *_EXPANDED])
-_STARTING = ["python3 -m verl.trainer.main_ppo data.a=1 trainer.b=$A", 'bash -c "$A"', 'eval "$B"', "f", "shift", "set -- a b"]
+_STARTING = [
+    "python3 -m verl.trainer.main_ppo data.a=1 trainer.b=$A",
+    'bash -c "$A"',
+    'eval "$B"',
+    "f",
+    "shift",
+    "set -- a b",
+]
 _LAUNCHES = st.sampled_from([*_STARTING, "exit", "return", "break"])
 
 
@@ -44,7 +72,13 @@ def _compound(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     several = st.lists(inner, min_size=1, max_size=3).map("\n".join)
     return st.one_of(
         st.builds("if {}; then\n{}\nelse\n{}\nfi".format, inner, several, several),
-        st.builds("for {} in {} {}; do\n{}\ndone".format, st.sampled_from(["A", "x"]), _SMALL, _SMALL, several),
+        st.builds(
+            "for {} in {} {}; do\n{}\ndone".format,
+            st.sampled_from(["A", "x"]),
+            _SMALL,
+            _SMALL,
+            several,
+        ),
         st.builds("while {}; do\n{}\ndone".format, inner, several),
         st.builds("case {} in\n{}) {} ;;\n*) {} ;;\nesac".format, _SMALL, _SMALL, inner, inner),
         st.builds("f() {{\n{}\n}}".format, several),
@@ -78,7 +112,11 @@ def _read(text: str) -> object:
         return str(error)
     finally:
         assert time.monotonic() - started < LIMIT_S
-    return [[field.text.shown() for field in event.fields] for event in reading.events], reading.notes, len(reading.alternatives)
+    return (
+        [[field.text.shown() for field in event.fields] for event in reading.events],
+        reading.notes,
+        len(reading.alternatives),
+    )
 
 
 def _check(text: str) -> None:
@@ -87,19 +125,60 @@ def _check(text: str) -> None:
 
 _OVERRIDES = st.sampled_from(
     [
-        *("algorithm.adv_estimator=grpo", "algorithm.adv_estimator=gae", "data.train_batch_size=64", "data.train_batch_size=$A"),
-        *("data.train_files=$HOME/a.parquet", "data.train_files=\"['$A','$B']\"", "actor_rollout_ref.model.path=${A:-m}", "a.b=$(date)"),
-        *("actor_rollout_ref.rollout.n=$((4 * 2))", "+fork.key='a b'", "trainer.nnodes=$x", "trainer.logger=['console','wandb']", '"$@"'),
-        *("trainer.experiment_name=run_$(hostname)", "actor_rollout_ref.actor.optim.lr=1e-6 # tuned", '"${LIST[@]}"', "$B", "~data.x"),
-        *("actor_rollout_ref.rollout.name=sglang", "trainer.use_legacy_worker_impl=enable", "data.max_response_length=${LIST[0]}"),
-        *("--config-name=ppo_megatron_trainer", "model_engine=megatron", "critic.ppo_micro_batch_size=`echo 4`", "data.image_key=images"),
+        *(
+            "algorithm.adv_estimator=grpo",
+            "algorithm.adv_estimator=gae",
+            "data.train_batch_size=64",
+            "data.train_batch_size=$A",
+        ),
+        *(
+            "data.train_files=$HOME/a.parquet",
+            "data.train_files=\"['$A','$B']\"",
+            "actor_rollout_ref.model.path=${A:-m}",
+            "a.b=$(date)",
+        ),
+        *(
+            "actor_rollout_ref.rollout.n=$((4 * 2))",
+            "+fork.key='a b'",
+            "trainer.nnodes=$x",
+            "trainer.logger=['console','wandb']",
+            '"$@"',
+        ),
+        *(
+            "trainer.experiment_name=run_$(hostname)",
+            "actor_rollout_ref.actor.optim.lr=1e-6 # tuned",
+            '"${LIST[@]}"',
+            "$B",
+            "~data.x",
+        ),
+        *(
+            "actor_rollout_ref.rollout.name=sglang",
+            "trainer.use_legacy_worker_impl=enable",
+            "data.max_response_length=${LIST[0]}",
+        ),
+        *(
+            "--config-name=ppo_megatron_trainer",
+            "model_engine=megatron",
+            "critic.ppo_micro_batch_size=`echo 4`",
+            "data.image_key=images",
+        ),
     ]
 )
 _ENTRIES = st.sampled_from(
     [
-        *("python3 -m verl.trainer.main_ppo", "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer"),
-        *("A=1 nohup python -m verl.trainer.main_ppo", "ray job submit --address=$A -- python3 -m recipe.dapo.main_dapo"),
-        *("srun -N 2 python3 -u -m verl.trainer.main_ppo", "python3 -m verl.trainer.main_generation", "python verl/trainer/main_ppo.py"),
+        *(
+            "python3 -m verl.trainer.main_ppo",
+            "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer",
+        ),
+        *(
+            "A=1 nohup python -m verl.trainer.main_ppo",
+            "ray job submit --address=$A -- python3 -m recipe.dapo.main_dapo",
+        ),
+        *(
+            "srun -N 2 python3 -u -m verl.trainer.main_ppo",
+            "python3 -m verl.trainer.main_generation",
+            "python verl/trainer/main_ppo.py",
+        ),
     ]
 )
 _ENDS = st.sampled_from(["", " 2>&1 | tee log", " > log &", " || exit 1", " # done"])
@@ -110,10 +189,16 @@ _RUNS = st.builds(
     st.sampled_from([" ", " \\\n    "]),
     _ENDS,
 )
-_LISTS = st.lists(_OVERRIDES, max_size=4).map(lambda items: "LIST=(\n    " + "\n    ".join(items) + "\n)")
-_SETS = st.sampled_from(["A=4", "B=trainer.nnodes=2", "x=$A", "[ -n $A ]", "shift", "echo done", "# a remark"])
+_LISTS = st.lists(_OVERRIDES, max_size=4).map(
+    lambda items: "LIST=(\n    " + "\n    ".join(items) + "\n)"
+)
+_SETS = st.sampled_from(
+    ["A=4", "B=trainer.nnodes=2", "x=$A", "[ -n $A ]", "shift", "echo done", "# a remark"]
+)
 _NESTED = st.recursive(st.one_of(_RUNS, _LISTS, _SETS), _compound, max_leaves=5)
-_PROJECTS = st.lists(st.one_of(_RUNS, _LISTS, _SETS, _NESTED, _NESTED, _COMMANDS), min_size=1, max_size=5).map("\n".join)
+_PROJECTS = st.lists(
+    st.one_of(_RUNS, _LISTS, _SETS, _NESTED, _NESTED, _COMMANDS), min_size=1, max_size=5
+).map("\n".join)
 
 
 def _check_new_script(text: str) -> bool:
@@ -130,7 +215,11 @@ def _check_new_script(text: str) -> bool:
         return False
     again = migrate_script(text).script
     assert again is not None
-    assert (again.text, again.notes, again.persons) == (first.script.text, first.script.notes, first.script.persons)
+    assert (again.text, again.notes, again.persons) == (
+        first.script.text,
+        first.script.notes,
+        first.script.persons,
+    )
     if not first.script.persons:
         assert migrate_script(first.script.text).script is None  # nothing old is left in it
     return True

@@ -47,7 +47,11 @@ echo finished
 
 def _launched(text: str) -> list[str]:
     """Return the arguments of temper-train in the new script as the reader sees them."""
-    events = [event for event in read_script(text).events if any(field.text.known == "temper-train" for field in event.fields)]
+    events = [
+        event
+        for event in read_script(text).events
+        if any(field.text.known == "temper-train" for field in event.fields)
+    ]
     (event,) = events
     return [field.text.shown() for field in event.fields]
 
@@ -61,7 +65,9 @@ def test_the_new_script_launches_the_translated_overrides() -> None:
     assert "actor.engine.optimizer.lr=1e-6" in launched
     assert "batching.prompts_per_step=64" in launched
     assert "batching.num_mini_batches=2" in launched  # 64 prompts in mini-batches of 32
-    assert set(migration.launches[0].translation.overrides) >= {item for item in launched if item.startswith("batching.")}
+    assert set(migration.launches[0].translation.overrides) >= {
+        item for item in launched if item.startswith("batching.")
+    }
 
 
 def test_tokens_of_the_script_survive_where_the_value_stays_as_it_is() -> None:
@@ -88,25 +94,45 @@ def test_a_path_without_variables_is_written_plainly() -> None:
 
 
 def test_what_a_person_must_decide_and_what_differs_stands_at_the_command() -> None:
-    text = GRPO.replace("trainer.nnodes=1", "trainer.nnodes=$SLURM_NNODES my.magic=$lr actor_rollout_ref.actor.clip_ratio=0.3")
+    text = GRPO.replace(
+        "trainer.nnodes=1",
+        "trainer.nnodes=$SLURM_NNODES my.magic=$lr actor_rollout_ref.actor.clip_ratio=0.3",
+    )
     migration = migrate_script(text)
     assert migration.outcome is Outcome.PERSON
     assert migration.script is not None
     lines = migration.script.text.splitlines()
-    decide = next(number for number, line in enumerate(lines) if line.startswith("# DECIDE: trainer.nnodes is '$SLURM_NNODES'"))
+    decide = next(
+        number
+        for number, line in enumerate(lines)
+        if line.startswith("# DECIDE: trainer.nnodes is '$SLURM_NNODES'")
+    )
     assert any(line.startswith("# differs: actor_rollout_ref.actor.clip_ratio") for line in lines)
     assert decide < lines.index("temper_overrides=(")
-    assert "    # my.magic=$lr: unmapped. a key of no release: a fork's own, or a slip. Nothing was guessed." in lines
+    assert (
+        "    # my.magic=$lr: unmapped. a key of no release: a fork's own, or a slip. Nothing was "
+        "guessed." in lines
+    )
 
 
 def test_comments_and_unrelated_lines_stay() -> None:
     migration = migrate_script(GRPO)
     assert migration.script is not None
     lines = migration.script.text.splitlines()
-    for line in ("# My run.", "set -x", "lr=1e-6   # tuned", "mkdir -p logs", "echo finished", "    # where the data lie"):
+    for line in (
+        "# My run.",
+        "set -x",
+        "lr=1e-6   # tuned",
+        "mkdir -p logs",
+        "echo finished",
+        "    # where the data lie",
+    ):
         assert line in lines
     assert "held out" in migration.script.text
-    assert 'PYTHONUNBUFFERED=1 nohup temper-train "${temper_overrides[@]}" "$@" 2>&1 | tee logs/run.log' in lines
+    assert (
+        'PYTHONUNBUFFERED=1 nohup temper-train "${temper_overrides[@]}" "$@" 2>&1 | tee '
+        "logs/run.log" in lines
+    )
     assert not any(line.startswith("DATA=(") for line in lines)
 
 
@@ -118,15 +144,24 @@ def test_translating_twice_gives_the_same_bytes() -> None:
     assert migrate_script(first.script.text).launches == ()
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash, which every machine with a shell script has")
+@pytest.mark.skipif(
+    shutil.which("bash") is None, reason="needs bash, which every machine with a shell script has"
+)
 def test_the_new_script_is_bash() -> None:
     migration = migrate_script(GRPO)
     assert migration.script is not None
-    assert subprocess.run(["bash", "-n"], input=migration.script.text, text=True, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            ["bash", "-n"], input=migration.script.text, text=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_a_variable_given_from_outside_decides_the_branch() -> None:
-    text = GRPO.replace("mkdir -p logs", 'if [ "$MODE" = big ]; then DATA+=(data.max_response_length=4096); fi')
+    text = GRPO.replace(
+        "mkdir -p logs", 'if [ "$MODE" = big ]; then DATA+=(data.max_response_length=4096); fi'
+    )
     usual, big = migrate_script(text), migrate_script(text, settings={"MODE": "big"})
     assert usual.script is not None
     assert big.script is not None
@@ -136,10 +171,18 @@ def test_a_variable_given_from_outside_decides_the_branch() -> None:
     assert big.script.persons == []
 
 
-@pytest.mark.parametrize("extra", ["EXTRA=()|EXTRA+=(actor_rollout_ref.rollout.n=8)", 'EXTRA=|EXTRA="actor_rollout_ref.rollout.n=8"'])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "EXTRA=()|EXTRA+=(actor_rollout_ref.rollout.n=8)",
+        'EXTRA=|EXTRA="actor_rollout_ref.rollout.n=8"',
+    ],
+)
 def test_overrides_of_a_branch_that_was_not_taken_stop_the_new_script_there(extra: str) -> None:
     first, _, second = extra.partition("|")
-    text = GRPO.replace("mkdir -p logs", f'{first}\nif [ "${{DEBUG:-0}}" = 1 ]; then\n  {second}\nfi').replace('"$@"', "${EXTRA[@]}")
+    text = GRPO.replace(
+        "mkdir -p logs", f'{first}\nif [ "${{DEBUG:-0}}" = 1 ]; then\n  {second}\nfi'
+    ).replace('"$@"', "${EXTRA[@]}")
     migration = migrate_script(text)
     assert migration.script is not None
     assert "  { echo 'temper-migrate: this branch was not translated" in migration.script.text
@@ -157,37 +200,54 @@ def test_a_launch_that_only_another_branch_reaches_needs_a_person() -> None:
     assert migration.script is not None
     (person,) = migration.script.persons
     assert person.startswith(
-        "line 5: verl.trainer.main_ppo is started there where a condition turns out otherwise, and still stands as it was"
+        "line 5: verl.trainer.main_ppo is started there where a condition turns out otherwise, and "
+        "still stands as it was"
     )
     assert f"{command}16" in migration.script.text
 
 
 def test_a_launch_that_no_reading_came_by_needs_a_person() -> None:
     command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size="
-    for text in (f"if {command}8; then\n  {command}4\nelse\n  {command}2\nfi\n", f"again() {{\n  {command}4\n}}\n{command}8\n"):
+    for text in (
+        f"if {command}8; then\n  {command}4\nelse\n  {command}2\nfi\n",
+        f"again() {{\n  {command}4\n}}\n{command}8\n",
+    ):
         migration = migrate_script(text)
         assert migration.script is not None
-        assert any("and still stands as it was" in person for person in migration.script.persons), text
+        assert any("and still stands as it was" in person for person in migration.script.persons), (
+            text
+        )
 
 
-@pytest.mark.parametrize("outside", ["A=$({})", 'A="$({})"', "for x in $({}); do :; done", "echo ${{A:-$({})}}"])
+@pytest.mark.parametrize(
+    "outside", ["A=$({})", 'A="$({})"', "for x in $({}); do :; done", "echo ${{A:-$({})}}"]
+)
 def test_an_old_launch_in_a_branch_of_a_substitution_is_reported(outside: str) -> None:
     command = "python3 -m verl.trainer.main_ppo"
-    migration = migrate_script(outside.format(f"if {command}; then\n{command}\nelse\n{command}\nfi"))
+    migration = migrate_script(
+        outside.format(f"if {command}; then\n{command}\nelse\n{command}\nfi")
+    )
     assert migration.script is not None
     assert any("and still stands as it was" in person for person in migration.script.persons)
 
 
 def test_a_command_substitution_before_the_command_stays_full() -> None:
-    text = GRPO.replace("PYTHONUNBUFFERED=1", 'GPUS=(0 1)\nCUDA_VISIBLE_DEVICES=$(IFS=,; echo "${GPUS[*]}")')
+    text = GRPO.replace(
+        "PYTHONUNBUFFERED=1", 'GPUS=(0 1)\nCUDA_VISIBLE_DEVICES=$(IFS=,; echo "${GPUS[*]}")'
+    )
     migration = migrate_script(text)
     assert migration.script is not None
-    assert 'CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${GPUS[*]}") nohup temper-train "${temper_overrides[@]}"' in migration.script.text
+    assert (
+        'CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${GPUS[*]}") nohup temper-train '
+        '"${temper_overrides[@]}"' in migration.script.text
+    )
     assert migrate_script(migration.script.text).launches == ()
 
 
 def test_arrays_of_a_wrapper_stay() -> None:
-    text = GRPO.replace("mkdir -p logs", "HOW=(--nodes=1)").replace("nohup python3", 'srun "${HOW[@]}" python3')
+    text = GRPO.replace("mkdir -p logs", "HOW=(--nodes=1)").replace(
+        "nohup python3", 'srun "${HOW[@]}" python3'
+    )
     migration = migrate_script(text)
     assert migration.script is not None
     assert "HOW=(--nodes=1)" in migration.script.text.splitlines()
@@ -199,7 +259,10 @@ def test_both_branches_of_an_undecided_condition_are_reported() -> None:
     (alternative,) = migrate_script(text).reading.alternatives
     assert alternative.decision.what == "[ -d /fast ]"
     assert alternative.taken == 1
-    assert any(override.text.known == "actor_rollout_ref.actor.optim.lr=2e-6" for override in alternative.launches[0].overrides)
+    assert any(
+        override.text.known == "actor_rollout_ref.actor.optim.lr=2e-6"
+        for override in alternative.launches[0].overrides
+    )
 
 
 def test_a_token_that_means_something_else_where_the_command_stands_is_written_out() -> None:
@@ -215,7 +278,9 @@ def test_a_token_that_means_something_else_where_the_command_stands_is_written_o
 
 
 def test_one_command_in_a_loop_keeps_what_varies_as_a_variable() -> None:
-    text = GRPO.replace("PYTHONUNBUFFERED", "for lr in 1e-6 2e-6; do\nPYTHONUNBUFFERED").replace("echo finished", "done")
+    text = GRPO.replace("PYTHONUNBUFFERED", "for lr in 1e-6 2e-6; do\nPYTHONUNBUFFERED").replace(
+        "echo finished", "done"
+    )
     migration = migrate_script(text)
     assert len(migration.launches) == 2
     assert migration.script is not None
@@ -224,7 +289,9 @@ def test_one_command_in_a_loop_keeps_what_varies_as_a_variable() -> None:
 
 
 def test_computed_values_that_differ_between_rounds_need_a_person() -> None:
-    text = GRPO.replace("PYTHONUNBUFFERED", "for size in 16 32; do\nPYTHONUNBUFFERED").replace("echo finished", "done")
+    text = GRPO.replace("PYTHONUNBUFFERED", "for size in 16 32; do\nPYTHONUNBUFFERED").replace(
+        "echo finished", "done"
+    )
     migration = migrate_script(text.replace("ppo_mini_batch_size=32", "ppo_mini_batch_size=$size"))
     assert migration.outcome is Outcome.PERSON
     assert migration.script is not None
@@ -233,7 +300,10 @@ def test_computed_values_that_differ_between_rounds_need_a_person() -> None:
 
 
 def test_a_launch_inside_bash_c_is_left_with_the_new_command_next_to_it() -> None:
-    command = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=8 trainer.nnodes=1"
+    command = (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=8 "
+        "trainer.nnodes=1"
+    )
     migration = migrate_script(f"srun bash -c '{command}'\n")
     assert migration.outcome is Outcome.PERSON
     assert migration.script is not None
@@ -243,8 +313,12 @@ def test_a_launch_inside_bash_c_is_left_with_the_new_command_next_to_it() -> Non
 
 def test_the_users_own_configuration_is_found_around_the_script(tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf/mine.yaml").write_text("defaults:\n  - ppo_trainer\n  - _self_\nactor_rollout_ref:\n  rollout:\n    n: 16\n")
-    options = '--config-path="$P/conf" --config-name=mine algorithm.adv_estimator=grpo trainer.nnodes=1'
+    (tmp_path / "conf/mine.yaml").write_text(
+        "defaults:\n  - ppo_trainer\n  - _self_\nactor_rollout_ref:\n  rollout:\n    n: 16\n"
+    )
+    options = (
+        '--config-path="$P/conf" --config-name=mine algorithm.adv_estimator=grpo trainer.nnodes=1'
+    )
     text = f"P=$(pwd)\npython3 -m verl.trainer.main_ppo {options}\n"
     result, missing = migrate_script(text, folder=tmp_path), migrate_script(text)
     assert result.script is not None
@@ -254,7 +328,10 @@ def test_the_users_own_configuration_is_found_around_the_script(tmp_path: Path) 
 
 
 def test_a_folder_that_the_default_made_of_the_experiments_name_is_full() -> None:
-    run = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.nnodes=1 trainer.experiment_name=run_$SEED"
+    run = (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.nnodes=1 "
+        "trainer.experiment_name=run_$SEED"
+    )
     for text in (f"{run}\n", f"for SEED in 1 2; do\n  {run}\ndone\n"):
         script = migrate_script(text).script
         assert script is not None
@@ -265,44 +342,84 @@ def test_a_folder_that_the_default_made_of_the_experiments_name_is_full() -> Non
 @pytest.mark.parametrize(
     ("head", "name", "keys"),
     [
-        ("NNODES=${SLURM_NNODES:-2}; ADV=grpo", "SLURM_NNODES", "actor.num_workers, rollout.num_replicas"),
+        (
+            "NNODES=${SLURM_NNODES:-2}; ADV=grpo",
+            "SLURM_NNODES",
+            "actor.num_workers, rollout.num_replicas",
+        ),
         ("NNODES=${1:-2}; ADV=grpo", "argument 1", "actor.num_workers"),
-        ("NNODES=2; K=${K:-group}; case $K in\n  group) ADV=grpo ;;\n  value) ADV=gae ;;\nesac", "K", "algorithm.advantage.name"),
-        ('NNODES=2; ADV=grpo; if [ "${CRITIC:-no}" = yes ]; then ADV=gae; fi', "CRITIC", "algorithm.advantage.name"),
+        (
+            "NNODES=2; K=${K:-group}; case $K in\n  group) ADV=grpo ;;\n  value) ADV=gae ;;\nesac",
+            "K",
+            "algorithm.advantage.name",
+        ),
+        (
+            'NNODES=2; ADV=grpo; if [ "${CRITIC:-no}" = yes ]; then ADV=gae; fi',
+            "CRITIC",
+            "algorithm.advantage.name",
+        ),
     ],
 )
-def test_what_an_environment_variable_would_change_and_the_new_script_holds_fixed_is_reported(head: str, name: str, keys: str) -> None:
-    run = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$ADV trainer.nnodes=$NNODES data.train_batch_size=64"
+def test_what_an_environment_variable_would_change_and_the_new_script_holds_fixed_is_reported(
+    head: str, name: str, keys: str
+) -> None:
+    run = (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$ADV trainer.nnodes=$NNODES "
+        "data.train_batch_size=64"
+    )
     migration = migrate_script(f"{head}\n{run} actor_rollout_ref.model.path=${{MODEL:-m}}\n")
-    (sentence,) = [remark for remark in remarks(migration) if "has a default in the script" in remark]
+    (sentence,) = [
+        remark for remark in remarks(migration) if "has a default in the script" in remark
+    ]
     assert sentence.startswith(
         f"{name} has a default in the script, from which {keys}"
     )  # and nothing of MODEL, which the new script reads as the old one did
     assert "translate again with --set" in sentence
 
 
-def test_a_branch_that_only_chooses_between_texts_of_overrides_stops_where_it_was_not_taken() -> None:
-    head = 'A="trainer.total_epochs=1"\nB="trainer.total_epochs=2"\nif [ "${K:-a}" = a ]; then\n  X="$A"\nelse\n  X=$B\nfi\n'
+def test_a_branch_that_only_chooses_between_texts_of_overrides_stops_where_it_was_not_taken() -> (
+    None
+):
+    head = (
+        'A="trainer.total_epochs=1"\nB="trainer.total_epochs=2"\nif [ "${K:-a}" = a ]; then\n  '
+        'X="$A"\nelse\n  X=$B\nfi\n'
+    )
     script = migrate_script(f"{head}python3 -m verl.trainer.main_ppo $X {' '.join(REST)}\n").script
     assert script is not None
     lines = script.text.splitlines()
-    assert [line[:2] for line in lines if "trainer.total_epochs=" in line and "run." not in line] == ["# ", "# "]
+    assert [
+        line[:2] for line in lines if "trainer.total_epochs=" in line and "run." not in line
+    ] == ["# ", "# "]
     assert "choose it with --set" in lines[lines.index("else") + 1]
 
 
-def test_a_users_own_file_of_an_old_name_is_read_and_the_packages_own_is_not_looked_for(tmp_path: Path) -> None:
+def test_a_users_own_file_of_an_old_name_is_read_and_the_packages_own_is_not_looked_for(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf/ppo_trainer.yaml").write_text("actor_rollout_ref: {rollout: {n: 16}}\n")
-    for path, num_completions in (("$PWD/conf", 16), ("config", 1), ("$HOME/verl/trainer/config", 1)):
-        options = f"--config-path={path} --config-name=ppo_trainer algorithm.adv_estimator=grpo trainer.nnodes=1"
-        script = migrate_script(f"python3 -m verl.trainer.main_ppo {options}\n", folder=tmp_path).script
+    for path, num_completions in (
+        ("$PWD/conf", 16),
+        ("config", 1),
+        ("$HOME/verl/trainer/config", 1),
+    ):
+        options = (
+            f"--config-path={path} --config-name=ppo_trainer algorithm.adv_estimator=grpo "
+            "trainer.nnodes=1"
+        )
+        script = migrate_script(
+            f"python3 -m verl.trainer.main_ppo {options}\n", folder=tmp_path
+        ).script
         assert script is not None
         assert f"algorithm.group_size={num_completions}" in script.text, path
         assert "of your own" not in " ".join(script.persons)
 
 
 def test_torchruns_numbers_are_the_cluster() -> None:
-    text = "torchrun --nnodes=2 --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.train_files=a model.partial_pretrain=b\n"
+    text = (
+        "torchrun --nnodes=2 --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer "
+        "data.train_files=a model.partial_pretrain=b\n"
+    )
     migration = migrate_script(text)
     assert migration.script is not None
     assert "actor.num_workers=8" in migration.script.text  # 2 nodes of 4
@@ -318,12 +435,18 @@ def test_a_script_that_launches_nothing_is_clean() -> None:
 def test_other_programs_with_hydras_overrides_are_left_unchanged() -> None:
     cifar = "python train.py task=cifar optimizer.lr=0.1 data.root=/d trainer.max_epochs=10\n"
     assert migrate_script(cifar).script is None
-    forks = "python src/train.py data.train_files=/d/a.parquet actor_rollout_ref.model.path=/m my.own=1 other.own=2\n"
+    forks = (
+        "python src/train.py data.train_files=/d/a.parquet actor_rollout_ref.model.path=/m "
+        "my.own=1 other.own=2\n"
+    )
     assert len(migrate_script(forks).launches) == 1
 
 
 def test_a_fork_with_a_configuration_of_another_kind_is_a_question() -> None:
-    text = "python3 -m verl.trainer.main config=c.yaml data.train_files=a worker.rollout.n=8 trainer.n_gpus_per_node=8\n"
+    text = (
+        "python3 -m verl.trainer.main config=c.yaml data.train_files=a worker.rollout.n=8 "
+        "trainer.n_gpus_per_node=8\n"
+    )
     migration = migrate_script(text)
     assert migration.outcome is Outcome.PERSON
     assert migration.script is not None
@@ -333,19 +456,28 @@ def test_a_fork_with_a_configuration_of_another_kind_is_a_question() -> None:
 
 def test_an_old_trainer_that_is_only_named_needs_a_person() -> None:
     inside = (
-        "cat > run.sh <<'END'\n# python3 -m verl.trainer.main_ppo\npython3 -m verl.trainer.main_ppo trainer.nnodes=1\nEND\nbash run.sh\n"
+        "cat > run.sh <<'END'\n# python3 -m verl.trainer.main_ppo\npython3 -m "
+        "verl.trainer.main_ppo trainer.nnodes=1\nEND\nbash run.sh\n"
     )
-    assert migrate_script(inside).outcome is Outcome.PERSON  # its launch is translated, and left to the user
+    assert (
+        migrate_script(inside).outcome is Outcome.PERSON
+    )  # its launch is translated, and left to the user
     named = migrate_script("ENTRY=verl.trainer.main_ppo\nmake train\n")
     assert (named.script, named.outcome) == (None, Outcome.PERSON)
     (sentence,) = persons(named)
-    assert sentence.startswith("line 1: verl.trainer.main_ppo is named there, but nothing in this script was seen to start it: translate")
+    assert sentence.startswith(
+        "line 1: verl.trainer.main_ppo is named there, but nothing in this script was seen to "
+        "start it: translate"
+    )
     assert migrate_script("echo use python3 -m verl.trainer.main_ppo\n").outcome is Outcome.CLEAN
 
 
 @pytest.mark.parametrize("files", ["['$one', '$HOME/two.parquet']", "[$one,$HOME/two.parquet]"])
 def test_a_variable_that_holds_a_list_stays_that_list(files: str) -> None:
-    text = f'one=$HOME/one.parquet\nfiles="{files}"\npython3 -m verl.trainer.main_ppo data.train_files="$files" {" ".join(REST)}\n'
+    text = (
+        f'one=$HOME/one.parquet\nfiles="{files}"\npython3 -m verl.trainer.main_ppo '
+        f'data.train_files="$files" {" ".join(REST)}\n'
+    )
     migration = migrate_script(text)
     assert migration.script is not None
     assert '    data.train.paths="$files"  #' in migration.script.text
@@ -355,19 +487,37 @@ def test_a_variable_that_holds_a_list_stays_that_list(files: str) -> None:
     assert values["data.train.kind"] == "parquet"
 
 
-REST = ("actor_rollout_ref.model.path=/m", "actor_rollout_ref.rollout.name=vllm", "algorithm.adv_estimator=grpo", "data.train_batch_size=8")
+REST = (
+    "actor_rollout_ref.model.path=/m",
+    "actor_rollout_ref.rollout.name=vllm",
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=8",
+)
 
 
 @pytest.mark.parametrize(
     ("switch", "override", "says"),
     [
-        ("LORA_RANK=${LORA_RANK:-0}", "actor_rollout_ref.model.lora_rank=$LORA_RANK", "LORA_RANK=37 would set actor.engine.lora.rank"),
-        ("USE_KL=${USE_KL:-False}", "actor_rollout_ref.actor.use_kl_loss=$USE_KL", "USE_KL=True would set ref, algorithm.kl_loss_coef"),
+        (
+            "LORA_RANK=${LORA_RANK:-0}",
+            "actor_rollout_ref.model.lora_rank=$LORA_RANK",
+            "LORA_RANK=37 would set actor.engine.lora.rank",
+        ),
+        (
+            "USE_KL=${USE_KL:-False}",
+            "actor_rollout_ref.actor.use_kl_loss=$USE_KL",
+            "USE_KL=True would set ref, algorithm.kl_loss_coef",
+        ),
         ("OFF=${OFF:-0}", "actor_rollout_ref.nccl_timeout=$OFF", ""),
     ],
 )
-def test_switch_of_the_environment_that_is_off_by_default_is_named(switch: str, override: str, says: str) -> None:
-    text = f"{switch}\npython3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.model.path=/m {override}\n"
+def test_switch_of_the_environment_that_is_off_by_default_is_named(
+    switch: str, override: str, says: str
+) -> None:
+    text = (
+        f"{switch}\npython3 -m verl.trainer.main_ppo data.train_batch_size=64 "
+        f"actor_rollout_ref.model.path=/m {override}\n"
+    )
     migration = migrate_script(text, options=Options(version="v0.7.0"))
     result = [remark for remark in remarks(migration) if "switches nothing on" in remark]
     assert [says in remark for remark in result] == ([True] if says else [])

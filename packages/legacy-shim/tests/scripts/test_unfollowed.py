@@ -9,7 +9,8 @@ from temper_legacy_shim.scripts.migrate import Migration, migrate_script
 from temper_legacy_shim.scripts.script_report import headline, persons, remarks
 
 RUN = (
-    "data.train_files=/data/train.parquet actor_rollout_ref.model.path=/models/q algorithm.adv_estimator=grpo "
+    "data.train_files=/data/train.parquet actor_rollout_ref.model.path=/models/q "
+    "algorithm.adv_estimator=grpo "
     "data.train_batch_size=64 trainer.n_gpus_per_node=8"
 )
 TUNING = "data.train_files=/data/train.parquet model.partial_pretrain=/models/q optim.lr=1e-5"
@@ -19,18 +20,27 @@ def entries(migration: Migration) -> list[str]:
     return [each.launch.entry for each in migration.launches]
 
 
-@pytest.mark.parametrize("options", ["--nproc_per_node=8", "--nnodes=1 --nproc_per_node 8", "--standalone --nproc-per-node=2"])
+@pytest.mark.parametrize(
+    "options",
+    ["--nproc_per_node=8", "--nnodes=1 --nproc_per_node 8", "--standalone --nproc-per-node=2"],
+)
 @pytest.mark.parametrize("launcher", ["torchrun", "python3 -m torch.distributed.run"])
 def test_options_between_m_and_the_module_are_the_launchers(launcher: str, options: str) -> None:
     migration = migrate_script(f"{launcher} -m {options} verl.trainer.fsdp_sft_trainer {TUNING}\n")
     assert entries(migration) == ["verl.trainer.fsdp_sft_trainer"]
     assert migration.launches[0].translation.source.program == "sft"
-    assert not any(setting.key.startswith("critic") for setting in migration.launches[0].translation.settings)
+    assert not any(
+        setting.key.startswith("critic") for setting in migration.launches[0].translation.settings
+    )
 
 
 GUARDS = (
     'MODEL=${MODEL:-}\nif [[ -z "$MODEL" ]]; then echo "no model" >&2; exit 1; fi\n',
-    'usage() { echo "usage: $0 -m MODEL"; exit 1; }\nfor v in MODEL DATA; do [[ -z "${!v:-}" ]] && { echo "$v"; usage; }; done\n',
+    (
+        'usage() { echo "usage: $0 -m MODEL"; exit 1; }\nfor v in MODEL DATA; do [[ -z "${!v:-}" '
+        "]] "
+        '&& { echo "$v"; usage; }; done\n'
+    ),
     'n=0\n[ "$n" -lt 1 ] && exit 2\n',
     ': "${MODEL:=}"\nMODEL=${MODEL:?give a model}\n',
 )
@@ -53,7 +63,9 @@ def test_exit_without_an_error_still_ends_the_script() -> None:
 
 
 def test_a_program_in_a_variable_that_runs_a_module_of_verl_is_python() -> None:
-    assert entries(migrate_script(f'"$MY_ENV" -m verl.trainer.main_ppo {RUN}\n')) == ["verl.trainer.main_ppo"]
+    assert entries(migrate_script(f'"$MY_ENV" -m verl.trainer.main_ppo {RUN}\n')) == [
+        "verl.trainer.main_ppo"
+    ]
 
 
 SUBMITTED = (
@@ -63,7 +75,9 @@ SUBMITTED = (
 
 
 @pytest.mark.parametrize("command", SUBMITTED)
-def test_a_script_that_a_scheduler_gets_after_many_options_is_looked_at(command: str, tmp_path: Path) -> None:
+def test_a_script_that_a_scheduler_gets_after_many_options_is_looked_at(
+    command: str, tmp_path: Path
+) -> None:
     (tmp_path / "job.sbatch").write_text(f"python3 -m verl.trainer.main_ppo {RUN}\n")
     migration = migrate_script(f"{command}\n", folder=tmp_path)
     assert migration.outcome is Outcome.PERSON
@@ -78,7 +92,11 @@ def test_a_script_behind_a_substitution_is_looked_for_by_its_name(tmp_path: Path
 
 
 HEREDOCS = (
-    f"cat > job.slurm <<'EOF'\n#SBATCH -N 1\npython3 -m verl.trainer.main_ppo {RUN}\nEOF\nsbatch job.slurm\n",
+    (
+        f"cat > job.slurm <<'EOF'\n#SBATCH -N 1\npython3 -m verl.trainer.main_ppo {RUN}\nEOF\n"
+        "sbatch "
+        "job.slurm\n"
+    ),
     f"sbatch <<EOF\n#!/bin/bash\nsrun python3 -m verl_tool.trainer.main_ppo {RUN}\nEOF\n",
     f"tee run.sh <<'EOF' >/dev/null\npython3 -m wrapped.trainer.main_ppo {RUN}\nEOF\n",
     f"echo 'python3 -m verl.trainer.main_ppo {RUN}' > run.sh\nbash run.sh\n",
@@ -95,7 +113,9 @@ def test_launch_in_a_text_that_is_run_later_is_translated_and_left_to_the_user(t
 
 
 def test_text_without_a_launch_is_not_read_as_one() -> None:
-    migration = migrate_script("cat > notes.txt <<'EOF'\nverl is installed; run python setup.py (later)\nEOF\n")
+    migration = migrate_script(
+        "cat > notes.txt <<'EOF'\nverl is installed; run python setup.py (later)\nEOF\n"
+    )
     assert (migration.outcome, migration.launches) == (Outcome.CLEAN, ())
 
 
@@ -115,7 +135,12 @@ def test_launch_behind_a_wrapper_is_seen(text: str) -> None:
     assert entries(migrate_script(text)) in (["verl.trainer.main_ppo"], ["myfork.train"])
 
 
-UNKNOWN = (f"$COMMAND {RUN}\n", f"./launch {RUN}\n", f"bash launch_{{1}}.sh {RUN}\n", f"my_launcher --flag {RUN}\n")
+UNKNOWN = (
+    f"$COMMAND {RUN}\n",
+    f"./launch {RUN}\n",
+    f"bash launch_{{1}}.sh {RUN}\n",
+    f"my_launcher --flag {RUN}\n",
+)
 
 
 @pytest.mark.parametrize("text", UNKNOWN)
@@ -128,12 +153,17 @@ def test_command_with_known_keys_that_cannot_be_followed_is_a_question(text: str
 
 def test_sibling_script_is_looked_into(tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(f'python3 -m verl.trainer.main_ppo {RUN} "$@"\n')
-    for command in ("bash train.sh", "bash $HERE/train.sh data.seed=1 data.shuffle=False", "./train.sh", "sbatch train.sh"):
+    for command in (
+        "bash train.sh",
+        "bash $HERE/train.sh data.seed=1 data.shuffle=False",
+        "./train.sh",
+        "sbatch train.sh",
+    ):
         migration = migrate_script(f"{command}\n", folder=tmp_path)
         assert migration.outcome is Outcome.PERSON
-        assert "starts verl.trainer.main_ppo: translate that script" in persons(migration)[0].replace(
-            ", and gets settings of verl from here (data.seed, data.shuffle)", ""
-        )
+        assert "starts verl.trainer.main_ppo: translate that script" in persons(migration)[
+            0
+        ].replace(", and gets settings of verl from here (data.seed, data.shuffle)", "")
 
 
 def test_sibling_of_a_sibling_is_looked_into(tmp_path: Path) -> None:
@@ -147,34 +177,67 @@ def test_sibling_of_a_sibling_is_looked_into(tmp_path: Path) -> None:
 def test_script_that_is_not_there_is_reported(tmp_path: Path) -> None:
     migration = migrate_script("bash elsewhere/train.sh\n", folder=tmp_path)
     assert migration.outcome is Outcome.PINNED
-    assert remarks(migration) == ["line 1: elsewhere/train.sh was not found next to this script, so what it starts is not known"]
+    assert remarks(migration) == [
+        (
+            "line 1: elsewhere/train.sh was not found next to this script, so what it starts is "
+            "not "
+            "known"
+        )
+    ]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["pip install verl\n", "ray start --head\n", "python scripts/model_merger.py --local_dir x\n", "echo data.seed=1 data.shuffle=1\n"],
+    [
+        "pip install verl\n",
+        "ray start --head\n",
+        "python scripts/model_merger.py --local_dir x\n",
+        "echo data.seed=1 data.shuffle=1\n",
+    ],
 )
 def test_script_that_starts_no_trainer_is_clean(text: str, tmp_path: Path) -> None:
     assert migrate_script(text, folder=tmp_path).outcome is Outcome.CLEAN
 
 
-@pytest.mark.parametrize("path", ["$HOME/models/Qwen3-VL-8B-Instruct", "${MODEL_PATH:-$HOME/Qwen2.5-VL-7B}", "${ROOT}/Qwen3-VL-2B"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "$HOME/models/Qwen3-VL-8B-Instruct",
+        "${MODEL_PATH:-$HOME/Qwen2.5-VL-7B}",
+        "${ROOT}/Qwen3-VL-2B",
+    ],
+)
 def test_model_of_images_in_a_variable_is_a_question(path: str) -> None:
-    migration = migrate_script(f"MODEL_PATH={path}\npython3 -m verl.trainer.main_ppo {RUN} actor_rollout_ref.model.path=$MODEL_PATH\n")
+    migration = migrate_script(
+        f"MODEL_PATH={path}\npython3 -m verl.trainer.main_ppo {RUN} "
+        "actor_rollout_ref.model.path=$MODEL_PATH\n"
+    )
     assert "images" in {finding.rule for finding in migration.launches[0].persons}
 
 
 def test_default_path_below_home_is_written_as_hydra_reads_it() -> None:
-    run = RUN.replace("actor_rollout_ref.model.path=/models/q", "actor_rollout_ref.model.path=~/models/q")
+    run = RUN.replace(
+        "actor_rollout_ref.model.path=/models/q", "actor_rollout_ref.model.path=~/models/q"
+    )
     migration = migrate_script(f"python3 -m verl.trainer.main_ppo {run}\n")
     assert migration.script is not None
     assert "=~" not in migration.script.text
-    (setting,) = (item for item in migration.launches[0].translation.settings if item.key == "actor.engine.model.path")
+    (setting,) = (
+        item
+        for item in migration.launches[0].translation.settings
+        if item.key == "actor.engine.model.path"
+    )
     assert setting.value == "${oc.env:HOME}/models/q"
 
 
 def test_launch_in_a_written_text_next_to_another_one_is_a_question() -> None:
-    text = f"cat > eval.sh <<'EOF'\npython3 -m verl.trainer.main_ppo {RUN}\nEOF\npython3 -m verl.trainer.main_ppo {RUN}\n"
+    text = (
+        f"cat > eval.sh <<'EOF'\npython3 -m verl.trainer.main_ppo {RUN}\nEOF\npython3 -m "
+        f"verl.trainer.main_ppo {RUN}\n"
+    )
     migration = migrate_script(text)
     assert len(migration.launches) == 1
-    assert "line 1: a text that is written there starts verl.trainer.main_ppo: translate the file that it becomes." in persons(migration)
+    assert (
+        "line 1: a text that is written there starts verl.trainer.main_ppo: translate the file "
+        "that it becomes." in persons(migration)
+    )

@@ -42,7 +42,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w2")), eos_token="w1", pad_token="w0", unk_token="w2"
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w2")),
+        eos_token="w1",
+        pad_token="w0",
+        unk_token="w2",
     )
     tokenizer.save_pretrained(folder)
     return folder

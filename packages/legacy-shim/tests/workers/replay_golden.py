@@ -1,4 +1,7 @@
-"""One rank that replays golden traces: python replay_golden.py OUT CASE..., with RANK and WORLD_SIZE set. Writes what it measured."""
+"""One rank that replays golden traces.
+
+Python replay_golden.py OUT CASE..., with RANK and WORLD_SIZE set. Writes what it measured.
+"""
 
 import json
 import shutil
@@ -20,7 +23,7 @@ from temper_legacy_shim.workers.ppo_critic import PPOCritic
 
 
 class GradientsOf:
-    """Full gradients of the first update before clipping, read from the first moment that it leaves."""
+    """Full gradients of the first update before clipping, from its first moments."""
 
     first: dict[str, Tensor] | None = None
 
@@ -28,8 +31,15 @@ class GradientsOf:
         if self.first is None:
             spec = engine.config.optimizer
             assert spec is not None
-            scale = 1.0 if spec.clip_grad_norm is None or norm <= spec.clip_grad_norm else spec.clip_grad_norm / norm
-            self.first = {state.name: state.first_moment / (1 - spec.betas[0]) / scale for state in engine.export_state()}
+            scale = (
+                1.0
+                if spec.clip_grad_norm is None or norm <= spec.clip_grad_norm
+                else spec.clip_grad_norm / norm
+            )
+            self.first = {
+                state.name: state.first_moment / (1 - spec.betas[0]) / scale
+                for state in engine.export_state()
+            }
 
 
 class WatchedActor(PPOActor):
@@ -62,7 +72,9 @@ def build_engine(case: dict[str, Any], folder: Path, *, model_folder: Path) -> F
     optim, is_bf16 = case["config"]["optim"], "bf16" in case["case"]
     engine = FSDPEngine(
         FSDPConfig(
-            model=ModelSpec(path=str(folder), model_type="value_model" if is_critic else "language_model"),
+            model=ModelSpec(
+                path=str(folder), model_type="value_model" if is_critic else "language_model"
+            ),
             optimizer=OptimizerSpec(
                 lr=optim["lr"],
                 betas=tuple(optim["betas"]),
@@ -85,45 +97,67 @@ def replay(case_folder: Path, *, folder: Path) -> dict[str, Any]:
     inputs = load_file(case_folder / case["inputs"])
     engine = build_engine(case, folder, model_folder=case_folder / case["model_files"])
     first, last = case["rows_per_rank"][engine.topology.dp.rank]
-    data = DataProto.from_dict(tensors={key: inputs[name][first:last] for key, name in case["batch_keys"].items()})
-    config = {**case["config"], "ppo_mini_batch_size": case["ppo_mini_batch_size_after_worker_normalization"]}
-    result = (_replay_critic if case["model"] == "critic" else _replay_actor)(case, config, engine, data)
+    data = DataProto.from_dict(
+        tensors={key: inputs[name][first:last] for key, name in case["batch_keys"].items()}
+    )
+    config = {
+        **case["config"],
+        "ppo_mini_batch_size": case["ppo_mini_batch_size_after_worker_normalization"],
+    }
+    result = (_replay_critic if case["model"] == "critic" else _replay_actor)(
+        case, config, engine, data
+    )
     with engine.export_weights() as stream:
         result |= {f"param.{name}": tensor for name, tensor in stream}
     engine.close()
     return result
 
 
-def _replay_actor(case: dict[str, Any], config: dict[str, Any], engine: FSDPEngine, data: DataProto) -> dict[str, Any]:
+def _replay_actor(
+    case: dict[str, Any], config: dict[str, Any], engine: FSDPEngine, data: DataProto
+) -> dict[str, Any]:
     actor = WatchedActor(config, engine)
     actor.gradients = GradientsOf()
 
     def read(moment: str) -> dict[str, Tensor]:
         requested = DataProto(data.batch, meta_info=dict(case["log_prob_meta_info"]))
-        return {f"{moment}.{name}": value for name, value in actor.compute_log_prob(requested, calculate_entropy=True).items()}
+        return {
+            f"{moment}.{name}": value
+            for name, value in actor.compute_log_prob(requested, calculate_entropy=True).items()
+        }
 
     result: dict[str, Any] = read("before")
     if any("update_policy" in call for call in case["calls"]):
         torch.manual_seed(1234)
-        result["metrics"] = actor.update_policy(DataProto(data.batch, meta_info=dict(case["meta_info"])))
+        result["metrics"] = actor.update_policy(
+            DataProto(data.batch, meta_info=dict(case["meta_info"]))
+        )
         result |= read("after")
-        result |= {f"grad0.{name}": gradient for name, gradient in (actor.gradients.first or {}).items()}
+        result |= {
+            f"grad0.{name}": gradient for name, gradient in (actor.gradients.first or {}).items()
+        }
     return result
 
 
-def _replay_critic(case: dict[str, Any], config: dict[str, Any], engine: FSDPEngine, data: DataProto) -> dict[str, Any]:
+def _replay_critic(
+    case: dict[str, Any], config: dict[str, Any], engine: FSDPEngine, data: DataProto
+) -> dict[str, Any]:
     critic = WatchedCritic(config, engine)
     critic.gradients = GradientsOf()
     requested = DataProto(data.batch, meta_info=dict(case["compute_values_meta_info"]))
     result: dict[str, Any] = {"before.values": critic.compute_values(requested)}
     result["metrics"] = critic.update_critic(DataProto(data.batch))
     result["after.values"] = critic.compute_values(requested)
-    return result | {f"grad0.{name}": gradient for name, gradient in (critic.gradients.first or {}).items()}
+    return result | {
+        f"grad0.{name}": gradient for name, gradient in (critic.gradients.first or {}).items()
+    }
 
 
 def main(out: Path, cases: list[Path]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        results = {str(case): replay(case, folder=Path(folder) / str(i)) for i, case in enumerate(cases)}
+        results = {
+            str(case): replay(case, folder=Path(folder) / str(i)) for i, case in enumerate(cases)
+        }
     torch.save(results, out)
 
 

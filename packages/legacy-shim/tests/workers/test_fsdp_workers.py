@@ -10,7 +10,11 @@ import torch
 from temper_engine_api.errors import BatchError, ConfigError, EngineStateError
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import RECORDS, LegacyWorkerWarning
-from temper_legacy_shim.workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker
+from temper_legacy_shim.workers import (
+    ActorRolloutRefWorker,
+    AsyncActorRolloutRefWorker,
+    CriticWorker,
+)
 
 MakeData = Callable[..., DataProto]
 
@@ -32,7 +36,9 @@ def open_worker() -> Iterator[Callable[[Any], Any]]:
 
 
 @pytest.fixture
-def worker(actor_config: dict[str, Any], open_worker: Callable[[Any], Any]) -> ActorRolloutRefWorker:
+def worker(
+    actor_config: dict[str, Any], open_worker: Callable[[Any], Any]
+) -> ActorRolloutRefWorker:
     with pytest.warns(LegacyWorkerWarning, match="ActorRolloutRefWorker is deprecated") as caught:
         made = ActorRolloutRefWorker(config=actor_config, role="actor_rollout_ref")
     assert caught[0].filename == __file__
@@ -52,7 +58,9 @@ def masked(data: DataProto, column: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.bitwise
-def test_before_an_update_actor_and_reference_agree_and_after_it_they_do_not(worker: ActorRolloutRefWorker, make_data: MakeData) -> None:
+def test_before_an_update_actor_and_reference_agree_and_after_it_they_do_not(
+    worker: ActorRolloutRefWorker, make_data: MakeData
+) -> None:
     data = make_data(4)
     before = worker.compute_log_prob(data)
     reference = worker.compute_ref_log_prob(data)
@@ -66,17 +74,24 @@ def test_before_an_update_actor_and_reference_agree_and_after_it_they_do_not(wor
     assert isinstance(metrics, dict)
     assert metrics["actor/lr"] == 1e-2
     # Two mini-batches of two rows: a list entry each, and one number for the summed loss.
-    assert [len(metrics[name]) for name in ("actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac")] == [2, 2, 2]
+    assert [
+        len(metrics[name]) for name in ("actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac")
+    ] == [2, 2, 2]
     assert isinstance(metrics["actor/pg_loss"], float)
     after = worker.compute_log_prob(data)
     again = worker.compute_ref_log_prob(data)
     assert after.batch is not None
     assert again.batch is not None
-    assert (masked(data, after.batch.column("old_log_probs")) - masked(data, before.batch.column("old_log_probs"))).abs().max() > 1e-3
+    assert (
+        masked(data, after.batch.column("old_log_probs"))
+        - masked(data, before.batch.column("old_log_probs"))
+    ).abs().max() > 1e-3
     assert torch.equal(again.batch.column("ref_log_prob"), reference.batch.column("ref_log_prob"))
 
 
-def test_generated_sequences_have_the_old_layout_and_the_actors_own_log_probs(worker: ActorRolloutRefWorker, make_data: MakeData) -> None:
+def test_generated_sequences_have_the_old_layout_and_the_actors_own_log_probs(
+    worker: ActorRolloutRefWorker, make_data: MakeData
+) -> None:
     data = make_data(4)
     worker.update_actor(data)
     assert data.batch is not None
@@ -101,12 +116,17 @@ def test_generated_sequences_have_the_old_layout_and_the_actors_own_log_probs(wo
     assert measured.batch is not None
     is_real = made.batch.column("attention_mask")[:, 3:].bool()
     torch.testing.assert_close(
-        measured.batch.column("old_log_probs")[is_real], made.batch.column("rollout_log_probs")[is_real], atol=1e-4, rtol=1e-4
+        measured.batch.column("old_log_probs")[is_real],
+        made.batch.column("rollout_log_probs")[is_real],
+        atol=1e-4,
+        rtol=1e-4,
     )
 
 
 @pytest.mark.bitwise
-def test_a_checkpoint_brings_the_actor_back(worker: ActorRolloutRefWorker, make_data: MakeData, tmp_path: Path) -> None:
+def test_a_checkpoint_brings_the_actor_back(
+    worker: ActorRolloutRefWorker, make_data: MakeData, tmp_path: Path
+) -> None:
     data = make_data(4)
     worker.update_actor(data)
     saved = worker.compute_log_prob(data)
@@ -130,7 +150,9 @@ def test_the_old_warm_up_begins_at_zero_and_the_new_one_does_not(
     rates = {}
     for numerics in ("legacy", "temper"):
         old = open_worker(open_actor(actor_config, numerics=numerics))
-        rates[numerics] = [old.update_actor(make_data(4)).meta_info["metrics"]["actor/lr"] for _ in range(3)]
+        rates[numerics] = [
+            old.update_actor(make_data(4)).meta_info["metrics"]["actor/lr"] for _ in range(3)
+        ]
     assert rates["legacy"] == pytest.approx([0.0, 5e-3, 1e-2])
     assert rates["temper"] == pytest.approx([5e-3, 1e-2, 1e-2])
 
@@ -143,15 +165,25 @@ def test_one_micro_batch_gives_old_and_new_numerics_the_same_update(
     for numerics in ("legacy", "temper"):
         old = open_worker(open_actor(actor_config, numerics=numerics))
         metrics = old.update_actor(make_data(4)).meta_info["metrics"]
-        result.append((metrics["actor/grad_norm"], metrics["actor/ppo_kl"][0], old.compute_log_prob(make_data(4)).batch["old_log_probs"]))
+        result.append(
+            (
+                metrics["actor/grad_norm"],
+                metrics["actor/ppo_kl"][0],
+                old.compute_log_prob(make_data(4)).batch["old_log_probs"],
+            )
+        )
     assert result[0][0] == pytest.approx(result[1][0], rel=1e-5)
-    torch.testing.assert_close(masked(make_data(4), result[0][2]), masked(make_data(4), result[1][2]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        masked(make_data(4), result[0][2]), masked(make_data(4), result[1][2]), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_the_async_worker_gives_its_sampler_the_actors_weights(
     actor_config: dict[str, Any], make_data: MakeData, open_worker: Callable[[Any], Any]
 ) -> None:
-    with pytest.warns(LegacyWorkerWarning, match="AsyncActorRolloutRefWorker is deprecated") as caught:
+    with pytest.warns(
+        LegacyWorkerWarning, match="AsyncActorRolloutRefWorker is deprecated"
+    ) as caught:
         made = open_worker(AsyncActorRolloutRefWorker(actor_config, "actor_rollout"))
     assert len(caught) == 1
     version = made.rollout._sampler.weight_version
@@ -168,21 +200,31 @@ def test_the_critic_learns_and_masks_its_values(
     values = critic.compute_values(data).batch["values"]
     assert bool((values[data.batch["response_mask"] == 0] == 0).all())  # type: ignore[index]
     metrics = critic.update_critic(data).meta_info["metrics"]
-    assert [len(metrics[f"critic/{name}"]) for name in ("vf_clipfrac", "vpred_mean", "grad_norm")] == [4, 4, 2]
+    assert [
+        len(metrics[f"critic/{name}"]) for name in ("vf_clipfrac", "vpred_mean", "grad_norm")
+    ] == [4, 4, 2]
     assert not torch.equal(critic.compute_values(data).batch["values"], values)
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"actor": {"strategy": "megatron"}}, "strategy is 'megatron', but the FSDP workers take fsdp or fsdp2"),
+        (
+            {"actor": {"strategy": "megatron"}},
+            "strategy is 'megatron', but the FSDP workers take fsdp or fsdp2",
+        ),
         ({"actor": {"ulysses_sequence_parallel_size": 2}}, "ulysses_sequence_parallel_size is 2"),
-        ({"actor": {"ppo_micro_batch_size_per_gpu": 3}}, "must be a multiple of ppo_micro_batch_size_per_gpu, which is 3"),
+        (
+            {"actor": {"ppo_micro_batch_size_per_gpu": 3}},
+            "must be a multiple of ppo_micro_batch_size_per_gpu, which is 3",
+        ),
         ({"actor": {"optim": {"optimizer": "Adam8bit"}}}, "optim.optimizer is 'Adam8bit'"),
         ({"model": {"override_config": {"vocab_size": 3}}}, "model.override_config sets"),
     ],
 )
-def test_what_can_not_be_carried_on_is_named(actor_config: dict[str, Any], change: dict[str, Any], sentence: str) -> None:
+def test_what_can_not_be_carried_on_is_named(
+    actor_config: dict[str, Any], change: dict[str, Any], sentence: str
+) -> None:
     for name, values in change.items():
         actor_config[name] = {**actor_config[name], **values}
     with pytest.warns(LegacyWorkerWarning):
@@ -191,10 +233,15 @@ def test_what_can_not_be_carried_on_is_named(actor_config: dict[str, Any], chang
         worker.init_model()
 
 
-def test_wrong_roles_keywords_and_calls_out_of_order_get_a_sentence(actor_config: dict[str, Any], make_data: MakeData) -> None:
+def test_wrong_roles_keywords_and_calls_out_of_order_get_a_sentence(
+    actor_config: dict[str, Any], make_data: MakeData
+) -> None:
     with pytest.warns(LegacyWorkerWarning), pytest.raises(ConfigError, match="role is 'trainer'"):
         ActorRolloutRefWorker(actor_config, "trainer")
-    with pytest.warns(LegacyWorkerWarning), pytest.raises(ConfigError, match=r"keywords \['profiler'\] have no effect"):
+    with (
+        pytest.warns(LegacyWorkerWarning),
+        pytest.raises(ConfigError, match=r"keywords \['profiler'\] have no effect"),
+    ):
         ActorRolloutRefWorker(actor_config, "actor", profiler=1)
     with pytest.warns(LegacyWorkerWarning):
         worker = ActorRolloutRefWorker(actor_config, "ref")

@@ -1,11 +1,16 @@
-"""Twenty updates of the deprecated actor worker against the old formulas in plain torch, which first reproduce what the genuine class left.
+"""Compare twenty updates of the deprecated actor with the formulas in plain torch.
 
-The traces hold two updates. The plain loop below (transformers' model with eager attention, torch's AdamW, the losses written out) begins
-with their weights and batch and must leave their losses, gradients, norms and parameters; then it continues by the same formulas, the same
-batch again, for eighteen updates more, and the worker that ``use_legacy_worker_impl=enable`` trains through must draw the same curve.
+The formulas first reproduce the traces of the genuine class.
 
-Tolerances: on parameters after two updates those of test_golden_workers; curves agreed to 5e-6 where this was written, and may differ by
-1e-4, since an entry whose gradient is zero up to rounding moves as it likes. Temper's own numerics differ by a hundred times that at once.
+The traces hold two updates. The plain loop below (transformers' model with eager attention, torch's
+AdamW, the losses written out) begins with their weights and batch and must leave their losses,
+gradients, norms and parameters; then it continues by the same formulas, the same batch again, for
+eighteen updates more, and the worker that ``use_legacy_worker_impl=enable`` trains through must
+draw the same curve.
+
+Tolerances: on parameters after two updates those of test_golden_workers; curves agreed to 5e-6
+where this was written, and may differ by 1e-4, since an entry whose gradient is zero up to rounding
+moves as it likes. Temper's own numerics differ by a hundred times that at once.
 """
 
 import shutil
@@ -30,7 +35,9 @@ CASES = ("actor/entropy/tied_fsdp2_ws1", "actor/entropy_and_kl/untied_fsdp2_ws1"
 """Cases whose gradients do not vanish if every ratio is clipped."""
 TRACE, PARAMETER, STRAYS, STRAY_LIMIT, CURVE = 2e-5, 1e-5, 2, 5e-4, 1e-4
 NUM_CALLS = 10
-"""Number of calls with two updates each: a batch of 8 rows in mini-batches of 4, in micro-batches of 2."""
+"""Number of calls with two updates each: a batch of 8 rows in mini-batches of 4, in micro-batches
+of 2.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +56,9 @@ def load_model(case_folder: Path) -> Any:
     case: dict[str, Any] = json_of(case_folder / "case.json")
     folder = case_folder / case["model_files"]
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     model.load_state_dict(load_file(next(folder.glob("*.safetensors"))), strict=False)
     model.tie_weights()
     return model.eval()
@@ -66,7 +75,10 @@ class PlainActor:
         self.model = load_model(case_folder)
         optim = self.config["optim"]
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optim["lr"], betas=tuple(optim["betas"]), weight_decay=optim["weight_decay"]
+            self.model.parameters(),
+            lr=optim["lr"],
+            betas=tuple(optim["betas"]),
+            weight_decay=optim["weight_decay"],
         )
         self.first_gradients: dict[str, Tensor] = {}
         self.curve = Curve()
@@ -82,14 +94,20 @@ class PlainActor:
                 ((policy + self.config["kl_loss_coef"] * kl) / 2).backward()
                 loss, kl_loss = loss + policy.item() / 2, kl_loss + kl.item() / 2
             if not self.first_gradients:
-                self.first_gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
-            self.curve.norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config["grad_clip"]).item())
+                self.first_gradients = {
+                    name: p.grad.clone() for name, p in self.model.named_parameters()
+                }
+            self.curve.norms.append(
+                torch.nn.utils.clip_grad_norm_(
+                    self.model.parameters(), self.config["grad_clip"]
+                ).item()
+            )
             self.optimizer.step()
         self.curve.losses.append(loss)
         self.curve.kl_losses.append(kl_loss)
 
     def _losses(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (clipped policy loss without the entropy term, KL to the reference), means over this micro-batch."""
+        """Return the clipped policy loss without entropy and the KL, as micro-batch means."""
         batch = {name: column[rows] for name, column in self.batch.items()}
         mask, width = batch["response_mask"].bool(), batch["responses"].shape[1]
         passed = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
@@ -97,7 +115,9 @@ class PlainActor:
         own = log_p.gather(-1, batch["responses"][..., None])[..., 0]
         ratio, advantages = (own - batch["old_log_probs"]).exp(), batch["advantages"]
         worse = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
-        loss = torch.where(advantages < 0, torch.minimum(-advantages * self.config["clip_ratio_c"], worse), worse)[mask].mean()
+        loss = torch.where(
+            advantages < 0, torch.minimum(-advantages * self.config["clip_ratio_c"], worse), worse
+        )[mask].mean()
         loss = loss - self.config["entropy_coeff"] * -(log_p.exp() * log_p).sum(-1)[mask].mean()
         if not self.config["use_kl_loss"]:
             return loss, torch.zeros(())
@@ -125,14 +145,27 @@ def run_worker(case_folder: Path, folder: Path, *, numerics: str = "legacy") -> 
         "kl_loss_coef",
     )
     sizes = {
-        name: own[name] for name in (*names, "clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_type", "loss_agg_mode", "strategy")
+        name: own[name]
+        for name in (
+            *names,
+            "clip_ratio",
+            "clip_ratio_low",
+            "clip_ratio_high",
+            "kl_loss_type",
+            "loss_agg_mode",
+            "strategy",
+        )
     }
     config = {
         "model": {"path": str(folder), "use_remove_padding": False},
         "actor": {
             **sizes,
             "optim": optim,
-            "fsdp_config": {"dtype": "float32", "mixed_precision": {"param_dtype": "fp32"}, "fsdp_size": -1},
+            "fsdp_config": {
+                "dtype": "float32",
+                "mixed_precision": {"param_dtype": "fp32"},
+                "fsdp_size": -1,
+            },
         },
         "rollout": {"n": 1, "temperature": 1.0},
     }
@@ -143,7 +176,10 @@ def run_worker(case_folder: Path, folder: Path, *, numerics: str = "legacy") -> 
     curve = Curve()
     try:
         for _ in range(NUM_CALLS):
-            data = DataProto.from_dict(tensors={key: inputs[name] for key, name in case["batch_keys"].items()}, meta_info=case["meta_info"])
+            data = DataProto.from_dict(
+                tensors={key: inputs[name] for key, name in case["batch_keys"].items()},
+                meta_info=case["meta_info"],
+            )
             metrics: Any = worker.update_actor(data).meta_info["metrics"]
             curve.losses.append(metrics["actor/pg_loss"])
             curve.kl_losses.append(metrics["actor/kl_loss"])
@@ -166,13 +202,17 @@ def test_the_plain_formulas_leave_what_the_genuine_class_left(name: str) -> None
     left = tensors_of(GOLDEN / name / "outputs.safetensors")
     for key, parameter in plain.model.named_parameters():
         gradient, distance = left[f"grad0.{key}"], (parameter.detach() - left[f"param.{key}"]).abs()
-        assert float((plain.first_gradients[key] - gradient).norm()) <= PARAMETER * float(gradient.norm()), key
+        assert float((plain.first_gradients[key] - gradient).norm()) <= PARAMETER * float(
+            gradient.norm()
+        ), key
         assert int((distance > PARAMETER).sum()) <= STRAYS, key
         assert float(distance.max()) <= STRAY_LIMIT, key
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_over_twenty_updates_the_worker_draws_the_curve_of_the_old_formulas(name: str, tmp_path: Path) -> None:
+def test_over_twenty_updates_the_worker_draws_the_curve_of_the_old_formulas(
+    name: str, tmp_path: Path
+) -> None:
     plain = PlainActor(GOLDEN / name)
     for _ in range(NUM_CALLS):
         plain.call()

@@ -1,12 +1,17 @@
-"""Actor and critic against the traces of the genuine classes: every number they leave, on one rank and on two.
+"""Actor and critic against the traces of the genuine classes.
 
-Tolerances follow the traces' README: 1e-5 on parameters, which leaves a factor over the 1.3e-6 that the same mathematics moved there in
-another order of summation; the pass after an update sees 12,000 such parameters, and moved 20 times as far. An entry whose gradient is
-zero up to rounding moves by up to the learning rate of 1e-3, since AdamW divides a gradient by its own size: at most two of a tensor, or
-five in ten thousand, may be further off, none by more than half of it; the pass and the update that follow see those.
+Every number they leave, on one rank and on two.
 
-The norm of a later update's gradient is taken at parameters that are that far apart: where a loss is a sum over tokens, and norms are 100,
-the third update's was off by 1.7e-5 with AVX2 and by 2.4e-5 with AVX-512.
+Tolerances follow the traces' README: 1e-5 on parameters, which leaves a factor over the 1.3e-6 that
+the same mathematics moved there in another order of summation; the pass after an update sees 12,000
+such parameters, and moved 20 times as far. An entry whose gradient is zero up to rounding moves by
+up to the learning rate of 1e-3, since AdamW divides a gradient by its own size: at most two of a
+tensor, or five in ten thousand, may be further off, none by more than half of it; the pass and the
+update that follow see those.
+
+The norm of a later update's gradient is taken at parameters that are that far apart: where a loss
+is a sum over tokens, and norms are 100, the third update's was off by 1.7e-5 with AVX2 and by
+2.4e-5 with AVX-512.
 """
 
 import math
@@ -32,7 +37,9 @@ NORM_OF_LATER_UPDATE = 5e-5
 STEEP = {"rollout_corr/chi2_seq": 1e-4}
 """exp of twice a sum of log-ratios: what a sum of 16 rounds by, this multiplies."""
 LOOSE = 0.2
-"""Tolerance for bfloat16 autocast, which the traces themselves call a loose reference: relative to the largest entry."""
+"""Tolerance for bfloat16 autocast, which the traces themselves call a loose reference: relative to
+the largest entry.
+"""
 
 EVERYDAY = {
     1: (
@@ -62,17 +69,29 @@ EVERYDAY = {
 
 
 def all_cases(world_size: int) -> tuple[str, ...]:
-    matches = sorted(path.parent for role in ("actor", "critic") for path in GOLDEN.glob(f"{role}/*/*_ws{world_size}/case.json"))
+    matches = sorted(
+        path.parent
+        for role in ("actor", "critic")
+        for path in GOLDEN.glob(f"{role}/*/*_ws{world_size}/case.json")
+    )
     return tuple(str(path.relative_to(GOLDEN)) for path in matches)
 
 
-def replay(world_size: int, cases: tuple[str, ...], *, folder: Path, timeout_s: float = 240) -> dict[str, list[dict[str, Any]]]:
+def replay(
+    world_size: int, cases: tuple[str, ...], *, folder: Path, timeout_s: float = 240
+) -> dict[str, list[dict[str, Any]]]:
     """Return the measurements of every rank by case."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     names = [str(GOLDEN / case) for case in cases]
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TQDM_DISABLE": "1"}
+    base = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TQDM_DISABLE": "1",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "error", str(SCRIPT), str(folder / f"{rank}.pt"), *names],
@@ -82,16 +101,22 @@ def replay(world_size: int, cases: tuple[str, ...], *, folder: Path, timeout_s: 
     ]
     assert [rank.wait(timeout=timeout_s) for rank in ranks] == [0] * world_size
     results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
-    return {case: [result[name] for result in results] for case, name in zip(cases, names, strict=True)}
+    return {
+        case: [result[name] for result in results] for case, name in zip(cases, names, strict=True)
+    }
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def everyday(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def everyday(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
     return replay(request.param, EVERYDAY[request.param], folder=tmp_path_factory.mktemp("golden"))
 
 
 def test_chosen_traces_are_reproduced(everyday: dict[str, list[dict[str, Any]]]) -> None:
-    complaints = [complaint for case, ranks in everyday.items() for complaint in compare(case, ranks)]
+    complaints = [
+        complaint for case, ranks in everyday.items() for complaint in compare(case, ranks)
+    ]
     assert not complaints, "\n".join(complaints)
 
 
@@ -101,7 +126,9 @@ def test_chosen_traces_are_reproduced(everyday: dict[str, list[dict[str, Any]]])
 def test_every_trace_is_reproduced(world_size: int, tmp_path: Path) -> None:
     cases = all_cases(world_size)
     results = replay(world_size, cases, folder=tmp_path, timeout_s=1500)
-    complaints = [complaint for case, ranks in results.items() for complaint in compare(case, ranks)]
+    complaints = [
+        complaint for case, ranks in results.items() for complaint in compare(case, ranks)
+    ]
     assert len(results) == len(cases) > 100
     assert not complaints, f"{len(complaints)} in {len(cases)} cases:\n" + "\n".join(complaints)
 
@@ -114,10 +141,14 @@ def compare(case: str, ranks: list[dict[str, Any]]) -> list[str]:
     twin = description.get("vs_fsdp2_twin")
     if twin is not None:
         others = tensors_of(folder / twin["twin"] / "outputs.safetensors")
-        expected = {name: column for name, column in others.items() if name.startswith(("param.", "grad0."))} | expected
+        expected = {
+            name: column for name, column in others.items() if name.startswith(("param.", "grad0."))
+        } | expected
     mask = _mask(folder, description)
     required = {name: want for name, want in expected.items() if name.startswith("param.")}
-    has_strays = any(bool(((ranks[0][name] - want).abs() > PARAMETER).any()) for name, want in required.items())
+    has_strays = any(
+        bool(((ranks[0][name] - want).abs() > PARAMETER).any()) for name, want in required.items()
+    )
     matches = []
     for name, want in expected.items():
         if name == "before.values_without_response_mask_in_batch":
@@ -147,20 +178,32 @@ def _mask(folder: Path, description: Mapping[str, Any]) -> Tensor:
 
 def _off(case: str, name: str, have: Tensor, want: Tensor, *, limit: float) -> list[str]:
     worst = float((have - want).abs().max())
-    return [] if worst <= limit else [f"{case}: {name} is off by {worst:.1e}, more than {limit:.1e}"]
+    return (
+        [] if worst <= limit else [f"{case}: {name} is off by {worst:.1e}, more than {limit:.1e}"]
+    )
 
 
-def _parameter_off(case: str, name: str, have: Tensor, want: Tensor, *, is_loose: bool) -> list[str]:
+def _parameter_off(
+    case: str, name: str, have: Tensor, want: Tensor, *, is_loose: bool
+) -> list[str]:
     distance = (have - want).abs()
     stray = int((distance > PARAMETER).sum())
     if is_loose:
         return _off(case, name, have, want, limit=5e-3)
     if float(distance.max()) > STRAY_LIMIT or stray > max(2, STRAY_FRACTION * want.numel()):
-        return [f"{case}: {name} is off by {float(distance.max()):.1e}, in {stray} of {want.numel()} entries by more than {PARAMETER}"]
+        return [
+            (
+                f"{case}: {name} is off by {float(distance.max()):.1e}, in {stray} of "
+                f"{want.numel()} "
+                f"entries by more than {PARAMETER}"
+            )
+        ]
     return []
 
 
-def _digest_off(case: str, rank: Mapping[str, Tensor], digest: Mapping[str, list[float]]) -> list[str]:
+def _digest_off(
+    case: str, rank: Mapping[str, Tensor], digest: Mapping[str, list[float]]
+) -> list[str]:
     """Return the keys' biases have entries with hardly a gradient.
 
     Softmax takes away what a query's scores share; strays are likely there.
@@ -168,27 +211,38 @@ def _digest_off(case: str, rank: Mapping[str, Tensor], digest: Mapping[str, list
     complaints = []
     for name, (total, norm) in digest.items():
         have = rank[f"param.{name}"].double()
-        limit = PARAMETER * math.sqrt(have.numel()) + (2 * STRAY_LIMIT if name.endswith("k_proj.bias") else 0.0)
+        limit = PARAMETER * math.sqrt(have.numel()) + (
+            2 * STRAY_LIMIT if name.endswith("k_proj.bias") else 0.0
+        )
         if abs(float(have.sum()) - total) > limit or abs(float(have.norm()) - norm) > limit:
             complaints.append(f"{case}: the digest of {name} is off")
     return complaints
 
 
-def _metrics_off(case: str, folder: Path, ranks: list[dict[str, Any]], *, tolerance: float) -> list[str]:
+def _metrics_off(
+    case: str, folder: Path, ranks: list[dict[str, Any]], *, tolerance: float
+) -> list[str]:
     path = folder / "metrics.json"
     per_rank: Any = json_of(path).get("per_rank", []) if path.exists() else []
     complaints = []
     for rank, (measured, want) in enumerate(zip(ranks, per_rank, strict=False)):
         have = measured.get("metrics", {})
         if set(have) != set(want):
-            complaints.append(f"{case}: rank {rank} reports other metrics: {sorted(set(have) ^ set(want))}")
+            complaints.append(
+                f"{case}: rank {rank} reports other metrics: {sorted(set(have) ^ set(want))}"
+            )
             continue
         for name in want:
             pairs = list(zip(_as_list(have[name]), _as_list(want[name]), strict=True))
             limit = max(tolerance, STEEP.get(name, 0.0))
             later = max(limit, NORM_OF_LATER_UPDATE) if name.endswith("/grad_norm") else limit
-            if not all(_is_close(a, float(b), limit=later if at else limit) for at, (a, b) in enumerate(pairs)):
-                complaints.append(f"{case}: rank {rank} reports {name} {have[name]}, not {want[name]}")
+            if not all(
+                _is_close(a, float(b), limit=later if at else limit)
+                for at, (a, b) in enumerate(pairs)
+            ):
+                complaints.append(
+                    f"{case}: rank {rank} reports {name} {have[name]}, not {want[name]}"
+                )
     return complaints
 
 

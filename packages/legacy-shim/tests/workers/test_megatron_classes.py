@@ -1,6 +1,7 @@
-"""The Megatron classes against the FSDP ones on the same rows, on one rank and on two, and their own quirks against what those say.
+"""Compare the Megatron classes with the FSDP classes, on one rank and on two.
 
-No traces of the genuine classes exist: they need CUDA. What their source says is the reference where they differ from the FSDP ones.
+No traces of the genuine classes exist: they need CUDA. What their source says is the reference
+where they differ from the FSDP ones.
 """
 
 import warnings
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-pytest.importorskip("megatron.core", reason="the Megatron classes need temper-engine-megatron and Megatron-Core")
+pytest.importorskip(
+    "megatron.core", reason="the Megatron classes need temper-engine-megatron and Megatron-Core"
+)
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # after the skip
 
@@ -51,7 +54,11 @@ ACTOR = {
     "use_kl_loss": True,
     "use_rollout_log_probs": True,
 }
-CRITIC = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 2, "loss_agg_mode": "token-mean"}
+CRITIC = {
+    "ppo_mini_batch_size": 4,
+    "ppo_micro_batch_size_per_gpu": 2,
+    "loss_agg_mode": "token-mean",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +74,14 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> 
     """Return a model with a layer for each of two stages."""
     folder = tmp_path_factory.mktemp("two_layers")
     config = AutoConfig.from_pretrained(model_folder)
-    config.update({"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["full_attention"] * 2})
+    config.update(
+        {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["full_attention"] * 2,
+        }
+    )
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
@@ -81,24 +95,35 @@ def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 
 def open_engine(
-    name: str, folder: Path, *, kind: str = "language_model", layout: Mapping[str, Any] | None = None, optimizer: OptimizerSpec = ADAMW
+    name: str,
+    folder: Path,
+    *,
+    kind: str = "language_model",
+    layout: Mapping[str, Any] | None = None,
+    optimizer: OptimizerSpec = ADAMW,
 ) -> BaseEngine:
     spec = ModelSpec(path=str(folder), model_type=kind)  # type: ignore[arg-type]
     cls: Any = MegatronConfig if name == "megatron" else FSDPConfig
-    engine: BaseEngine = load_engine_class(name)(cls(model=spec, optimizer=optimizer, precision=FP32, device="cpu", **(layout or {})))
+    engine: BaseEngine = load_engine_class(name)(
+        cls(model=spec, optimizer=optimizer, precision=FP32, device="cpu", **(layout or {}))
+    )
     engine.init_model()
     return engine
 
 
 def call_twice(old: Any, data: DataProto) -> dict[str, Any]:
-    """Return the metrics of an update of two mini-batches, and the log-probs before and after it."""
+    """Return metrics of two mini-batches, and log-probs before and after the update."""
     if isinstance(old, MegatronActor):
         logprobs, entropies, _ = old.compute_log_prob(data, calculate_entropy=True)
         metrics = old.update_policy(old.make_minibatch_iterator(data))
         after = old.compute_log_prob(data)[0]
     else:
         first = old.compute_log_prob(data, calculate_entropy=True)
-        logprobs, entropies, metrics = first["log_probs"], first["entropys"], old.update_policy(data)
+        logprobs, entropies, metrics = (
+            first["log_probs"],
+            first["entropys"],
+            old.update_policy(data),
+        )
         after = old.compute_log_prob(data)["log_probs"]
     return {"logprobs": logprobs, "entropies": entropies, "metrics": metrics, "after": after}
 
@@ -109,7 +134,10 @@ def train_actor(rank: Any, *, folder: Path, data: DataProto, numerics: str) -> d
     config, rows = ACTOR, list(range(8))
     if engine.topology.dp.size == 2:
         # Both mini-batches of four rows consist of the same rows as on one rank.
-        config, rows = {**ACTOR, "ppo_mini_batch_size": 2}, [[0, 1, 4, 5], [2, 3, 6, 7]][engine.topology.dp.rank]
+        config, rows = (
+            {**ACTOR, "ppo_mini_batch_size": 2},
+            [[0, 1, 4, 5], [2, 3, 6, 7]][engine.topology.dp.rank],
+        )
     actor = MegatronActor(config, engine, None, numerics=numerics)  # type: ignore[arg-type]
     result = call_twice(actor, data[rows])
     engine.close()
@@ -130,14 +158,25 @@ def fsdp_actor(two_layers: Path) -> Callable[[DataProto, str], dict[str, Any]]:
     return measure
 
 
-@pytest.mark.parametrize(("layout", "numerics"), [("tp2", "legacy"), ("pp2", "legacy"), ("pp2", "temper"), ("dp2", "temper")])
+@pytest.mark.parametrize(
+    ("layout", "numerics"),
+    [("tp2", "legacy"), ("pp2", "legacy"), ("pp2", "temper"), ("dp2", "temper")],
+)
 def test_the_actor_trains_as_its_fsdp_sibling_does(
-    rank_pool: RankPool, fsdp_actor: Any, two_layers: Path, make_data: MakeData, layout: str, numerics: str
+    rank_pool: RankPool,
+    fsdp_actor: Any,
+    two_layers: Path,
+    make_data: MakeData,
+    layout: str,
+    numerics: str,
 ) -> None:
     data = make_data(8)
     expected = fsdp_actor(data, numerics)
     result = rank_pool.run(
-        train_actor, engine="megatron", layout=LAYOUTS[layout], arguments={"folder": two_layers, "data": data, "numerics": numerics}
+        train_actor,
+        engine="megatron",
+        layout=LAYOUTS[layout],
+        arguments={"folder": two_layers, "data": data, "numerics": numerics},
     )
     for rank in [joined(result)] if layout == "dp2" else result:
         for name in ("logprobs", "entropies"):
@@ -152,11 +191,20 @@ def test_the_actor_trains_as_its_fsdp_sibling_does(
 def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the rows of both ranks in the order of the batch, with the metrics of the first."""
     order = [0, 1, 4, 5, 2, 3, 6, 7]
-    return {**ranks[0], **{name: torch.cat([rank[name] for rank in ranks])[order] for name in ("logprobs", "entropies", "after")}}
+    return {
+        **ranks[0],
+        **{
+            name: torch.cat([rank[name] for rank in ranks])[order]
+            for name in ("logprobs", "entropies", "after")
+        },
+    }
 
 
-def test_the_policys_loss_is_listed_without_the_entropy(fsdp_actor: Any, two_layers: Path, make_data: MakeData) -> None:
-    # The FSDP class counts the entropy away from its policy loss in place, sums, and weighs by rows; here all micro-batches have two.
+def test_the_policys_loss_is_listed_without_the_entropy(
+    fsdp_actor: Any, two_layers: Path, make_data: MakeData
+) -> None:
+    # The FSDP class counts the entropy away from its policy loss in place, sums, and weighs by
+    # rows; here all micro-batches have two.
     data = make_data(8)
     engine = open_engine("megatron", two_layers)
     actor = MegatronActor(ACTOR, engine, None, numerics="legacy")
@@ -165,17 +213,25 @@ def test_the_policys_loss_is_listed_without_the_entropy(fsdp_actor: Any, two_lay
     required = fsdp_actor(data, "legacy")["metrics"]
     assert "actor/entropy" not in metrics
     # Two mini-batches of two micro-batches each.
-    assert [len(metrics[name]) for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm")] == [4, 4, 2]
+    assert [
+        len(metrics[name]) for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm")
+    ] == [4, 4, 2]
     without_entropy = required["actor/pg_loss"] + 0.01 * sum(required["actor/entropy"]) / 2
     assert sum(metrics["actor/pg_loss"]) / 2 == pytest.approx(without_entropy, rel=1e-4)
     assert sum(metrics["actor/kl_loss"]) / 2 == pytest.approx(required["actor/kl_loss"], rel=1e-4)
 
 
-def test_every_micro_batch_weighs_the_same_however_many_rows_it_has(two_layers: Path, make_data: MakeData) -> None:
-    # Three rows in micro-batches of two and one: (g(two rows) + g(one row)) / 2, where the FSDP class takes 1 / (3 // 2) = 1 of each.
+def test_every_micro_batch_weighs_the_same_however_many_rows_it_has(
+    two_layers: Path, make_data: MakeData
+) -> None:
+    # Three rows in micro-batches of two and one: (g(two rows) + g(one row)) / 2, where the FSDP
+    # class takes 1 / (3 // 2) = 1 of each.
     data = make_data(3)
     full = gradients_of(two_layers, data, mini=3)
-    first, second = (gradients_of(two_layers, data[rows], mini=len(data[rows])) for rows in (slice(0, 2), slice(2, 3)))
+    first, second = (
+        gradients_of(two_layers, data[rows], mini=len(data[rows]))
+        for rows in (slice(0, 2), slice(2, 3))
+    )
     for name, gradient in full.items():
         torch.testing.assert_close(gradient, (first[name] + second[name]) / 2, rtol=1e-4, atol=1e-6)
 
@@ -190,21 +246,27 @@ def gradients_of(folder: Path, data: DataProto, *, mini: int) -> dict[str, Tenso
     return result
 
 
-def test_the_critic_trains_as_its_fsdp_sibling_does_where_masks_agree(two_layers: Path, make_data: MakeData) -> None:
+def test_the_critic_trains_as_its_fsdp_sibling_does_where_masks_agree(
+    two_layers: Path, make_data: MakeData
+) -> None:
     data = make_data(8)
     values, metrics = {}, {}
     for name, cls in (("megatron", MegatronCritic), ("fsdp", PPOCritic)):
         engine = open_engine(name, two_layers, kind="value_model")
         critic: Any = cls(CRITIC, engine, None, numerics="legacy")
         before = critic.compute_values(data)
-        metrics[name] = critic.update_critic(critic.make_minibatch_iterator(data) if name == "megatron" else data)
+        metrics[name] = critic.update_critic(
+            critic.make_minibatch_iterator(data) if name == "megatron" else data
+        )
         values[name] = (before, critic.compute_values(data))
         engine.close()
     torch.testing.assert_close(values["megatron"][0], values["fsdp"][0], **CLOSE)
     torch.testing.assert_close(values["megatron"][1], values["fsdp"][1], rtol=2e-4, atol=2e-4)
     for key in ("critic/grad_norm", "critic/vf_clipfrac", "critic/vpred_mean"):
         assert metrics["megatron"][key] == pytest.approx(metrics["fsdp"][key], rel=1e-4, abs=1e-5)
-    assert sum(metrics["megatron"]["critic/vf_loss"]) / 2 == pytest.approx(metrics["fsdp"]["critic/vf_loss"], rel=1e-4)
+    assert sum(metrics["megatron"]["critic/vf_loss"]) / 2 == pytest.approx(
+        metrics["fsdp"]["critic/vf_loss"], rel=1e-4
+    )
     assert metrics["megatron"]["critic/lr"] == [1e-2, 1e-2]
 
 
@@ -225,10 +287,17 @@ def test_mini_batches_come_in_the_order_of_the_seed(two_layers: Path, make_data:
     for seed in (3, 3, 4):
         config = {**ACTOR, "shuffle": True, "data_loader_seed": seed, "ppo_epochs": 2}
         actor = MegatronActor(config, engine, None, numerics="legacy")
-        orders.append([tuple(part.batch["advantages"][:, 0].tolist()) for part in actor.make_minibatch_iterator(make_data(8))])
+        orders.append(
+            [
+                tuple(part.batch["advantages"][:, 0].tolist())
+                for part in actor.make_minibatch_iterator(make_data(8))
+            ]
+        )
     assert orders[0] == orders[1] != orders[2]
     assert len(orders[0]) == 4
-    with pytest.raises(BatchError, match="7 rows, but must be a multiple of ppo_mini_batch_size, 4"):
+    with pytest.raises(
+        BatchError, match="7 rows, but must be a multiple of ppo_mini_batch_size, 4"
+    ):
         actor.make_minibatch_iterator(make_data(7))
     engine.close()
 
@@ -236,7 +305,9 @@ def test_mini_batches_come_in_the_order_of_the_seed(two_layers: Path, make_data:
 def test_a_plain_model_gets_its_weights_back(two_layers: Path, make_data: MakeData) -> None:
     model = AutoModelForCausalLM.from_pretrained(two_layers, dtype=torch.float32)
     before = model.lm_head.weight.detach().clone()
-    actor = MegatronPPOActor(ACTOR, None, None, None, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    actor = MegatronPPOActor(
+        ACTOR, None, None, None, model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    )
     actor.update_policy(actor.make_minibatch_iterator(make_data(8)))
     with actor.engine.export_weights() as stream:
         exported = dict(stream)
@@ -246,7 +317,9 @@ def test_a_plain_model_gets_its_weights_back(two_layers: Path, make_data: MakeDa
 
 
 def test_what_megatron_classes_do_not_carry_on_is_named(two_layers: Path) -> None:
-    with pytest.raises(ConfigError, match="the module is a ModuleList: pass the plain Hugging Face model"):
+    with pytest.raises(
+        ConfigError, match="the module is a ModuleList: pass the plain Hugging Face model"
+    ):
         MegatronPPOActor(ACTOR, None, None, None, torch.nn.ModuleList(), None)
     engine = open_engine("megatron", two_layers)
     actor = MegatronPPOActor(ACTOR, None, None, None, engine)
@@ -302,23 +375,32 @@ def policy_config(actor_config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.bitwise
-def test_a_worker_of_all_roles_trains_samples_saves_and_loads(policy_config: dict[str, Any], make_data: MakeData, tmp_path: Path) -> None:
+def test_a_worker_of_all_roles_trains_samples_saves_and_loads(
+    policy_config: dict[str, Any], make_data: MakeData, tmp_path: Path
+) -> None:
     worker = megatron_workers.AsyncActorRolloutRefWorker(policy_config, "actor_rollout_ref")
     worker.init_model()
     data = make_data(4)
-    before, reference = answers(worker.compute_log_prob(data)), answers(worker.compute_ref_log_prob(data))
+    before, reference = (
+        answers(worker.compute_log_prob(data)),
+        answers(worker.compute_ref_log_prob(data)),
+    )
     assert set(before) == {"old_log_probs", "entropys"}
     assert torch.equal(before["old_log_probs"], reference["ref_log_prob"])
     metrics = [worker.update_actor(data).meta_info["metrics"] for _ in range(2)]
     assert [result["actor/lr"] for result in metrics] == pytest.approx([0.0, 5e-3])  # type: ignore[index,call-overload]
     saved = answers(worker.compute_log_prob(data))
-    assert torch.equal(answers(worker.compute_ref_log_prob(data))["ref_log_prob"], reference["ref_log_prob"])
+    assert torch.equal(
+        answers(worker.compute_ref_log_prob(data))["ref_log_prob"], reference["ref_log_prob"]
+    )
     assert not torch.equal(saved["old_log_probs"], before["old_log_probs"])
     worker.save_checkpoint(str(tmp_path / "actor"), global_step=2)
     worker.async_calls_finalize_fn_exec(blocking=True)
     later = worker.update_actor(data).meta_info["metrics"]
     worker.load_checkpoint(str(tmp_path / "actor"))
-    assert torch.equal(answers(worker.compute_log_prob(data))["old_log_probs"], saved["old_log_probs"])
+    assert torch.equal(
+        answers(worker.compute_log_prob(data))["old_log_probs"], saved["old_log_probs"]
+    )
     again = worker.update_actor(data).meta_info["metrics"]
     assert again["actor/lr"] == later["actor/lr"] == 1e-2  # type: ignore[index,call-overload]
     made = worker.generate_sequences(data.select(["input_ids", "attention_mask", "position_ids"]))
@@ -329,7 +411,11 @@ def test_a_worker_of_all_roles_trains_samples_saves_and_loads(policy_config: dic
 
 
 def test_a_critic_worker_learns(critic_config: dict[str, Any], make_data: MakeData) -> None:
-    critic_config |= {"strategy": "megatron", "optim": OPTIM | {"lr_warmup_steps": -1}, "megatron": MEGATRON}
+    critic_config |= {
+        "strategy": "megatron",
+        "optim": OPTIM | {"lr_warmup_steps": -1},
+        "megatron": MEGATRON,
+    }
     worker = megatron_workers.CriticWorker(critic_config)
     worker.init_model()
     data = make_data(4)
@@ -353,14 +439,22 @@ def answers(data: DataProto) -> dict[str, Tensor]:
     ("change", "sentence"),
     [
         ({"strategy": "fsdp"}, "strategy is 'fsdp', but the Megatron workers take megatron"),
-        ({"megatron": {"tensor_model_parallel_size": "two"}}, "tensor_model_parallel_size is 'two', but must be a whole number"),
+        (
+            {"megatron": {"tensor_model_parallel_size": "two"}},
+            "tensor_model_parallel_size is 'two', but must be a whole number",
+        ),
         ({"megatron": {"use_dist_checkpointing": True}}, "temper-migrate checkpoint DIR --to hf"),
-        ({"megatron": {"override_transformer_config": {"recompute_granularity": "full"}}}, "overrides recompute_granularity"),
+        (
+            {"megatron": {"override_transformer_config": {"recompute_granularity": "full"}}},
+            "overrides recompute_granularity",
+        ),
         ({"optim": {"optimizer": "sgd"}}, "carry on adam without further options"),
         ({"optim": {"lr": 1e-2, "lr_decay_style": "linear"}}, "set optim.lr_decay_steps"),
     ],
 )
-def test_settings_that_can_not_be_carried_on_are_named(policy_config: dict[str, Any], change: dict[str, Any], sentence: str) -> None:
+def test_settings_that_can_not_be_carried_on_are_named(
+    policy_config: dict[str, Any], change: dict[str, Any], sentence: str
+) -> None:
     policy_config["actor"] |= change
     worker = megatron_workers.ActorRolloutRefWorker(policy_config, "actor", numerics="temper")
     with pytest.raises(ConfigError, match=sentence):

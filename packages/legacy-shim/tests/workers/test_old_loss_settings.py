@@ -15,16 +15,26 @@ from temper_trainer.algorithms.policy_objective import PolicyObjective
 
 
 def worker() -> DeprecatedTrainingWorker:
-    return DeprecatedTrainingWorker(engine_name="fsdp", config=FSDPConfig(model=ModelSpec(path="unused")), num_threads=None)
+    return DeprecatedTrainingWorker(
+        engine_name="fsdp", config=FSDPConfig(model=ModelSpec(path="unused")), num_threads=None
+    )
 
 
 @pytest.mark.parametrize(("estimator", "clamp"), [("k2", None), ("k3", None), ("k3", 10.0)])
-def test_a_kl_that_the_old_loss_had_is_accepted(estimator: KlLossEstimator, clamp: float | None) -> None:
-    worker().set_objective(PolicyObjective(loss=Ppo(), kl_coef=0.1, kl_estimator=estimator, kl_clamp=clamp))
+def test_a_kl_that_the_old_loss_had_is_accepted(
+    estimator: KlLossEstimator, clamp: float | None
+) -> None:
+    worker().set_objective(
+        PolicyObjective(loss=Ppo(), kl_coef=0.1, kl_estimator=estimator, kl_clamp=clamp)
+    )
 
 
-@pytest.mark.parametrize(("estimator", "clamp"), [("k1+", None), ("k3+", 10.0), ("k3_ratio", None), ("k3", 5.0)])
-def test_a_kl_that_the_old_loss_did_not_have_is_an_error(estimator: KlLossEstimator, clamp: float | None) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "clamp"), [("k1+", None), ("k3+", 10.0), ("k3_ratio", None), ("k3", 5.0)]
+)
+def test_a_kl_that_the_old_loss_did_not_have_is_an_error(
+    estimator: KlLossEstimator, clamp: float | None
+) -> None:
     objective = PolicyObjective(loss=Ppo(), kl_coef=0.1, kl_estimator=estimator, kl_clamp=clamp)
     with pytest.raises(ConfigError, match=r"kl_estimator is .* use_legacy_worker_impl=disable"):
         worker().set_objective(objective)

@@ -1,4 +1,7 @@
-"""The deprecated classes as real Ray actors, as old drivers made them: ray.remote on the class, one actor a rank."""
+"""The deprecated classes as real Ray actors, as old drivers made them.
+
+Ray.remote on the class, one actor a rank.
+"""
 
 import os
 import socket
@@ -35,25 +38,41 @@ def test_two_ray_actors_train_on_their_chunks_and_agree_with_each_other(
         port = free.getsockname()[1]
     actors = []
     for rank in range(2):
-        env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         env |= {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LegacyWorkerWarning)  # comes once, where the class becomes remote
-            remote = ray.remote(ActorRolloutRefWorker).options(num_cpus=1, runtime_env={"env_vars": env})
+            warnings.simplefilter(
+                "ignore", LegacyWorkerWarning
+            )  # comes once, where the class becomes remote
+            remote = ray.remote(ActorRolloutRefWorker).options(
+                num_cpus=1, runtime_env={"env_vars": env}
+            )
         actors.append(remote.remote(config=actor_config, role="actor_rollout"))
     ray.get([actor.init_model.remote() for actor in actors], timeout=200)
     chunks = make_data(8).chunk(2)
-    outputs = ray.get([actor.update_actor.remote(chunk) for actor, chunk in zip(actors, chunks, strict=True)], timeout=200)
+    outputs = ray.get(
+        [actor.update_actor.remote(chunk) for actor, chunk in zip(actors, chunks, strict=True)],
+        timeout=200,
+    )
     metrics = DataProto.concat(outputs).meta_info["metrics"]
     assert isinstance(metrics, dict)
     # 8 rows over 2 ranks in mini-batches of 4: two updates, whose norm is the same on both ranks.
     first, second = metrics["actor/grad_norm"]
     assert len(first) == 2
     assert first == second
-    answers = ray.get([actor.compute_log_prob.remote(make_data(8)) for actor in actors], timeout=200)
+    answers = ray.get(
+        [actor.compute_log_prob.remote(make_data(8)) for actor in actors], timeout=200
+    )
     assert torch.equal(answers[0].batch["old_log_probs"], answers[1].batch["old_log_probs"])
 
 
 def test_the_warning_names_the_class_also_where_ray_wraps_it(actor_config: dict[str, Any]) -> None:
-    with pytest.warns(LegacyWorkerWarning, match=r"fsdp_workers\.ActorRolloutRefWorker is deprecated"):
+    with pytest.warns(
+        LegacyWorkerWarning, match=r"fsdp_workers\.ActorRolloutRefWorker is deprecated"
+    ):
         ActorRolloutRefWorker(actor_config, "actor")

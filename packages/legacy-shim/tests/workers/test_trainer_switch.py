@@ -1,4 +1,7 @@
-"""``temper-train use_legacy_worker_impl=enable``: whole small runs whose roles are the deprecated workers."""
+"""``temper-train use_legacy_worker_impl=enable``.
+
+Whole small runs whose roles are the deprecated workers.
+"""
 
 import json
 import logging
@@ -39,20 +42,31 @@ def rewards_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(directory: Path, *overrides: str) -> list[dict[str, float]]:
     loaded = load([*SMALL, f"run.dir={directory}", *overrides])
-    train(loaded.config, digest=loaded.digest, write_config=lambda folder: write_resolved(loaded, folder))
+    train(
+        loaded.config,
+        digest=loaded.digest,
+        write_config=lambda folder: write_resolved(loaded, folder),
+    )
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["phase"] == "rl"]
 
 
-def test_with_one_micro_batch_old_workers_train_as_the_engine_path_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # One micro-batch an update and no decay: the old numerics have nothing to differ in. Any slip in data, masks or rates would show.
+def test_with_one_micro_batch_old_workers_train_as_the_engine_path_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # One micro-batch an update and no decay: the old numerics have nothing to differ in. Any slip
+    # in data, masks or rates would show.
     two = ("batching.num_mini_batches=2", "algorithm.entropy_coef=0.001")
     new = run(tmp_path / "new", *two)
     with caplog.at_level(logging.WARNING):
         old = run(tmp_path / "old", *two, "use_legacy_worker_impl=enable")
-    assert any("ActorRolloutRefWorker is deprecated since" in record.message for record in caplog.records)
+    assert any(
+        "ActorRolloutRefWorker is deprecated since" in record.message for record in caplog.records
+    )
     for name in ("actor/grad_norm", "actor/lr", "rollout/tokens", "reward/mean", "actor/loss"):
-        assert [row[name] for row in old] == pytest.approx([row[name] for row in new], rel=2e-3, abs=1e-5), name
+        assert [row[name] for row in old] == pytest.approx(
+            [row[name] for row in new], rel=2e-3, abs=1e-5
+        ), name
     assert old[0]["actor/grad_norm"] == pytest.approx(new[0]["actor/grad_norm"], rel=1e-5)
     assert {"actor/pg_clipfrac", "actor/ppo_kl", "actor/entropy"} <= old[0].keys()
 
@@ -66,8 +80,16 @@ def test_with_several_micro_batches_the_old_mean_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.bitwise
-def test_critic_and_reference_are_deprecated_workers_too_and_the_run_resumes(tmp_path: Path) -> None:
-    ppo = ("algorithm=ppo", "ref=frozen", "algorithm.kl_loss_coef=0.01", "use_legacy_worker_impl=enable", "run.save_every=1")
+def test_critic_and_reference_are_deprecated_workers_too_and_the_run_resumes(
+    tmp_path: Path,
+) -> None:
+    ppo = (
+        "algorithm=ppo",
+        "ref=frozen",
+        "algorithm.kl_loss_coef=0.01",
+        "use_legacy_worker_impl=enable",
+        "run.save_every=1",
+    )
     full = run(tmp_path / "whole", *ppo, "run.total_steps=2")
     run(tmp_path / "parts", *ppo, "run.total_steps=1")
     parts = run(tmp_path / "parts", *ppo, "run.total_steps=2", "run.resume=auto")
@@ -78,7 +100,12 @@ def test_critic_and_reference_are_deprecated_workers_too_and_the_run_resumes(tmp
 
 def test_what_the_old_losses_can_not_express_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="compute with another divisor"):
-        run(tmp_path / "run", "use_legacy_worker_impl=enable", "algorithm.aggregation=sequence_mean_token_sum_norm", "algorithm.horizon=27")
+        run(
+            tmp_path / "run",
+            "use_legacy_worker_impl=enable",
+            "algorithm.aggregation=sequence_mean_token_sum_norm",
+            "algorithm.horizon=27",
+        )
     assert issubclass(CapabilityError, Exception)
 
 
@@ -86,7 +113,10 @@ def test_what_the_old_losses_can_not_express_is_refused(tmp_path: Path) -> None:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import os
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    )
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()

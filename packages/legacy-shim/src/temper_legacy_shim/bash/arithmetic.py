@@ -1,4 +1,7 @@
-"""The arithmetic of bash on 64-bit integers. A value that only a run would know makes the result unknown."""
+"""The arithmetic of bash on 64-bit integers.
+
+A value that only a run would know makes the result unknown.
+"""
 
 import re
 from collections.abc import Callable
@@ -7,7 +10,18 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+#[0-9A-Za-z@_]+|0[xX][0-9a-fA-F]+|\d+)|(?P<name>[A-Za-z_]\w*(?:\[[^\]]*\])?)"
     r"|(?P<operator>\*\*|<<=|>>=|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+*/%<>=!~&|^?:(),]))"
 )
-_LEVELS = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<=", ">=", "<", ">"), ("<<", ">>"), ("+", "-"), ("*", "/", "%"))
+_LEVELS = (
+    ("||",),
+    ("&&",),
+    ("|",),
+    ("^",),
+    ("&",),
+    ("==", "!="),
+    ("<=", ">=", "<", ">"),
+    ("<<", ">>"),
+    ("+", "-"),
+    ("*", "/", "%"),
+)
 _LEVEL_OF = {operator: level for level, operators in enumerate(_LEVELS) for operator in operators}
 _ASSIGNING = ("=", "+=", "-=", "*=", "/=", "%=", "&=", "|=", "^=", "<<=", ">>=")
 _MAX_DEPTH = 30
@@ -21,7 +35,13 @@ class BadExpression(Exception):
     """Bash would refuse the expression: a syntax error, a division by zero."""
 
 
-def calculate(text: str, *, read: Callable[[str], str | None], write: Callable[[str, str], None], depth: int = 0) -> int:
+def calculate(
+    text: str,
+    *,
+    read: Callable[[str], str | None],
+    write: Callable[[str, str], None],
+    depth: int = 0,
+) -> int:
     """Return the value of an expression whose ``$`` expansions are done.
 
     Args:
@@ -62,14 +82,22 @@ class _Calculation:
     """Recursive descent over the tokens; `is_live` is False in the branch that is not taken."""
 
     def __init__(
-        self, tokens: list[tuple[str, str]], read: Callable[[str], str | None], write: Callable[[str, str], None], depth: int
+        self,
+        tokens: list[tuple[str, str]],
+        read: Callable[[str], str | None],
+        write: Callable[[str, str], None],
+        depth: int,
     ) -> None:
         self.tokens, self.at, self.read, self.write, self.depth = tokens, 0, read, write, depth
         self.is_live = True
         self.levels = 0
 
     def peek(self) -> str:
-        return self.tokens[self.at][1] if self.at < len(self.tokens) and self.tokens[self.at][0] == "operator" else ""
+        return (
+            self.tokens[self.at][1]
+            if self.at < len(self.tokens) and self.tokens[self.at][0] == "operator"
+            else ""
+        )
 
     def take(self, *operators: str) -> str:
         result = self.peek()
@@ -89,7 +117,11 @@ class _Calculation:
         if self.levels > _MAX_DEPTH:
             raise BadExpression("too deep")
         try:
-            if self.at + 1 < len(self.tokens) and self.tokens[self.at][0] == "name" and self.tokens[self.at + 1][1] in _ASSIGNING:
+            if (
+                self.at + 1 < len(self.tokens)
+                and self.tokens[self.at][0] == "name"
+                and self.tokens[self.at + 1][1] in _ASSIGNING
+            ):
                 name, operator = self.tokens[self.at][1], self.tokens[self.at + 1][1]
                 self.at += 2
                 value = self.assignment()
@@ -144,7 +176,12 @@ class _Calculation:
         signs = []
         while operator := self.take("!", "~", "-", "+", "++", "--"):
             signs.append(operator)
-        if signs and signs[-1] in ("++", "--") and self.at < len(self.tokens) and self.tokens[self.at][0] == "name":
+        if (
+            signs
+            and signs[-1] in ("++", "--")
+            and self.at < len(self.tokens)
+            and self.tokens[self.at][0] == "name"
+        ):
             name = self.tokens[self.at][1]
             self.at += 1
             value = self.assign(name, self.variable(name) + (1 if signs.pop() == "++" else -1))

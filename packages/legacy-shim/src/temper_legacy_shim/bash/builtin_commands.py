@@ -1,4 +1,7 @@
-"""The shell's own commands that change what it knows or print what it knows. Those that move its control are in ``evaluator``."""
+"""The shell's own commands that change what it knows or print what it knows.
+
+Those that move its control are in ``evaluator``.
+"""
 
 import re
 from collections.abc import Callable
@@ -10,7 +13,17 @@ from temper_legacy_shim.bash.syntax_tree import Literal, Span, Word
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _FORMAT = re.compile(r"%(%|([-+ #0]*)(\d+|\*)?(?:\.(\d+|\*)?)?([diouxXeEfgGcsbq]))")
-_BACKSLASH = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v", "\\": "\\"}
+_BACKSLASH = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "a": "\a",
+    "b": "\b",
+    "e": "\x1b",
+    "f": "\f",
+    "v": "\v",
+    "\\": "\\",
+}
 
 
 def prints(shell: Shell, text: Text) -> None:
@@ -122,9 +135,17 @@ def declare(shell: Shell, name: str, fields: list[Field], *, has_value: bool = F
         if not re.fullmatch(r"[A-Za-z_]\w*", variable_name):
             continue
         if "n" in flags and name in ("declare", "typeset", "local"):
-            shell.reading.note(f"{variable_name} is a reference to another variable, which is not followed", field.at)
+            shell.reading.note(
+                f"{variable_name} is a reference to another variable, which is not followed",
+                field.at,
+            )
         is_local = name == "local" or (name in ("declare", "typeset") and "g" not in flags)
-        variable = _declared(shell, variable_name, is_local=is_local, exists=has_value or match is not None or name != "export")
+        variable = _declared(
+            shell,
+            variable_name,
+            is_local=is_local,
+            exists=has_value or match is not None or name != "export",
+        )
         if variable is None:
             continue
         _set_attributes(variable, flags, is_export=name == "export")
@@ -151,7 +172,14 @@ def _set_attributes(variable: Variable, flags: str, *, is_export: bool) -> None:
     variable.is_associative = variable.is_associative or "A" in flags
 
 
-def read(shell: Shell, name: str, fields: list[Field], stdin: Text | None, *, separators: str | None = None) -> None:
+def read(
+    shell: Shell,
+    name: str,
+    fields: list[Field],
+    stdin: Text | None,
+    *,
+    separators: str | None = None,
+) -> None:
     """Run ``read`` on text in the script.
 
     It fails at the end of the input and for unknown input.
@@ -171,7 +199,9 @@ def read(shell: Shell, name: str, fields: list[Field], stdin: Text | None, *, se
     if name != "read":
         lines = known.splitlines()
         variable = shell.variable(names[-1] if names else "MAPFILE")
-        variable.elements = {number: Field(literal(line), literal(line).raw()) for number, line in enumerate(lines)}
+        variable.elements = {
+            number: Field(literal(line), literal(line).raw()) for number, line in enumerate(lines)
+        }
         return
     between = shell.separators() if separators is None else separators
     line, _, rest = (known, "", "") if "d" in options else known.partition("\n")
@@ -179,7 +209,9 @@ def read(shell: Shell, name: str, fields: list[Field], stdin: Text | None, *, se
         shell.stdin = literal(rest)
     if "a" in options and names:
         words = _split(line, between)
-        shell.variable(names[-1]).elements = {number: Field(literal(word), literal(word).raw()) for number, word in enumerate(words)}
+        shell.variable(names[-1]).elements = {
+            number: Field(literal(word), literal(word).raw()) for number, word in enumerate(words)
+        }
         return
     _assign_words(shell, names or ["REPLY"], line, between)
 
@@ -200,7 +232,9 @@ def _assign_words(shell: Shell, names: list[str], line: str, separators: str) ->
         if number == len(names) - 1 or not separators:
             shell.assign(each, literal(rest))
         else:
-            first = re.split(f"[{re.escape(separators)}]" + ("+" if not only else ""), rest, maxsplit=1)
+            first = re.split(
+                f"[{re.escape(separators)}]" + ("+" if not only else ""), rest, maxsplit=1
+            )
             shell.assign(each, literal(first[0]))
             rest = first[1] if len(first) > 1 else ""
 
@@ -220,7 +254,11 @@ def _set(shell: Shell, fields: list[Field]) -> None:
 
 
 def _shift(shell: Shell, fields: list[Field]) -> None:
-    count = int(text) if fields and (text := fields[0].text.known or "").isdigit() and len(text) < 6 else 1
+    count = (
+        int(text)
+        if fields and (text := fields[0].text.known or "").isdigit() and len(text) < 6
+        else 1
+    )
     if shell.positional is None:
         shell.shifted += count
         shell.reading.num_arguments = max(shell.reading.num_arguments, shell.shifted)
@@ -234,8 +272,14 @@ def _unset(shell: Shell, fields: list[Field]) -> None:
     for field in fields:
         name = field.text.known or ""
         match = re.fullmatch(r"([A-Za-z_]\w*)\[([^\]]*)\]", name)
-        if match and (variable := shell.find(match[1])) is not None and variable.elements is not None:
-            key = match[2] if variable.is_associative else int(match[2]) if match[2].isdigit() else -1
+        if (
+            match
+            and (variable := shell.find(match[1])) is not None
+            and variable.elements is not None
+        ):
+            key = (
+                match[2] if variable.is_associative else int(match[2]) if match[2].isdigit() else -1
+            )
             variable.elements.pop(key, None)
         elif name.isidentifier():
             shell.unset(name)
@@ -246,13 +290,18 @@ def _let(shell: Shell, fields: list[Field]) -> None:
     known: str | None = "0"
     for field in fields:
         source = field.text.shown()
-        known = expansion.arithmetic(shell, Word((Literal(source, is_quoted=True),), source, Span(-1, -1)), source).known
+        known = expansion.arithmetic(
+            shell, Word((Literal(source, is_quoted=True),), source, Span(-1, -1)), source
+        ).known
     shell.status = None if known is None else int(int(known) == 0)
 
 
 def _source(shell: Shell, fields: list[Field]) -> None:
     if fields:
-        shell.reading.note(f"{fields[0].source} is sourced and was not read: what it sets is not known here", fields[0].at)
+        shell.reading.note(
+            f"{fields[0].source} is sourced and was not read: what it sets is not known here",
+            fields[0].at,
+        )
     shell.status = None
 
 
@@ -281,12 +330,45 @@ BUILTINS: dict[str, Callable[[Shell, list[Field]], None]] = {
     ":": _nothing,
     "true": _nothing,
     "false": _false,
-    **dict.fromkeys(("cd", "pushd", "popd", "trap", "ulimit", "umask", "shopt", "alias", "unalias", "hash", "enable", "history"), _nothing),
-    **dict.fromkeys(("wait", "jobs", "disown", "bg", "fg", "suspend", "bind", "complete", "compgen"), _nothing),
-    **dict.fromkeys(("pwd", "type", "times", "caller", "dirs", "getopts", "kill", "help"), _unknown),
+    **dict.fromkeys(
+        (
+            "cd",
+            "pushd",
+            "popd",
+            "trap",
+            "ulimit",
+            "umask",
+            "shopt",
+            "alias",
+            "unalias",
+            "hash",
+            "enable",
+            "history",
+        ),
+        _nothing,
+    ),
+    **dict.fromkeys(
+        ("wait", "jobs", "disown", "bg", "fg", "suspend", "bind", "complete", "compgen"), _nothing
+    ),
+    **dict.fromkeys(
+        ("pwd", "type", "times", "caller", "dirs", "getopts", "kill", "help"), _unknown
+    ),
     # Those that the evaluator handles itself.
     **dict.fromkeys(
-        ("exit", "return", "break", "continue", "eval", "command", "builtin", "exec", "read", "mapfile", "readarray"), _nothing
+        (
+            "exit",
+            "return",
+            "break",
+            "continue",
+            "eval",
+            "command",
+            "builtin",
+            "exec",
+            "read",
+            "mapfile",
+            "readarray",
+        ),
+        _nothing,
     ),
     **dict.fromkeys(("declare", "typeset", "local", "export", "readonly"), _nothing),
 }

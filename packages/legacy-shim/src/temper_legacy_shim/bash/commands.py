@@ -1,6 +1,16 @@
-"""Simple commands: the shell's own, functions, and those that are recorded because only a run could run them."""
+"""Simple commands.
 
-from temper_legacy_shim.bash import builtin_commands, conditions, expansion, filters, parameters, wrappers
+The shell's own, functions, and those that are recorded because only a run could run them.
+"""
+
+from temper_legacy_shim.bash import (
+    builtin_commands,
+    conditions,
+    expansion,
+    filters,
+    parameters,
+    wrappers,
+)
 from temper_legacy_shim.bash.parser import parse
 from temper_legacy_shim.bash.shell_state import Event, Exit, Jump, Return, Shell
 from temper_legacy_shim.bash.shell_values import Field, Text, Variable, literal, unknown
@@ -37,29 +47,52 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
         _run_function(shell, command, name, fields)
         return
     environment = tuple((each.name, assignment_text(shell, each)) for each in command.assignments)
-    if shell.reading.inner is None:  # after all that may run commands of its own: A=$(...), a heredoc
+    if (
+        shell.reading.inner is None
+    ):  # after all that may run commands of its own: A=$(...), a heredoc
         shell.reading.arguments = Span(words[0].span.start, words[-1].span.end)
     printed_before = shell.captured
     if name in builtin_commands.BUILTINS:
         declared = [word for word in command.words if isinstance(word, Assignment)]
-        _run_builtin(shell, name, fields, declared=declared, stdin=stdin, environment=environment, span=command.span, is_tested=is_tested)
+        _run_builtin(
+            shell,
+            name,
+            fields,
+            declared=declared,
+            stdin=stdin,
+            environment=environment,
+            span=command.span,
+            is_tested=is_tested,
+        )
     elif name in ("test", "["):
         shell.status = _bracket_status(shell, name, fields[1:], command.span, is_decided=is_tested)
     else:
         _run_other(shell, fields, environment=environment, span=command.span, stdin=stdin)
     if prints_elsewhere(command.redirects) or name in wrappers.SUBMITTERS:
         written = fields[-1].text if name in ("echo", "printf") else stdin
-        if written is not None and not shell.reading.is_writing and shell.reading.hooks.is_launch_text(written.shown()):
+        if (
+            written is not None
+            and not shell.reading.is_writing
+            and shell.reading.hooks.is_launch_text(written.shown())
+        ):
             shell.reading.is_writing = True
             try:
-                run_inner(_started_shell(shell, environment), written, span=command.span, is_shell=True)
+                run_inner(
+                    _started_shell(shell, environment), written, span=command.span, is_shell=True
+                )
             finally:
                 shell.reading.is_writing = False
-    if prints_elsewhere(command.redirects) and shell.captured is not None and printed_before is not None:
+    if (
+        prints_elsewhere(command.redirects)
+        and shell.captured is not None
+        and printed_before is not None
+    ):
         shell.captured = printed_before
 
 
-def _bracket_status(shell: Shell, name: str, fields: list[Field], span: Span, *, is_decided: bool) -> int | None:
+def _bracket_status(
+    shell: Shell, name: str, fields: list[Field], span: Span, *, is_decided: bool
+) -> int | None:
     if name == "[":
         if not fields or fields[-1].text.known != "]":
             return 2
@@ -106,23 +139,42 @@ def _run_builtin(
     shell.status = 0
     match name:
         case "exit" | "return":
-            shell.status = int(code) if len(fields) > 1 and (code := fields[1].text.known or "").isdigit() else shell.status
+            shell.status = (
+                int(code)
+                if len(fields) > 1 and (code := fields[1].text.known or "").isdigit()
+                else shell.status
+            )
             if name == "exit" and shell.reading.passes_guards and shell.status:
                 shell.reading.note(
-                    "the script would end there with an error as it was read; what follows was read all the same", span.start
+                    "the script would end there with an error as it was read; what follows was "
+                    "read all the same",
+                    span.start,
                 )
                 return
             raise Exit if name == "exit" else Return
         case "break" | "continue":
-            levels = int(count) if len(fields) > 1 and (count := fields[1].text.known or "").isdigit() else 1
+            levels = (
+                int(count)
+                if len(fields) > 1 and (count := fields[1].text.known or "").isdigit()
+                else 1
+            )
             raise Jump(is_break=name == "break", levels=max(levels, 1))
         case "eval":
             joined = Text()
             for number, field in enumerate(fields[1:]):
                 joined = joined + literal(" ") + field.text if number else field.text
             run_inner(shell, joined, span=span)
-        case "command" | "builtin" | "exec" if len(fields) > 1 and not (fields[1].text.known or "").startswith("-"):
-            _run_named(shell, fields[1:], environment=environment, span=span, stdin=stdin, is_tested=is_tested)
+        case "command" | "builtin" | "exec" if len(fields) > 1 and not (
+            fields[1].text.known or ""
+        ).startswith("-"):
+            _run_named(
+                shell,
+                fields[1:],
+                environment=environment,
+                span=span,
+                stdin=stdin,
+                is_tested=is_tested,
+            )
             if name == "exec":
                 raise Exit
         case "command":
@@ -130,28 +182,61 @@ def _run_builtin(
         case "read" | "mapfile" | "readarray":
             separators = dict(environment).get("IFS")
             given = stdin if stdin is not None else shell.stdin
-            builtin_commands.read(shell, name, fields[1:], given, separators=None if separators is None else separators.known)
+            builtin_commands.read(
+                shell,
+                name,
+                fields[1:],
+                given,
+                separators=None if separators is None else separators.known,
+            )
         case "declare" | "typeset" | "local" | "export" | "readonly":
             builtin_commands.declare(shell, name, fields[1:])
             for assignment in declared:
-                builtin_commands.declare(shell, name, [*fields[1:], Field(literal(assignment.name), assignment.name)], has_value=True)
+                builtin_commands.declare(
+                    shell,
+                    name,
+                    [*fields[1:], Field(literal(assignment.name), assignment.name)],
+                    has_value=True,
+                )
                 assign(shell, assignment)
         case _:
             builtin_commands.BUILTINS[name](shell, fields[1:])
 
 
 def _run_named(
-    shell: Shell, fields: list[Field], *, environment: tuple[tuple[str, Text], ...], span: Span, stdin: Text | None, is_tested: bool
+    shell: Shell,
+    fields: list[Field],
+    *,
+    environment: tuple[tuple[str, Text], ...],
+    span: Span,
+    stdin: Text | None,
+    is_tested: bool,
 ) -> None:
     """Run ``command x`` and ``exec x``, which ignore functions."""
     name = fields[0].text.known
     if name in builtin_commands.BUILTINS:
-        _run_builtin(shell, name, fields, declared=[], stdin=stdin, environment=environment, span=span, is_tested=is_tested)
+        _run_builtin(
+            shell,
+            name,
+            fields,
+            declared=[],
+            stdin=stdin,
+            environment=environment,
+            span=span,
+            is_tested=is_tested,
+        )
     else:
         _run_other(shell, fields, environment=environment, span=span, stdin=stdin)
 
 
-def _run_other(shell: Shell, fields: list[Field], *, environment: tuple[tuple[str, Text], ...], span: Span, stdin: Text | None) -> None:
+def _run_other(
+    shell: Shell,
+    fields: list[Field],
+    *,
+    environment: tuple[tuple[str, Text], ...],
+    span: Span,
+    stdin: Text | None,
+) -> None:
     """Record an external command as one that would run, and compute its output if that is known."""
     reading = shell.reading
     given = stdin if stdin is not None else shell.stdin
@@ -167,7 +252,10 @@ def _run_other(shell: Shell, fields: list[Field], *, environment: tuple[tuple[st
     if printed is not None:
         return
     if len(reading.events) > MAX_EVENTS:
-        raise ScriptError(f"the script runs more than {MAX_EVENTS} commands: it does more than launch, or loops for ever.")
+        raise ScriptError(
+            f"the script runs more than {MAX_EVENTS} commands: it does more than launch, or loops "
+            "for ever."
+        )
     reading.events.append(
         Event(
             fields=tuple(fields),
@@ -189,7 +277,12 @@ def _started_shell(shell: Shell, environment: tuple[tuple[str, Text], ...]) -> S
     """Return another bash: it knows what was exported, and no functions."""
     child = shell.fork()
     child.functions, child.captured = {}, None
-    exported = {name: variable for scope in child.scopes for name, variable in scope.items() if variable.is_exported}
+    exported = {
+        name: variable
+        for scope in child.scopes
+        for name, variable in scope.items()
+        if variable.is_exported
+    }
     exported |= {name: Variable(text, is_exported=True) for name, text in environment}
     child.scopes = [exported]
     return child
@@ -206,7 +299,12 @@ def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -
     reading.steps += len(text.shown()) // 20
     reading.step()
     try:
-        program = parse("".join(piece.value if piece.is_known else (piece.source or piece.value) for piece in text.pieces))
+        program = parse(
+            "".join(
+                piece.value if piece.is_known else (piece.source or piece.value)
+                for piece in text.pieces
+            )
+        )
     except ScriptError as error:
         reading.note(f"text that is run as a script is no script: {error}", span.start)
         shell.status = 2
@@ -257,24 +355,40 @@ def assign(shell: Shell, assignment: Assignment) -> None:
     text = assignment_text(shell, assignment)
     if assignment.index is not None:
         index = expansion.expand_text(shell, assignment.index)
-        parameters.assign_element(shell, assignment.name, index.shown(), text, is_appending=assignment.is_appending)
+        parameters.assign_element(
+            shell, assignment.name, index.shown(), text, is_appending=assignment.is_appending
+        )
         return
     if assignment.is_appending:
         before = shell.find(assignment.name)
         old = None if before is None else before.scalar()
-        if before is not None and before.is_integer and old is not None and old.is_known and text.is_known:
+        if (
+            before is not None
+            and before.is_integer
+            and old is not None
+            and old.is_known
+            and text.is_known
+        ):
             text = literal(f"{old.shown()}+({text.shown()})")
         else:
             text = text if old is None else old + text
     result = shell.find(assignment.name)
     if result is not None and result.is_integer and text.is_known:
-        text = expansion.arithmetic(shell, Word((Literal(text.shown(), is_quoted=True),), text.shown(), assignment.span), text.shown())
+        text = expansion.arithmetic(
+            shell,
+            Word((Literal(text.shown(), is_quoted=True),), text.shown(), assignment.span),
+            text.shown(),
+        )
     shell.assign(assignment.name, text)
 
 
 def assignment_text(shell: Shell, assignment: Assignment) -> Text:
     """Return the value of an assignment that is not an array."""
-    return expansion.expand_text(shell, assignment.value) if isinstance(assignment.value, Word) else Text()
+    return (
+        expansion.expand_text(shell, assignment.value)
+        if isinstance(assignment.value, Word)
+        else Text()
+    )
 
 
 def _assign_array(shell: Shell, assignment: Assignment) -> None:
@@ -283,7 +397,10 @@ def _assign_array(shell: Shell, assignment: Assignment) -> None:
     is_associative = before is not None and before.is_associative
     elements: dict[int | str, Field] = {}
     if assignment.is_appending and before is not None:
-        elements.update(before.elements or ({} if before.text is None else {0: Field(before.text, before.text.raw())}))
+        elements.update(
+            before.elements
+            or ({} if before.text is None else {0: Field(before.text, before.text.raw())})
+        )
     following = max((key for key in elements if isinstance(key, int)), default=-1) + 1
     pending: list[tuple[Word, Word]] = []
     for element in assignment.value:
@@ -294,11 +411,15 @@ def _assign_array(shell: Shell, assignment: Assignment) -> None:
             elements[following] = field
             following += 1
     variable = shell.variable(assignment.name)
-    shell_variable = Variable(elements=elements, is_associative=is_associative, is_exported=variable.is_exported)
+    shell_variable = Variable(
+        elements=elements, is_associative=is_associative, is_exported=variable.is_exported
+    )
     for scope in reversed(shell.scopes):
         if assignment.name in scope:
             scope[assignment.name] = shell_variable
             break
     for key, word in pending:
         index = expansion.expand_text(shell, key)
-        parameters.assign_element(shell, assignment.name, index.shown(), expansion.expand_text(shell, word))
+        parameters.assign_element(
+            shell, assignment.name, index.shown(), expansion.expand_text(shell, word)
+        )

@@ -1,4 +1,7 @@
-"""``test``, ``[ ... ]`` and ``[[ ... ]]`` in three values: true, false, and what only a run would know."""
+"""``test``, ``[ ... ]`` and ``[[ ... ]]`` in three values.
+
+True, false, and what only a run would know.
+"""
 
 import re
 
@@ -80,7 +83,11 @@ class _FieldParser:
             self.at += 1
             return truth
         operator = self.word()
-        if left >= 2 and operator is not None and (operator in _FILE_TESTS or operator in ("-z", "-n", "-v", "-o")):
+        if (
+            left >= 2
+            and operator is not None
+            and (operator in _FILE_TESTS or operator in ("-z", "-n", "-v", "-o"))
+        ):
             self.at += 2
             return unary(self.shell, operator, self.texts[self.at - 1])
         self.at += 1
@@ -95,8 +102,13 @@ def unary(shell: Shell, operator: str, text: Text) -> Truth:
         elif text.is_known or text.is_unset:
             is_empty = True
         else:
-            is_empty = None if any(piece.value.startswith(("$(", "`")) for piece in text.pieces) else False
-        return Truth(is_empty if operator == "-z" or is_empty is None else not is_empty, is_assumed=text.is_unset)
+            is_empty = (
+                None if any(piece.value.startswith(("$(", "`")) for piece in text.pieces) else False
+            )
+        return Truth(
+            is_empty if operator == "-z" or is_empty is None else not is_empty,
+            is_assumed=text.is_unset,
+        )
     if operator == "-v":
         name = text.known
         if name is None:
@@ -104,7 +116,9 @@ def unary(shell: Shell, operator: str, text: Text) -> Truth:
         variable: Variable | None = shell.find(name.partition("[")[0])
         if variable is None and not shell.is_assigned(name):
             return Truth(False, is_assumed=True)
-        return Truth(variable is not None and (variable.elements is not None or variable.text is not None))
+        return Truth(
+            variable is not None and (variable.elements is not None or variable.text is not None)
+        )
     if text.is_known and not text.shown():
         return Truth(False)
     if text.is_unset and not text.if_unset():
@@ -131,7 +145,10 @@ def binary(shell: Shell, operator: str, left: Text, right: Text) -> Truth:
 
 def _compared(shell: Shell, operator: str, first: str, second: str, *, is_assumed: bool) -> Truth:
     try:
-        numbers = [calculate(text, read=lambda name: _number(shell, name), write=lambda _n, _v: None) for text in (first, second)]
+        numbers = [
+            calculate(text, read=lambda name: _number(shell, name), write=lambda _n, _v: None)
+            for text in (first, second)
+        ]
     except UnknownNumber:
         return Truth(None)
     except BadExpression:
@@ -140,7 +157,9 @@ def _compared(shell: Shell, operator: str, first: str, second: str, *, is_assume
         # An empty operand is an error of `[`, which counts as false.
         return Truth(False, is_assumed)
     a, b = numbers
-    answer = {"==": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[_COMPARING[operator]]
+    answer = {"==": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[
+        _COMPARING[operator]
+    ]
     return Truth(answer, is_assumed)
 
 
@@ -208,10 +227,20 @@ class _WordParser:
             raise Malformed
         literal_text = token.literal()
         following = self.peek(1)
-        if literal_text is not None and isinstance(following, Word) and (literal_text in _FILE_TESTS or literal_text in ("-z", "-n", "-v")):
+        if (
+            literal_text is not None
+            and isinstance(following, Word)
+            and (literal_text in _FILE_TESTS or literal_text in ("-z", "-n", "-v"))
+        ):
             self.at += 2
             return unary(self.shell, literal_text, expansion.expand_text(self.shell, following))
-        operator = following if isinstance(following, str) else following.literal() if isinstance(following, Word) else None
+        operator = (
+            following
+            if isinstance(following, str)
+            else following.literal()
+            if isinstance(following, Word)
+            else None
+        )
         right = self.peek(2)
         if operator in _BINARY and isinstance(right, Word):
             self.at += 3
@@ -230,14 +259,20 @@ class _WordParser:
         try:
             if operator == "=~":
                 return Truth(self.searched(pieces, left.if_unset()), is_assumed)
-            return Truth(matches(compiled(pieces), left.if_unset()) == (operator != "!="), is_assumed)
+            return Truth(
+                matches(compiled(pieces), left.if_unset()) == (operator != "!="), is_assumed
+            )
         except TooMuch:
             return Truth(None)
 
     def searched(self, pieces: list[tuple[str, bool]], text: str) -> bool:
         """Evaluate ``=~`` and set BASH_REMATCH to its groups."""
         expression = "".join(re.escape(part) if is_quoted else part for part, is_quoted in pieces)
-        expression = re.sub(r"\[\[:(alpha|digit|alnum|space|upper|lower):\]\]", lambda match: _CLASSES[match[1]], expression)
+        expression = re.sub(
+            r"\[\[:(alpha|digit|alnum|space|upper|lower):\]\]",
+            lambda match: _CLASSES[match[1]],
+            expression,
+        )
         if len(text) > 500 or len(expression) > 200 or _SLOW.search(expression):
             raise TooMuch
         try:
@@ -247,9 +282,19 @@ class _WordParser:
         if match is None:
             return False
         groups = [match[0], *(group or "" for group in match.groups())]
-        fields: dict[int | str, Field] = {number: Field(literal(group), literal(group).raw()) for number, group in enumerate(groups)}
+        fields: dict[int | str, Field] = {
+            number: Field(literal(group), literal(group).raw())
+            for number, group in enumerate(groups)
+        }
         self.shell.scopes[0]["BASH_REMATCH"] = Variable(elements=fields)
         return True
 
 
-_CLASSES = {"alpha": "[A-Za-z]", "digit": "[0-9]", "alnum": "[A-Za-z0-9]", "space": r"\s", "upper": "[A-Z]", "lower": "[a-z]"}
+_CLASSES = {
+    "alpha": "[A-Za-z]",
+    "digit": "[0-9]",
+    "alnum": "[A-Za-z0-9]",
+    "space": r"\s",
+    "upper": "[A-Z]",
+    "lower": "[a-z]",
+}

@@ -1,4 +1,7 @@
-"""Walks the tree of a script: known values are computed, unknown ones stay symbolic, commands that would run are recorded."""
+"""Walks the tree of a script.
+
+Known values are computed, unknown ones stay symbolic, commands that would run are recorded.
+"""
 
 import contextlib
 
@@ -148,7 +151,8 @@ def _run_redirected(shell: Shell, command: Redirected) -> None:
             shell.captured = captured
 
 
-# --- conditions ------------------------------------------------------------------------------------------------------
+# --- conditions
+# --------------------------------------------------------------------------------------------------
 
 
 def _test_status(shell: Shell, command: Test, *, is_decided: bool) -> int | None:
@@ -160,13 +164,21 @@ def _test_status(shell: Shell, command: Test, *, is_decided: bool) -> int | None
 
 
 def truth_status(shell: Shell, truth: Truth, span: Span, *, is_decided: bool) -> int | None:
-    """Return a test's status; decided now where a list continues by it, and later by what asks for it otherwise."""
+    """Return a test's status.
+
+    Decided now where a list continues by it, and later by what asks for it otherwise.
+    """
     if truth.value is not None and not truth.is_assumed:
         return int(not truth.value)
     if not is_decided:
         shell.pending = truth
         return None if truth.value is None else int(not truth.value)
-    taken = shell.reading.decide(span, _written(shell, span), usual=int(bool(truth.value)), is_assumed=truth.value is not None)
+    taken = shell.reading.decide(
+        span,
+        _written(shell, span),
+        usual=int(bool(truth.value)),
+        is_assumed=truth.value is not None,
+    )
     return int(not taken)
 
 
@@ -197,7 +209,11 @@ def _decided(shell: Shell, condition: Program, *, usual: int | None = None) -> b
         # A command that a reader does not know is taken to succeed.
         value, default = None, 1 if usual is None else usual
     span = condition.span
-    return bool(shell.reading.decide(span, _written(shell, span), usual=default, is_assumed=value is not None))
+    return bool(
+        shell.reading.decide(
+            span, _written(shell, span), usual=default, is_assumed=value is not None
+        )
+    )
 
 
 def _run_if(shell: Shell, command: If) -> None:
@@ -214,11 +230,22 @@ def _run_case(shell: Shell, command: Case) -> None:
     if case_word.is_known or case_word.is_unset:
         chosen = _matching_branch(shell, command, case_word.if_unset())
     if chosen is None or case_word.is_unset:
-        star = next((number for number, branch in enumerate(command.branches, 1) if branch[0][0].literal() == "*"), 0)
+        star = next(
+            (
+                number
+                for number, branch in enumerate(command.branches, 1)
+                if branch[0][0].literal() == "*"
+            ),
+            0,
+        )
         usual = star if chosen is None else chosen
         span = Span(command.span.start, command.case_word.span.end)
         chosen = shell.reading.decide(
-            span, _written(shell, span), usual=usual, num_choices=len(command.branches) + 1, is_assumed=case_word.is_unset
+            span,
+            _written(shell, span),
+            usual=usual,
+            num_choices=len(command.branches) + 1,
+            is_assumed=case_word.is_unset,
         )
     shell.status = 0
     while 0 < chosen <= len(command.branches):
@@ -250,15 +277,21 @@ def _matching_branch(shell: Shell, command: Case, case_word: str, *, after: int 
     return 0
 
 
-# --- loops -----------------------------------------------------------------------------------------------------------
+# --- loops
+# --------------------------------------------------------------------------------------------------
 
 
 def _run_for(shell: Shell, command: For) -> None:
-    fields = shell.arguments() if command.words is None else expansion.expand_words(shell, command.words)
+    fields = (
+        shell.arguments() if command.words is None else expansion.expand_words(shell, command.words)
+    )
     shell.status = 0
     for number, field in enumerate(fields):
         if number >= MAX_ROUNDS:
-            shell.reading.note(f"only the first {MAX_ROUNDS} rounds of the loop over {command.name} were read", command.span.start)
+            shell.reading.note(
+                f"only the first {MAX_ROUNDS} rounds of the loop over {command.name} were read",
+                command.span.start,
+            )
             return
         shell.assign(command.name, field.text)
         if not _run_round(shell, command.body):
@@ -282,13 +315,18 @@ def _run_counting_for(shell: Shell, command: CountingFor) -> None:
         known = expansion.arithmetic(shell, command.condition, command.condition.source).known
         if known is None or (known == "0" and command.condition.source.strip()):
             if known is None:
-                what = f"the loop for (({command.condition.source.strip()})) was not read: its end is not known"
+                what = (
+                    f"the loop for (({command.condition.source.strip()})) was not read: its end "
+                    "is not known"
+                )
                 shell.reading.note(what, command.span.start)
             return
         if not _run_round(shell, command.body):
             return
         expansion.arithmetic(shell, command.step, command.step.source)
-    shell.reading.note(f"only the first {MAX_ROUNDS} rounds of a loop were read", command.span.start)
+    shell.reading.note(
+        f"only the first {MAX_ROUNDS} rounds of a loop were read", command.span.start
+    )
 
 
 def _run_loop(shell: Shell, command: Loop) -> None:
@@ -299,9 +337,13 @@ def _run_loop(shell: Shell, command: Loop) -> None:
             shell.status = 0
             return
         if len(shell.reading.decisions) > num_decisions:
-            shell.reading.note("a loop whose end is not known was read for one round", command.span.start)
+            shell.reading.note(
+                "a loop whose end is not known was read for one round", command.span.start
+            )
             return
-    shell.reading.note(f"only the first {MAX_ROUNDS} rounds of a loop were read", command.span.start)
+    shell.reading.note(
+        f"only the first {MAX_ROUNDS} rounds of a loop were read", command.span.start
+    )
 
 
 class _Evaluator:

@@ -8,8 +8,26 @@ import re
 from temper_legacy_shim.bash import parameters
 from temper_legacy_shim.bash.arithmetic import BadExpression, UnknownNumber, calculate
 from temper_legacy_shim.bash.shell_state import Shell
-from temper_legacy_shim.bash.shell_values import Field, Fragment, Piece, Text, limited, literal, sourced, unknown
-from temper_legacy_shim.bash.syntax_tree import Arithmetic, DoubleQuoted, Literal, Parameter, Part, Substitution, Word, with_tilde
+from temper_legacy_shim.bash.shell_values import (
+    Field,
+    Fragment,
+    Piece,
+    Text,
+    limited,
+    literal,
+    sourced,
+    unknown,
+)
+from temper_legacy_shim.bash.syntax_tree import (
+    Arithmetic,
+    DoubleQuoted,
+    Literal,
+    Parameter,
+    Part,
+    Substitution,
+    Word,
+    with_tilde,
+)
 from temper_legacy_shim.errors import ScriptError
 
 MAX_FIELDS = 20_000
@@ -27,7 +45,10 @@ def expand_words(shell: Shell, words: tuple[Word, ...] | list[Word]) -> list[Fie
             fields.extend(_fields(shell, single, is_complete=single is word))
         shell.reading.count_words(len(fields) - before)
         if len(fields) > MAX_FIELDS:
-            raise ScriptError(f"a command has more than {MAX_FIELDS} arguments: the script builds more than a launch command.")
+            raise ScriptError(
+                f"a command has more than {MAX_FIELDS} arguments: the script builds more than a "
+                "launch command."
+            )
     return fields
 
 
@@ -73,7 +94,9 @@ def _part(shell: Shell, part: Part, *, in_quotes: bool) -> list[Fragment]:
     if isinstance(part, Literal):
         return [Fragment((Piece(part.text),), is_quoted=part.is_quoted or in_quotes)]
     if isinstance(part, DoubleQuoted):
-        inside = [fragment for inner in part.parts for fragment in _part(shell, inner, in_quotes=True)]
+        inside = [
+            fragment for inner in part.parts for fragment in _part(shell, inner, in_quotes=True)
+        ]
         is_empty_list = not inside and any(isinstance(inner, Parameter) for inner in part.parts)
         return inside if inside or is_empty_list else [Fragment((Piece(""),), is_quoted=True)]
     shell.reading.step()
@@ -83,7 +106,14 @@ def _part(shell: Shell, part: Part, *, in_quotes: bool) -> list[Fragment]:
         value = substitute(shell, part)
     else:
         return _parameter(shell, part, in_quotes=in_quotes)
-    return [Fragment(value.pieces or (Piece(""),), is_quoted=in_quotes, splits=not in_quotes, is_expansion=True)]
+    return [
+        Fragment(
+            value.pieces or (Piece(""),),
+            is_quoted=in_quotes,
+            splits=not in_quotes,
+            is_expansion=True,
+        )
+    ]
 
 
 def _parameter(shell: Shell, part: Parameter, *, in_quotes: bool) -> list[Fragment]:
@@ -97,14 +127,28 @@ def _parameter(shell: Shell, part: Parameter, *, in_quotes: bool) -> list[Fragme
         for number, field in enumerate(listed):
             if number:
                 out.append(_BREAK)
-            out.append(Fragment(field.text.pieces or (Piece(""),), is_quoted=in_quotes, splits=not in_quotes, origin=field))
+            out.append(
+                Fragment(
+                    field.text.pieces or (Piece(""),),
+                    is_quoted=in_quotes,
+                    splits=not in_quotes,
+                    origin=field,
+                )
+            )
         return out
     value = parameters.value(shell, part, in_quotes=in_quotes)
     if isinstance(value, list):
         return value
     if value.pieces == ():
         return [Fragment((Piece("", part.source),), is_quoted=in_quotes, splits=not in_quotes)]
-    return [Fragment(sourced(value, part.source).pieces, is_quoted=in_quotes, splits=not in_quotes, is_expansion=True)]
+    return [
+        Fragment(
+            sourced(value, part.source).pieces,
+            is_quoted=in_quotes,
+            splits=not in_quotes,
+            is_expansion=True,
+        )
+    ]
 
 
 def _star(shell: Shell, listed: list[Field]) -> Text:
@@ -122,9 +166,17 @@ def _fields(shell: Shell, word: Word, *, is_complete: bool) -> list[Field]:
     for fragment in parts:
         builder.add(fragment)
     builder.end()
-    if is_complete and len(builder.done) == 1 and not builder.has_split and builder.origins[0] is None:
+    if (
+        is_complete
+        and len(builder.done) == 1
+        and not builder.has_split
+        and builder.origins[0] is None
+    ):
         return [Field(builder.done[0], joined_lines(word.source), word.span.start)]
-    return [origin or Field(text, text.raw()) for text, origin in zip(builder.done, builder.origins, strict=True)]
+    return [
+        origin or Field(text, text.raw())
+        for text, origin in zip(builder.done, builder.origins, strict=True)
+    ]
 
 
 def joined_lines(source: str) -> str:
@@ -154,7 +206,9 @@ class _Splitter:
         self._origin = fragment.origin if self._num_fragments == 1 else None
         if not fragment.splits:
             self._pieces.extend(fragment.pieces)
-            self._exists = self._exists or fragment.is_quoted or any(piece.value for piece in fragment.pieces)
+            self._exists = (
+                self._exists or fragment.is_quoted or any(piece.value for piece in fragment.pieces)
+            )
             return
         for piece in self._opened(fragment.pieces):
             if piece.is_known and any(char in self.separators for char in piece.value):
@@ -168,7 +222,12 @@ class _Splitter:
             has_separator = piece.is_known and any(char in self.separators for char in piece.value)
             if (has_separator or not piece.is_known) and piece.inner:
                 opened = self._opened(piece.inner)
-                is_split = any(char in self.separators for each in opened if each.is_known for char in each.value)
+                is_split = any(
+                    char in self.separators
+                    for each in opened
+                    if each.is_known
+                    for char in each.value
+                )
                 out.extend(opened if has_separator or is_split else [piece])
             else:
                 out.append(piece)
@@ -197,7 +256,10 @@ class _Splitter:
             self.done.append(limited(kept))
             self.origins.append(self._origin if self._num_fragments == 1 else None)
             if len(self.done) > MAX_FIELDS:
-                raise ScriptError(f"a word splits into more than {MAX_FIELDS} arguments: the script builds more than a launch command.")
+                raise ScriptError(
+                    f"a word splits into more than {MAX_FIELDS} arguments: the script builds more "
+                    "than a launch command."
+                )
         self._pieces, self._exists, self._origin, self._num_fragments = [], False, None, 0
 
 
@@ -210,7 +272,15 @@ def arithmetic(shell: Shell, expression: Word, source: str) -> Text:
     if not text.is_known:
         return unknown(source, is_unset=text.is_unset)
     try:
-        return literal(str(calculate(text.shown(), read=lambda name: _number_text(shell, name), write=lambda n, v: _write(shell, n, v))))
+        return literal(
+            str(
+                calculate(
+                    text.shown(),
+                    read=lambda name: _number_text(shell, name),
+                    write=lambda n, v: _write(shell, n, v),
+                )
+            )
+        )
     except UnknownNumber:
         return unknown(source)
     except BadExpression:
@@ -284,7 +354,9 @@ Item = str | Part
 
 def expand(word: Word) -> list[Word]:
     """Return the words that a word stands for; itself alone if it has no braces to expand."""
-    if not any(isinstance(part, Literal) and not part.is_quoted and "{" in part.text for part in word.parts):
+    if not any(
+        isinstance(part, Literal) and not part.is_quoted and "{" in part.text for part in word.parts
+    ):
         return [word]
     items: list[Item] = []
     for part in word.parts:
@@ -308,7 +380,10 @@ def _expand(items: list[Item], level: int) -> list[list[Item]]:
         firsts = [each for choice in choices for each in _expand(choice, level + 1)]
         rests = _expand(items[end:], level + 1)
         if len(firsts) * len(rests) > _MAX_WORDS:
-            raise ScriptError(f"braces that stand for more than {_MAX_WORDS} words: the script builds more than a launch command.")
+            raise ScriptError(
+                f"braces that stand for more than {_MAX_WORDS} words: the script builds more than "
+                "a launch command."
+            )
         return [[*items[:start], *first, *rest] for first in firsts for rest in rests]
     return [items]
 
@@ -351,7 +426,10 @@ def _range(items: list[Item], end: int) -> tuple[list[list[Item]], int] | None:
     first, last = (int(match[1]), int(match[2])) if is_number else (ord(match[1]), ord(match[2]))
     step = abs(int(match[3] or 1)) or 1
     if abs(last - first) // step > _MAX_WORDS:
-        raise ScriptError(f"{match[0]} stands for more than {_MAX_WORDS} words: the script builds more than a launch command.")
+        raise ScriptError(
+            f"{match[0]} stands for more than {_MAX_WORDS} words: the script builds more than a "
+            "launch command."
+        )
     numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
     padded = is_number and any(re.fullmatch(r"-?0\d+", text) for text in (match[1], match[2]))
     width = max(len(match[1]), len(match[2])) if padded else 0

@@ -59,10 +59,18 @@ def _seq(arguments: list[str], _: str | None) -> str | None:
     separator = "\n"
     if arguments[:1] == ["-s"] and len(arguments) > 2:
         separator, arguments = arguments[1], arguments[2:]
-    if not 1 <= len(arguments) <= 3 or not all(re.fullmatch(r"-?\d{1,9}", each) for each in arguments):
+    if not 1 <= len(arguments) <= 3 or not all(
+        re.fullmatch(r"-?\d{1,9}", each) for each in arguments
+    ):
         return None
     numbers = [int(each) for each in arguments]
-    first, step, last = (1, 1, numbers[0]) if len(numbers) == 1 else (numbers[0], 1, numbers[1]) if len(numbers) == 2 else tuple(numbers)
+    first, step, last = (
+        (1, 1, numbers[0])
+        if len(numbers) == 1
+        else (numbers[0], 1, numbers[1])
+        if len(numbers) == 2
+        else tuple(numbers)
+    )
     if step == 0 or abs(last - first) // abs(step) > _MAX_LINES:
         return None
     values = range(first, last + (1 if step > 0 else -1), step)
@@ -87,24 +95,37 @@ def _tr(arguments: list[str], stdin: str | None) -> str | None:
     second = (sets[1] if len(sets) == 2 else None) or ""
     if not squeezes and second:
         padded = second + second[-1] * max(len(first) - len(second), 0)
-        return stdin.translate({ord(a): b for a, b in reversed(list(zip(first, padded, strict=False)))})
+        return stdin.translate(
+            {ord(a): b for a, b in reversed(list(zip(first, padded, strict=False)))}
+        )
     if squeezes and len(sets) == 1:
         return re.sub(f"([{re.escape(first)}])\\1+", r"\1", stdin) if first else stdin
     return None
 
 
 def _tr_set(text: str) -> str | None:
-    for name, chars in (("lower", "abcdefghijklmnopqrstuvwxyz"), ("upper", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"), ("digit", "0123456789")):
+    for name, chars in (
+        ("lower", "abcdefghijklmnopqrstuvwxyz"),
+        ("upper", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
+        ("digit", "0123456789"),
+    ):
         text = text.replace(f"[:{name}:]", chars)
     text = text.replace("[:space:]", " \t\n\r\v\f").replace("\\n", "\n").replace("\\t", "\t")
     if "[:" in text or "\\" in text:
         return None
-    return re.sub(r"(.)-(.)", lambda m: "".join(map(chr, range(ord(m[1]), ord(m[2]) + 1))), text, flags=re.DOTALL)
+    return re.sub(
+        r"(.)-(.)",
+        lambda m: "".join(map(chr, range(ord(m[1]), ord(m[2]) + 1))),
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def _cut(arguments: list[str], stdin: str | None) -> str | None:
     joined = " ".join(arguments)
-    match = re.fullmatch(r"-d ?(\S| ?\s)?(?: -f ?| -f)(\d+)(-)?", joined) or re.fullmatch(r"-f ?(\d+)(-)? -d ?(.)", joined)
+    match = re.fullmatch(r"-d ?(\S| ?\s)?(?: -f ?| -f)(\d+)(-)?", joined) or re.fullmatch(
+        r"-f ?(\d+)(-)? -d ?(.)", joined
+    )
     if stdin is None or match is None:
         return None
     if joined.startswith("-d"):
@@ -116,14 +137,24 @@ def _cut(arguments: list[str], stdin: str | None) -> str | None:
     lines = []
     for line in stdin.splitlines():
         parts = line.split(delimiter)
-        lines.append(line if len(parts) == 1 else delimiter.join(parts[position - 1 :] if is_open else parts[position - 1 : position]))
+        lines.append(
+            line
+            if len(parts) == 1
+            else delimiter.join(
+                parts[position - 1 :] if is_open else parts[position - 1 : position]
+            )
+        )
     return "".join(line + "\n" for line in lines)
 
 
 def _sed(arguments: list[str], stdin: str | None) -> str | None:
     is_extended = bool(arguments) and arguments[0] in ("-E", "-r")
     arguments = arguments[1:] if is_extended or arguments[:1] == ["-e"] else arguments
-    match = re.fullmatch(r"s([/|#,])((?:\\.|(?!\1).)*)\1((?:\\.|(?!\1).)*)\1(g?)", arguments[0]) if len(arguments) == 1 else None
+    match = (
+        re.fullmatch(r"s([/|#,])((?:\\.|(?!\1).)*)\1((?:\\.|(?!\1).)*)\1(g?)", arguments[0])
+        if len(arguments) == 1
+        else None
+    )
     if stdin is None or match is None or len(stdin) > 4_000:
         return None
     # Only patterns that mean the same to sed and to Python, and that can't take long.
@@ -138,7 +169,11 @@ def _sed(arguments: list[str], stdin: str | None) -> str | None:
 
 def _lines(*, is_head: bool) -> Callable[[list[str], str | None], str | None]:
     def take(arguments: list[str], stdin: str | None) -> str | None:
-        match = re.fullmatch(r"(?:-n ?|-)?(\d{1,6})", " ".join(arguments)) if arguments else re.fullmatch("(10)", "10")
+        match = (
+            re.fullmatch(r"(?:-n ?|-)?(\d{1,6})", " ".join(arguments))
+            if arguments
+            else re.fullmatch("(10)", "10")
+        )
         if stdin is None or match is None:
             return None
         lines, count = stdin.splitlines(keepends=True), int(match[1])
@@ -155,11 +190,17 @@ def _wc(arguments: list[str], stdin: str | None) -> str | None:
 
 
 def _rev(arguments: list[str], stdin: str | None) -> str | None:
-    return None if stdin is None or arguments else "".join(line[::-1] + "\n" for line in stdin.splitlines())
+    return (
+        None
+        if stdin is None or arguments
+        else "".join(line[::-1] + "\n" for line in stdin.splitlines())
+    )
 
 
 def _expr(arguments: list[str], _: str | None) -> str | None:
-    if len(arguments) != 3 or not all(re.fullmatch(r"-?\d{1,15}", each) for each in (arguments[0], arguments[2])):
+    if len(arguments) != 3 or not all(
+        re.fullmatch(r"-?\d{1,15}", each) for each in (arguments[0], arguments[2])
+    ):
         return None
     a, operator, b = int(arguments[0]), arguments[1], int(arguments[2])
     if operator in ("/", "%"):

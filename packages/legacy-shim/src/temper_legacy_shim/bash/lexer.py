@@ -6,19 +6,42 @@
 import re
 from collections.abc import Callable
 
-from temper_legacy_shim.bash.syntax_tree import Arithmetic, DoubleQuoted, Literal, Parameter, Part, Program, Span, Substitution, Word
+from temper_legacy_shim.bash.syntax_tree import (
+    Arithmetic,
+    DoubleQuoted,
+    Literal,
+    Parameter,
+    Part,
+    Program,
+    Span,
+    Substitution,
+    Word,
+)
 from temper_legacy_shim.errors import ScriptError
 
 METACHARACTERS = " \t\n;&|<>()"
 MAX_NESTING = 40
-"""Levels of expansions and compound commands; a script that needs more was not written by a person."""
+"""Levels of expansions and compound commands; a script that needs more was not written by a person.
+"""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PARAMETER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?$!-]")
 _OPERATOR = re.compile(r":[-=?+]|[-=?+]|##|#|%%|%|//|/#|/%|/|\^\^|\^|,,|,|@[A-Za-z]|:")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
+_ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "a": "\a",
+    "b": "\b",
+    "e": "\x1b",
+    "E": "\x1b",
+    "f": "\f",
+    "v": "\v",
+}
 _PLAIN = re.compile(r"[A-Za-z0-9_.=]+")
 """Characters that neither end nor open anything, wherever they stand."""
-_NUMBERED_ESCAPE = re.compile(r"x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|U([0-9a-fA-F]{1,8})|([0-7]{1,3})")
+_NUMBERED_ESCAPE = re.compile(
+    r"x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|U([0-9a-fA-F]{1,8})|([0-7]{1,3})"
+)
 
 
 class Words:
@@ -46,7 +69,10 @@ class Words:
         """Enter one level of nesting; the caller leaves it with ``self.nesting -= 1``."""
         self.nesting += 1
         if self.nesting > MAX_NESTING:
-            raise self.error(f"more than {MAX_NESTING} expansions or commands inside each other: write it flatter.")
+            raise self.error(
+                f"more than {MAX_NESTING} expansions or commands inside each other: write it "
+                "flatter."
+            )
 
     def word(self, is_end: Callable[[str], bool] | None = None) -> Word:
         """Return one word from here; empty if none starts."""
@@ -59,12 +85,15 @@ class Words:
         parts = self._parts(lambda _: False, in_quotes=True, has_quote_marks=False)
         return Word(parts=parts, source=self.text, span=Span(0, len(self.text)))
 
-    def _parts(self, is_end: Callable[[str], bool], *, in_quotes: bool, has_quote_marks: bool = True) -> tuple[Part, ...]:
+    def _parts(
+        self, is_end: Callable[[str], bool], *, in_quotes: bool, has_quote_marks: bool = True
+    ) -> tuple[Part, ...]:
         """Return the parts up to a character that ends them, which is left, or the end of the text.
 
         Args:
             is_end: asked about characters that are not quoted.
-            in_quotes: inside double quotes, where single quotes and most backslashes are characters.
+            in_quotes: inside double quotes, where single quotes and most backslashes are
+                characters.
             has_quote_marks: whether ``"`` opens a quoted part; in a heredoc it is a character.
         """
         parts: list[Part] = []
@@ -135,12 +164,20 @@ class Words:
                 out.append(char)
             elif match := _NUMBERED_ESCAPE.match(self.text, self.at):
                 self.at = match.end()
-                number = int(match[4], 8) & 0xFF if match[4] else int(match[1] or match[2] or match[3], 16)
-                out.append(chr(number) if number < 0x110000 and not 0xD800 <= number < 0xE000 else "")
+                number = (
+                    int(match[4], 8) & 0xFF
+                    if match[4]
+                    else int(match[1] or match[2] or match[3], 16)
+                )
+                out.append(
+                    chr(number) if number < 0x110000 and not 0xD800 <= number < 0xE000 else ""
+                )
             else:
                 escaped = self.peek()
                 self.at += len(escaped)
-                out.append(_ESCAPES.get(escaped, escaped if escaped in "\\'\"?" else "\\" + escaped))
+                out.append(
+                    _ESCAPES.get(escaped, escaped if escaped in "\\'\"?" else "\\" + escaped)
+                )
         self.at += 1
         return Literal("".join(out).partition("\0")[0], is_quoted=True)
 
@@ -273,7 +310,9 @@ class Words:
         elif prefix == "!" and index is not None and index.literal() in ("@", "*") and not operator:
             operator = "keys"
         is_indirect = prefix == "!" and operator not in ("keys", "names")
-        return Parameter(match[0], self.text[start : self.at], index, operator, operands, is_indirect)
+        return Parameter(
+            match[0], self.text[start : self.at], index, operator, operands, is_indirect
+        )
 
     def _bad_substitution(self, start: int) -> Parameter:
         """Read an expansion that bash refuses only when it executes it."""
@@ -300,7 +339,9 @@ class Words:
 
         parts = self._parts(is_end, in_quotes=False)
         self.nesting -= 1
-        word = Word(parts=parts, source=self.text[start + 1 : self.at], span=Span(start + 1, self.at))
+        word = Word(
+            parts=parts, source=self.text[start + 1 : self.at], span=Span(start + 1, self.at)
+        )
         if self.peek() != "]":
             raise self.error("a subscript is opened here and never closed.", start)
         self.at += 1
@@ -311,7 +352,10 @@ class Words:
             return ()
         # Inside double quotes a single quote is a character, except in patterns.
         as_quoted = in_quotes and operator in (":-", ":=", ":?", ":+", "-", "=", "?", "+")
-        first = self._operand("}/" if operator.startswith("/") else "}:" if operator == ":" else "}", in_quotes=as_quoted)
+        first = self._operand(
+            "}/" if operator.startswith("/") else "}:" if operator == ":" else "}",
+            in_quotes=as_quoted,
+        )
         if self.peek() in ("/", ":") and self.peek():
             self.at += 1
             return first, self._operand("}", in_quotes=as_quoted)
@@ -328,7 +372,11 @@ def _joined(parts: list[Part]) -> tuple[Part, ...]:
     out: list[Part] = []
     for part in parts:
         last = out[-1] if out else None
-        if isinstance(part, Literal) and isinstance(last, Literal) and part.is_quoted == last.is_quoted:
+        if (
+            isinstance(part, Literal)
+            and isinstance(last, Literal)
+            and part.is_quoted == last.is_quoted
+        ):
             out[-1] = Literal(last.text + part.text, part.is_quoted)
         else:
             out.append(part)

@@ -1,11 +1,23 @@
-"""Values of ``$x`` and ``${x...}``: defaults, lengths, slices, trimming, replacement, case, arrays, indirection."""
+"""Values of ``$x`` and ``${x...}``.
+
+Defaults, lengths, slices, trimming, replacement, case, arrays, indirection.
+"""
 
 from collections.abc import Callable
 
 from temper_legacy_shim.bash.arithmetic import BadExpression, UnknownNumber, calculate
 from temper_legacy_shim.bash.patterns import TooMuch, compiled
 from temper_legacy_shim.bash.shell_state import Shell, Stopped
-from temper_legacy_shim.bash.shell_values import Field, Fragment, Piece, Text, Variable, literal, sourced, unknown
+from temper_legacy_shim.bash.shell_values import (
+    Field,
+    Fragment,
+    Piece,
+    Text,
+    Variable,
+    literal,
+    sourced,
+    unknown,
+)
 from temper_legacy_shim.bash.syntax_tree import Parameter, Word, with_tilde
 
 _DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
@@ -17,7 +29,9 @@ def value(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Frag
     Parts of a default where they split on their own.
     """
     if part.operator == "bad":
-        shell.reading.note(f"bash refuses {part.source[:80]} as a bad substitution and would end here", -1)
+        shell.reading.note(
+            f"bash refuses {part.source[:80]} as a bad substitution and would end here", -1
+        )
         raise Stopped
     if part.operator == "len":
         return _length(shell, part)
@@ -43,7 +57,11 @@ def elements(shell: Shell, part: Parameter) -> list[Field] | None:
     if part.operator == "names":
         names = {name for scope in shell.scopes for name in scope if name.startswith(part.name)}
         return [Field(literal(name), name) for name in sorted(names)]
-    if part.is_indirect or not (is_all or (part.name in ("@", "*") and part.index is None)) or part.operator in ("len", "bad"):
+    if (
+        part.is_indirect
+        or not (is_all or (part.name in ("@", "*") and part.index is None))
+        or part.operator in ("len", "bad")
+    ):
         return None
     if part.operator == "keys":
         variable = shell.find(part.name)
@@ -54,10 +72,16 @@ def elements(shell: Shell, part: Parameter) -> list[Field] | None:
     else:
         variable = shell.find(part.name)
         if variable is None and not part.operator:
-            return [Field(shell.free_text(part.name, part.source, has_default=False), f'"{part.source}"')]
+            return [
+                Field(
+                    shell.free_text(part.name, part.source, has_default=False), f'"{part.source}"'
+                )
+            ]
         listed = [] if variable is None else list(_elements_of(variable).values())
     if part.operator in _DEFAULTS:
-        is_present = bool(listed) and not (part.operator.startswith(":") and not any(field.text.pieces for field in listed))
+        is_present = bool(listed) and not (
+            part.operator.startswith(":") and not any(field.text.pieces for field in listed)
+        )
         return None if is_present == part.operator.endswith("+") or not is_present else listed
     if not part.operator or (shell.positional is None and part.name in ("@", "*")):
         return listed
@@ -82,7 +106,9 @@ def _opensliced(shell: Shell, part: Parameter) -> list[Field] | None:
     if len(part.operands) > 1 or not first.isdigit():
         return [Field(unknown(part.source, is_unset=True), f'"{part.source}"')]
     name = f"$@ from {int(first) + shell.shifted}" if int(first) + shell.shifted > 1 else "$@"
-    return [Field(Text((Piece(name, part.source, is_known=False, is_unset=True),)), f'"{part.source}"')]
+    return [
+        Field(Text((Piece(name, part.source, is_known=False, is_unset=True),)), f'"{part.source}"')
+    ]
 
 
 def _elements_of(variable: Variable) -> dict[int | str, Field]:
@@ -99,7 +125,9 @@ def element_text(shell: Shell, variable: Variable, index: str) -> Text | None:
         field = (variable.elements or {}).get(index.strip("\"'"))
         return None if field is None else field.text
     try:
-        number = calculate(index, read=lambda name: _known_number(shell, name), write=lambda _name, _value: None)
+        number = calculate(
+            index, read=lambda name: _known_number(shell, name), write=lambda _name, _value: None
+        )
     except (UnknownNumber, BadExpression):
         return unknown(index)
     result = _elements_of(variable)
@@ -109,16 +137,24 @@ def element_text(shell: Shell, variable: Variable, index: str) -> Text | None:
     return None if field is None else field.text
 
 
-def assign_element(shell: Shell, name: str, index: str, text: Text, *, is_appending: bool = False) -> None:
+def assign_element(
+    shell: Shell, name: str, index: str, text: Text, *, is_appending: bool = False
+) -> None:
     """Run ``name[index]=text``; an unknown index leaves the array as it is and adds a note."""
     variable = shell.variable(name)
     if variable.elements is None:
-        variable.elements = {} if variable.text is None else {0: Field(variable.text, variable.text.raw())}
+        variable.elements = (
+            {} if variable.text is None else {0: Field(variable.text, variable.text.raw())}
+        )
         variable.text = None
     key: int | str = index.strip("\"'")
     if not variable.is_associative:
         try:
-            key = calculate(index, read=lambda each: _known_number(shell, each), write=lambda _name, _value: None)
+            key = calculate(
+                index,
+                read=lambda each: _known_number(shell, each),
+                write=lambda _name, _value: None,
+            )
         except (UnknownNumber, BadExpression):
             shell.reading.note(f"the subscript {index!r} of {name} is not known", -1)
             return
@@ -157,12 +193,19 @@ def _lookup(shell: Shell, part: Parameter) -> Text | None:
 def _length(shell: Shell, part: Parameter) -> Text:
     if (part.index is not None and part.index.literal() in ("@", "*")) or part.name in ("@", "*"):
         listed = elements(shell, Parameter(part.name, part.source, part.index)) or []
-        if any(not field.text.is_known and (field.text.shown().startswith("$@") or field.text.is_unset) for field in listed):
+        if any(
+            not field.text.is_known and (field.text.shown().startswith("$@") or field.text.is_unset)
+            for field in listed
+        ):
             return unknown(part.source)
         return literal(str(len(listed)))
     text = _lookup(shell, part)
     if text is None:
-        return literal("0") if shell.is_assigned(part.name) else shell.free_text(part.name, part.source, has_default=False)
+        return (
+            literal("0")
+            if shell.is_assigned(part.name)
+            else shell.free_text(part.name, part.source, has_default=False)
+        )
     return literal(str(len(text.shown()))) if text.is_known else unknown(part.source)
 
 
@@ -171,13 +214,19 @@ def _indirect(shell: Shell, part: Parameter) -> Parameter:
     text = _lookup(shell, Parameter(part.name, part.source, part.index))
     known = None if text is None else text.known
     is_name = known is not None and (known.isidentifier() or known.isdigit())
-    return Parameter(known if is_name and known else "", part.source, None, part.operator, part.operands)
+    return Parameter(
+        known if is_name and known else "", part.source, None, part.operator, part.operands
+    )
 
 
-def _with_default(shell: Shell, part: Parameter, text: Text | None, *, in_quotes: bool) -> Text | list[Fragment]:
+def _with_default(
+    shell: Shell, part: Parameter, text: Text | None, *, in_quotes: bool
+) -> Text | list[Fragment]:
     if text is None and not shell.is_assigned(part.name) and part.name not in ("@", "*"):
         shell.free_text(part.name, part.source, has_default=part.operator not in ("?", ":?"))
-    is_present = text is not None and (not part.operator.startswith(":") or bool(text.shown()) or not text.is_known)
+    is_present = text is not None and (
+        not part.operator.startswith(":") or bool(text.shown()) or not text.is_known
+    )
     if part.operator in ("+", ":+"):
         return _operand(shell, part, in_quotes=in_quotes) if is_present else Text()
     if is_present and text is not None:
@@ -191,7 +240,11 @@ def _with_default(shell: Shell, part: Parameter, text: Text | None, *, in_quotes
         return unknown(part.source, is_unset=True)
     result = _operand(shell, part, in_quotes=in_quotes)
     if part.operator in ("=", ":="):
-        default = result if isinstance(result, Text) else shell.interpreter.expand_text(shell, part.operands[0])
+        default = (
+            result
+            if isinstance(result, Text)
+            else shell.interpreter.expand_text(shell, part.operands[0])
+        )
         if part.index is None and part.name.isidentifier():
             shell.assign(part.name, default)
     return result
@@ -207,12 +260,21 @@ def _operand(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[F
     separators = shell.separators()
     is_split = any(
         fragment.is_break
-        or (not fragment.is_quoted and any(piece.is_known and set(piece.value) & set(separators) for piece in fragment.pieces))
+        or (
+            not fragment.is_quoted
+            and any(
+                piece.is_known and set(piece.value) & set(separators) for piece in fragment.pieces
+            )
+        )
         for fragment in parts
     )
     if is_split:
         return [fragment if fragment.is_break else _splitting(fragment) for fragment in parts]
-    text = Text(tuple(piece for fragment in parts for piece in fragment.pieces if piece.value or piece.source))
+    text = Text(
+        tuple(
+            piece for fragment in parts for piece in fragment.pieces if piece.value or piece.source
+        )
+    )
     if any(fragment.is_quoted for fragment in parts) and not in_quotes:
         full = sourced(text, part.source)
         return [Fragment(full.pieces, is_quoted=True)]
@@ -220,7 +282,9 @@ def _operand(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[F
 
 
 def _splitting(fragment: Fragment) -> Fragment:
-    return Fragment(fragment.pieces, fragment.is_quoted, splits=not fragment.is_quoted, origin=fragment.origin)
+    return Fragment(
+        fragment.pieces, fragment.is_quoted, splits=not fragment.is_quoted, origin=fragment.origin
+    )
 
 
 _MAX_SCANNED = 2_000
@@ -235,17 +299,30 @@ def transformed(shell: Shell, part: Parameter, text: Text) -> Text:
         return unknown(part.source)
     try:
         if operator in ("#", "##", "%", "%%"):
-            return _applied(part, known, _pattern(shell, part), lambda pattern, t: _trimmed(pattern, t, operator))
+            return _applied(
+                part,
+                known,
+                _pattern(shell, part),
+                lambda pattern, t: _trimmed(pattern, t, operator),
+            )
         if operator.startswith("/"):
             return _replaced(shell, part, known)
         if operator in ("^", "^^", ",", ",,"):
-            return literal(_cased(known, operator)) if not part.operands[0].source else unknown(part.source)
+            return (
+                literal(_cased(known, operator))
+                if not part.operands[0].source
+                else unknown(part.source)
+            )
         if operator == ":":
             return _part_of(shell, part, known)
     except TooMuch:
         return unknown(part.source)
     if operator in ("@U", "@L", "@u"):
-        return literal({"@U": known.upper(), "@L": known.lower(), "@u": known[:1].upper() + known[1:]}[operator])
+        return literal(
+            {"@U": known.upper(), "@L": known.lower(), "@u": known[:1].upper() + known[1:]}[
+                operator
+            ]
+        )
     return unknown(part.source)
 
 
@@ -255,7 +332,10 @@ def _pattern(shell: Shell, part: Parameter) -> list[tuple[str, bool]] | None:
 
 
 def _applied(
-    part: Parameter, known: str, pieces: list[tuple[str, bool]] | None, change: Callable[[list[tuple[str, bool]], str], str]
+    part: Parameter,
+    known: str,
+    pieces: list[tuple[str, bool]] | None,
+    change: Callable[[list[tuple[str, bool]], str], str],
 ) -> Text:
     if pieces is None or len(known) > _MAX_SCANNED:
         return unknown(part.source)
@@ -279,12 +359,20 @@ def _trimmed(pieces: list[tuple[str, bool]], text: str, operator: str) -> str:
 
 def _replaced(shell: Shell, part: Parameter, known: str) -> Text:
     pieces = _pattern(shell, part)
-    replacement = shell.interpreter.expand_text(shell, part.operands[1]) if len(part.operands) > 1 else Text()
+    replacement = (
+        shell.interpreter.expand_text(shell, part.operands[1]) if len(part.operands) > 1 else Text()
+    )
     if pieces is None or not replacement.is_known or len(known) > _MAX_SCANNED:
         return unknown(part.source)
     pattern, new = compiled(pieces), replacement.shown()
     if not pattern.pattern:
-        return literal(new + known if part.operator == "/#" else known + new if part.operator == "/%" else known)
+        return literal(
+            new + known
+            if part.operator == "/#"
+            else known + new
+            if part.operator == "/%"
+            else known
+        )
     if part.operator == "/#":
         match = pattern.match(known)
         return literal(known if match is None else new + known[match.end() :])
@@ -326,7 +414,13 @@ def _part_of(shell: Shell, part: Parameter, known: str) -> Text:
     start = bounds[0] if bounds[0] >= 0 else len(known) + bounds[0]
     if not 0 <= start <= len(known):
         return Text()
-    end = len(known) if len(bounds) < 2 else start + bounds[1] if bounds[1] >= 0 else len(known) + bounds[1]
+    end = (
+        len(known)
+        if len(bounds) < 2
+        else start + bounds[1]
+        if bounds[1] >= 0
+        else len(known) + bounds[1]
+    )
     return literal(known[start : max(end, start)])
 
 
@@ -342,5 +436,9 @@ def sliced(shell: Shell, part: Parameter, listed: list[Field], indices: list[int
         listed = [Field(unknown("$0"), '"$0"'), *listed]
     keys = list(range(len(listed))) if part.name in ("@", "*") else indices
     start = bounds[0] if bounds[0] >= 0 else max([*keys, -1]) + 1 + bounds[0]
-    result = [field for key, field in zip(keys, listed, strict=True) if key >= start] if start >= 0 else []
+    result = (
+        [field for key, field in zip(keys, listed, strict=True) if key >= start]
+        if start >= 0
+        else []
+    )
     return result if len(bounds) < 2 else result[: max(bounds[1], 0)]

@@ -1,4 +1,7 @@
-"""The grammar of bash: from a text to a ``Program``. What bash itself would refuse as a syntax error is a ``ScriptError`` with its line."""
+"""The grammar of bash: from a text to a ``Program``.
+
+What bash itself would refuse as a syntax error is a ``ScriptError`` with its line.
+"""
 
 import re
 
@@ -48,7 +51,10 @@ class Parser(SimpleCommands):
         program = self._program(())
         self.skip(newlines=True)
         if end and self.peek() != end:
-            raise self.error(f"{self.here()} where {end!r} should close what was opened.", None if self.peek() else start)
+            raise self.error(
+                f"{self.here()} where {end!r} should close what was opened.",
+                None if self.peek() else start,
+            )
         if not end and self.peek():
             raise self.error(f"{self.here()} where a command should begin.")
         self.at += len(end)
@@ -107,7 +113,8 @@ class Parser(SimpleCommands):
             self.at += 2 if self.peek(2) == "|&" else 1
             self.skip(newlines=True)
 
-    # --- commands ----------------------------------------------------------------------------------------------------
+    # --- commands
+    # ----------------------------------------------------------------------------------------------
 
     def _command(self) -> Command:
         self.nest()
@@ -123,7 +130,11 @@ class Parser(SimpleCommands):
             if redirect is None:
                 break
             redirects.append(redirect)
-        return Redirected(command, tuple(redirects), Span(start, redirects[-1].span.end)) if redirects else command
+        return (
+            Redirected(command, tuple(redirects), Span(start, redirects[-1].span.end))
+            if redirects
+            else command
+        )
 
     def _one_command(self) -> Command:
         start, word = self.at, self.reserved()
@@ -279,7 +290,11 @@ class Parser(SimpleCommands):
                 if depth == 0:
                     break
             self.at = end
-            word = Word((Literal(self.text[start:end], is_quoted=False),), self.text[start:end], Span(start, end))
+            word = Word(
+                (Literal(self.text[start:end], is_quoted=False),),
+                self.text[start:end],
+                Span(start, end),
+            )
         if not word.source:
             raise self.error(f"{self.here()} where a pattern should be.")
         return word
@@ -315,7 +330,9 @@ class Parser(SimpleCommands):
                 continue
             if not self.peek():
                 raise self.error("'[[' is opened here and never closed by ']]'.", start)
-            tokens.append(self._test_word(is_pattern=bool(tokens) and tokens[-1] in ("=~", "==", "=", "!=")))
+            tokens.append(
+                self._test_word(is_pattern=bool(tokens) and tokens[-1] in ("=~", "==", "=", "!="))
+            )
 
     def _test_word(self, *, is_pattern: bool) -> str | Word:
         depth = 0
@@ -331,5 +348,20 @@ class Parser(SimpleCommands):
         if not word.source:
             raise self.error(f"{self.here()} inside '[[ ... ]]'.")
         literal = word.literal()
-        operators = ("!", "=", "==", "!=", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge", "-nt", "-ot", "-ef")
+        operators = (
+            "!",
+            "=",
+            "==",
+            "!=",
+            "=~",
+            "-eq",
+            "-ne",
+            "-lt",
+            "-le",
+            "-gt",
+            "-ge",
+            "-nt",
+            "-ot",
+            "-ef",
+        )
         return literal if literal in operators else word

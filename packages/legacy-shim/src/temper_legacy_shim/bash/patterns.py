@@ -1,4 +1,7 @@
-"""Patterns of the shell (``*``, ``?``, ``[a-z]``, ``@(a|b)``) as regular expressions, in bounded time."""
+"""Translate the shell's patterns to regular expressions that match in bounded time.
+
+Patterns are ``*``, ``?``, ``[a-z]`` and ``@(a|b)``.
+"""
 
 import re
 

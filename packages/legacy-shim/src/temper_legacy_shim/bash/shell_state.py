@@ -10,7 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from temper_legacy_shim.bash.shell_values import Field, Fragment, Piece, Text, Truth, Variable, literal, unknown
+from temper_legacy_shim.bash.shell_values import (
+    Field,
+    Fragment,
+    Piece,
+    Text,
+    Truth,
+    Variable,
+    literal,
+    unknown,
+)
 from temper_legacy_shim.bash.syntax_tree import Command, Program, Span, Word
 from temper_legacy_shim.errors import ScriptError
 
@@ -19,8 +28,34 @@ MAX_WORDS = 100_000
 MAX_FORKS = 60
 AMBIENT = frozenset(
     (
-        *("HOME", "PWD", "OLDPWD", "USER", "LOGNAME", "HOSTNAME", "PATH", "SHELL", "TMPDIR", "TERM", "SHLVL", "UID", "EUID", "PPID"),
-        *("RANDOM", "SRANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "LINENO", "BASHPID", "BASH", "BASH_VERSION", "BASH_SOURCE"),
+        *(
+            "HOME",
+            "PWD",
+            "OLDPWD",
+            "USER",
+            "LOGNAME",
+            "HOSTNAME",
+            "PATH",
+            "SHELL",
+            "TMPDIR",
+            "TERM",
+            "SHLVL",
+            "UID",
+            "EUID",
+            "PPID",
+        ),
+        *(
+            "RANDOM",
+            "SRANDOM",
+            "SECONDS",
+            "EPOCHSECONDS",
+            "EPOCHREALTIME",
+            "LINENO",
+            "BASHPID",
+            "BASH",
+            "BASH_VERSION",
+            "BASH_SOURCE",
+        ),
         *("FUNCNAME", "DIRSTACK", "HOSTTYPE", "MACHTYPE", "OSTYPE", "_", "0", "$", "!", "-"),
     )
 )
@@ -66,7 +101,9 @@ class Interpreter(Protocol):
     def expand_text(self, shell: Shell, word: Word, /) -> Text:
         """Expand a word that is not split."""
 
-    def expand_pattern(self, shell: Shell, word: Word, /) -> tuple[list[tuple[str, bool]], bool, bool]:
+    def expand_pattern(
+        self, shell: Shell, word: Word, /
+    ) -> tuple[list[tuple[str, bool]], bool, bool]:
         """Expand a word to a pattern."""
 
     def expand_fragments(self, shell: Shell, word: Word, /, *, in_quotes: bool) -> list[Fragment]:
@@ -84,7 +121,9 @@ class Interpreter(Protocol):
     def run_command(self, shell: Shell, command: Command, /) -> None:
         """Run one command."""
 
-    def truth_status(self, shell: Shell, truth: Truth, span: Span, /, *, is_decided: bool) -> int | None:
+    def truth_status(
+        self, shell: Shell, truth: Truth, span: Span, /, *, is_decided: bool
+    ) -> int | None:
         """Return the exit status of a test."""
 
 
@@ -106,7 +145,9 @@ class Event:
     is_inner: bool
     """Inside ``bash -c``, ``eval`` or a heredoc: its own text is not in the script's."""
     is_written: bool = False
-    """True inside text that the script writes to a file or submits to a scheduler, which may run it later."""
+    """True inside text that the script writes to a file or submits to a scheduler, which may run it
+    later.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,17 +206,25 @@ class Reading:
         """
         self.steps += 1
         if self.steps > MAX_STEPS:
-            raise ScriptError(f"the script takes more than {MAX_STEPS} steps to read: it does more than launch, or loops for ever.")
+            raise ScriptError(
+                f"the script takes more than {MAX_STEPS} steps to read: it does more than launch, "
+                "or loops for ever."
+            )
 
     def count_words(self, number: int) -> None:
-        """Count what an expansion made, since a list that each round of a loop copies and lengthens takes few steps.
+        """Count the characters of an expansion.
+
+        A loop can copy and lengthen a list in each round, so a few steps can make a very long text.
 
         Raises:
             ScriptError: more than a launch script needs.
         """
         self.words += number
         if self.words > MAX_WORDS:
-            raise ScriptError(f"the script expands to more than {MAX_WORDS} words: it does more than launch, or loops for ever.")
+            raise ScriptError(
+                f"the script expands to more than {MAX_WORDS} words: it does more than launch, or "
+                "loops for ever."
+            )
 
     def note(self, sentence: str, at: int) -> None:
         """Record a sentence once."""
@@ -187,14 +236,24 @@ class Reading:
         at = self.inner.start if self.inner is not None else at
         return self.text.count("\n", 0, max(at, 0)) + 1
 
-    def decide(self, span: Span, what: str, *, usual: int, num_choices: int = 2, is_assumed: bool = False) -> int:
+    def decide(
+        self, span: Span, what: str, *, usual: int, num_choices: int = 2, is_assumed: bool = False
+    ) -> int:
         """Choose at a condition that the text does not decide, and record it."""
         index = len(self.decisions)
         if index > 200:
             return usual
         taken = self.choices[index] if index < len(self.choices) else usual
         position = self.inner or span
-        self.decisions.append(Decision(span=position, what=what, taken=taken, num_choices=num_choices, is_assumed=is_assumed))
+        self.decisions.append(
+            Decision(
+                span=position,
+                what=what,
+                taken=taken,
+                num_choices=num_choices,
+                is_assumed=is_assumed,
+            )
+        )
         return taken
 
 
@@ -207,12 +266,16 @@ class Shell:
         self.scopes: list[dict[str, Variable]] = [{}]
         self.functions: dict[str, Command] = {}
         self.positional: list[Field] | None = None
-        """None at the top, where the user's arguments are open; then they are counted from `shifted`."""
+        """None at the top, where the user's arguments are open; then they are counted from
+        `shifted`.
+        """
         self.shifted = 0
         self.status: int | None = 0
         """Status of the last command; None if unknown before a run."""
         self.captured: Text | None = None
-        """What the commands of a substitution print; None outside of one. An unknown piece stands for unknown output."""
+        """What the commands of a substitution print; None outside of one. An unknown piece stands
+        for unknown output.
+        """
         self.stdin: Text | None = None
         self.pending: Truth | None = None
         """A test whose answer is not certain, for what asks for its status."""
@@ -223,20 +286,32 @@ class Shell:
             self.scopes[0][name] = Variable(literal(value), is_exported=True)
         given = [int(name) for name in reading.settings if name.isdigit() and int(name) > 0]
         if given:
-            texts = [literal(reading.settings.get(str(number), "")) for number in range(1, max(given) + 1)]
+            texts = [
+                literal(reading.settings.get(str(number), ""))
+                for number in range(1, max(given) + 1)
+            ]
             self.positional = [Field(text, text.raw()) for text in texts]
 
     def fork(self) -> Shell:
         """Return a subshell: what it changes stays in it."""
         if self.forks >= MAX_FORKS:
-            raise ScriptError(f"more than {MAX_FORKS} shells inside each other: the script calls itself.")
+            raise ScriptError(
+                f"more than {MAX_FORKS} shells inside each other: the script calls itself."
+            )
         self.reading.steps += sum(map(len, self.scopes)) // 4
         child = Shell.__new__(Shell)
         child.reading, child.interpreter = self.reading, self.interpreter
-        child.scopes = [{name: _copy(variable) for name, variable in scope.items()} for scope in self.scopes]
+        child.scopes = [
+            {name: _copy(variable) for name, variable in scope.items()} for scope in self.scopes
+        ]
         child.functions = dict(self.functions)
         child.positional = None if self.positional is None else list(self.positional)
-        child.shifted, child.status, child.captured, child.stdin = self.shifted, self.status, None, self.stdin
+        child.shifted, child.status, child.captured, child.stdin = (
+            self.shifted,
+            self.status,
+            None,
+            self.stdin,
+        )
         child.pending = None
         child.forks = self.forks + 1
         return child
@@ -314,9 +389,20 @@ class Shell:
         """Return the unknown value of a name that the script never assigns."""
         if name.isdigit():
             number = int(name) + self.shifted
-            self.reading.num_arguments = max(self.reading.num_arguments, 0 if has_default else number)
+            self.reading.num_arguments = max(
+                self.reading.num_arguments, 0 if has_default else number
+            )
             # Named by its first place, so that it stays the same value after a shift.
-            return Text((Piece(f"${number}" if number < 10 else f"${{{number}}}", source, is_known=False, is_unset=True),))
+            return Text(
+                (
+                    Piece(
+                        f"${number}" if number < 10 else f"${{{number}}}",
+                        source,
+                        is_known=False,
+                        is_unset=True,
+                    ),
+                )
+            )
         if has_default:
             self.reading.free.setdefault(name, False)
         elif name not in AMBIENT:
@@ -333,4 +419,11 @@ class Shell:
 
 def _copy(variable: Variable) -> Variable:
     elements = None if variable.elements is None else dict(variable.elements)
-    return Variable(variable.text, elements, variable.is_associative, variable.is_exported, variable.is_integer, variable.case)
+    return Variable(
+        variable.text,
+        elements,
+        variable.is_associative,
+        variable.is_exported,
+        variable.is_integer,
+        variable.case,
+    )

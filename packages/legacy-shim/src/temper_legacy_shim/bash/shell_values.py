@@ -1,7 +1,8 @@
 """Values known to a static reader: known text, and unknown parts with their source text.
 
-A ``Text`` is laid end to end from pieces. A piece that came from an expansion remembers its source, such as ``${LR}``, so that a
-token can be written again as the user wrote it, whether its value is known or not.
+A ``Text`` is laid end to end from pieces. A piece that came from an expansion remembers its source,
+such as ``${LR}``, so that a token can be written again as the user wrote it, whether its value is
+known or not.
 """
 
 import re
@@ -57,14 +58,23 @@ class Text:
         return "".join(piece.value for piece in self.pieces)
 
     def if_unset(self) -> str:
-        """Return the value in an environment that has none of the variables that the script does not assign."""
+        """Evaluate the value with all unassigned variables unset."""
         return "".join("" if piece.is_unset else piece.value for piece in self.pieces)
 
     def raw(self) -> str:
         """Return one word of shell that gives this value, sources kept."""
-        if all(piece.source is None and _BARE.fullmatch(piece.value) for piece in self.pieces) and self.pieces:
+        if (
+            all(piece.source is None and _BARE.fullmatch(piece.value) for piece in self.pieces)
+            and self.pieces
+        ):
             return self.shown()
-        return '"' + "".join(piece.source or re.sub(r'([$`"\\])', r"\\\1", piece.value) for piece in self.pieces) + '"'
+        return (
+            '"'
+            + "".join(
+                piece.source or re.sub(r'([$`"\\])', r"\\\1", piece.value) for piece in self.pieces
+            )
+            + '"'
+        )
 
     def after(self, prefix: str) -> "Text | None":
         """Return the text after this known prefix; None if the value does not begin with it."""
@@ -155,7 +165,10 @@ def limited(pieces: tuple[Piece, ...]) -> Text:
         ScriptError: it is longer than any launch script's.
     """
     if len(pieces) > 20_000 or sum(len(piece.value) for piece in pieces) > MAX_CHARACTERS:
-        raise ScriptError(f"a value grows beyond {MAX_CHARACTERS} characters: the script builds more than a launch command.")
+        raise ScriptError(
+            f"a value grows beyond {MAX_CHARACTERS} characters: the script builds more than a "
+            "launch command."
+        )
     return Text(pieces)
 
 
@@ -191,7 +204,9 @@ class Truth:
         if self.value is False or (other.value is False and self.value is not None):
             return self if self.value is False else other
         if None in (self.value, other.value):
-            return Truth(False if other.value is False else None, self.is_assumed or other.is_assumed)
+            return Truth(
+                False if other.value is False else None, self.is_assumed or other.is_assumed
+            )
         return Truth(True, self.is_assumed or other.is_assumed)
 
     def __or__(self, other: "Truth") -> "Truth":

@@ -1,9 +1,21 @@
-"""The grammar of simple commands: assignments, arguments, arrays, redirections, heredocs, and the blanks between them."""
+"""The grammar of simple commands.
+
+Assignments, arguments, arrays, redirections, heredocs, and the blanks between them.
+"""
 
 import re
 
 from temper_legacy_shim.bash.lexer import METACHARACTERS, Words
-from temper_legacy_shim.bash.syntax_tree import ArrayElement, Assignment, DoubleQuoted, Literal, Redirect, Simple, Span, Word
+from temper_legacy_shim.bash.syntax_tree import (
+    ArrayElement,
+    Assignment,
+    DoubleQuoted,
+    Literal,
+    Redirect,
+    Simple,
+    Span,
+    Word,
+)
 
 _REDIRECT = re.compile(r"(?:\d+|\{[A-Za-z_]\w*\})?(&>>|&>|<<<|<<-|<<|<&|<>|<|>>|>\||>&|>)(?!\()")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -70,7 +82,9 @@ class SimpleCommands(Words):
             elements = self._array()
             return Assignment(match[0], elements, is_appending, index, Span(start, self.at))
         value = self.word()
-        return Assignment(match[0], value if value.source else None, is_appending, index, Span(start, self.at))
+        return Assignment(
+            match[0], value if value.source else None, is_appending, index, Span(start, self.at)
+        )
 
     def _array(self) -> tuple[ArrayElement, ...]:
         start = self.at
@@ -87,7 +101,12 @@ class SimpleCommands(Words):
                 self.at += 1
             word = self.word()
             if not word.source and key is None:
-                raise self.error(f"{self.here()} inside an array that is opened here." if self.peek() else "( is never closed.", start)
+                raise self.error(
+                    f"{self.here()} inside an array that is opened here."
+                    if self.peek()
+                    else "( is never closed.",
+                    start,
+                )
             elements.append(ArrayElement(word, key))
 
     def words(self) -> tuple[Word, ...]:
@@ -118,7 +137,9 @@ class SimpleCommands(Words):
     def _heredoc(self, operator: str, start: int) -> Redirect:
         delimiter = self.word()
         end_of_line = self.at
-        while (end_of_line := self.text.find("\n", end_of_line)) >= 0 and self.text[end_of_line - 1] == "\\":
+        while (end_of_line := self.text.find("\n", end_of_line)) >= 0 and self.text[
+            end_of_line - 1
+        ] == "\\":
             end_of_line += 1
         if end_of_line < 0:
             return Redirect(operator, None, Span(start, self.at))
@@ -137,11 +158,18 @@ class SimpleCommands(Words):
         is_literal = any(part.is_quoted for part in _flat(delimiter))
         inside = type(self)(body)
         inside.nesting = self.nesting
-        word = Word((Literal(body, is_quoted=True),), body, Span(0, len(body))) if is_literal else inside.heredoc_body()
+        word = (
+            Word((Literal(body, is_quoted=True),), body, Span(0, len(body)))
+            if is_literal
+            else inside.heredoc_body()
+        )
         return Redirect(operator, word, Span(start, self.at))
 
     def skip(self, *, newlines: bool = False) -> None:
-        """Skip blanks, joined lines and comments, and with `newlines` also line ends and heredocs."""
+        """Skip blanks, line continuations and comments.
+
+        With `newlines`, skip line ends and heredocs, too.
+        """
         while char := self.peek():
             if char in " \t\r" and not (char == "\r" and self.peek(2) != "\r\n"):
                 self.at += 1
@@ -165,7 +193,11 @@ class SimpleCommands(Words):
     def reserved(self) -> str:
         """Return the unquoted word that starts here, or nothing."""
         end = self.at
-        while end < len(self.text) and self.text[end] not in METACHARACTERS and self.text[end] not in "$`\"'\\\r":
+        while (
+            end < len(self.text)
+            and self.text[end] not in METACHARACTERS
+            and self.text[end] not in "$`\"'\\\r"
+        ):
             end += 1
         if end < len(self.text) and self.text[end] in "$`\"'\\":
             return "" if self.text[end : end + 2] != "\\\n" else self.text[self.at : end]
@@ -182,7 +214,11 @@ class SimpleCommands(Words):
         """Return the text at this position, for a message."""
         if not self.peek():
             return "the script ends"
-        return f"{self.text[self.at : self.at + 12].splitlines()[0]!r}" if self.peek() != "\n" else "a line ends"
+        return (
+            f"{self.text[self.at : self.at + 12].splitlines()[0]!r}"
+            if self.peek() != "\n"
+            else "a line ends"
+        )
 
 
 def _flat(word: Word) -> list[Literal]:

@@ -1,4 +1,6 @@
-"""The tree of a shell script. Every node knows where it stands in the text, so that a writer can leave all else as it was.
+"""The tree of a shell script.
+
+Every node knows where it stands in the text, so that a writer can leave all else as it was.
 
 A position is an offset in the text that was parsed; `end` is one past the last character.
 """
@@ -33,14 +35,19 @@ class Parameter:
     index: "Word | None" = None
     """Subscript of an array."""
     operator: str = ""
-    """``:-``, ``#``, ``/``, ``:``, ``^^``, ...; ``len`` of ``${#x}``, ``keys`` of ``${!x[@]}``, ``names`` of ``${!x*}``."""
+    """``:-``, ``#``, ``/``, ``:``, ``^^``, ...; ``len`` of ``${#x}``, ``keys`` of ``${!x[@]}``,
+    ``names`` of ``${!x*}``.
+    """
     operands: tuple["Word", ...] = ()
     is_indirect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Substitution:
-    """``$(...)`` or backquotes; ``<(...)`` and ``>(...)`` too, whose value is the name of a pipe."""
+    """``$(...)`` or backquotes.
+
+    ``<(...)`` and ``>(...)`` too, whose value is the name of a pipe.
+    """
 
     program: "Program"
     source: str
@@ -217,7 +224,19 @@ class Redirected:
     span: Span
 
 
-Command: TypeAlias = Simple | Test | Calculation | Block | If | Loop | For | CountingFor | Case | Function | Redirected
+Command: TypeAlias = (
+    Simple
+    | Test
+    | Calculation
+    | Block
+    | If
+    | Loop
+    | For
+    | CountingFor
+    | Case
+    | Function
+    | Redirected
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +268,11 @@ class Program:
 def with_tilde(word: Word) -> Word:
     """Replace ``~`` and ``~/...`` at the beginning by ``${HOME}``."""
     first = word.parts[0] if word.parts else None
-    if isinstance(first, Literal) and not first.is_quoted and (first.text == "~" or first.text.startswith("~/")):
+    if (
+        isinstance(first, Literal)
+        and not first.is_quoted
+        and (first.text == "~" or first.text.startswith("~/"))
+    ):
         home = Parameter("HOME", "${HOME}")
         rest = (Literal(first.text[1:], is_quoted=False),) if len(first.text) > 1 else ()
         return Word((home, *rest, *word.parts[1:]), word.source, word.span)

@@ -1,4 +1,7 @@
-"""Commands that start another command: ``srun``, ``nohup``, ``ray job submit ... --``, ``bash -c``, and what they start."""
+"""Commands that start another command: ``srun``, ``nohup``, ``ray job submit ...
+
+--``, ``bash -c``, and what they start.
+"""
 
 import re
 
@@ -53,7 +56,21 @@ _WRAPPERS = frozenset(
             "ssh",
             "pdsh",
         ),
-        *("tmux", "screen", "script", "systemd-run", "chrt", "watch", "strace", "perf", "nsys", "ncu", "rocprof", "py-spy", "viztracer"),
+        *(
+            "tmux",
+            "screen",
+            "script",
+            "systemd-run",
+            "chrt",
+            "watch",
+            "strace",
+            "perf",
+            "nsys",
+            "ncu",
+            "rocprof",
+            "py-spy",
+            "viztracer",
+        ),
     )
 )
 STARTERS = re.compile(r"(?:.*/)?(?:python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh|zsh|dash)")
@@ -70,7 +87,14 @@ def started(fields: tuple[Field, ...] | list[Field]) -> list[Field]:
         name = (fields[0].text.known or "").rpartition("/")[2] if fields else ""
         if name not in _WRAPPERS:
             return fields
-        position = next((at for at, field in enumerate(fields) if at and (_may_start(field) or (name == "uv" and _is_module(field)))), None)
+        position = next(
+            (
+                at
+                for at, field in enumerate(fields)
+                if at and (_may_start(field) or (name == "uv" and _is_module(field)))
+            ),
+            None,
+        )
         if position is None:
             return fields
         fields = fields[position:]
@@ -83,7 +107,10 @@ def _may_start(field: Field) -> bool:
         return STARTERS.fullmatch(known) is not None or known in _WRAPPERS
     # ${PYTHON}, $CONDA_PREFIX/bin/python: the end says what it is.
     shown = field.text.shown()
-    return "=" not in shown and re.search(r"(?:/|\$\{?PYTHON\w*\}?)(?:python[0-9.]*|torchrun)?$", shown) is not None
+    return (
+        "=" not in shown
+        and re.search(r"(?:/|\$\{?PYTHON\w*\}?)(?:python[0-9.]*|torchrun)?$", shown) is not None
+    )
 
 
 def _is_module(field: Field) -> bool:
@@ -112,9 +139,16 @@ def inner_script(fields: list[Field], stdin: Text | None) -> Text | None:
             if not option.startswith("-"):
                 return None
         return stdin
-    if name in ("ssh", "pdsh", "tmux", "screen", "sbatch", "srun", "docker") and command is not None:
+    if (
+        name in ("ssh", "pdsh", "tmux", "screen", "sbatch", "srun", "docker")
+        and command is not None
+    ):
         last = fields[-1].text.shown()
-        if " " in last and re.search(r"\b(python[0-9.]*|torchrun)\s", last) and command[0] is fields[0]:
+        if (
+            " " in last
+            and re.search(r"\b(python[0-9.]*|torchrun)\s", last)
+            and command[0] is fields[0]
+        ):
             return fields[-1].text.after("--wrap=") or fields[-1].text
         if name == "ssh" and stdin is not None:
             return stdin

@@ -1,7 +1,8 @@
 """Checkpoints of older systems: lazily readable, convertible, never executed.
 
-The library behind ``temper-migrate checkpoint``. ``open_checkpoint`` gives lazy views of one model; nothing is read until rows are asked
-for. Importing this needs no torch; ``as_torch``, ``training_state`` and ``--to temper`` do.
+The library behind ``temper-migrate checkpoint``. ``open_checkpoint`` gives lazy views of one model;
+nothing is read until rows are asked for. Importing this needs no torch; ``as_torch``,
+``training_state`` and ``--to temper`` do.
 """
 
 from pathlib import Path
@@ -14,7 +15,13 @@ try:
     from temper_legacy_shim.checkpoints.layouts import Kind, Role, find_roles
     from temper_legacy_shim.checkpoints.model import OldModel, Sources, merged, read_model
     from temper_legacy_shim.checkpoints.plan import Job, Options, plan_jobs
-    from temper_legacy_shim.checkpoints.receipt import Checked, Receipt, check_files, check_receipt, read_receipt
+    from temper_legacy_shim.checkpoints.receipt import (
+        Checked,
+        Receipt,
+        check_files,
+        check_receipt,
+        read_receipt,
+    )
 except ModuleNotFoundError as error:
     raise explain_missing_extra("checkpoints", "checkpoint", error) from None
 
@@ -61,12 +68,23 @@ def open_checkpoint(
         hf_config: folder of config.json, for layouts that have none and need it.
         base_model: folder of the base, for checkpoints of an adapter alone.
         lora_alpha: of an adapter whose files do not say it.
-        num_updates: that the optimizer had made, for files that do not say it (Megatron's per-rank ones).
+        num_updates: that the optimizer had made, for files that do not say it (Megatron's per-rank
+            ones).
 
     Raises:
         ShimError: it can't be read; says which file and key.
     """
     roles = find_roles(path, step=step, role=role)
     if len(roles) > 1:
-        raise LayoutError(f"{path} has roles {', '.join(each.name for each in roles)}: name one with role=.")
-    return read_model(roles[0], Sources(hf_config=hf_config, base_model=base_model, lora_alpha=lora_alpha, num_updates=num_updates))
+        raise LayoutError(
+            f"{path} has roles {', '.join(each.name for each in roles)}: name one with role=."
+        )
+    return read_model(
+        roles[0],
+        Sources(
+            hf_config=hf_config,
+            base_model=base_model,
+            lora_alpha=lora_alpha,
+            num_updates=num_updates,
+        ),
+    )

@@ -18,11 +18,27 @@ from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 PEFT_PREFIX = "base_model.model."
 _BASE_LAYER = ".base_layer."
 _SAVED, _ORIGINAL = ".modules_to_save.", ".original_module."
-_HALF = re.compile(r"(?P<module>.+)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.(?P<adapter>(?!(?:weight|bias)$)[^.]+))?(?:\.weight)?$")
+_HALF = re.compile(
+    r"(?P<module>.+)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.(?P<adapter>(?!(?:weight|bias)$)[^.]+))?(?:\.weight)?$"
+)
 _OWN_BIAS = re.compile(r".+\.lora_[AB](?:\.[^.]+)?\.bias")
-_TRANSPOSED = {"gpt2": re.compile(r".+\.(?:c_attn|q_attn|c_proj|c_fc)"), "openai-gpt": re.compile(r".+\.(?:c_attn|c_proj|c_fc)")}
+_TRANSPOSED = {
+    "gpt2": re.compile(r".+\.(?:c_attn|q_attn|c_proj|c_fc)"),
+    "openai-gpt": re.compile(r".+\.(?:c_attn|c_proj|c_fc)"),
+}
 """Modules that are transformers' Conv1D, by the model_type of a config."""
-_UNSUPPORTED = ("lora_magnitude_vector", "lora_ga", "vera_", "lokr_", "hada_", ".adapter_", "trainable_tokens_", "ia3_l", "oft_", "hra_")
+_UNSUPPORTED = (
+    "lora_magnitude_vector",
+    "lora_ga",
+    "vera_",
+    "lokr_",
+    "hada_",
+    ".adapter_",
+    "trainable_tokens_",
+    "ia3_l",
+    "oft_",
+    "hra_",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +88,10 @@ class Adapter:
     @property
     def full(self) -> dict[str, LazyTensor]:
         """Weights that stand in the base's place, by Hugging Face name."""
-        return {**self.saved_modules, **{name.replace(_BASE_LAYER, "."): tensor for name, tensor in self.extra.items()}}
+        return {
+            **self.saved_modules,
+            **{name.replace(_BASE_LAYER, "."): tensor for name, tensor in self.extra.items()},
+        }
 
     @property
     def lacks_biases(self) -> bool:
@@ -87,8 +106,10 @@ class Adapter:
         """
         if self.alpha is None:
             raise UsageError(
-                "no file of this checkpoint says the adapter's alpha (versions before 0.8.0 outside lora_adapter/ never wrote it), and a "
-                "guess would scale the adapter wrongly: give --lora-alpha, the value of lora_alpha in the run's configuration."
+                "no file of this checkpoint says the adapter's alpha (versions before 0.8.0 "
+                "outside lora_adapter/ never wrote it), and a "
+                "guess would scale the adapter wrongly: give --lora-alpha, the value of lora_alpha "
+                "in the run's configuration."
             )
         rank = self.pairs[module].rank
         alpha = self._pattern("alpha_pattern", module, self.alpha)
@@ -103,13 +124,16 @@ class Adapter:
                 if alpha is None:
                     stated = repr(patterns[pattern])
                     raise DamagedFileError(
-                        f"adapter_config.json says {name} of {pattern} is {stated:.80}, which is no alpha: copy it again."
+                        f"adapter_config.json says {name} of {pattern} is {stated:.80}, which is "
+                        "no alpha: copy it again."
                     )
                 return alpha
         return default
 
 
-def split(tensors: Mapping[str, LazyTensor], *, where: Path) -> tuple[dict[str, LazyTensor], Adapter | None]:
+def split(
+    tensors: Mapping[str, LazyTensor], *, where: Path
+) -> tuple[dict[str, LazyTensor], Adapter | None]:
     """Return a model's own weights under Hugging Face names, and its adapter if it has one.
 
     Raises:
@@ -129,20 +153,30 @@ def split(tensors: Mapping[str, LazyTensor], *, where: Path) -> tuple[dict[str, 
             halves.setdefault(match["module"], {})[match["side"]] = tensor
             tables |= {match["module"]} if match["table"] else set()
         elif any(part in name for part in _UNSUPPORTED) or _OWN_BIAS.fullmatch(name):
-            raise LayoutError(f"{where}: {key} belongs to an adapter that is no plain LoRA, which can't be converted yet.")
+            raise LayoutError(
+                f"{where}: {key} belongs to an adapter that is no plain LoRA, which can't be "
+                "converted yet."
+            )
         elif _SAVED in name:
             module, _, rest = name.partition(_SAVED)
             saved[f"{module}.{rest.partition('.')[2]}"] = tensor
         elif _ORIGINAL not in name:
             base[name.replace(_BASE_LAYER, ".")] = tensor
     if len(adapters) > 1:
-        raise LayoutError(f"{where} holds adapters {sorted(adapters)}, but one is expected: save the one that you want alone.")
+        raise LayoutError(
+            f"{where} holds adapters {sorted(adapters)}, but one is expected: save the one that "
+            "you want alone."
+        )
     for name, tensor in saved.items():
         base.setdefault(name, tensor)
     if not halves:
         return base, None
     return base, Adapter(
-        pairs={module: _pair(module, sides, table=module in tables, where=where) for module, sides in halves.items()}, saved_modules=saved
+        pairs={
+            module: _pair(module, sides, table=module in tables, where=where)
+            for module, sides in halves.items()
+        },
+        saved_modules=saved,
     )
 
 
@@ -161,10 +195,16 @@ def exported(tensors: Mapping[str, LazyTensor], *, where: Path) -> Adapter | Non
     saved = dict(adapter.saved_modules)
     extra: dict[str, LazyTensor] = {}
     names = {key.removeprefix(PEFT_PREFIX): tensor for key, tensor in tensors.items()}
-    others = {name: tensor for name, tensor in names.items() if not _HALF.fullmatch(name) and _SAVED not in name and _ORIGINAL not in name}
+    others = {
+        name: tensor
+        for name, tensor in names.items()
+        if not _HALF.fullmatch(name) and _SAVED not in name and _ORIGINAL not in name
+    }
     for name, tensor in others.items():
         module = name.rpartition(".")[0]
-        is_module = f"{module}.weight" in others and _BASE_LAYER not in name and module not in adapter.pairs
+        is_module = (
+            f"{module}.weight" in others and _BASE_LAYER not in name and module not in adapter.pairs
+        )
         (saved if is_module else extra)[name] = tensor
     return replace(adapter, saved_modules=saved, extra=extra)
 
@@ -172,10 +212,21 @@ def exported(tensors: Mapping[str, LazyTensor], *, where: Path) -> Adapter | Non
 def _pair(module: str, sides: Mapping[str, LazyTensor], *, table: bool, where: Path) -> Pair:
     absent = {"A", "B"} - sides.keys()
     if absent:
-        raise DamagedFileError(f"{where}: the adapter of {module} lacks its half lora_{absent.pop()}: a file is of another save.")
+        raise DamagedFileError(
+            f"{where}: the adapter of {module} lacks its half lora_{absent.pop()}: a file is of "
+            "another save."
+        )
     down, up = sides["A"], sides["B"]
-    if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1] or down.shape[0] == 0:
-        raise DamagedFileError(f"{where}: the halves of the adapter of {module} have shapes {down.shape} and {up.shape}, which do not fit.")
+    if (
+        len(down.shape) != 2
+        or len(up.shape) != 2
+        or down.shape[0] != up.shape[1]
+        or down.shape[0] == 0
+    ):
+        raise DamagedFileError(
+            f"{where}: the halves of the adapter of {module} have shapes {down.shape} and "
+            f"{up.shape}, which do not fit."
+        )
     return Pair(down=down, up=up, is_embedding=table)
 
 
@@ -187,26 +238,51 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
     Raises:
         UsageError: a file says another alpha than the user, or a rank that the tensors contradict.
     """
-    extra = [role.path / "lora_adapter/adapter_config.json", role.path / "huggingface/adapter/adapter_config.json"]
-    extra += [role.path / "model/huggingface/adapter/adapter_config.json", role.path / "adapter_config.json"]
-    metas = [role.path / "lora_train_meta.json"] + ([role.step_directory / "lora_train_meta.json"] if role.step_directory else [])
+    extra = [
+        role.path / "lora_adapter/adapter_config.json",
+        role.path / "huggingface/adapter/adapter_config.json",
+    ]
+    extra += [
+        role.path / "model/huggingface/adapter/adapter_config.json",
+        role.path / "adapter_config.json",
+    ]
+    metas = [role.path / "lora_train_meta.json"] + (
+        [role.step_directory / "lora_train_meta.json"] if role.step_directory else []
+    )
     matches: tuple[float, Path, dict[str, object]] | None = None
     for path in [*extra, *metas]:
         if path.is_file():
             content = read_object(path)
             alpha, rank = _alpha_in(content.get("lora_alpha")), content.get("r")
             if alpha is not None:
-                if isinstance(rank, int) and rank != adapter.rank and not content.get("rank_pattern"):
-                    raise UsageError(f"{path} says rank {rank}, but the adapter's tensors have rank {adapter.rank}: it is of another save.")
+                if (
+                    isinstance(rank, int)
+                    and rank != adapter.rank
+                    and not content.get("rank_pattern")
+                ):
+                    raise UsageError(
+                        f"{path} says rank {rank}, but the adapter's tensors have rank "
+                        f"{adapter.rank}: it is of another save."
+                    )
                 matches = (alpha, path, content if path in extra else {})
                 break
     if given is not None:
         if matches is not None and matches[0] != given:
-            raise UsageError(f"--lora-alpha is {given}, but {matches[1]} says {matches[0]}: leave the option out.")
-        return replace(adapter, alpha=given, alpha_from="--lora-alpha", config=matches[2] if matches else {})
+            raise UsageError(
+                f"--lora-alpha is {given}, but {matches[1]} says {matches[0]}: leave the option "
+                "out."
+            )
+        return replace(
+            adapter, alpha=given, alpha_from="--lora-alpha", config=matches[2] if matches else {}
+        )
     if matches is None:
         return adapter
-    return replace(adapter, alpha=matches[0], alpha_from=os.path.relpath(matches[1], role.path.absolute().parent), config=matches[2])
+    return replace(
+        adapter,
+        alpha=matches[0],
+        alpha_from=os.path.relpath(matches[1], role.path.absolute().parent),
+        config=matches[2],
+    )
 
 
 def around(adapter: Adapter, *, model_type: object) -> Adapter:
@@ -218,14 +294,20 @@ def around(adapter: Adapter, *, model_type: object) -> Adapter:
     if pattern is None:
         return adapter
     return replace(
-        adapter, pairs={name: replace(pair, is_transposed=bool(pattern.fullmatch(name))) for name, pair in adapter.pairs.items()}
+        adapter,
+        pairs={
+            name: replace(pair, is_transposed=bool(pattern.fullmatch(name)))
+            for name, pair in adapter.pairs.items()
+        },
     )
 
 
 def _alpha_in(value: object) -> float | None:
     """Return the number in a file if it is usable for a scale."""
     try:
-        alpha = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+        alpha = (
+            float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+        )
     except OverflowError:
         return None
     return alpha if is_alpha(alpha) else None
@@ -240,25 +322,30 @@ def is_alpha(number: float) -> bool:
 
 
 def merged(base: Mapping[str, LazyTensor], adapter: Adapter) -> dict[str, LazyTensor]:
-    """Return the base with the adapter's products added in float32, each rounded once to the weight's dtype.
+    """Merge the adapter into the base in float32, and round each weight once to its dtype.
 
     Raises:
         DamagedFileError: a module is not in the base, or its shape differs.
-        UsageError: no alpha, or an adapter of transposed weights of a model that is not known to have any.
+        UsageError: no alpha, or an adapter of transposed weights of a model that is not known to
+            have any.
     """
     if adapter.config.get("fan_in_fan_out") and not adapter.has_transposed:
         raise UsageError(
-            "the adapter is of weights that are kept transposed (fan_in_fan_out), but which are in this model is not known: use --to peft."
+            "the adapter is of weights that are kept transposed (fan_in_fan_out), but which are in "
+            "this model is not known: use --to peft."
         )
     result = dict(base)
     for module, pair in adapter.pairs.items():
         name = f"{module}.weight"
         weight = base.get(name)
         is_turned = pair.is_embedding or pair.is_transposed
-        down, up = (Transposed(pair.up), Transposed(pair.down)) if is_turned else (pair.down, pair.up)
+        down, up = (
+            (Transposed(pair.up), Transposed(pair.down)) if is_turned else (pair.down, pair.up)
+        )
         if weight is None or weight.shape != (up.shape[0], down.shape[1]):
             raise DamagedFileError(
-                f"the adapter of {module} makes a [{up.shape[0]}, {down.shape[1]}] product, but the base "
+                f"the adapter of {module} makes a [{up.shape[0]}, {down.shape[1]}] product, but "
+                "the base "
                 + (f"has {weight.shape} there" if weight else "has no such weight")
                 + ": is it the base that the adapter was trained on?"
             )
@@ -273,7 +360,10 @@ def peft_tensors(adapter: Adapter) -> dict[str, LazyTensor]:
         table, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
         named[f"{PEFT_PREFIX}{module}.lora_{table}A{end}"] = pair.down
         named[f"{PEFT_PREFIX}{module}.lora_{table}B{end}"] = pair.up
-    return named | {f"{PEFT_PREFIX}{name}": tensor for name, tensor in (*adapter.saved_modules.items(), *adapter.extra.items())}
+    return named | {
+        f"{PEFT_PREFIX}{name}": tensor
+        for name, tensor in (*adapter.saved_modules.items(), *adapter.extra.items())
+    }
 
 
 def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[str, object]:
@@ -300,11 +390,22 @@ def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[
         "init_lora_weights": True,
         "modules_to_save": None,
     }
-    ranks = {module: pair.rank for module, pair in adapter.pairs.items() if pair.rank != adapter.rank}
+    ranks = {
+        module: pair.rank for module, pair in adapter.pairs.items() if pair.rank != adapter.rank
+    }
     made |= {"rank_pattern": ranks, "alpha_pattern": {}}
-    kept = {key: value for key, value in adapter.config.items() if key in made and value is not None}
-    modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in adapter.saved_modules}) or None
-    alpha = int(adapter.alpha) if adapter.alpha is not None and float(adapter.alpha).is_integer() else adapter.alpha
+    kept = {
+        key: value for key, value in adapter.config.items() if key in made and value is not None
+    }
+    modules = (
+        sorted({name.rpartition(".")[0].rpartition(".")[2] for name in adapter.saved_modules})
+        or None
+    )
+    alpha = (
+        int(adapter.alpha)
+        if adapter.alpha is not None and float(adapter.alpha).is_integer()
+        else adapter.alpha
+    )
     named = {"base_model_name_or_path": base_model} if base_model else {}
     return (
         made
@@ -350,15 +451,26 @@ def matching(patterns: Iterable[str], module: str, *, source: str) -> str | None
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return pattern
         except re.error as error:
-            raise DamagedFileError(f"{source} has {pattern!r:.80}, which is no regular expression ({error}): copy it again.") from error
+            raise DamagedFileError(
+                f"{source} has {pattern!r:.80}, which is no regular expression ({error}): copy it "
+                "again."
+            ) from error
     return None
 
 
 def _check_is_quick(pattern: str, module: str, number: int, *, source: str) -> None:
     bare = _CONSUMED.sub("", pattern)
     repeats = len(_REPEATS.findall(bare))
-    if _SLOW.search(bare) or _BACK.search(pattern) or repeats > _MOST_REPEATS or number > _MOST_EXPRESSIONS or len(module) > _LONGEST_NAME:
+    if (
+        _SLOW.search(bare)
+        or _BACK.search(pattern)
+        or repeats > _MOST_REPEATS
+        or number > _MOST_EXPRESSIONS
+        or len(module) > _LONGEST_NAME
+    ):
         raise LayoutError(
-            f"{source} has {pattern!r:.80}, a regular expression that may take for ever (repeated groups, more than {_MOST_REPEATS} "
-            f"repeats, or more than {_MOST_EXPRESSIONS} of them): write the modules' names out there, or use --to peft."
+            f"{source} has {pattern!r:.80}, a regular expression that may take for ever (repeated "
+            f"groups, more than {_MOST_REPEATS} "
+            f"repeats, or more than {_MOST_EXPRESSIONS} of them): write the modules' names out "
+            "there, or use --to peft."
         )

@@ -11,17 +11,34 @@ from temper_legacy_shim.checkpoints.files.safetensors_files import WrittenFile, 
 from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck
 from temper_legacy_shim.checkpoints.layouts import Kind, Role
 from temper_legacy_shim.checkpoints.model import OldModel, Sources, read_model
-from temper_legacy_shim.checkpoints.plan import Job, Options, Plan, Progress, check_nan, nan_note, plan_conversion, recorded
-from temper_legacy_shim.checkpoints.receipt import Receipt, source_files, source_record, tool_version
+from temper_legacy_shim.checkpoints.plan import (
+    Job,
+    Options,
+    Plan,
+    Progress,
+    check_nan,
+    nan_note,
+    plan_conversion,
+    recorded,
+)
+from temper_legacy_shim.checkpoints.receipt import (
+    Receipt,
+    source_files,
+    source_record,
+    tool_version,
+)
 from temper_legacy_shim.checkpoints.staging import Staging, check_space, fingerprint
 from temper_legacy_shim.errors import OutputError
 
 
-def convert(job: Job, options: Options, sources: Sources, *, progress: Progress | None = None) -> Receipt:
+def convert(
+    job: Job, options: Options, sources: Sources, *, progress: Progress | None = None
+) -> Receipt:
     """Convert one role; the output appears whole, with its receipt, or not at all.
 
     Raises:
-        ShimError: says what was wrong; nothing is at the output then, and a second run takes up what was finished.
+        ShimError: says what was wrong; nothing is at the output then, and a second run takes up
+            what was finished.
     """
     _check_apart(job)
     model = read_model(job.role, sources)
@@ -34,11 +51,15 @@ def convert(job: Job, options: Options, sources: Sources, *, progress: Progress 
 
 
 def finished(job: Job, options: Options, sources: Sources) -> Receipt | None:
-    """Return the receipt of an earlier run that wrote this output from the same files with the same options; None if there is none."""
+    """Return the receipt of an earlier run with the same files, options and output, or None."""
     if not os.path.isfile(job.out / receipts.NAME):
         return None
     made = receipts.read_receipt(job.out)
-    is_same = (made.source, made.target, made.options) == (source_record(job.role), options.target, recorded(options, sources))
+    is_same = (made.source, made.target, made.options) == (
+        source_record(job.role),
+        options.target,
+        recorded(options, sources),
+    )
     newest = max((path.stat().st_mtime_ns for path in source_files(job.role)), default=0)
     if not is_same or newest > (job.out / receipts.NAME).stat().st_mtime_ns:
         return None
@@ -53,23 +74,36 @@ def _silent(what: str, done: int, total: int) -> None:
 def _check_apart(job: Job) -> None:
     source, out = Path(os.path.realpath(job.role.path)), Path(os.path.realpath(job.out))
     if source == out or source in out.parents or out in source.parents:
-        raise OutputError(f"the output {job.out} and the source {job.role.path} lie in one another: choose an output elsewhere.")
+        raise OutputError(
+            f"the output {job.out} and the source {job.role.path} lie in one another: choose an "
+            "output elsewhere."
+        )
 
 
-def _write_plan(job: Job, model: OldModel, plan: Plan, options: Options, sources: Sources, *, progress: Progress) -> Receipt:
+def _write_plan(
+    job: Job, model: OldModel, plan: Plan, options: Options, sources: Sources, *, progress: Progress
+) -> Receipt:
     work = fingerprint(
         {
-            "sources": [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source_files(job.role)],
+            "sources": [
+                (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+                for path in source_files(job.role)
+            ],
             "options": asdict(options),
             "given": asdict(sources),
-            "plan": {file: {n: (t.shape, t.dtype.name) for n, t in group.items()} for file, group in plan.shards.items()},
+            "plan": {
+                file: {n: (t.shape, t.dtype.name) for n, t in group.items()}
+                for file, group in plan.shards.items()
+            },
             "texts": plan.texts,
             "tool": tool_version(),
         }
     )
     with Staging(job.out, fingerprint=work) as staging, _names_check(plan, options) as names:
         check_space(staging.folder.parent, plan.num_bytes - staging.num_kept_bytes)
-        files = _write_shards(staging, plan, progress=names.watched(progress) if names else progress)
+        files = _write_shards(
+            staging, plan, progress=names.watched(progress) if names else progress
+        )
         compared = {file.path for file in files}  # those of an earlier run when they were taken up
         with_nan = [name for file in files for name in file.with_nan]
         check_nan(with_nan, options)
@@ -77,7 +111,15 @@ def _write_plan(job: Job, model: OldModel, plan: Plan, options: Options, sources
         files += [staging.produce_copy(name, path) for name, path in plan.copies.items()]
         verified = _verify(staging.folder, plan, files, options, compared=compared)
         compared_names, not_compared = names.outcome() if names else ((), ())
-        made = _receipt(job, plan, options, sources, files, verified=(*verified, *compared_names), with_nan=with_nan)
+        made = _receipt(
+            job,
+            plan,
+            options,
+            sources,
+            files,
+            verified=(*verified, *compared_names),
+            with_nan=with_nan,
+        )
         made = replace(made, notes=(*made.notes, *not_compared))
         staging.produce_text(receipts.NAME, made.to_json())
         staging.commit()
@@ -103,7 +145,9 @@ def _write_shards(staging: Staging, plan: Plan, *, progress: Progress) -> list[W
         before = done
         written = staging.produce(
             name,
-            lambda path, group=group, name=name, report=report: write(path, group, relative=name, progress=report),  # type: ignore[misc]
+            lambda path, group=group, name=name, report=report: write(
+                path, group, relative=name, progress=report
+            ),  # type: ignore[misc]
         )
         if done == before:
             report(written.num_bytes)
@@ -111,11 +155,26 @@ def _write_shards(staging: Staging, plan: Plan, *, progress: Progress) -> list[W
     return files
 
 
-def _verify(folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Options, *, compared: Collection[str]) -> tuple[str, ...]:
+def _verify(
+    folder: Path,
+    plan: Plan,
+    files: Sequence[WrittenFile],
+    options: Options,
+    *,
+    compared: Collection[str],
+) -> tuple[str, ...]:
     result = receipts.check_files(folder, files, compared=compared)
-    given = [f"{len(files)} files read back: sizes, every byte or its checksum, and {result} tensors in their headers"]
+    given = [
+        (
+            f"{len(files)} files read back: sizes, every byte or its checksum, and {result} "
+            "tensors in "
+            "their headers"
+        )
+    ]
     if options.verifies_logits:
-        from temper_legacy_shim.checkpoints.huggingface.logits import check_logits  # needs torch and transformers
+        from temper_legacy_shim.checkpoints.huggingface.logits import (
+            check_logits,
+        )  # needs torch and transformers
 
         given.append(check_logits(folder, plan))
     return tuple(given)
@@ -134,7 +193,11 @@ def _receipt(
     tensors = plan.tensors()
     carried = ["adapter" if options.target == "peft" else "weights"]
     carried += ["adapter, beside its base"] if options.keeps_adapter else []
-    carried += ["tokenizer"] if any(name.startswith(("tokenizer", "vocab")) for name in plan.copies) else []
+    carried += (
+        ["tokenizer"]
+        if any(name.startswith(("tokenizer", "vocab")) for name in plan.copies)
+        else []
+    )
     return Receipt(
         source=source_record(job.role),
         target=options.target,
@@ -157,5 +220,8 @@ def _left_behind(role: Role, options: Options) -> tuple[str, ...]:
     if "optim" in role.fsdp_files or role.kind in (Kind.MEGATRON_DIST, Kind.MEGATRON_RANKS):
         left.append(f"optimizer state: --to {options.target} has no place for it; see --to temper")
     if "extra_state" in role.fsdp_files:
-        left.append(f"schedule and random-number states: --to {options.target} has no place for them; see --to temper")
+        left.append(
+            f"schedule and random-number states: --to {options.target} has no place for them; see "
+            "--to temper"
+        )
     return tuple(left)

@@ -1,7 +1,7 @@
 """Find the old layout of a directory by its files, never by its name only.
 
-A *run* has steps, a *step* has roles (actor, critic), a *role* has the files of one model; supervised runs have no role level, and in
-runs of 0.1 each role has its steps.
+A *run* has steps, a *step* has roles (actor, critic), a *role* has the files of one model;
+supervised runs have no role level, and in runs of 0.1 each role has its steps.
 """
 
 import json
@@ -83,12 +83,26 @@ class Role:
         """
         for name in _DESCRIPTIONS:
             check_readable(self.path / name / "config.json")
-        return next((self.path / name for name in _DESCRIPTIONS if (self.path / name / "config.json").is_file()), None)
+        return next(
+            (
+                self.path / name
+                for name in _DESCRIPTIONS
+                if (self.path / name / "config.json").is_file()
+            ),
+            None,
+        )
 
     def tokenizer_in(self) -> Path | None:
         """Return the folder that has this role's tokenizer, if any."""
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-        return next((self.path / d for d in _DESCRIPTIONS if any((self.path / d / name).is_file() for name in names)), None)
+        return next(
+            (
+                self.path / d
+                for d in _DESCRIPTIONS
+                if any((self.path / d / name).is_file() for name in names)
+            ),
+            None,
+        )
 
 
 def find_roles(path: str | Path, *, step: int | None = None, role: str | None = None) -> list[Role]:
@@ -104,15 +118,23 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
     """
     path = Path(path)
     if not os.path.isdir(path):  # also for a name that no disk takes
-        raise LayoutError(f"{path} is no directory: give a run, a step (global_step_N) or a role (actor, critic) directory.")
+        raise LayoutError(
+            f"{path} is no directory: give a run, a step (global_step_N) or a role (actor, critic) "
+            "directory."
+        )
     # A run may also hold converted models; its steps come first.
     result = _roles_of_run(path, step) or [each for each in (_role_at(path),) if each is not None]
     result = result or _roles_of_first_run(path, step) or _roles_of_step(path)
     if step is not None and any(each.step != step for each in result):
-        raise LayoutError(f"{path} is no run, so that step {step} can't be chosen in it: leave --step out, or give the run's directory.")
+        raise LayoutError(
+            f"{path} is no run, so that step {step} can't be chosen in it: leave --step out, or "
+            "give the run's directory."
+        )
     if not result:
         present = sorted(entry.name for entry in path.iterdir())[:12]
-        raise LayoutError(f"{path} holds no checkpoint that we know: it holds {present or 'nothing'}.")
+        raise LayoutError(
+            f"{path} holds no checkpoint that we know: it holds {present or 'nothing'}."
+        )
     if role is not None:
         names = [each.name for each in result]
         result = [each for each in result if each.name == role]
@@ -126,13 +148,21 @@ def _roles_of_step(path: Path) -> list[Role]:
 
     Folders of converted output count only if nothing else is there.
     """
-    children = (_role_at(child) for child in sorted(path.iterdir()) if child.is_dir() and not _STEP.fullmatch(child.name))
+    children = (
+        _role_at(child)
+        for child in sorted(path.iterdir())
+        if child.is_dir() and not _STEP.fullmatch(child.name)
+    )
     result = [role for role in children if role is not None]
     return [role for role in result if not (role.path / RECEIPT).is_file()] or result
 
 
 def _steps(path: Path) -> dict[int, Path]:
-    return {int(match[1]): child for child in path.iterdir() if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
+    return {
+        int(match[1]): child
+        for child in path.iterdir()
+        if (match := _STEP.fullmatch(child.name)) and child.is_dir()
+    }
 
 
 def _roles_of_first_run(path: Path, step: int | None) -> list[Role]:
@@ -146,8 +176,13 @@ def _roles_of_first_run(path: Path, step: int | None) -> list[Role]:
         return []
     common = set.intersection(*(set(steps) for steps in of_role.values()))
     if (step is not None and step not in common) or not common:
-        have = "; ".join(f"{name} has {', '.join(map(str, sorted(steps)))}" for name, steps in of_role.items())
-        raise LayoutError(f"{path} has no step {'' if step is None else f'{step} '}of all its roles: {have}. Give the folder of one role.")
+        have = "; ".join(
+            f"{name} has {', '.join(map(str, sorted(steps)))}" for name, steps in of_role.items()
+        )
+        raise LayoutError(
+            f"{path} has no step {'' if step is None else f'{step} '}of all its roles: {have}. "
+            "Give the folder of one role."
+        )
     chosen = max(common) if step is None else step
     result = {name: _role_at(steps[chosen]) for name, steps in of_role.items()}
     return [replace(role, name=name) for name, role in result.items() if role is not None]
@@ -159,12 +194,15 @@ def _roles_of_run(path: Path, step: int | None) -> list[Role]:
         return []
     chosen = step if step is not None else _tracked(path, steps)
     if chosen not in steps:
-        raise LayoutError(f"{path} has no step {chosen}: it has {', '.join(map(str, sorted(steps)))}.")
+        raise LayoutError(
+            f"{path} has no step {chosen}: it has {', '.join(map(str, sorted(steps)))}."
+        )
     own = _role_at(steps[chosen])
     roles = [own] if own is not None else _roles_of_step(steps[chosen])
     if not roles:
         raise LayoutError(
-            f"{steps[chosen]} holds no checkpoint that we know: the step was not saved to its end; choose another with --step."
+            f"{steps[chosen]} holds no checkpoint that we know: the step was not saved to its end; "
+            "choose another with --step."
         )
     return roles
 
@@ -175,7 +213,10 @@ def _tracked(path: Path, steps: dict[int, Path]) -> int:
         return max(steps)
     content = tracker.read_bytes()[:64].decode("ascii", errors="replace").strip()
     if not content.isdecimal():
-        raise LayoutError(f"{tracker} holds {content!r} instead of a step: choose one of {sorted(steps)} with --step.")
+        raise LayoutError(
+            f"{tracker} holds {content!r} instead of a step: choose one of {sorted(steps)} with "
+            "--step."
+        )
     return int(content)
 
 
@@ -184,15 +225,27 @@ def _role_at(path: Path) -> Role | None:
     fsdp = _fsdp_files(path)
     ranks = _rank_files(path / "model", _RANK_FOLDER)
     adapters = _rank_files(path / "adapter_checkpoint", _ADAPTER_FILE)
-    dist = tuple(path / name for name in ("model/dist_ckpt", "dist_ckpt") if (path / name / ".metadata").is_file())
-    more = tuple(path / name for name in ("optimizer/dist_ckpt", "extra/dist_ckpt") if (path / name / ".metadata").is_file())
+    dist = tuple(
+        path / name
+        for name in ("model/dist_ckpt", "dist_ckpt")
+        if (path / name / ".metadata").is_file()
+    )
+    more = tuple(
+        path / name
+        for name in ("optimizer/dist_ckpt", "extra/dist_ckpt")
+        if (path / name / ".metadata").is_file()
+    )
     if "model" in fsdp:
         kind, world = Kind.FSDP, len(fsdp["model"])
     elif ranks:
         kind, world = Kind.MEGATRON_RANKS, len(ranks)
     elif dist:
         kind, world = Kind.MEGATRON_DIST, 1
-    elif _has_weights(path) or _has_weights(path / "huggingface") or _has_weights(path / "model/huggingface"):
+    elif (
+        _has_weights(path)
+        or _has_weights(path / "huggingface")
+        or _has_weights(path / "model/huggingface")
+    ):
         kind, world = Kind.HUGGINGFACE, 1
     elif adapters:
         kind, world = Kind.MEGATRON_ADAPTER, len(adapters)
@@ -225,12 +278,17 @@ def _fsdp_files(path: Path) -> dict[str, dict[int, Path]]:
         if match and child.is_file():
             rank = int(match[3])
             if rank in result.get(match[1], {}) and len(worlds[match[1]] | {int(match[2])}) == 1:
-                raise LayoutError(f"{path} has two files of rank {rank} ({child.name}): remove the copy.")
+                raise LayoutError(
+                    f"{path} has two files of rank {rank} ({child.name}): remove the copy."
+                )
             result.setdefault(match[1], {})[rank] = child
             worlds.setdefault(match[1], set()).add(int(match[2]))
     for kind, sizes in worlds.items():
         if len(sizes) > 1:
-            raise LayoutError(f"{path} holds {kind} files of world sizes {sorted(sizes)}: move those of the older save elsewhere.")
+            raise LayoutError(
+                f"{path} holds {kind} files of world sizes {sorted(sizes)}: move those of the "
+                "older save elsewhere."
+            )
         missing = sorted(set(range(next(iter(sizes)))) - set(result[kind]))
         surplus = sorted(set(result[kind]) - set(range(next(iter(sizes)))))
         if missing and kind == "model":
@@ -240,7 +298,10 @@ def _fsdp_files(path: Path) -> dict[str, dict[int, Path]]:
                 + ": copy every rank's file here; on several nodes each holds its own."
             )
         if surplus:
-            raise LayoutError(f"{path} holds {result[kind][surplus[0]].name}, whose rank lies outside its world size: remove it.")
+            raise LayoutError(
+                f"{path} holds {result[kind][surplus[0]].name}, whose rank lies outside its world "
+                "size: remove it."
+            )
     return {kind: dict(sorted(of_kind.items())) for kind, of_kind in result.items()}
 
 
@@ -253,8 +314,12 @@ def _rank_files(folder: Path, pattern: re.Pattern[str]) -> tuple[RankFile, ...]:
         file = child / "model.pt" if child.is_dir() else child
         if match and file.is_file():
             result.append((match, file))
-    # mp_rank_TT_XXX is a stage, or an expert rank where there are no stages; mp_rank_TT_PPP_EEE is both.
-    return tuple(RankFile(path=file, tp=int(match[1]), pp=int(match[2] or 0), ep=int(match[3] or 0)) for match, file in result)
+    # mp_rank_TT_XXX is a stage, or an expert rank where there are no stages; mp_rank_TT_PPP_EEE is
+    # both.
+    return tuple(
+        RankFile(path=file, tp=int(match[1]), pp=int(match[2] or 0), ep=int(match[3] or 0))
+        for match, file in result
+    )
 
 
 def _has_weights(path: Path) -> bool:
@@ -263,7 +328,12 @@ def _has_weights(path: Path) -> bool:
     if (path / "adapter_config.json").is_file():
         return True
     names = {child.name for child in path.iterdir()}
-    single = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"}
+    single = {
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    }
     return bool(names & single)
 
 
@@ -274,27 +344,46 @@ def _version(path: Path, kind: Kind) -> tuple[str, tuple[str, ...]]:
     if kind == Kind.FSDP:
         if has["fsdp_config.json"]:
             if has["lora_train_meta.json"]:
-                return "0.8.0 or newer", ("fsdp_config.json since 0.4.1", "lora_train_meta.json in the role directory since 0.8.0")
+                return "0.8.0 or newer", (
+                    "fsdp_config.json since 0.4.1",
+                    "lora_train_meta.json in the role directory since 0.8.0",
+                )
             if has["lora_adapter"]:
-                return "0.4.1 to 0.7.1", ("fsdp_config.json since 0.4.1", "lora_adapter/ until 0.7.1")
+                return "0.4.1 to 0.7.1", (
+                    "fsdp_config.json since 0.4.1",
+                    "lora_adapter/ until 0.7.1",
+                )
             return "0.4.1 or newer", (f"fsdp_config.json since 0.4.1{_fsdp_version(path)}",)
         if has["config.json"]:
             return "0.4.0", ("config.json at the root of the role directory: 0.4.0 alone",)
         if has["huggingface/config.json"]:
             if _mentions_loader(step_data):
-                return "0.2", ("no fsdp_config.json: before 0.4.1", "data.pt is a pickled data loader: 0.2")
-            return "0.2 to 0.3.0", ("no fsdp_config.json, and a config in huggingface/: before 0.4.0",)
+                return "0.2", (
+                    "no fsdp_config.json: before 0.4.1",
+                    "data.pt is a pickled data loader: 0.2",
+                )
+            return "0.2 to 0.3.0", (
+                "no fsdp_config.json, and a config in huggingface/: before 0.4.0",
+            )
         return "0.3.0", ("no config anywhere: 0.3.0 without hf_model among its contents",)
     if has["ckpt_contents.json"] or has["model/dist_ckpt"]:
         return "0.9.0 or newer", ("model/, optimizer/ and extra/ are apart: since 0.9.0",)
     if kind == Kind.MEGATRON_RANKS:
         if has["hf_config_and_tokenizer"]:
-            return "0.4.0", ("model/mp_rank_* until 0.4.0", "hf_config_and_tokenizer/ in 0.4.0 alone")
-        return "0.3.0", ("model/mp_rank_* until 0.4.0", "no hf_config_and_tokenizer/, which 0.4.0 writes")
+            return "0.4.0", (
+                "model/mp_rank_* until 0.4.0",
+                "hf_config_and_tokenizer/ in 0.4.0 alone",
+            )
+        return "0.3.0", (
+            "model/mp_rank_* until 0.4.0",
+            "no hf_config_and_tokenizer/, which 0.4.0 writes",
+        )
     if has["adapter_checkpoint"]:
         return "0.7.0 to 0.7.1", ("adapter_checkpoint/ in 0.7 alone",)
     if has["huggingface/adapter"]:
-        return "0.8.0", ("huggingface/adapter/ since 0.8.0, in one folder with dist_ckpt/ until 0.9",)
+        return "0.8.0", (
+            "huggingface/adapter/ since 0.8.0, in one folder with dist_ckpt/ until 0.9",
+        )
     if kind == Kind.MEGATRON_DIST:
         return "0.4.1 to 0.8.0", ("dist_ckpt/ at the root of the role directory: 0.4.1 to 0.8.0",)
     return "any", ("a plain Hugging Face model directory",)
@@ -328,7 +417,9 @@ def _mentions_loader(path: Path) -> bool:
 
 
 def check_readable(path: Path) -> None:
-    """Refuse a file that is there and has no content, such as a link into a hub's cache that was not copied; a missing one passes.
+    """Reject an empty file, such as a broken link into the Hub's cache.
+
+    A missing file passes.
 
     Raises:
         LayoutError: it is a broken link, a pipe or the like.
@@ -338,7 +429,7 @@ def check_readable(path: Path) -> None:
 
 
 def check_own(path: Path, role: Role) -> None:
-    """Refuse a small file of a checkpoint that is a link to somewhere else, whose content would come along.
+    """Reject a small file that is a link to a place outside of the checkpoint.
 
     A hub's cache links to its own blobs; and in a folder that the user named apart from the
     checkpoint, links are the user's.
@@ -350,10 +441,18 @@ def check_own(path: Path, role: Role) -> None:
     if not any(path.absolute().is_relative_to(folder.absolute()) for folder in folders):
         return
     roots = [folder.resolve() for folder in folders]
-    roots += [above.parent / "blobs" for root in roots for above in root.parents if above.name == "snapshots"]
+    roots += [
+        above.parent / "blobs"
+        for root in roots
+        for above in root.parents
+        if above.name == "snapshots"
+    ]
     target = path.resolve()
     if not any(target.is_relative_to(root) for root in roots):
-        raise LayoutError(f"{path} leads to {target}, outside the checkpoint: if that is what you want, put the file itself there.")
+        raise LayoutError(
+            f"{path} leads to {target}, outside the checkpoint: if that is what you want, put the "
+            "file itself there."
+        )
 
 
 def read_object(path: Path) -> dict[str, object]:
@@ -364,10 +463,15 @@ def read_object(path: Path) -> dict[str, object]:
     """
     try:
         if path.stat().st_size > 64 << 20:
-            raise LayoutError(f"{path} is no JSON object of a checkpoint: it has {path.stat().st_size} bytes.")
+            raise LayoutError(
+                f"{path} is no JSON object of a checkpoint: it has {path.stat().st_size} bytes."
+            )
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise LayoutError(f"{path} can't be read as JSON ({error}): copy it again.") from error
     if not isinstance(content, dict):
-        raise LayoutError(f"{path} should hold a JSON object, but holds a {type(content).__name__}: copy it again.")
+        raise LayoutError(
+            f"{path} should hold a JSON object, but holds a {type(content).__name__}: copy it "
+            "again."
+        )
     return content

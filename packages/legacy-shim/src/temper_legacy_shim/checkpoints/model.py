@@ -1,4 +1,7 @@
-"""One role of an old checkpoint as a model: lazy weights under Hugging Face names, its adapter, its config, and what is worth telling."""
+"""One role of an old checkpoint as a model.
+
+Lazy weights under Hugging Face names, its adapter, its config, and what is worth telling.
+"""
 
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +22,9 @@ from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 
 LANGUAGE_HEAD = "lm_head.weight"
 CLASSIFIER = "classifier"
-"""The head of a critic whose model classifies tokens with one of that name: GPT-2, GPT-NeoX, Bloom, Falcon."""
+"""The head of a critic whose model classifies tokens with one of that name: GPT-2, GPT-NeoX, Bloom,
+Falcon.
+"""
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "model.decoder.embed_tokens.weight",
@@ -39,7 +44,9 @@ class Sources:
     """Inputs by the user in addition to the checkpoint."""
 
     hf_config: Path | None = None
-    """Folder or file of the model's config.json, where the checkpoint has none or another one is wanted."""
+    """Folder or file of the model's config.json, where the checkpoint has none or another one is
+    wanted.
+    """
     base_model: Path | None = None
     """Hugging Face directory of the base, for checkpoints that hold an adapter alone."""
     lora_alpha: float | None = None
@@ -51,12 +58,18 @@ class Sources:
 
     def __post_init__(self) -> None:
         if self.lora_alpha is not None and not is_alpha(self.lora_alpha):
-            raise UsageError(f"--lora-alpha is {self.lora_alpha}, but must be a number above 0: lora_alpha of the run's configuration.")
+            raise UsageError(
+                f"--lora-alpha is {self.lora_alpha}, but must be a number above 0: lora_alpha of "
+                "the run's configuration."
+            )
 
     def recorded(self) -> dict[str, object]:
         """Return the given values for the receipt."""
         given = {name: value for name, value in asdict(self).items() if value not in (None, False)}
-        return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in given.items()}
+        return {
+            name: str(value.absolute()) if isinstance(value, Path) else value
+            for name, value in given.items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +78,18 @@ class OldModel:
 
     role: Role
     weights: Mapping[str, LazyTensor]
-    """The base model under Hugging Face names, without tied duplicates; empty where the checkpoint holds an adapter alone."""
+    """The base model under Hugging Face names, without tied duplicates; empty where the checkpoint
+    holds an adapter alone.
+    """
     adapter: Adapter | None
     config: Mapping[str, object] | None
     """config.json; None where there is none."""
     config_folder: Path | None
     """The folder of config and tokenizer files."""
     head: str
-    """language_model, value_model (token classification), trl_value_model or reward_model; found by the keys."""
+    """language_model, value_model (token classification), trl_value_model or reward_model; found by
+    the keys.
+    """
     notes: tuple[str, ...] = ()
     """Sentences for the report."""
     num_updates: int | None = None
@@ -98,21 +115,34 @@ def read_model(role: Role, sources: Sources) -> OldModel:
     if sources.base_model is not None:
         if raw and (adapter is None or folder != sources.base_model):
             extra = "" if adapter is None else ", beside its adapter"
-            raise UsageError(f"--base-model has no effect: this checkpoint holds a whole model of its own{extra}.")
+            raise UsageError(
+                "--base-model has no effect: this checkpoint holds a whole model of its "
+                f"own{extra}."
+            )
         if not raw:
             _check_biases(role, adapter)
             raw = model_directory.read_weights(sources.base_model)
             notes.append(f"the base model comes from {sources.base_model}")
     splits_tied_weights = adapter is not None and _splits_tied_weights(adapter)
     if raw:
-        raw = _with_full(_with_tied_head(raw, config) if splits_tied_weights and "score.weight" not in full else raw, full)
+        raw = _with_full(
+            _with_tied_head(raw, config)
+            if splits_tied_weights and "score.weight" not in full
+            else raw,
+            full,
+        )
     if sources.num_updates is not None and not role.rank_files:
-        raise UsageError("--num-updates has no effect: only Megatron's per-rank optimizer files do not say it themselves.")
+        raise UsageError(
+            "--num-updates has no effect: only Megatron's per-rank optimizer files do not say it "
+            "themselves."
+        )
     weights = {name.removeprefix(_TRL): tensor for name, tensor in raw.items()}
     head = _head(weights or full)
     weights, dropped = _drop_frequencies(weights, config)
     notes += dropped
-    weights, stated = (weights, ()) if splits_tied_weights else _drop_tied_copy(role, weights, config)
+    weights, stated = (
+        (weights, ()) if splits_tied_weights else _drop_tied_copy(role, weights, config)
+    )
     return OldModel(
         role=role,
         weights=weights,
@@ -128,27 +158,37 @@ def read_model(role: Role, sources: Sources) -> OldModel:
 def _check_biases(role: Role, adapter: Adapter | None) -> None:
     if adapter is not None and adapter.lacks_biases:
         raise UsageError(
-            f"{role.path} trained biases next to its adapter ({adapter.config.get('bias')!r:.40}), which the base does not have and no "
+            f"{role.path} trained biases next to its adapter ({adapter.config.get('bias')!r:.40}), "
+            "which the base does not have and no "
             "file of the adapter holds: give the checkpoint with its whole model."
         )
 
 
 def _splits_tied_weights(adapter: Adapter) -> bool:
-    """Return whether one of the tables that may be tied has an adapter of its own, which the other one never saw."""
+    """Check if an adapter changes only one of two tables that may be tied."""
     names = [*(f"{module}.weight" for module in adapter.pairs), *adapter.full]
     touched = [name for name in names if name == LANGUAGE_HEAD or name in _EMBEDDINGS]
     return bool(touched) and not adapter.config.get("ensure_weight_tying")
 
 
-def _with_tied_head(base: Mapping[str, LazyTensor], config: Mapping[str, object] | None) -> dict[str, LazyTensor]:
-    """Return the base with a head of its own, where its files leave that out because it is the embedding."""
+def _with_tied_head(
+    base: Mapping[str, LazyTensor], config: Mapping[str, object] | None
+) -> dict[str, LazyTensor]:
+    """Add a separate head to the base if its files tie the head to the embedding."""
     embedding = _embedding_in(base)
-    if embedding is None or LANGUAGE_HEAD in base or "score.weight" in base or not _says_tied(config):
+    if (
+        embedding is None
+        or LANGUAGE_HEAD in base
+        or "score.weight" in base
+        or not _says_tied(config)
+    ):
         return dict(base)
     return {**base, LANGUAGE_HEAD: base[embedding]}
 
 
-def _with_full(base: Mapping[str, LazyTensor], full: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def _with_full(
+    base: Mapping[str, LazyTensor], full: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
     """Return the base with what was trained whole in its place.
 
     The head of a critic stands for that of the language model.
@@ -161,12 +201,21 @@ def _with_full(base: Mapping[str, LazyTensor], full: Mapping[str, LazyTensor]) -
 
 def _config(role: Role, sources: Sources) -> tuple[Mapping[str, object] | None, Path | None]:
     if sources.hf_config is not None:
-        path = sources.hf_config / "config.json" if sources.hf_config.is_dir() else sources.hf_config
+        path = (
+            sources.hf_config / "config.json" if sources.hf_config.is_dir() else sources.hf_config
+        )
         if not path.is_file():
-            raise UsageError(f"--hf-config is {sources.hf_config}, which has no config.json: give a Hugging Face model's folder or config.")
+            raise UsageError(
+                f"--hf-config is {sources.hf_config}, which has no config.json: give a Hugging "
+                "Face model's folder or config."
+            )
         return read_object(path), path.parent
     folder = role.described_in()
-    if folder is None and sources.base_model is not None and (sources.base_model / "config.json").is_file():
+    if (
+        folder is None
+        and sources.base_model is not None
+        and (sources.base_model / "config.json").is_file()
+    ):
         folder = sources.base_model
     if folder is None:
         return None, role.tokenizer_in()
@@ -178,9 +227,13 @@ def _weights_and_adapter(
     role: Role, sources: Sources, *, config: Mapping[str, object] | None, folder: Path | None
 ) -> tuple[dict[str, LazyTensor], Adapter | None]:
     if role.kind == Kind.FSDP:
-        return adapters.split(rank_files.read_weights(role.fsdp_files["model"], where=role.path), where=role.path)
+        return adapters.split(
+            rank_files.read_weights(role.fsdp_files["model"], where=role.path), where=role.path
+        )
     if role.kind == Kind.HUGGINGFACE:
-        weights_in = next((f for f in _weight_folders(role) if model_directory.has_weights(f)), None)
+        weights_in = next(
+            (f for f in _weight_folders(role) if model_directory.has_weights(f)), None
+        )
         base = model_directory.read_weights(weights_in) if weights_in else {}
         return base, _exported_adapter(role)
     return _megatron(role, sources, config=config, folder=folder)
@@ -192,11 +245,20 @@ def _weight_folders(role: Role) -> tuple[Path, ...]:
 
 def _exported_adapter(role: Role) -> Adapter | None:
     """Return an adapter in PEFT's own format next to the weights."""
-    for folder in (role.path, role.path / "lora_adapter", *(f / "adapter" for f in _weight_folders(role))):
+    for folder in (
+        role.path,
+        role.path / "lora_adapter",
+        *(f / "adapter" for f in _weight_folders(role)),
+    ):
         if (folder / "adapter_model.safetensors").is_file():
-            return adapters.exported(model_directory.read_safetensors(folder / "adapter_model.safetensors"), where=folder)
+            return adapters.exported(
+                model_directory.read_safetensors(folder / "adapter_model.safetensors"), where=folder
+            )
         if (folder / "adapter_model.bin").is_file():
-            return adapters.exported(rank_files.read_weights({0: folder / "adapter_model.bin"}, where=folder), where=folder)
+            return adapters.exported(
+                rank_files.read_weights({0: folder / "adapter_model.bin"}, where=folder),
+                where=folder,
+            )
     return None
 
 
@@ -209,17 +271,24 @@ def _megatron(
         raise no_base(role, adapters.with_alpha(Adapter(pairs={}), role, given=sources.lora_alpha))
     if config is None:
         raise UsageError(
-            f"{role.path} has no config.json, without which Megatron's fused matrices stay closed: give --hf-config, the folder of "
+            f"{role.path} has no config.json, without which Megatron's fused matrices stay closed: "
+            "give --hf-config, the folder of "
             "the model that was trained."
         )
     weights, adapter = megatron_model.read(
-        role, config, source=f"{folder}/config.json", accepts_partial_adapter=sources.accepts_partial_adapter
+        role,
+        config,
+        source=f"{folder}/config.json",
+        accepts_partial_adapter=sources.accepts_partial_adapter,
     )
     if not weights:
         exported = next((f for f in _weight_folders(role) if model_directory.has_weights(f)), None)
         weights = model_directory.read_weights(exported) if exported else {}
     if not weights and adapter is None:
-        raise LayoutError(f"{role.path} holds no weights: its dist_ckpt has optimizer and random states only, and huggingface/ none.")
+        raise LayoutError(
+            f"{role.path} holds no weights: its dist_ckpt has optimizer and random states only, "
+            "and huggingface/ none."
+        )
     return weights, adapter or _exported_adapter(role)
 
 
@@ -250,43 +319,84 @@ def _drop_tied_copy(
         return result, ()
     if says_tied and role.kind == Kind.MEGATRON_RANKS:
         raise DamagedFileError(
-            f"{role.path / 'model'}: output_layer.weight differs from embedding.word_embeddings.weight, though the config ties them: the "
-            "files are not of one save, or folders of tensor ranks are swapped in a stage; copy every rank's folder of one step here."
+            f"{role.path / 'model'}: output_layer.weight differs from "
+            "embedding.word_embeddings.weight, though the config ties them: the "
+            "files are not of one save, or folders of tensor ranks are swapped in a stage; copy "
+            "every rank's folder of one step here."
         )
     if says_tied:
-        return result, ("the config ties embeddings and head, but their weights differ: both are kept, and the config is written untied",)
+        return result, (
+            (
+                "the config ties embeddings and head, but their weights differ: both are kept, "
+                "and the "
+                "config is written untied"
+            ),
+        )
     return result, ()
 
 
-def _drop_frequencies(weights: dict[str, LazyTensor], config: Mapping[str, object] | None) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
-    """Drop frequencies of rotary embeddings, which transformers once saved and now computes, if the config gives the same."""
+def _drop_frequencies(
+    weights: dict[str, LazyTensor], config: Mapping[str, object] | None
+) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+    """Drop saved frequencies of rotary embeddings that equal those of the config.
+
+    Older versions of transformers saved them.
+    """
     stated = (config or {}).get("rope_parameters")
-    base = {**(config or {}), **(stated if isinstance(stated, dict) else {})}.get("rope_theta", 10_000.0)
+    base = {**(config or {}), **(stated if isinstance(stated, dict) else {})}.get(
+        "rope_theta", 10_000.0
+    )
     if config is None or not isinstance(base, int | float) or not 1 < base < 1e30:
         return weights, ()
-    matches = [name for name in weights if name.endswith(_ROTARY) and _has_frequencies(weights[name], base=float(base))]
+    matches = [
+        name
+        for name in weights
+        if name.endswith(_ROTARY) and _has_frequencies(weights[name], base=float(base))
+    ]
     if not matches:
         return weights, ()
     kept = {name: tensor for name, tensor in weights.items() if name not in matches}
-    return kept, (f"{len(matches)} tables of rotary frequencies (inv_freq) are left out: they are what the config's rope_theta gives",)
+    return kept, (
+        (
+            f"{len(matches)} tables of rotary frequencies (inv_freq) are left out: they are what "
+            "the "
+            "config's rope_theta gives"
+        ),
+    )
 
 
 def _has_frequencies(tensor: LazyTensor, *, base: float) -> bool:
-    if len(tensor.shape) != 1 or not 0 < tensor.shape[0] <= _MOST_FREQUENCIES or not tensor.dtype.is_float:
+    if (
+        len(tensor.shape) != 1
+        or not 0 < tensor.shape[0] <= _MOST_FREQUENCIES
+        or not tensor.dtype.is_float
+    ):
         return False
     expected = base ** -(np.arange(tensor.shape[0]) / tensor.shape[0])
-    return bool(np.allclose(to_float32(read_all(tensor), tensor.dtype), expected, rtol=_ROTARY_TOLERANCE, atol=0))
+    return bool(
+        np.allclose(
+            to_float32(read_all(tensor), tensor.dtype), expected, rtol=_ROTARY_TOLERANCE, atol=0
+        )
+    )
 
 
 def _says_tied(config: Mapping[str, object] | None) -> bool | None:
-    return None if config is None else bool(config.get("tie_word_embeddings", str(config.get("model_type")) in _TIED_BY_DEFAULT))
+    return (
+        None
+        if config is None
+        else bool(
+            config.get("tie_word_embeddings", str(config.get("model_type")) in _TIED_BY_DEFAULT)
+        )
+    )
 
 
 def _embedding_in(names: Container[str]) -> str | None:
     return next((name for name in _EMBEDDINGS if name in names), None)
 
 
-_TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3_text", "gpt2", "bloom", "opt", "gpt_neo", "falcon", "gpt_bigcode"})
+_TIED_BY_DEFAULT = frozenset(
+    {"gemma", "gemma2", "gemma3_text", "gpt2", "bloom", "opt", "gpt_neo", "falcon", "gpt_bigcode"}
+)
 """Architectures whose config.json leaves tie_word_embeddings out when it is true."""
 
 
@@ -300,17 +410,27 @@ def described(model: OldModel, *, dtype: str) -> dict[str, object]:
     """
     if model.config is None:
         raise UsageError(
-            f"{model.role.path} has no config.json (0.3.0 wrote none, and only the model itself knows it): give --hf-config, the folder of "
+            f"{model.role.path} has no config.json (0.3.0 wrote none, and only the model itself "
+            "knows it): give --hf-config, the folder of "
             "the model that was trained."
         )
     config = dict(model.config)
     names = config.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else ""
-    stem = next((architecture.removesuffix(end) for end in _ARCHITECTURES if architecture.endswith(end)), None)
+    stem = next(
+        (architecture.removesuffix(end) for end in _ARCHITECTURES if architecture.endswith(end)),
+        None,
+    )
     if model.head in ("value_model", "reward_model"):
-        kind = "ForTokenClassification" if model.head == "value_model" else "ForSequenceClassification"
+        kind = (
+            "ForTokenClassification" if model.head == "value_model" else "ForSequenceClassification"
+        )
         config |= {} if stem is None else {"architectures": [stem + kind]}
-        rows = next(model.weights[name].shape[0] for name in ("score.weight", f"{CLASSIFIER}.weight") if name in model.weights)
+        rows = next(
+            model.weights[name].shape[0]
+            for name in ("score.weight", f"{CLASSIFIER}.weight")
+            if name in model.weights
+        )
         config |= {"num_labels": rows, "id2label": {str(i): f"LABEL_{i}" for i in range(rows)}}
         config |= {"label2id": {f"LABEL_{i}": i for i in range(rows)}}
     if _embedding_in(model.weights) is not None and LANGUAGE_HEAD in model.weights:
@@ -323,7 +443,13 @@ def described(model: OldModel, *, dtype: str) -> dict[str, object]:
     return config
 
 
-_ARCHITECTURES = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassification", "ForConditionalGeneration", "LMHeadModel")
+_ARCHITECTURES = (
+    "ForCausalLM",
+    "ForTokenClassification",
+    "ForSequenceClassification",
+    "ForConditionalGeneration",
+    "LMHeadModel",
+)
 
 
 def merged(model: OldModel) -> OldModel:
@@ -340,9 +466,14 @@ def merged(model: OldModel) -> OldModel:
 
 
 def no_base(role: Role, adapter: Adapter | None) -> UsageError:
-    """Return the error about an adapter without its base, with everything that the user has to give."""
-    alpha = "" if adapter is None or adapter.alpha is not None else ", and --lora-alpha, the value of lora_alpha in the run's configuration"
+    """Build the error for an adapter without its base; it lists the options to give."""
+    alpha = (
+        ""
+        if adapter is None or adapter.alpha is not None
+        else ", and --lora-alpha, the value of lora_alpha in the run's configuration"
+    )
     return UsageError(
-        f"{role.path} holds an adapter alone: give --base-model, the Hugging Face folder that it was trained on{alpha}. --to peft needs "
+        f"{role.path} holds an adapter alone: give --base-model, the Hugging Face folder that it "
+        f"was trained on{alpha}. --to peft needs "
         "only that folder's config.json as --hf-config, if no file says it."
     )

@@ -2,8 +2,9 @@
 
 The same torch wrote them, and they count the same steps.
 
-Each node of a cluster may have kept its own ranks, perhaps of another step. The weights of such files have the right shapes, so only
-what lies next to them tells. What nothing tells is listed on the page about checkpoints.
+Each node of a cluster may have kept its own ranks, perhaps of another step. The weights of such
+files have the right shapes, so only what lies next to them tells. What nothing tells is listed on
+the page about checkpoints.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +23,8 @@ def check_one_save(role: Role) -> tuple[str, ...]:
     """Compare what the FSDP files of all ranks say about their writer and their step.
 
     Returns:
-        A note for each optimizer file that is damaged: it could not be compared, and weights alone do not need it.
+        A note for each optimizer file that is damaged: it could not be compared, and weights alone
+        do not need it.
 
     Raises:
         DamagedFileError: files contradict each other; names both and what they say.
@@ -30,16 +32,26 @@ def check_one_save(role: Role) -> tuple[str, ...]:
     """
     for kind in ("model", "extra_state"):
         files = role.fsdp_files.get(kind, {})
-        _check_same(files, {rank: Archive(path).records for rank, path in files.items()}, _other_torch)
-    epochs = {rank: _last_epoch(path) for rank, path in role.fsdp_files.get("extra_state", {}).items()}
-    _check_same(role.fsdp_files.get("extra_state", {}), epochs, lambda a, b: f"has last_epoch {a}, but {{}} {b}")
+        _check_same(
+            files, {rank: Archive(path).records for rank, path in files.items()}, _other_torch
+        )
+    epochs = {
+        rank: _last_epoch(path) for rank, path in role.fsdp_files.get("extra_state", {}).items()
+    }
+    _check_same(
+        role.fsdp_files.get("extra_state", {}),
+        epochs,
+        lambda a, b: f"has last_epoch {a}, but {{}} {b}",
+    )
     counts: dict[int, RankCounts] = {}
     notes = []
     for rank, path in role.fsdp_files.get("optim", {}).items():
         try:
             counts[rank] = read_counts(path, rank=rank)
         except DamagedFileError as error:
-            notes.append(f"{path.name} was not compared with the others and can't be carried: {error}")
+            notes.append(
+                f"{path.name} was not compared with the others and can't be carried: {error}"
+            )
     _check_counts(role.fsdp_files.get("optim", {}), counts)
     return tuple(notes)
 
@@ -51,22 +63,37 @@ def _check_counts(files: Mapping[int, Path], counts: Mapping[int, RankCounts]) -
         _check_same(files, given, lambda a, b, name=name: f"has {name} {a}, but {{}} {b}")  # type: ignore[misc]
     # With use_orig_params a rank keeps only the parameters that lie in its shard.
     for number in sorted({number for result in counts.values() for number in result.steps}):
-        steps = {rank: result.steps[number] for rank, result in counts.items() if number in result.steps}
-        _check_same(files, steps, lambda a, b, number=number: f"has made {a} updates of parameter {number}, but {{}} {b}")  # type: ignore[misc]
+        steps = {
+            rank: result.steps[number] for rank, result in counts.items() if number in result.steps
+        }
+        _check_same(
+            files,
+            steps,
+            lambda a, b, number=number: (  # type: ignore[misc]
+                f"has made {a} updates of parameter {number}, but {{}} {b}"
+            ),
+        )
 
 
 def _other_torch(_: object, __: object) -> str:
     return "was written by another version of torch than {}"
 
 
-def _check_same(files: Mapping[int, Path], given: Mapping[int, object], describe: Callable[[object, object], str]) -> None:
+def _check_same(
+    files: Mapping[int, Path],
+    given: Mapping[int, object],
+    describe: Callable[[object, object], str],
+) -> None:
     """Refuse the first rank that says something else than the lowest one."""
     if not given:
         return
     first = min(given)
     for rank, value in sorted(given.items()):
         if value != given[first]:
-            raise DamagedFileError(f"{files[rank]} {describe(value, given[first]).format(files[first].name)}: {_REMEDY}.")
+            raise DamagedFileError(
+                f"{files[rank]} {describe(value, given[first]).format(files[first].name)}: "
+                f"{_REMEDY}."
+            )
 
 
 def _last_epoch(path: Path) -> int | None:

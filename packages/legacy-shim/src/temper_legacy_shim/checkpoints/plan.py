@@ -1,4 +1,7 @@
-"""Plan of a conversion: tensors by file, texts and copies, from names and shapes before any read."""
+"""Plan of a conversion.
+
+Tensors by file, texts and copies, from names and shapes before any read.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -53,15 +56,27 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in CASTS:
-            raise UsageError(f"--dtype is {self.dtype!r}, but must be one of {', '.join(CASTS)}; leave it out to keep every dtype.")
+            raise UsageError(
+                f"--dtype is {self.dtype!r}, but must be one of {', '.join(CASTS)}; leave it out "
+                "to keep every dtype."
+            )
         if self.max_shard_bytes < 1:
-            raise UsageError(f"--max-shard-size is {self.max_shard_bytes} bytes, but must be above 0.")
+            raise UsageError(
+                f"--max-shard-size is {self.max_shard_bytes} bytes, but must be above 0."
+            )
         if self.target != "hf" and self.max_shard_bytes != _SHARD_BYTES:
-            raise UsageError(f"--max-shard-size has no effect with --to {self.target}: it is for --to hf.")
+            raise UsageError(
+                f"--max-shard-size has no effect with --to {self.target}: it is for --to hf."
+            )
         if self.target != "hf" and self.verifies_logits:
-            raise UsageError(f"--verify-logits has no effect with --to {self.target}, which writes no model to load: it is for --to hf.")
+            raise UsageError(
+                f"--verify-logits has no effect with --to {self.target}, which writes no model to "
+                "load: it is for --to hf."
+            )
         if self.keeps_adapter and self.target != "hf":
-            raise UsageError(f"--adapter keep has no effect with --to {self.target}: it is for --to hf.")
+            raise UsageError(
+                f"--adapter keep has no effect with --to {self.target}: it is for --to hf."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +106,8 @@ def plan_conversion(model: OldModel, options: Options) -> Plan:
     """Decide what is written.
 
     Raises:
-        UsageError: an option does not fit this checkpoint, or something that no file says is missing.
+        UsageError: an option does not fit this checkpoint, or something that no file says is
+            missing.
     """
     if options.target == "peft":
         return _plan_peft(model, options)
@@ -104,22 +120,41 @@ def _plan_hf(model: OldModel, options: Options) -> Plan:
     notes = list(model.notes)
     written = model if options.keeps_adapter else merged(model)
     if model.adapter is not None and not options.keeps_adapter:
-        notes.append(f"adapter of rank {model.adapter.rank}, alpha {model.adapter.alpha:g} ({model.adapter.alpha_from}) added in float32")
+        notes.append(
+            f"adapter of rank {model.adapter.rank}, alpha {model.adapter.alpha:g} "
+            f"({model.adapter.alpha_from}) added in float32"
+        )
     if not written.weights:
         raise no_base(model.role, model.adapter)
-    written = replace(written, weights={_to_file_name(name, model): _cast(tensor, options) for name, tensor in written.weights.items()})
-    shards: dict[str, Mapping[str, LazyTensor]] = dict(plan_shards(written.weights, max_bytes=options.max_shard_bytes, stem="model"))
+    written = replace(
+        written,
+        weights={
+            _to_file_name(name, model): _cast(tensor, options)
+            for name, tensor in written.weights.items()
+        },
+    )
+    shards: dict[str, Mapping[str, LazyTensor]] = dict(
+        plan_shards(written.weights, max_bytes=options.max_shard_bytes, stem="model")
+    )
     texts = {"config.json": _text(described(written, dtype=main_dtype(written.weights)))}
     if len(shards) > 1:
         texts["model.safetensors.index.json"] = _text(index_of(shards))
     if options.keeps_adapter and model.adapter is not None:
         shards["adapter/adapter_model.safetensors"] = {
-            name: _cast(tensor, options) for name, tensor in adapters.peft_tensors(model.adapter).items()
+            name: _cast(tensor, options)
+            for name, tensor in adapters.peft_tensors(model.adapter).items()
         }
-        texts["adapter/adapter_config.json"] = _text(adapters.peft_config(model.adapter, base_model=None, task=_task(model)))
+        texts["adapter/adapter_config.json"] = _text(
+            adapters.peft_config(model.adapter, base_model=None, task=_task(model))
+        )
     if model.head != "language_model":
-        notes.append(f"a {model.head.replace('_', ' ')} by its keys, whatever the old config says; the config is written to match")
-    return Plan(shards=shards, texts=texts, copies=companions(model), model=written, notes=tuple(notes))
+        notes.append(
+            f"a {model.head.replace('_', ' ')} by its keys, whatever the old config says; the "
+            "config is written to match"
+        )
+    return Plan(
+        shards=shards, texts=texts, copies=companions(model), model=written, notes=tuple(notes)
+    )
 
 
 def _to_file_name(name: str, model: OldModel) -> str:
@@ -127,23 +162,49 @@ def _to_file_name(name: str, model: OldModel) -> str:
 
     That of a weight of Megatron's is of the other mixtures, where Mixtral has its own.
     """
-    is_mixtral = model.role.kind in (Kind.MEGATRON_RANKS, Kind.MEGATRON_DIST) and (model.config or {}).get("model_type") == "mixtral"
+    is_mixtral = (
+        model.role.kind in (Kind.MEGATRON_RANKS, Kind.MEGATRON_DIST)
+        and (model.config or {}).get("model_type") == "mixtral"
+    )
     return as_mixtral_s_files(name) if is_mixtral else name
 
 
 def _plan_peft(model: OldModel, options: Options) -> Plan:
     if model.adapter is None:
-        raise UsageError(f"{model.role.path} has no adapter, which is all that --to peft writes: use --to hf.")
+        raise UsageError(
+            f"{model.role.path} has no adapter, which is all that --to peft writes: use --to hf."
+        )
     if model.adapter.lacks_biases:
-        raise UsageError(f"{model.role.path} trained biases next to its adapter, which --to peft would leave behind: use --to hf.")
-    tensors = {name: _cast(tensor, options) for name, tensor in adapters.peft_tensors(model.adapter).items()}
+        raise UsageError(
+            f"{model.role.path} trained biases next to its adapter, which --to peft would leave "
+            "behind: use --to hf."
+        )
+    tensors = {
+        name: _cast(tensor, options)
+        for name, tensor in adapters.peft_tensors(model.adapter).items()
+    }
     base = _base_name(model)
     config = adapters.peft_config(model.adapter, base_model=base, task=_task(model))
-    notes = [*model.notes, f"adapter of rank {model.adapter.rank}, alpha {model.adapter.alpha:g} ({model.adapter.alpha_from})"]
+    notes = [
+        *model.notes,
+        (
+            f"adapter of rank {model.adapter.rank}, alpha {model.adapter.alpha:g} "
+            f"({model.adapter.alpha_from})"
+        ),
+    ]
     if base is None:
-        notes.append("no file says which base model this adapter belongs to: base_model_name_or_path is empty")
+        notes.append(
+            "no file says which base model this adapter belongs to: base_model_name_or_path is "
+            "empty"
+        )
     shards = {"adapter_model.safetensors": tensors}
-    return Plan(shards=shards, texts={"adapter_config.json": _text(config)}, copies=companions(model), model=model, notes=tuple(notes))
+    return Plan(
+        shards=shards,
+        texts={"adapter_config.json": _text(config)},
+        copies=companions(model),
+        model=model,
+        notes=tuple(notes),
+    )
 
 
 def _base_name(model: OldModel) -> str | None:
@@ -183,7 +244,11 @@ def companions(model: OldModel) -> dict[str, Path]:
         if folder is None:
             continue
         for path in sorted(folder.iterdir()):
-            is_expected = path.suffix in _COPIED and path.name not in _SYNC_LOOP and not path.name.endswith(".index.json")
+            is_expected = (
+                path.suffix in _COPIED
+                and path.name not in _SYNC_LOOP
+                and not path.name.endswith(".index.json")
+            )
             if is_expected:
                 check_readable(path)
             if is_expected and path.is_file() and path.stat().st_size <= _MAX_COPY:
@@ -208,7 +273,9 @@ class Job:
     out: Path
 
 
-def plan_jobs(path: Path, out: Path, *, step: int | None = None, role: str | None = None) -> list[Job]:
+def plan_jobs(
+    path: Path, out: Path, *, step: int | None = None, role: str | None = None
+) -> list[Job]:
     """Return the roles below a path and their outputs.
 
     The output directory itself for one role, a folder in it for each of several.
@@ -232,7 +299,8 @@ def check_nan(names: Sequence[str], options: Options) -> None:
     """
     if names and options.is_strict:
         raise VerificationError(
-            f"{names[0]}{_more(names)} hold NaN or infinity: the training diverged, or an alpha is wrong. Without --strict that is a note."
+            f"{names[0]}{_more(names)} hold NaN or infinity: the training diverged, or an alpha is "
+            "wrong. Without --strict that is a note."
         )
 
 

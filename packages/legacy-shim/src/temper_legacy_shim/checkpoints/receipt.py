@@ -80,14 +80,19 @@ def read_receipt(directory: Path) -> Receipt:
     """
     path = directory / NAME
     if not os.path.isfile(path):
-        raise LayoutError(f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote.")
+        raise LayoutError(
+            f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote."
+        )
     try:
         body = json.loads(path.read_bytes())
         if body["schema_version"] > SCHEMA_VERSION:
             raise VerificationError(
-                f"{path} has schema version {body['schema_version']}; this version reads {SCHEMA_VERSION}: install a newer one."
+                f"{path} has schema version {body['schema_version']}; this version reads "
+                f"{SCHEMA_VERSION}: install a newer one."
             )
-        body["source"] = SourceRecord(**{**body["source"], "reasons": tuple(body["source"]["reasons"])})
+        body["source"] = SourceRecord(
+            **{**body["source"], "reasons": tuple(body["source"]["reasons"])}
+        )
         body["files"] = tuple(_recorded(file) for file in body["files"])
         for name in ("dtypes", "carried", "not_carried", "notes", "verified"):
             body[name] = tuple(body[name])
@@ -125,21 +130,32 @@ def check_receipt(directory: Path, made: Receipt, *, with_content: bool = True) 
         with_content: compare checksums too.
 
     Raises:
-        VerificationError: the receipt names no file or another number of tensors, or a file is missing, short or altered.
+        VerificationError: the receipt names no file or another number of tensors, or a file is
+            missing, short or altered.
     """
     if not made.files:
         raise VerificationError(f"{directory / NAME} names no file: it was altered; convert again.")
     result = check_files(directory, made.files, with_content=with_content)
     if result != made.num_tensors:
         raise VerificationError(
-            f"{directory} holds {result} tensors instead of {made.num_tensors}: its receipt was altered; convert again."
+            f"{directory} holds {result} tensors instead of {made.num_tensors}: its receipt was "
+            "altered; convert again."
         )
-    present = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
-    return Checked(num_tensors=result, surplus=tuple(sorted(present - {NAME} - {file.path for file in made.files})))
+    present = {
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()
+    }
+    return Checked(
+        num_tensors=result,
+        surplus=tuple(sorted(present - {NAME} - {file.path for file in made.files})),
+    )
 
 
 def check_files(
-    directory: Path, files: Sequence[WrittenFile], *, with_content: bool = True, compared: Collection[str] = frozenset()
+    directory: Path,
+    files: Sequence[WrittenFile],
+    *,
+    with_content: bool = True,
+    compared: Collection[str] = frozenset(),
 ) -> int:
     """Compare every file with its record; the number of tensors that were found.
 
@@ -147,7 +163,8 @@ def check_files(
         directory: of the output.
         files: as they were recorded.
         with_content: compare checksums too.
-        compared: paths of those that were read back and compared when they were written, of which the checksum need not be made again.
+        compared: paths of those that were read back and compared when they were written, of which
+            the checksum need not be made again.
 
     Raises:
         VerificationError: naming the first file that is missing, short or altered.
@@ -156,15 +173,22 @@ def check_files(
     for record in files:
         pure = PurePosixPath(record.path)
         if pure.is_absolute() or ".." in pure.parts:
-            raise VerificationError(f"the receipt names {record.path!r}, which lies outside {directory}: it was altered.")
+            raise VerificationError(
+                f"the receipt names {record.path!r}, which lies outside {directory}: it was "
+                "altered."
+            )
         path = directory / record.path
         if not os.path.isfile(path):
             raise VerificationError(f"{path} is missing: convert again.")
         size = path.stat().st_size
         if size != record.num_bytes:
-            raise VerificationError(f"{path} has {size} bytes instead of {record.num_bytes}: convert again.")
+            raise VerificationError(
+                f"{path} has {size} bytes instead of {record.num_bytes}: convert again."
+            )
         if with_content and record.path not in compared and not has_checksum(path, record.checksum):
-            raise VerificationError(f"{path} has another checksum than when it was written: convert again.")
+            raise VerificationError(
+                f"{path} has another checksum than when it was written: convert again."
+            )
         if path.suffix == ".safetensors":
             num_tensors += _count_tensors(path, record)
         elif path.name == DESCRIPTION:
@@ -178,7 +202,9 @@ def _count_tensors(path: Path, record: WrittenFile) -> int:
     except ShimError as error:
         raise VerificationError(f"{path} can't be read back: {error}") from error
     if result != record.num_tensors:
-        raise VerificationError(f"{path} holds {result} tensors instead of {record.num_tensors}: convert again.")
+        raise VerificationError(
+            f"{path} holds {result} tensors instead of {record.num_tensors}: convert again."
+        )
     return result
 
 
@@ -210,7 +236,9 @@ def source_files(role: Role) -> list[Path]:
     for folder in role.dist_folders:
         result += sorted(path for path in folder.iterdir() if path.is_file())
     if role.kind == Kind.HUGGINGFACE:
-        result += sorted(path for path in role.path.rglob("*") if path.suffix in (".safetensors", ".bin"))
+        result += sorted(
+            path for path in role.path.rglob("*") if path.suffix in (".safetensors", ".bin")
+        )
     return result
 
 

@@ -1,7 +1,8 @@
-"""An output directory that appears completely or not at all, and work on it that a second run takes up where the first was stopped.
+"""Write an output directory that is complete or absent, and resume interrupted work.
 
-Everything is written into a hidden folder next to the output and renamed into place at the end. A journal in it names the files that are
-finished, under a fingerprint of sources and options: with other sources or options the work begins again.
+Everything is written into a hidden folder next to the output and renamed into place at the end. A
+journal in it names the files that are finished, under a fingerprint of sources and options: with
+other sources or options the work begins again.
 """
 
 import errno
@@ -15,7 +16,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 
-from temper_legacy_shim.checkpoints.files.safetensors_files import WrittenFile, checksum, has_checksum, written_file
+from temper_legacy_shim.checkpoints.files.safetensors_files import (
+    WrittenFile,
+    checksum,
+    has_checksum,
+    written_file,
+)
 from temper_legacy_shim.errors import OutputError, VerificationError
 
 JOURNAL = ".temper-migrate.json"
@@ -42,23 +48,34 @@ class Staging:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY)
         except OSError as error:
-            raise OutputError(f"{self.out} can't be written ({error.strerror}): give an --out below a folder of yours.") from error
+            raise OutputError(
+                f"{self.out} can't be written ({error.strerror}): give an --out below a folder of "
+                "yours."
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise OutputError(f"another temper-migrate is writing {self.out}: wait for it.") from error
+            raise OutputError(
+                f"another temper-migrate is writing {self.out}: wait for it."
+            ) from error
         self._take_up()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._lock is not None:
             os.close(self._lock)
         if self.folder.is_dir() and (not self._finished or isinstance(error, VerificationError)):
             shutil.rmtree(self.folder)  # nothing that the next run could take up
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutputError(
-                f"the disk of {self.out} is full: free space and run the same command again; finished files are kept."
+                f"the disk of {self.out} is full: free space and run the same command again; "
+                "finished files are kept."
             ) from error
 
     @property
@@ -72,7 +89,7 @@ class Staging:
         return sum(file.num_bytes for file in self._finished.values())
 
     def _take_up(self) -> None:
-        """Keep what an earlier run of the same work finished, and remove everything else from the hidden folder, which is ours."""
+        """Keep the finished files of an earlier run, and remove the rest of the hidden folder."""
         journal = self.folder / JOURNAL
         try:
             content = json.loads(journal.read_text()) if journal.is_file() else {}
@@ -83,7 +100,11 @@ class Staging:
                 file = WrittenFile(**{**record, "with_nan": tuple(record["with_nan"])})
                 path = self.folder / file.path
                 # Its content too: what was damaged meanwhile is written again.
-                if path.is_file() and path.stat().st_size == file.num_bytes and has_checksum(path, file.checksum):
+                if (
+                    path.is_file()
+                    and path.stat().st_size == file.num_bytes
+                    and has_checksum(path, file.checksum)
+                ):
                     self._finished[file.path] = file
         for path in sorted(self.folder.rglob("*"), reverse=True):
             relative = path.relative_to(self.folder).as_posix()
@@ -94,7 +115,10 @@ class Staging:
                 path.unlink()
 
     def produce(self, relative: str, write: Callable[[Path], WrittenFile]) -> WrittenFile:
-        """Return one file: what an earlier run finished, or what ``write`` makes of a draft's path."""
+        """Return one file.
+
+        What an earlier run finished, or what ``write`` makes of a draft's path.
+        """
         if relative in self._finished:
             return self._finished[relative]
         draft = self.folder / f"{relative}.draft"
@@ -110,7 +134,9 @@ class Staging:
         self._write_journal()
         return written
 
-    def produce_folder(self, relative: str, names: Sequence[str], write: Callable[[Path], Sequence[WrittenFile]]) -> list[WrittenFile]:
+    def produce_folder(
+        self, relative: str, names: Sequence[str], write: Callable[[Path], Sequence[WrittenFile]]
+    ) -> list[WrittenFile]:
         """Return the files that mean something only together.
 
         All of what an earlier run finished, or what ``write`` makes in a draft folder.
@@ -140,11 +166,15 @@ class Staging:
 
     def produce_text(self, relative: str, text: str) -> WrittenFile:
         """Return a small file of text."""
-        return self.produce(relative, lambda path: _write_bytes(path, text.encode(), relative=relative))
+        return self.produce(
+            relative, lambda path: _write_bytes(path, text.encode(), relative=relative)
+        )
 
     def produce_copy(self, relative: str, source: Path) -> WrittenFile:
         """Return a copy of a small file."""
-        return self.produce(relative, lambda path: _write_bytes(path, source.read_bytes(), relative=relative))
+        return self.produce(
+            relative, lambda path: _write_bytes(path, source.read_bytes(), relative=relative)
+        )
 
     def adopt(self, relative: str) -> WrittenFile:
         """Take in a file that something else wrote into the hidden folder."""
@@ -165,7 +195,10 @@ class Staging:
 
     def _write_journal(self) -> None:
         draft = self.folder / f"{JOURNAL}.draft"
-        content = {"fingerprint": self._fingerprint, "files": [asdict(file) for file in self._finished.values()]}
+        content = {
+            "fingerprint": self._fingerprint,
+            "files": [asdict(file) for file in self._finished.values()],
+        }
         draft.write_text(json.dumps(content))
         os.replace(draft, self.folder / JOURNAL)
 
@@ -179,13 +212,17 @@ def check_absent(out: Path) -> None:
     if os.path.islink(os.path.realpath(out)):
         raise OutputError(f"{out} is a link that leads nowhere: give another --out, or remove it.")
     if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise OutputError(f"{out} exists already and is never overwritten: give another --out, or move it away.")
+        raise OutputError(
+            f"{out} exists already and is never overwritten: give another --out, or move it away."
+        )
 
 
 def fingerprint(parts: Mapping[str, object]) -> str:
-    """Return SHA-256 of a description of the work, and of the form in which a journal says what is finished."""
+    """Hash a description of the work and the version of the journal's format."""
     form = [each.name for each in fields(WrittenFile)]
-    return hashlib.sha256(json.dumps([parts, form], sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([parts, form], sort_keys=True, default=str).encode()
+    ).hexdigest()
 
 
 def _write_bytes(path: Path, data: bytes, *, relative: str) -> WrittenFile:
@@ -216,6 +253,7 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed + _SPARE_BYTES > free:
         raise OutputError(
-            f"{(needed + _SPARE_BYTES) / 1e6:,.0f} MB are needed ({_SPARE_BYTES / 1e6:.0f} of them to spare), but {free / 1e6:,.0f} MB are "
+            f"{(needed + _SPARE_BYTES) / 1e6:,.0f} MB are needed ({_SPARE_BYTES / 1e6:.0f} of them "
+            f"to spare), but {free / 1e6:,.0f} MB are "
             f"free at {folder}: choose another disk, or make room."
         )

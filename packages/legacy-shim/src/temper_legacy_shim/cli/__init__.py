@@ -1,4 +1,6 @@
-"""The command ``temper-migrate``: one sub-command for each thing that an older system leaves behind.
+"""The command ``temper-migrate``.
+
+One sub-command for each thing that an older system leaves behind.
 
 A sub-command imports what it needs when it runs, so that the command itself starts without torch.
 """
@@ -9,11 +11,19 @@ from importlib.metadata import version
 
 import typer
 
-from temper_legacy_shim.cli import checkpoint_command, config_command, doctor_command, imports_command, script_command
+from temper_legacy_shim.cli import (
+    checkpoint_command,
+    config_command,
+    doctor_command,
+    imports_command,
+    script_command,
+)
 from temper_legacy_shim.errors import ShimError
 
 _OBJECTS_BETWEEN_COLLECTIONS = 100_000
-"""Python's 700 cost a tenth of the start: modules and indexes of checkpoints make many objects and hardly any cycles."""
+"""Python's 700 cost a tenth of the start: modules and indexes of checkpoints make many objects and
+hardly any cycles.
+"""
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -40,7 +50,9 @@ def _print_version(is_requested: bool) -> None:
 
 @app.callback()
 def _root(
-    _: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+    _: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
 ) -> None:
     """Keep sub-commands, also while there are few."""
 

@@ -51,23 +51,63 @@ def register(app: typer.Typer) -> None:
 
 
 def checkpoint(
-    directory: Annotated[Path, typer.Argument(help="A run, a step (global_step_N) or a role (actor, critic) directory.")],
-    to: Annotated[To, typer.Option("--to", help="hf: safetensors. peft: the adapter alone. temper: resumable by an engine.")] = To.HF,
-    out: Annotated[Path | None, typer.Option(help="A new directory; several roles get a folder each in it.")] = None,
-    step: Annotated[int | None, typer.Option(help="Step of a run; the tracker's by default.")] = None,
+    directory: Annotated[
+        Path,
+        typer.Argument(help="A run, a step (global_step_N) or a role (actor, critic) directory."),
+    ],
+    to: Annotated[
+        To,
+        typer.Option(
+            "--to", help="hf: safetensors. peft: the adapter alone. temper: resumable by an engine."
+        ),
+    ] = To.HF,
+    out: Annotated[
+        Path | None, typer.Option(help="A new directory; several roles get a folder each in it.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Step of a run; the tracker's by default.")
+    ] = None,
     role: Annotated[str | None, typer.Option(help="Only this role.")] = None,
-    hf_config: Annotated[Path | None, typer.Option(help="Folder with the model's config.json, where the checkpoint has none.")] = None,
-    base_model: Annotated[Path | None, typer.Option(help="Base model's folder, for checkpoints of an adapter alone.")] = None,
-    lora_alpha: Annotated[float | None, typer.Option(help="The adapter's alpha, where no file says it.")] = None,
-    num_updates: Annotated[int | None, typer.Option(min=1, help="temper: updates that were made, where no optimizer file says it.")] = None,
-    partial_adapter: Annotated[bool, typer.Option(help="Convert an adapter of which layers are lost.")] = False,
-    adapter: Annotated[KeptAdapter, typer.Option(help="hf: add the adapter to the weights, or keep it beside them.")] = KeptAdapter.MERGE,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; kept as it is by default.")] = None,
+    hf_config: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the model's config.json, where the checkpoint has none."),
+    ] = None,
+    base_model: Annotated[
+        Path | None, typer.Option(help="Base model's folder, for checkpoints of an adapter alone.")
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="The adapter's alpha, where no file says it.")
+    ] = None,
+    num_updates: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="temper: updates that were made, where no optimizer file says it."
+        ),
+    ] = None,
+    partial_adapter: Annotated[
+        bool, typer.Option(help="Convert an adapter of which layers are lost.")
+    ] = False,
+    adapter: Annotated[
+        KeptAdapter,
+        typer.Option(help="hf: add the adapter to the weights, or keep it beside them."),
+    ] = KeptAdapter.MERGE,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; kept as it is by default.")
+    ] = None,
     max_shard_size: Annotated[float, typer.Option(help="Of one safetensors file, in GB.")] = 5.0,
     strict: Annotated[bool, typer.Option(help="NaN and infinity are errors.")] = False,
-    verify_names: Annotated[bool, typer.Option(help="Compare names and shapes with transformers' model.")] = True,
-    verify_logits: Annotated[bool, typer.Option(help="Load the output with transformers and compare logits.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Say what is there and whether it can be converted; write nothing.")] = False,
+    verify_names: Annotated[
+        bool, typer.Option(help="Compare names and shapes with transformers' model.")
+    ] = True,
+    verify_logits: Annotated[
+        bool, typer.Option(help="Load the output with transformers and compare logits.")
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Say what is there and whether it can be converted; write nothing."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print receipts as JSON.")] = False,
 ) -> None:
     """Convert a checkpoint of an older system.
@@ -93,19 +133,38 @@ def checkpoint(
         verifies_logits=verify_logits,
     )
     if num_updates is not None and to != To.TEMPER:
-        raise UsageError(f"--num-updates has no effect with --to {to}, which writes no optimizer state: leave it out.")
+        raise UsageError(
+            f"--num-updates has no effect with --to {to}, which writes no optimizer state: leave "
+            "it out."
+        )
     sources = Sources(
-        hf_config=hf_config, base_model=base_model, lora_alpha=lora_alpha, accepts_partial_adapter=partial_adapter, num_updates=num_updates
+        hf_config=hf_config,
+        base_model=base_model,
+        lora_alpha=lora_alpha,
+        accepts_partial_adapter=partial_adapter,
+        num_updates=num_updates,
     )
     console = Console(stderr=as_json, highlight=False)
-    _check_is_local(directory, "old checkpoints are read from a disk: download it first, or mount the store.")
+    _check_is_local(
+        directory, "old checkpoints are read from a disk: download it first, or mount the store."
+    )
     if out is not None:
         _check_is_local(out, "an --out is written to a disk: give a folder, and upload that.")
     if check:
-        _check(directory, step=step, role=role, options=options, sources=sources, as_json=as_json, console=console)
+        _check(
+            directory,
+            step=step,
+            role=role,
+            options=options,
+            sources=sources,
+            as_json=as_json,
+            console=console,
+        )
         return
     if out is None:
-        raise typer.BadParameter("give the new directory to write, or --check to write nothing.", param_hint="--out")
+        raise typer.BadParameter(
+            "give the new directory to write, or --check to write nothing.", param_hint="--out"
+        )
     receipts = []
     jobs = plan_jobs(directory, out, step=step, role=role)
     _check_together(jobs, options, sources)
@@ -113,9 +172,17 @@ def checkpoint(
         _show_role(console, job.role)
         made = finished(job, options, sources) if len(jobs) > 1 else None
         if made is None:
-            made = _with_progress(console, job, lambda progress, job=job: convert(job, options, sources, progress=progress))  # type: ignore[misc]
+            made = _with_progress(
+                console,
+                job,
+                lambda progress, job=job: convert(  # type: ignore[misc]
+                    job, options, sources, progress=progress
+                ),
+            )
         else:
-            console.print(f"{job.out} is there already: an earlier run of this command wrote it", markup=False)
+            console.print(
+                f"{job.out} is there already: an earlier run of this command wrote it", markup=False
+            )
         receipts.append(made)
         _show_receipt(console, job, made)
     if as_json:
@@ -141,11 +208,23 @@ def verify(
     for folder in folders:
         receipt = read_receipt(folder)
         matches = check_receipt(folder, receipt)
-        counts = {"files": len(receipt.files), "tensors": matches.num_tensors, "surplus": list(matches.surplus)}
+        counts = {
+            "files": len(receipt.files),
+            "tensors": matches.num_tensors,
+            "surplus": list(matches.surplus),
+        }
         results.append({"directory": str(folder), **counts, "ok": True})
-        console.print(f"{folder}: {len(receipt.files)} files as they were written, {matches.num_tensors} tensors", markup=False)
+        console.print(
+            f"{folder}: {len(receipt.files)} files as they were written, {matches.num_tensors} "
+            "tensors",
+            markup=False,
+        )
         if matches.surplus:
-            console.print(f"{folder}: not of the conversion, and unchecked: {', '.join(matches.surplus)}", style="yellow", markup=False)
+            console.print(
+                f"{folder}: not of the conversion, and unchecked: {', '.join(matches.surplus)}",
+                style="yellow",
+                markup=False,
+            )
     if as_json:
         typer.echo(json.dumps(results, indent=1))
 
@@ -156,9 +235,15 @@ def _converted_in(directory: Path) -> list[Path]:
 
     if os.path.isfile(directory / NAME):
         return [directory]
-    matches = sorted(path.parent for path in directory.glob(f"*/{NAME}")) if os.path.isdir(directory) else []
+    matches = (
+        sorted(path.parent for path in directory.glob(f"*/{NAME}"))
+        if os.path.isdir(directory)
+        else []
+    )
     if not matches:
-        raise LayoutError(f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote.")
+        raise LayoutError(
+            f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote."
+        )
     return matches
 
 
@@ -173,7 +258,10 @@ def _require_extra() -> None:
         import ml_dtypes  # noqa: F401
         import numpy  # noqa: F401
     except ImportError as error:
-        raise ShimError(f"converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: {_NEEDS}") from error
+        raise ShimError(
+            "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: "
+            f"{_NEEDS}"
+        ) from error
 
 
 def _check_together(jobs: "list[Job]", options: "Options", sources: "Sources") -> None:
@@ -189,7 +277,10 @@ def _check_together(jobs: "list[Job]", options: "Options", sources: "Sources") -
             _account(read_model(job.role, sources), options)
         except ShimError as error:
             names = ", ".join(each.role.name for each in jobs)
-            raise type(error)(f"{job.role.name}: {error} Nothing was written; --role converts one of {names} alone.") from error
+            raise type(error)(
+                f"{job.role.name}: {error} Nothing was written; --role converts one of {names} "
+                "alone."
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +299,10 @@ def _account(model: "OldModel", options: "Options") -> _Account:
 
         step = plan_step(model, options)
         return _Account(
-            num_tensors=len(step.tensors), num_bytes=step.num_bytes, carried=step.state.carried, not_carried=step.state.not_carried
+            num_tensors=len(step.tensors),
+            num_bytes=step.num_bytes,
+            carried=step.state.carried,
+            not_carried=step.state.not_carried,
         )
     from temper_legacy_shim.checkpoints.plan import plan_conversion
 
@@ -217,7 +311,14 @@ def _account(model: "OldModel", options: "Options") -> _Account:
 
 
 def _check(
-    directory: Path, *, step: int | None, role: str | None, options: "Options", sources: "Sources", as_json: bool, console: "Console"
+    directory: Path,
+    *,
+    step: int | None,
+    role: str | None,
+    options: "Options",
+    sources: "Sources",
+    as_json: bool,
+    console: "Console",
 ) -> None:
     """Print for every role what it is and if it can be converted.
 
@@ -237,8 +338,15 @@ def _check(
             console.print(f"needs a person: {error}", style="red", markup=False)
             continue
         results.append({**asdict(source_record(each)), "ok": True, **asdict(account)})
-        console.print(f"can be converted: {account.num_tensors} tensors, {_size(account.num_bytes)}", style="green", markup=False)
-        for title, sentences in (("carried", account.carried), ("not carried", account.not_carried)):
+        console.print(
+            f"can be converted: {account.num_tensors} tensors, {_size(account.num_bytes)}",
+            style="green",
+            markup=False,
+        )
+        for title, sentences in (
+            ("carried", account.carried),
+            ("not carried", account.not_carried),
+        ):
             for sentence in sentences:
                 console.print(f"{title}: {sentence}", markup=False)
     if as_json:
@@ -247,10 +355,25 @@ def _check(
         raise typer.Exit(1)
 
 
-def _with_progress(console: "Console", job: "Job", work: "Callable[[Progress], Receipt]") -> "Receipt":
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+def _with_progress(
+    console: "Console", job: "Job", work: "Callable[[Progress], Receipt]"
+) -> "Receipt":
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(job.role.name, total=None)
 
@@ -273,10 +396,20 @@ def _show_role(console: "Console", role: "Role") -> None:
 
 def _show_receipt(console: "Console", job: "Job", receipt: "Receipt") -> None:
     facts = [
-        ("written", f"{job.out}: {receipt.num_tensors} tensors, {_size(receipt.num_bytes)}, {', '.join(receipt.dtypes)}"),
+        (
+            "written",
+            (
+                f"{job.out}: {receipt.num_tensors} tensors, {_size(receipt.num_bytes)}, "
+                f"{', '.join(receipt.dtypes)}"
+            ),
+        ),
         ("carried", ", ".join(receipt.carried)),
     ]
-    for title, sentences in (("not carried", receipt.not_carried), ("note", receipt.notes), ("verified", receipt.verified)):
+    for title, sentences in (
+        ("not carried", receipt.not_carried),
+        ("note", receipt.notes),
+        ("verified", receipt.verified),
+    ):
         facts += [(title, sentence) for sentence in sentences]
     print_facts(console, facts)
 

@@ -29,20 +29,51 @@ def register(app: typer.Typer) -> None:
 
 def config(
     paths: Annotated[
-        list[str] | None, typer.Argument(metavar="[PATH...] [OVERRIDE...]", help="YAML files or folders; old overrides, KEY=VALUE.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[PATH...] [OVERRIDE...]",
+            help="YAML files or folders; old overrides, KEY=VALUE.",
+        ),
     ] = None,
-    from_version: Annotated[str | None, typer.Option(help="The old release, such as v0.7.0; inferred from the keys by default.")] = None,
-    entry: Annotated[str, typer.Option(help="What was started, such as verl.trainer.main_ppo or recipe.dapo.main_dapo.")] = "",
-    config_name: Annotated[str | None, typer.Option(help="Hydra's config name, such as ppo_megatron_trainer.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines, where the configuration does not say it (torchrun).")] = None,
+    from_version: Annotated[
+        str | None,
+        typer.Option(help="The old release, such as v0.7.0; inferred from the keys by default."),
+    ] = None,
+    entry: Annotated[
+        str,
+        typer.Option(
+            help="What was started, such as verl.trainer.main_ppo or recipe.dapo.main_dapo."
+        ),
+    ] = "",
+    config_name: Annotated[
+        str | None, typer.Option(help="Hydra's config name, such as ppo_megatron_trainer.")
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Machines, where the configuration does not say it (torchrun)."),
+    ] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of each.")] = None,
     numerics: Annotated[
-        NumericsChoice, typer.Option(help="temper: engines, hazards listed. legacy: pin the deprecated workers where they were in use.")
+        NumericsChoice,
+        typer.Option(
+            help=(
+                "temper: engines, hazards listed. legacy: pin the deprecated workers where they "
+                "were in use."
+            )
+        ),
     ] = NumericsChoice.TEMPER,
-    out: Annotated[Path | None, typer.Option(help="A new file (for one input) or a new folder. Nothing is overwritten.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing and print one line for each input; for CI.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A new file (for one input) or a new folder. Nothing is overwritten."),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Write nothing and print one line for each input; for CI."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    table: Annotated[bool, typer.Option("--table", help="Print every token and what became of it.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print every token and what became of it.")
+    ] = False,
 ) -> None:
     """Translate an old configuration.
 
@@ -52,20 +83,44 @@ def config(
 
     if (nodes is None) != (gpus_per_node is None):
         raise typer.BadParameter("--nodes and --gpus-per-node belong together: give both.")
-    cluster = None if nodes is None or gpus_per_node is None else Cluster(nodes=nodes, gpus_per_node=gpus_per_node)
+    cluster = (
+        None
+        if nodes is None or gpus_per_node is None
+        else Cluster(nodes=nodes, gpus_per_node=gpus_per_node)
+    )
     given = list(paths or [])
-    results = _translate_all(given, from_version=from_version, entry=entry, name=config_name, cluster=cluster, numerics=numerics.value)
+    results = _translate_all(
+        given,
+        from_version=from_version,
+        entry=entry,
+        name=config_name,
+        cluster=cluster,
+        numerics=numerics.value,
+    )
     written = {} if check or out is None else _write(results, out)
     if as_json:
         _print_json(results)
     else:
         for path, translation in results:
-            _show(path, translation, check=check, table=table, written=written.get(path), prints_yaml=not check and out is None)
+            _show(
+                path,
+                translation,
+                check=check,
+                table=table,
+                written=written.get(path),
+                prints_yaml=not check and out is None,
+            )
     raise typer.Exit(max(EXIT_CODES[translation.outcome] for _, translation in results))
 
 
 def _translate_all(
-    given: list[str], *, from_version: str | None, entry: str, name: str | None, cluster: object, numerics: str
+    given: list[str],
+    *,
+    from_version: str | None,
+    entry: str,
+    name: str | None,
+    cluster: object,
+    numerics: str,
 ) -> list[tuple[str, "Translation"]]:
     from temper_legacy_shim.configs.reading.config_files import old_files, translate_file
     from temper_legacy_shim.configs.reading.entry_points import is_program
@@ -73,7 +128,8 @@ def _translate_all(
 
     if not is_program(entry):
         raise UsageError(
-            f"--entry {entry} is no program of the old releases: give its module, such as verl.trainer.main_ppo or recipe.dapo.main_dapo, "
+            f"--entry {entry} is no program of the old releases: give its module, such as "
+            "verl.trainer.main_ppo or recipe.dapo.main_dapo, "
             "or a kind: ppo, sft, generation, evaluation."
         )
     files = [text for text in given if _is_path(text)]
@@ -81,13 +137,24 @@ def _translate_all(
     options = {"version": from_version, "cluster": cluster, "numerics": numerics}
     if not files:
         if not overrides:
-            raise UsageError("there is nothing to translate: give a YAML file, a folder, or old overrides (KEY=VALUE).")
+            raise UsageError(
+                "there is nothing to translate: give a YAML file, a folder, or old overrides "
+                "(KEY=VALUE)."
+            )
         _check_config(name, overrides)
         return [("command line", translate(overrides, entry=entry, config_name=name, **options))]  # type: ignore[arg-type]
     results = []
     for file in files:
         result = old_files(Path(file))
-        results += [(str(old.path), translate_file(old, overrides, entry=entry, config_name=name, **options)) for old in result]  # type: ignore[arg-type]
+        for old in result:
+            translation = translate_file(
+                old,
+                overrides,
+                entry=entry,
+                config_name=name,
+                **options,  # type: ignore[arg-type]
+            )
+            results.append((str(old.path), translation))
     if not results:
         raise UsageError(f"{', '.join(files)}: no file there looks like an old configuration.")
     return results
@@ -105,13 +172,17 @@ def _check_config(name: str | None, overrides: list[str]) -> None:
     named = config_named(name, read_overrides(overrides))
     if named and not is_config(named):
         raise UsageError(
-            f"--config-name {named}: no old release has a configuration of that name, and its values would be missing here. Give the file "
-            f"itself before the overrides: temper-migrate config PATH/{named.removesuffix('.yaml')}.yaml KEY=VALUE..."
+            f"--config-name {named}: no old release has a configuration of that name, and its "
+            "values would be missing here. Give the file "
+            "itself before the overrides: temper-migrate config "
+            f"PATH/{named.removesuffix('.yaml')}.yaml KEY=VALUE..."
         )
 
 
 def _is_path(text: str) -> bool:
-    return "=" not in text and not text.startswith(("+", "~", "$", '"')) and not text.startswith("--")
+    return (
+        "=" not in text and not text.startswith(("+", "~", "$", '"')) and not text.startswith("--")
+    )
 
 
 def _write(results: list[tuple[str, "Translation"]], out: Path) -> dict[str, Path]:
@@ -122,12 +193,21 @@ def _write(results: list[tuple[str, "Translation"]], out: Path) -> dict[str, Pat
     from temper_legacy_shim.configs.report import yaml_of
 
     is_file = len(results) == 1 and out.suffix in (".yaml", ".yml")
-    targets = {path: out if is_file else out / f"{Path(path).stem.replace(' ', '_')}.yaml" for path, _ in results}
+    targets = {
+        path: out if is_file else out / f"{Path(path).stem.replace(' ', '_')}.yaml"
+        for path, _ in results
+    }
     if len(set(targets.values())) < len(targets):
-        targets = {path: out / f"{'_'.join(Path(path).with_suffix('').parts).strip('/._')}.yaml" for path, _ in results}
+        targets = {
+            path: out / f"{'_'.join(Path(path).with_suffix('').parts).strip('/._')}.yaml"
+            for path, _ in results
+        }
     for target in targets.values():
         if target.exists():
-            raise OutputError(f"{target} exists, and nothing is overwritten: choose another --out, or move it away.")
+            raise OutputError(
+                f"{target} exists, and nothing is overwritten: choose another --out, or move it "
+                "away."
+            )
     written = {}
     for path, translation in results:
         if translation.settings:
@@ -140,14 +220,33 @@ def _write(results: list[tuple[str, "Translation"]], out: Path) -> dict[str, Pat
 def _print_json(results: list[tuple[str, "Translation"]]) -> None:
     from temper_legacy_shim.configs.report import plain_report, yaml_of
 
-    reports = [{"input": path, **plain_report(translation), "yaml": yaml_of(translation)} for path, translation in results]
+    reports = [
+        {"input": path, **plain_report(translation), "yaml": yaml_of(translation)}
+        for path, translation in results
+    ]
     typer.echo(json.dumps(reports, indent=1, ensure_ascii=False))
 
 
-def _show(path: str, translation: "Translation", *, check: bool, table: bool, written: Path | None, prints_yaml: bool) -> None:
+def _show(
+    path: str,
+    translation: "Translation",
+    *,
+    check: bool,
+    table: bool,
+    written: Path | None,
+    prints_yaml: bool,
+) -> None:
     from rich.console import Console
 
-    from temper_legacy_shim.configs.report import COLUMNS, OUTCOMES, sort_by_severity, summary_lines, table_rows, unmapped_lines, yaml_of
+    from temper_legacy_shim.configs.report import (
+        COLUMNS,
+        OUTCOMES,
+        sort_by_severity,
+        summary_lines,
+        table_rows,
+        unmapped_lines,
+        yaml_of,
+    )
 
     console = Console(stderr=prints_yaml, highlight=False, soft_wrap=True)
     source = translation.source
@@ -157,7 +256,11 @@ def _show(path: str, translation: "Translation", *, check: bool, table: bool, wr
             if finding.level == "person":
                 console.print(f"  {finding.message}", markup=False)
         return
-    for line in summary_lines([translation], next_step=_next_step(path, translation, written=written)) if translation.settings else ():
+    for line in (
+        summary_lines([translation], next_step=_next_step(path, translation, written=written))
+        if translation.settings
+        else ()
+    ):
         console.print(f"  {line}", markup=False)
     console.print(f"  {source.program} of {source.release}", markup=False)
     if table:
@@ -178,12 +281,21 @@ def _next_step(path: str, translation: "Translation", *, written: Path | None) -
 
     if written is None:
         return f"temper-migrate config {path} --out NEW"
-    first = "decide what needs a person (DECIDE at the head of the file), then " if translation.outcome is Outcome.PERSON else ""
+    first = (
+        "decide what needs a person (DECIDE at the head of the file), then "
+        if translation.outcome is Outcome.PERSON
+        else ""
+    )
     return f"{first}temper-train --config-dir {written.parent} --config-name {written.stem} --check"
 
 
 def explain(
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Old keys, such as actor_rollout_ref.actor.grad_clip.")],
+    keys: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY...", help="Old keys, such as actor_rollout_ref.actor.grad_clip."
+        ),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
 ) -> None:
     """Print the history of an old key.
@@ -194,7 +306,9 @@ def explain(
 
     result = [explain_key(key) for key in keys]
     if as_json:
-        typer.echo(json.dumps([plain_explanation(item) for item in result], indent=1, ensure_ascii=False))
+        typer.echo(
+            json.dumps([plain_explanation(item) for item in result], indent=1, ensure_ascii=False)
+        )
         return
     for item in result:
         for line in sentences(item):

@@ -1,4 +1,7 @@
-"""The sub-command ``doctor``: a project folder in; a plan out, and on request the plan's results in a new folder."""
+"""The sub-command ``doctor``: a project folder in.
+
+A plan out, and on request the plan's results in a new folder.
+"""
 
 import json
 from pathlib import Path
@@ -23,11 +26,28 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an old project. Nothing in it is executed or changed.")],
-    apply: Annotated[Path | None, typer.Option(metavar="NEW", help="Carry the plan out, step by step, into this new folder.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="With --apply: do not ask before each step.")] = False,
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="The folder of an old project. Nothing in it is executed or changed.",
+        ),
+    ],
+    apply: Annotated[
+        Path | None,
+        typer.Option(metavar="NEW", help="Carry the plan out, step by step, into this new folder."),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="With --apply: do not ask before each step.")
+    ] = False,
     from_version: Annotated[
-        str | None, typer.Option(help="The old release of its configurations and scripts, such as v0.7.0; inferred for each by default.")
+        str | None,
+        typer.Option(
+            help=(
+                "The old release of its configurations and scripts, such as v0.7.0; inferred for "
+                "each by default."
+            )
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -64,12 +84,18 @@ def doctor(
     raise typer.Exit(EXIT_REVIEW if Effort.REVIEW in efforts else 0)
 
 
-def _apply(steps: "list[Step]", folder: Path, out: Path, *, version: str | None, asks: bool, is_quiet: bool) -> dict[int, str]:
+def _apply(
+    steps: "list[Step]", folder: Path, out: Path, *, version: str | None, asks: bool, is_quiet: bool
+) -> dict[int, str]:
     from temper_legacy_shim.doctor.steps import carry_out, target_of
 
     results = {}
     for number, step in enumerate(steps):
-        if asks and not typer.confirm(f"{number + 1}. {step.kind} {step.path} -> {target_of(step, out)}?", default=True, err=is_quiet):
+        if asks and not typer.confirm(
+            f"{number + 1}. {step.kind} {step.path} -> {target_of(step, out)}?",
+            default=True,
+            err=is_quiet,
+        ):
             results[number] = "left out"
             continue
         try:
@@ -85,15 +111,22 @@ def _show(folder: Path, steps: "list[Step]") -> None:
 
     console = Console(highlight=False)
     if not steps:
-        console.print(f"{folder} holds nothing of an older system that we know.", markup=False, soft_wrap=True)
+        console.print(
+            f"{folder} holds nothing of an older system that we know.", markup=False, soft_wrap=True
+        )
         return
-    rows = [(str(number), step.kind, str(step.path), step.what, step.effort) for number, step in enumerate(steps, 1)]
+    rows = [
+        (str(number), step.kind, str(step.path), step.what, step.effort)
+        for number, step in enumerate(steps, 1)
+    ]
     print_table(console, ("", "what", "path", "is", "effort"), rows, title=f"Migration of {folder}")
     for number, step in enumerate(steps, 1):
         for blocker in step.blockers:
             console.print(f"{number}. {step.path}: {blocker}", markup=False, soft_wrap=True)
     console.print(
-        "Efforts: none; review: read the report; decide: answer what is listed; rewrite: there is no counterpart.", soft_wrap=True
+        "Efforts: none; review: read the report; decide: answer what is listed; rewrite: there is "
+        "no counterpart.",
+        soft_wrap=True,
     )
     console.print("Each step alone, in the project's folder:")
     for number, step in enumerate(steps, 1):

@@ -17,12 +17,25 @@ def register(app: typer.Typer) -> None:
 
 
 def imports(
-    paths: Annotated[list[Path], typer.Argument(metavar="SRC...", help="Python files, or folders with some.")],
-    write: Annotated[bool, typer.Option("--write", help="Change the files; without it a diff is printed and nothing is written.")] = False,
-    keep_legacy: Annotated[
-        bool, typer.Option("--keep-legacy", help="Use the deprecated classes of temper-legacy-shim, which take the old arguments.")
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="SRC...", help="Python files, or folders with some.")
+    ],
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write", help="Change the files; without it a diff is printed and nothing is written."
+        ),
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Print no diff, write nothing; for CI.")] = False,
+    keep_legacy: Annotated[
+        bool,
+        typer.Option(
+            "--keep-legacy",
+            help="Use the deprecated classes of temper-legacy-shim, which take the old arguments.",
+        ),
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Print no diff, write nothing; for CI.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Change old imports.
@@ -44,12 +57,23 @@ def imports(
                 "path": str(change.path),
                 "is_changed": change.before != change.after,
                 "diff": change.diff(),
-                "names": [{"line": r.line, "old": r.old, "new": r.new, "what_to_do": r.what_to_do} for r in change.remarks],
+                "names": [
+                    {"line": r.line, "old": r.old, "new": r.new, "what_to_do": r.what_to_do}
+                    for r in change.remarks
+                ],
             }
             for change in changes
         ]
         typer.echo(
-            json.dumps({"schema": SCHEMA, "is_written": is_written, "files": report, "copies": [str(path) for path in copies]}, indent=1)
+            json.dumps(
+                {
+                    "schema": SCHEMA,
+                    "is_written": is_written,
+                    "files": report,
+                    "copies": [str(path) for path in copies],
+                },
+                indent=1,
+            )
         )
     else:
         for change in changes:
@@ -58,15 +82,22 @@ def imports(
             for remark in change.remarks:
                 if remark.what_to_do:
                     new = f" -> {remark.new}" if remark.new else ""
-                    typer.echo(f"{change.path}:{remark.line}: {remark.old}{new}: {remark.what_to_do}", err=True)
+                    typer.echo(
+                        f"{change.path}:{remark.line}: {remark.old}{new}: {remark.what_to_do}",
+                        err=True,
+                    )
         for path in copies:
             typer.echo(
-                f"{path} is a copy of the old package itself, and stays as it is: what you changed in it has to be moved by hand", err=True
+                f"{path} is a copy of the old package itself, and stays as it is: what you changed "
+                "in it has to be moved by hand",
+                err=True,
             )
         num_changed = sum(change.before != change.after for change in changes)
         what = "changed" if is_written else "would change (--write changes them)"
         typer.echo(
-            f"{num_changed} file{'s' * (num_changed != 1)} {what}, {sum(c.needs_person for c in changes)} with work for a person", err=True
+            f"{num_changed} file{'s' * (num_changed != 1)} {what}, "
+            f"{sum(c.needs_person for c in changes)} with work for a person",
+            err=True,
         )
     is_left = bool(copies) or any(change.needs_person for change in changes)
     raise typer.Exit(EXIT_PERSON if is_left else EXIT_CHANGES if changes else 0)

@@ -1,4 +1,7 @@
-"""Tables on the command line: as wide as the terminal where there is one, and with every word where the output goes elsewhere."""
+"""Tables on the command line.
+
+As wide as the terminal where there is one, and with every word where the output goes elsewhere.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -11,11 +14,17 @@ _WIDEST = 1 << 16
 
 
 def print_table(
-    console: "Console", titles: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, has_lines: bool = False
+    console: "Console",
+    titles: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    has_lines: bool = False,
 ) -> None:
     """Print rows under titles; no cell is cut.
 
-    A terminal gets long cells folded to its width. A file or a pipe gets them unfolded: a search finds a whole key or sentence.
+    A terminal gets long cells folded to its width. A file or a pipe gets them unfolded: a search
+    finds a whole key or sentence.
     """
     from rich.table import Table
 
@@ -42,6 +51,8 @@ def print_facts(console: "Console", rows: Iterable[tuple[str, str]]) -> None:
 def _print(console: "Console", table: "Table") -> None:
     width = console.width
     if not console.is_terminal:
-        console.width = max(width, console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum)
+        console.width = max(
+            width, console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+        )
     console.print(table, soft_wrap=False)
     console.width = width

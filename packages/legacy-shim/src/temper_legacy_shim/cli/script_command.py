@@ -22,24 +22,60 @@ def register(app: typer.Typer) -> None:
 
 
 def script(
-    paths: Annotated[list[Path], typer.Argument(metavar="RUN.sh...", help="Old launch scripts. Nothing in them is executed.")],
-    out: Annotated[Path | None, typer.Option(help="A new file (for one script) or a new folder. Nothing is overwritten.")] = None,
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN.sh...", help="Old launch scripts. Nothing in them is executed."
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A new file (for one script) or a new folder. Nothing is overwritten."),
+    ] = None,
     given: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="VAR=VALUE", help="Read the script as if VAR were set; 1=VALUE is an argument."),
+        typer.Option(
+            "--set",
+            metavar="VAR=VALUE",
+            help="Read the script as if VAR were set; 1=VALUE is an argument.",
+        ),
     ] = None,
-    from_version: Annotated[str | None, typer.Option(help="The old release, such as v0.7.0; inferred from the keys by default.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines, where neither script nor configuration says it.")] = None,
+    from_version: Annotated[
+        str | None,
+        typer.Option(help="The old release, such as v0.7.0; inferred from the keys by default."),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Machines, where neither script nor configuration says it."),
+    ] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of each.")] = None,
     numerics: Annotated[
-        NumericsChoice, typer.Option(help="temper: engines, hazards listed. legacy: pin the deprecated workers where they were in use.")
+        NumericsChoice,
+        typer.Option(
+            help=(
+                "temper: engines, hazards listed. legacy: pin the deprecated workers where they "
+                "were in use."
+            )
+        ),
     ] = NumericsChoice.TEMPER,
     cpu_trial: Annotated[
-        bool, typer.Option("--cpu-trial", help="Make the new script a trial on a CPU: two short steps with the same data, model and loss.")
+        bool,
+        typer.Option(
+            "--cpu-trial",
+            help=(
+                "Make the new script a trial on a CPU: two short steps with the same data, model "
+                "and loss."
+            ),
+        ),
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing and print one line for each script; for CI.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Write nothing and print one line for each script; for CI."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    table: Annotated[bool, typer.Option("--table", help="Print every token and what became of it.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print every token and what became of it.")
+    ] = False,
 ) -> None:
     """Translate old launch scripts.
 
@@ -51,13 +87,26 @@ def script(
 
     if (nodes is None) != (gpus_per_node is None):
         raise typer.BadParameter("--nodes and --gpus-per-node belong together: give both.")
-    cluster = None if nodes is None or gpus_per_node is None else Cluster(nodes=nodes, gpus_per_node=gpus_per_node)
-    options = Options(version=from_version, numerics=numerics.value, cluster=cluster, cpu_trial=cpu_trial)
+    cluster = (
+        None
+        if nodes is None or gpus_per_node is None
+        else Cluster(nodes=nodes, gpus_per_node=gpus_per_node)
+    )
+    options = Options(
+        version=from_version, numerics=numerics.value, cluster=cluster, cpu_trial=cpu_trial
+    )
     settings = _settings(given or [])
     results: list[tuple[Path, Migration]] = []
     for path in paths:
         try:
-            results.append((path, migrate_script(_text(path), settings=settings, options=options, folder=path.parent)))
+            results.append(
+                (
+                    path,
+                    migrate_script(
+                        _text(path), settings=settings, options=options, folder=path.parent
+                    ),
+                )
+            )
         except ScriptError as error:
             raise ScriptError(f"{path}: {error}") from error
     written = {} if check or out is None else _write(results, out)
@@ -68,7 +117,9 @@ def script(
 
         console = Console(highlight=False, soft_wrap=True)
         for path, migration in results:
-            _show(console, path, migration, is_short=check, has_table=table, written=written.get(path))
+            _show(
+                console, path, migration, is_short=check, has_table=table, written=written.get(path)
+            )
         if out is None and not check:
             console.print("nothing was written: --out writes the new script.", markup=False)
     raise typer.Exit(max(EXIT_CODES[migration.outcome] for _, migration in results))
@@ -88,7 +139,9 @@ def _text(path: Path) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{path} can't be read ({error.strerror}): give a launch script.") from error
+        raise UsageError(
+            f"{path} can't be read ({error.strerror}): give a launch script."
+        ) from error
     return content.decode("utf-8", errors="surrogateescape")
 
 
@@ -101,10 +154,16 @@ def _write(results: list[tuple[Path, "Migration"]], out: Path) -> dict[Path, Pat
     is_file = len(results) == 1 and not out.is_dir()
     targets = {path: out if is_file else out / path.name for path, _ in with_script}
     if len(set(targets.values())) < len(targets):
-        raise OutputError(f"two scripts have the same name, and would be one file in {out}: give them one after the other.")
+        raise OutputError(
+            f"two scripts have the same name, and would be one file in {out}: give them one after "
+            "the other."
+        )
     for target in targets.values():
         if target.exists():
-            raise OutputError(f"{target} exists, and nothing is overwritten: choose another --out, or move it away.")
+            raise OutputError(
+                f"{target} exists, and nothing is overwritten: choose another --out, or move it "
+                "away."
+            )
     for path, migration in with_script:
         assert migration.script is not None
         targets[path].parent.mkdir(parents=True, exist_ok=True)
@@ -116,16 +175,37 @@ def _write(results: list[tuple[Path, "Migration"]], out: Path) -> dict[Path, Pat
 def _print_json(results: list[tuple[Path, "Migration"]], written: dict[Path, Path]) -> None:
     from temper_legacy_shim.scripts.script_report import plain_report
 
-    reports = [{"input": str(path), "output": str(written.get(path, "")), **plain_report(migration)} for path, migration in results]
+    reports = [
+        {"input": str(path), "output": str(written.get(path, "")), **plain_report(migration)}
+        for path, migration in results
+    ]
     typer.echo(json.dumps(reports, indent=1))
 
 
-def _show(console: "Console", path: Path, migration: "Migration", *, is_short: bool, has_table: bool, written: Path | None) -> None:
+def _show(
+    console: "Console",
+    path: Path,
+    migration: "Migration",
+    *,
+    is_short: bool,
+    has_table: bool,
+    written: Path | None,
+) -> None:
     from temper_legacy_shim.configs.report import COLUMNS, OUTCOMES, table_rows
-    from temper_legacy_shim.scripts.script_report import evidence, headline, persons, remarks, summary
+    from temper_legacy_shim.scripts.script_report import (
+        evidence,
+        headline,
+        persons,
+        remarks,
+        summary,
+    )
 
     where = f" -> {written}" if written is not None else ""
-    console.print(f"{path}{where}: {OUTCOMES[migration.outcome]}{headline(migration)}", style="bold", markup=False)
+    console.print(
+        f"{path}{where}: {OUTCOMES[migration.outcome]}{headline(migration)}",
+        style="bold",
+        markup=False,
+    )
     for sentence in () if is_short else summary(migration, path, written=written):
         console.print(f"  {sentence}", markup=False)
     for sentence in persons(migration):

@@ -4,10 +4,9 @@ Overrides or YAML of v0.2 to v0.9 in, new settings and findings out.
 
 From temper_legacy_shim.configs import translate
 
-    translation = translate(["data.train_batch_size=1024", ...], entry="verl.trainer.main_ppo", version="v0.7.0")
-    translation.overrides   # for temper-train
-    translation.tokens      # what became of each old token
-    translation.findings    # hazards, and what a person has to decide
+    translation = translate(["data.train_batch_size=1024", ...], entry="verl.trainer.main_ppo",
+    version="v0.7.0") translation.overrides   # for temper-train translation.tokens      # what
+    became of each old token translation.findings    # hazards, and what a person has to decide
     translation.outcome     # clean, pinned, or a person is needed
 
 Nothing here needs torch, numpy, hydra or omegaconf.

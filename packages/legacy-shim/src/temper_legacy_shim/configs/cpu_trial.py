@@ -1,6 +1,7 @@
 """A translated run made small enough for a CPU: two short steps that go through every part of it.
 
-The loss, the advantage, the reward, the data and the model stay; sizes, placement, samplers on GPUs, trackers and checkpoints do not.
+The loss, the advantage, the reward, the data and the model stay; sizes, placement, samplers on
+GPUs, trackers and checkpoints do not.
 """
 
 import re
@@ -29,9 +30,16 @@ def make_cpu_trial(translation: Translation) -> Translation:
     """Return the translation of a trial; without settings it stays as it is."""
     if not translation.settings:
         return translation
-    kept = {setting.key: _small(setting) for setting in translation.settings if not _GONE.fullmatch(setting.key)}
+    kept = {
+        setting.key: _small(setting)
+        for setting in translation.settings
+        if not _GONE.fullmatch(setting.key)
+    }
     task = kept["task"].value if "task" in kept else "rl"
-    values: dict[str, Plain] = {"actor.engine.device": "cpu", "actor.engine.precision.compute": "fp32"}
+    values: dict[str, Plain] = {
+        "actor.engine.device": "cpu",
+        "actor.engine.precision.compute": "fp32",
+    }
     if task != "generate":
         values |= {"run.total_steps": STEPS, "batching.prompts_per_step": PROMPTS}
     if task in ("rl", "generate"):
@@ -39,21 +47,38 @@ def make_cpu_trial(translation: Translation) -> Translation:
     values |= {"run.dir": "runs/cpu_trial", "run.resume": "never", "run.trackers": ["jsonl"]}
     kept |= {key: _trial_setting(key, value) for key, value in values.items()}
     message = (
-        f"this is a trial on a CPU: {STEPS} steps of {PROMPTS} prompts, completions of at most {TOKENS} tokens, one process, "
-        "transformers as the sampler, no evaluation and no checkpoints during the run. Translate again without --cpu-trial for "
+        f"this is a trial on a CPU: {STEPS} steps of {PROMPTS} prompts, completions of at most "
+        f"{TOKENS} tokens, one process, "
+        "transformers as the sampler, no evaluation and no checkpoints during the run. Translate "
+        "again without --cpu-trial for "
         "the run itself."
     )
     note = Finding(level="note", rule="cpu-trial", message=message)
-    return replace(translation, settings=tuple(kept.values()), findings=(*translation.findings, note))
+    return replace(
+        translation, settings=tuple(kept.values()), findings=(*translation.findings, note)
+    )
 
 
 def _small(setting: Setting) -> Setting:
     """Return a setting with a smaller number where a trial needs one."""
-    most = {"batching.num_mini_batches": PROMPTS // 2, "batching.num_passes": 1, "algorithm.group_size": GROUP}.get(setting.key)
+    most = {
+        "batching.num_mini_batches": PROMPTS // 2,
+        "batching.num_passes": 1,
+        "algorithm.group_size": GROUP,
+    }.get(setting.key)
     if most is None or (isinstance(setting.value, int) and setting.value <= most):
         return setting
     return _trial_setting(setting.key, most)
 
 
 def _trial_setting(key: str, value: Plain) -> Setting:
-    return Setting(key=key, value=value, is_pinned=False, rule="cpu-trial", old_keys=(), sources=(), is_verbatim=False, comment=_COMMENT)
+    return Setting(
+        key=key,
+        value=value,
+        is_pinned=False,
+        rule="cpu-trial",
+        old_keys=(),
+        sources=(),
+        is_verbatim=False,
+        comment=_COMMENT,
+    )

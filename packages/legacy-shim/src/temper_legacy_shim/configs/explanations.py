@@ -3,7 +3,13 @@
 import difflib
 from dataclasses import dataclass
 
-from temper_legacy_shim.configs.mapping.rules import Rule, alternatives, find_rule, rules, sources_of
+from temper_legacy_shim.configs.mapping.rules import (
+    Rule,
+    alternatives,
+    find_rule,
+    rules,
+    sources_of,
+)
 from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
 from temper_legacy_shim.configs.reading.trees import GONE, Family, all_keys, history_of, versions
 from temper_legacy_shim.errors import UsageError
@@ -66,11 +72,16 @@ def explain_key(text: str) -> Explanation:
         raise UsageError(f"{text!r} is no key: give one such as actor_rollout_ref.actor.grad_clip.")
     lives = tuple(life for family in _FAMILIES if (life := _life(family, key)) is not None)
     programs = dict.fromkeys([_FAMILIES[life.family] for life in lives] or ("ppo", "sft", "sft1"))
-    result = tuple(dict.fromkeys(rule for program in programs if (rule := find_rule(program, key)) is not None))
+    result = tuple(
+        dict.fromkeys(rule for program in programs if (rule := find_rule(program, key)) is not None)
+    )
     if not lives and not result:
         near = _near(key)
         hint = f" Near it are {', '.join(near)}." if near else ""
-        raise UsageError(f"{key} is a key of no release from {versions()[0]} to {versions()[-1]}, and no rule names it.{hint}")
+        raise UsageError(
+            f"{key} is a key of no release from {versions()[0]} to {versions()[-1]}, and no rule "
+            f"names it.{hint}"
+        )
     return Explanation(key=key, lives=lives, rules=result)
 
 
@@ -81,7 +92,10 @@ def _life(family: Family, key: str) -> Life | None:
         if not below:
             return None
         return Life(
-            family=family, since=min((history_of(family, name)[0][0] for name in below), key=versions().index), gone=None, defaults=()
+            family=family,
+            since=min((history_of(family, name)[0][0] for name in below), key=versions().index),
+            gone=None,
+            defaults=(),
         )
     gone = next((version for version, value in reversed(history) if value == GONE), None)
     is_gone = gone is not None and history[-1][1] == GONE
@@ -96,7 +110,10 @@ def _life(family: Family, key: str) -> Life | None:
 def _near(key: str) -> list[str]:
     """Return full keys that end with the given text, else similar ones."""
     known = _known()
-    ending = sorted((name for name in known if name.endswith(f".{key}")), key=lambda name: (name.count("."), name))
+    ending = sorted(
+        (name for name in known if name.endswith(f".{key}")),
+        key=lambda name: (name.count("."), name),
+    )
     if ending:
         return ending[:_MOST_NEAR]
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.7)
@@ -104,7 +121,9 @@ def _near(key: str) -> list[str]:
         return close
     lasts = {name.rpartition(".")[2] for name in known}
     words = difflib.get_close_matches(key, lasts, n=3, cutoff=0.7)
-    return [name for word in words for name in known if name.rpartition(".")[2] == word][:_MOST_NEAR]
+    return [name for word in words for name in known if name.rpartition(".")[2] == word][
+        :_MOST_NEAR
+    ]
 
 
 def _known() -> list[str]:
@@ -119,7 +138,9 @@ def sentences(item: Explanation) -> list[str]:
     for life in item.lives:
         until = f", gone in {life.gone}" if life.gone else ""
         lines.append(f"  {_TITLES[life.family]}: since {life.since}{until}")
-        lines += [f"    default {hydra_text(value)} from {version}" for version, value in life.defaults]
+        lines += [
+            f"    default {hydra_text(value)} from {version}" for version, value in life.defaults
+        ]
     if not item.lives:
         lines.append("  in no default tree: it was added with +, or belongs to a recipe")
     for rule in item.rules:
@@ -141,7 +162,9 @@ def plain_explanation(item: Explanation) -> dict[str, Plain]:
                 "tree": life.family,
                 "since": life.since,
                 "gone": life.gone,
-                "defaults": [{"from": version, "default": value} for version, value in life.defaults],
+                "defaults": [
+                    {"from": version, "default": value} for version, value in life.defaults
+                ],
             }
             for life in item.lives
         ],

@@ -7,10 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rules import Rule, find_rule, is_block
-from temper_legacy_shim.configs.reading.config_values import Plain, flatten, from_environment, yaml_text
+from temper_legacy_shim.configs.reading.config_values import (
+    Plain,
+    flatten,
+    from_environment,
+    yaml_text,
+)
 from temper_legacy_shim.configs.reading.entry_points import GROUPS, Program
 from temper_legacy_shim.configs.reading.overrides import Override
-from temper_legacy_shim.configs.translation import EXIT_CODES, Disposition, Finding, Outcome, Setting, TokenReport, Translation
+from temper_legacy_shim.configs.translation import (
+    EXIT_CODES,
+    Disposition,
+    Finding,
+    Outcome,
+    Setting,
+    TokenReport,
+    Translation,
+)
 
 SCHEMA = "temper-migrate/config/1"
 """Name of the form below; it changes with the form. docs/migration/config.md describes it."""
@@ -61,7 +74,12 @@ def plain_report(translation: Translation) -> dict[str, Plain]:
             for token in translation.tokens
         ],
         "findings": [
-            {"level": item.level, "rule": item.rule, "message": item.message, "old_keys": list(item.old_keys)}
+            {
+                "level": item.level,
+                "rule": item.rule,
+                "message": item.message,
+                "old_keys": list(item.old_keys),
+            }
             for item in translation.findings
         ],
         "unmapped": dict(translation.unmapped),
@@ -75,7 +93,10 @@ def summary_lines(translations: Sequence[Translation], *, next_step: str) -> lis
     """
     tokens = [token for each in translations for token in each.tokens]
     translated = sum(bool(token.new_keys) for token in tokens)
-    dropped = sum(not token.new_keys and token.disposition not in ("unmapped", "needs a person", "conflict") for token in tokens)
+    dropped = sum(
+        not token.new_keys and token.disposition not in ("unmapped", "needs a person", "conflict")
+        for token in tokens
+    )
     pinned = sum(setting.is_pinned for each in translations for setting in each.settings)
     findings = [finding for each in translations for finding in each.findings]
     unmapped = sum(finding.rule == "unmapped" for finding in findings)
@@ -84,10 +105,24 @@ def summary_lines(translations: Sequence[Translation], *, next_step: str) -> lis
         f"translated: {translated} of {len(tokens)} settings"
         + (f"; {dropped} have no effect here (--table gives the reasons)" * bool(dropped))
     ]
-    lines += [f"written out: {pinned} default{'s' * (pinned != 1)} of the old release, because ours differ"] if pinned else []
+    lines += (
+        [
+            (
+                f"written out: {pinned} default{'s' * (pinned != 1)} of the old release, because "
+                "ours "
+                "differ"
+            )
+        ]
+        if pinned
+        else []
+    )
     differ = levels.count("hazard")
     lines += [f"will behave differently: {differ} (hazards below)"] if differ else []
-    lines += [f"unknown: {unmapped} key{'s' * (unmapped != 1)} that no release has (below)"] if unmapped else []
+    lines += (
+        [f"unknown: {unmapped} key{'s' * (unmapped != 1)} that no release has (below)"]
+        if unmapped
+        else []
+    )
     decide = levels.count("person")
     lines += [f"to decide: {decide} (below)"] if decide else []
     return [*lines, f"next: {next_step}"]
@@ -109,7 +144,10 @@ def unmapped_lines(translation: Translation) -> list[str]:
     messages = [finding.message for finding in translation.findings if finding.rule == "unmapped"]
     if not messages:
         return []
-    head = f"unmapped: {len(messages)} of a fork's own, or slips; nothing was guessed: if they did something, say it in another way"
+    head = (
+        f"unmapped: {len(messages)} of a fork's own, or slips; nothing was guessed: if they did "
+        "something, say it in another way"
+    )
     return [head, *(f"  unmapped: {message}" for message in messages)]
 
 
@@ -118,25 +156,42 @@ COLUMNS = ("old", "new", "rule", "reason", "hazard")
 
 
 def table_rows(translation: Translation) -> list[tuple[str, str, str, str, str]]:
-    """Return rows (old, new, rule and disposition, reason, hazard) of all tokens, then of pinned defaults."""
+    """Build table rows of all tokens, then of pinned defaults.
+
+    A row has old, new, rule and disposition, reason and hazard.
+    """
     values = {setting.key: setting.override for setting in translation.settings}
     rows = []
     for token in translation.tokens:
         new = "\n".join(values.get(key, key) for key in token.new_keys) or "-"
-        rows.append((token.text, new, f"{token.disposition}\n{token.rule}".strip(), token.reason, token.hazard))
+        rows.append(
+            (
+                token.text,
+                new,
+                f"{token.disposition}\n{token.rule}".strip(),
+                token.reason,
+                token.hazard,
+            )
+        )
     pinned = [setting for setting in translation.settings if setting.is_pinned]
-    return rows + [("(default)", item.override, f"pinned\n{item.rule}", item.comment.partition(" [")[0], "") for item in pinned]
+    return rows + [
+        ("(default)", item.override, f"pinned\n{item.rule}", item.comment.partition(" [")[0], "")
+        for item in pinned
+    ]
 
 
 def yaml_of(translation: Translation) -> str:
     """Return a file for ``temper-train --config-dir DIR --config-name NAME``.
 
-    Groups stand in its defaults list; every value has a comment with the old key it comes from, or the old default that it pins, and the
-    rule in brackets. What a person has to decide stands at the top.
+    Groups stand in its defaults list; every value has a comment with the old key it comes from, or
+    the old default that it pins, and the rule in brackets. What a person has to decide stands at
+    the top.
     """
     lines = [*_header(translation), "defaults:", "  - temper"]
     lines += [
-        f"  - override /{item.key}: {yaml_text(item.value)}  # {printable(item.comment)}" for item in translation.settings if item.is_group
+        f"  - override /{item.key}: {yaml_text(item.value)}  # {printable(item.comment)}"
+        for item in translation.settings
+        if item.is_group
     ]
     lines += ["  - _self_", ""]
     lines += _block({item.key: item for item in translation.settings if not item.is_group})
@@ -146,8 +201,14 @@ def yaml_of(translation: Translation) -> str:
 def _header(translation: Translation) -> list[str]:
     source = translation.source
     lines = [
-        f"# Written by temper-migrate config from {source.entry or source.program} of {source.release}.",
-        "# A comment names the old key, or the old default that is pinned, and the rule: temper-migrate explain KEY says more.",
+        (
+            f"# Written by temper-migrate config from {source.entry or source.program} of "
+            f"{source.release}."
+        ),
+        (
+            "# A comment names the old key, or the old default that is pinned, and the rule: "
+            "temper-migrate explain KEY says more."
+        ),
     ]
     for finding in translation.findings:
         if finding.level in ("person", "hazard"):
@@ -158,7 +219,9 @@ def _header(translation: Translation) -> list[str]:
 
 def printable(text: str) -> str:
     """Escape text for one line of a YAML file, which holds no control characters."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
+    )
 
 
 def _to_file_name(setting: Setting) -> Plain:
@@ -171,13 +234,19 @@ def _block(settings: Mapping[str, Setting]) -> list[str]:
 
 
 def _position(key: str, settings: Mapping[str, Setting]) -> tuple[int, ...]:
-    """Return the position of each of the key's blocks among its siblings, so that a block stands together."""
+    """Compute the sort key of a setting, so that the settings of a block stay together."""
     names = list(settings)
     parts = key.split(".")
     result = []
     for count in range(1, len(parts) + 1):
         prefix = ".".join(parts[:count])
-        result.append(next(number for number, name in enumerate(names) if name == prefix or name.startswith(f"{prefix}.")))
+        result.append(
+            next(
+                number
+                for number, name in enumerate(names)
+                if name == prefix or name.startswith(f"{prefix}.")
+            )
+        )
     return tuple(result)
 
 
@@ -192,7 +261,8 @@ def _lines(items: Sequence[tuple[str, Setting]]) -> list[str]:
             lines.append(f"{'  ' * depth}{yaml_text(parts[depth])}:")
             open_blocks.append(parts[depth])
         lines.append(
-            f"{'  ' * (len(parts) - 1)}{yaml_text(parts[-1])}: {yaml_text(_to_file_name(setting))}  # {printable(setting.comment)}"
+            f"{'  ' * (len(parts) - 1)}{yaml_text(parts[-1])}: {yaml_text(_to_file_name(setting))} "
+            f" # {printable(setting.comment)}"
         )
     return lines
 
@@ -200,29 +270,53 @@ def _lines(items: Sequence[tuple[str, Setting]]) -> list[str]:
 _CARRYING = ("kept", "renamed", "moved", "mapped", "computed")
 
 
-def report_tokens(draft: Draft, tokens: Sequence[Override], *, program: Program) -> tuple[TokenReport, ...]:
+def report_tokens(
+    draft: Draft, tokens: Sequence[Override], *, program: Program
+) -> tuple[TokenReport, ...]:
     """Return one report for each token, in order."""
     carried: dict[int, list[str]] = {}
     for setting in draft.settings.values():
         for index in setting.sources:
             carried.setdefault(index, []).append(setting.key)
-    return tuple(_report(draft, token, program=program, new_keys=tuple(carried.get(token.index, ()))) for token in tokens)
+    return tuple(
+        _report(draft, token, program=program, new_keys=tuple(carried.get(token.index, ())))
+        for token in tokens
+    )
 
 
-def _report(draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]) -> TokenReport:
+def _report(
+    draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]
+) -> TokenReport:
     if token.kind != "set":
         return _no_override(token)
     if token.index in draft.old.superseded:
         later = draft.old.superseded[token.index]
-        return _made(token, "superseded", f"token {later + 1} sets the same key and wins.", find_rule(program, token.key))
+        return _made(
+            token,
+            "superseded",
+            f"token {later + 1} sets the same key and wins.",
+            find_rule(program, token.key),
+        )
     rule = find_rule(program, token.key)
     if token.key in GROUPS and rule is not None:
         return _made(token, rule.disposition, rule.reason, rule, new_keys=("model_engine",))
     if rule is None and (isinstance(token.value, dict) or is_block(token.key)):
         return _translate_block(draft, token, program=program, new_keys=new_keys)
     if rule is None:
-        return _made(token, "unmapped", "a key of no release: a fork's own, or a slip. Nothing was guessed.", None)
-    requested = next((f for f in draft.findings if f.level == "person" and _is_about(f, token.key) and f.rule != "unmapped"), None)
+        return _made(
+            token,
+            "unmapped",
+            "a key of no release: a fork's own, or a slip. Nothing was guessed.",
+            None,
+        )
+    requested = next(
+        (
+            f
+            for f in draft.findings
+            if f.level == "person" and _is_about(f, token.key) and f.rule != "unmapped"
+        ),
+        None,
+    )
     if requested is not None:
         disposition: Disposition = "conflict" if len(requested.old_keys) > 1 else "needs a person"
         return _made(token, disposition, requested.message, rule, new_keys=new_keys)
@@ -232,7 +326,10 @@ def _report(draft: Draft, token: Override, *, program: Program, new_keys: tuple[
     drop_reasons = _find_drop_reason(draft, token.key)
     if drop_reasons is not None:
         return _made(
-            token, "ignored" if rule.disposition == "ignored" else "dropped", f"{drop_reasons[0].upper()}{drop_reasons[1:]}.", rule
+            token,
+            "ignored" if rule.disposition == "ignored" else "dropped",
+            f"{drop_reasons[0].upper()}{drop_reasons[1:]}.",
+            rule,
         )
     if rule.disposition in _CARRYING:
         return _made(token, "dropped", f"No effect in this configuration. {rule.reason}", rule)
@@ -244,25 +341,50 @@ def _is_about(finding: Finding, key: str) -> bool:
     return any(old == key or old.startswith(f"{key}.") for old in finding.old_keys)
 
 
-def _translate_block(draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]) -> TokenReport:
+def _translate_block(
+    draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]
+) -> TokenReport:
     """Return a block that was given, or taken away, as one value: by the rules of its keys."""
     if token.is_no_block:
-        return _made(token, "unmapped", "one value in the place of a block of keys: a fork's own. Nothing was guessed.", None)
+        return _made(
+            token,
+            "unmapped",
+            "one value in the place of a block of keys: a fork's own. Nothing was guessed.",
+            None,
+        )
     leaves = flatten(token.value, f"{token.key}.") if isinstance(token.value, dict) else {}
     result = [find_rule(program, key) for key in leaves]
     if leaves and any(rule is None for rule in result):
-        return _made(token, "unmapped", "a block with keys of no release: a fork's own. They were not guessed.", None, new_keys=new_keys)
+        return _made(
+            token,
+            "unmapped",
+            "a block with keys of no release: a fork's own. They were not guessed.",
+            None,
+            new_keys=new_keys,
+        )
     if new_keys:
         names = ", ".join(dict.fromkeys(rule.id for rule in result if rule is not None))
-        return _made(token, "mapped", f"A block given as a whole, by the rules {names}.", result[0] if result else None, new_keys=new_keys)
-    what = "given as a whole; none of its keys has an effect here" if leaves else "taken away as a whole: its keys had no value"
+        return _made(
+            token,
+            "mapped",
+            f"A block given as a whole, by the rules {names}.",
+            result[0] if result else None,
+            new_keys=new_keys,
+        )
+    what = (
+        "given as a whole; none of its keys has an effect here"
+        if leaves
+        else "taken away as a whole: its keys had no value"
+    )
     return _made(token, "dropped", f"A block {what}.", result[0] if result else None)
 
 
 def _find_drop_reason(draft: Draft, key: str) -> str | None:
     if key in draft.drop_reasons:
         return draft.drop_reasons[key]
-    return next((reason for name, reason in draft.drop_reasons.items() if key.startswith(f"{name}.")), None)
+    return next(
+        (reason for name, reason in draft.drop_reasons.items() if key.startswith(f"{name}.")), None
+    )
 
 
 def _no_override(token: Override) -> TokenReport:
@@ -273,11 +395,24 @@ def _no_override(token: Override) -> TokenReport:
     }
     disposition: Disposition = "unmapped" if token.kind == "unreadable" else "passed on"
     return TokenReport(
-        index=token.index, text=token.text, key="", disposition=disposition, new_keys=(), rule="", reason=reasons[token.kind]
+        index=token.index,
+        text=token.text,
+        key="",
+        disposition=disposition,
+        new_keys=(),
+        rule="",
+        reason=reasons[token.kind],
     )
 
 
-def _made(token: Override, disposition: Disposition, reason: str, rule: Rule | None, *, new_keys: tuple[str, ...] = ()) -> TokenReport:
+def _made(
+    token: Override,
+    disposition: Disposition,
+    reason: str,
+    rule: Rule | None,
+    *,
+    new_keys: tuple[str, ...] = (),
+) -> TokenReport:
     return TokenReport(
         index=token.index,
         text=token.text,

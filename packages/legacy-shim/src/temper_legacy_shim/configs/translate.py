@@ -1,4 +1,7 @@
-"""The translation from beginning to end: read, compose on the release's own tree, build, account for every token."""
+"""The translation from beginning to end.
+
+Read, compose on the release's own tree, build, account for every token.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,14 +17,27 @@ from temper_legacy_shim.configs.mapping.model_checks import (
 from temper_legacy_shim.configs.mapping.ppo import build_ppo
 from temper_legacy_shim.configs.mapping.rules import find_rule, is_block
 from temper_legacy_shim.configs.mapping.sft import build_columns, build_sft
-from temper_legacy_shim.configs.reading.composition import OldConfig, assign, compose, forget_defaults, old_config
+from temper_legacy_shim.configs.reading.composition import (
+    OldConfig,
+    assign,
+    compose,
+    forget_defaults,
+    old_config,
+)
 from temper_legacy_shim.configs.reading.config_values import Plain, flatten
 from temper_legacy_shim.configs.reading.entry_points import GROUPS, Launch, Program, launch_of
 from temper_legacy_shim.configs.reading.overrides import Override, read_overrides
 from temper_legacy_shim.configs.reading.trees import composed_tree, known_version, versions
 from temper_legacy_shim.configs.reading.versions import infer_version, other_meanings, releases_with
 from temper_legacy_shim.configs.report import report_tokens
-from temper_legacy_shim.configs.translation import Cluster, Finding, Setting, Source, TokenReport, Translation
+from temper_legacy_shim.configs.translation import (
+    Cluster,
+    Finding,
+    Setting,
+    Source,
+    TokenReport,
+    Translation,
+)
 
 _BUILDERS: dict[Program, Callable[[Draft], None]] = {
     "ppo": build_ppo,
@@ -52,19 +68,25 @@ def translate(
     config.json.
 
     Args:
-        overrides: tokens of the command line after the shell (or before it: a ``$NAME`` that cannot be known stays as it is). Options of
-            Hydra's own, such as ``--config-name=NAME``, and the shell's ``"$@"`` may stand among them.
-        entry: the module or file that was started, such as ``verl.trainer.main_ppo``; empty guesses it from the keys.
+        overrides: tokens of the command line after the shell (or before it: a ``$NAME`` that cannot
+            be known stays as it is). Options of Hydra's own, such as ``--config-name=NAME``, and
+            the shell's ``"$@"`` may stand among them.
+        entry: the module or file that was started, such as ``verl.trainer.main_ppo``; empty guesses
+            it from the keys.
         config_name: Hydra's; if it is None, an option among the overrides, or the entry's own.
         version: the release, such as ``v0.7.0``; None infers it from the keys.
-        cluster: nodes and GPUs, where the launcher says them and the configuration does not (torchrun); it wins over the configuration.
-        numerics: ``legacy`` pins the old workers where they were in use; ``temper`` lists what differs without them.
-        expanded: by key, what a script puts into a variable that stands for its value; only signs of images are read from it.
-        base: a configuration of the user's own under the overrides: nested values of a YAML file, over the release's defaults.
+        cluster: nodes and GPUs, where the launcher says them and the configuration does not
+            (torchrun); it wins over the configuration.
+        numerics: ``legacy`` pins the old workers where they were in use; ``temper`` lists what
+            differs without them.
+        expanded: by key, what a script puts into a variable that stands for its value; only signs
+            of images are read from it.
+        base: a configuration of the user's own under the overrides: nested values of a YAML file,
+            over the release's defaults.
 
     Returns:
-        The new settings, one report for each token, and findings; see Translation. Settings whose ``is_verbatim`` is set may keep the raw
-        text of their source in a script.
+        The new settings, one report for each token, and findings; see Translation. Settings whose
+        ``is_verbatim`` is set may keep the raw text of their source in a script.
 
     Raises:
         UsageError: the version is none, or had no such program.
@@ -77,10 +99,22 @@ def translate(
 
     def drafted(release: str) -> Draft:
         old = _compose(tokens, launch=launch, version=release, given=given)
-        return _built(Draft(old=old, numerics=numerics, cluster=cluster, config_name=launch.config_name, expanded=expanded or {}), launch)
+        return _built(
+            Draft(
+                old=old,
+                numerics=numerics,
+                cluster=cluster,
+                config_name=launch.config_name,
+                expanded=expanded or {},
+            ),
+            launch,
+        )
 
     draft = drafted(source.version)
-    _other_releases(draft, {release: drafted(release).settings for release in candidates if release != source.version})
+    _other_releases(
+        draft,
+        {release: drafted(release).settings for release in candidates if release != source.version},
+    )
     unmapped = _unmapped(draft, tokens, launch.program)
     _refusals(draft, tokens, unmapped)
     reports = report_tokens(draft, tokens, program=launch.program)
@@ -94,26 +128,43 @@ def translate(
     )
 
 
-def _source(tokens: Sequence[Override], *, launch: Launch, version: str | None, given: dict[str, Plain]) -> tuple[Source, tuple[str, ...]]:
+def _source(
+    tokens: Sequence[Override], *, launch: Launch, version: str | None, given: dict[str, Plain]
+) -> tuple[Source, tuple[str, ...]]:
     """Return the source, and the releases that accept its keys if none was given."""
     program = "sft" if launch.program == "sft1" else launch.program
     candidates: tuple[str, ...] = ()
     if version is None:
-        candidates, evidence = infer_version(tokens, family=launch.family, program=launch.program, configs=launch.configs, given=given)
+        candidates, evidence = infer_version(
+            tokens,
+            family=launch.family,
+            program=launch.program,
+            configs=launch.configs,
+            given=given,
+        )
         taken = candidates[-1]
     else:
         taken, evidence = known_version(version), (f"given as {version}",)
     nearest = releases_with(launch.family, launch.configs)
     if taken not in nearest:
-        taken = nearest[-1] if versions().index(taken) > versions().index(nearest[-1]) else nearest[0]
+        taken = (
+            nearest[-1] if versions().index(taken) > versions().index(nearest[-1]) else nearest[0]
+        )
         evidence = (*evidence, f"that release had no such program; {taken} did")
     source = Source(
-        version=taken, is_given=version is not None, evidence=evidence, entry=launch.entry, family=launch.family, program=program
+        version=taken,
+        is_given=version is not None,
+        evidence=evidence,
+        entry=launch.entry,
+        family=launch.family,
+        program=program,
     )
     return source, candidates
 
 
-def _compose(tokens: Sequence[Override], *, launch: Launch, version: str, given: dict[str, Plain]) -> OldConfig:
+def _compose(
+    tokens: Sequence[Override], *, launch: Launch, version: str, given: dict[str, Plain]
+) -> OldConfig:
     defaults = composed_tree(version, launch.family, launch.configs)
     old = old_config(version=version, family=launch.family, entry=launch.entry, defaults=defaults)
     for key, value in given.items():
@@ -130,7 +181,11 @@ def _built(draft: Draft, launch: Launch) -> Draft:
     if launch.is_fork and not launch.foreign:
         draft.find("fork-program", entry=launch.entry, program=launch.program)
     if launch.contradiction:
-        draft.find("strategy.contradiction", "actor_rollout_ref.actor.strategy", contradiction=launch.contradiction)
+        draft.find(
+            "strategy.contradiction",
+            "actor_rollout_ref.actor.strategy",
+            contradiction=launch.contradiction,
+        )
     find_images(draft)
     find_model_fields(draft)
     find_template_arguments(draft)
@@ -158,14 +213,22 @@ def _refusals(draft: Draft, tokens: Sequence[Override], unmapped: Mapping[str, P
 def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dict[str, Plain]:
     """Return the keys of no release: a fork's own. They are listed, and never guessed."""
     result = {
-        key: draft.old.get(key) for key in draft.old.origin if key not in GROUPS and find_rule(program, key) is None and not is_block(key)
+        key: draft.old.get(key)
+        for key in draft.old.origin
+        if key not in GROUPS and find_rule(program, key) is None and not is_block(key)
     }
-    unruled = [token for token in tokens if token.is_no_block and find_rule(program, token.key) is None]
+    unruled = [
+        token for token in tokens if token.is_no_block and find_rule(program, token.key) is None
+    ]
     result |= {token.key: token.value for token in unruled if is_block(token.key)}
     for key, value in result.items():
         index = draft.old.origin.get(key, -1)
         is_added = index >= 0 and tokens[index].prefix in ("+", "++")
-        what = "took it because of the + and never read it" if is_added else "would not have started with it"
+        what = (
+            "took it because of the + and never read it"
+            if is_added
+            else "would not have started with it"
+        )
         is_what = "stands for a block of keys" if is_block(key) else "is a key of no release"
         draft.find("unmapped", key, value=value, is_what=is_what, what=what)
     return result
@@ -175,17 +238,32 @@ def _losses(draft: Draft, tokens: Sequence[Override], reports: Sequence[TokenRep
     """Report settings by the user that were dropped and may be missed."""
     reported = {key for finding in draft.findings for key in finding.old_keys}
     for token, report in zip(tokens, reports, strict=True):
-        is_lost = report.disposition == "dropped" and report.hazard and token.value not in (*NEUTRAL, *_USUAL.get(token.key, ()))
+        is_lost = (
+            report.disposition == "dropped"
+            and report.hazard
+            and token.value not in (*NEUTRAL, *_USUAL.get(token.key, ()))
+        )
         if is_lost and token.key not in reported and token.key not in draft.drop_reasons:
-            draft.report("hazard", report.rule, f"{token.text} has no counterpart. {report.hazard}", token.key)
+            draft.report(
+                "hazard",
+                report.rule,
+                f"{token.text} has no counterpart. {report.hazard}",
+                token.key,
+            )
 
 
 def _written(draft: Draft) -> tuple[Setting, ...]:
     """Return the groups first; nothing if there is no counterpart at all."""
-    if any(finding.level == "person" and finding.rule in ("images", "foreign") for finding in draft.findings):
+    if any(
+        finding.level == "person" and finding.rule in ("images", "foreign")
+        for finding in draft.findings
+    ):
         return ()
     settings = draft.settings.values()
-    return (*(item for item in settings if item.is_group), *(item for item in settings if not item.is_group))
+    return (
+        *(item for item in settings if item.is_group),
+        *(item for item in settings if not item.is_group),
+    )
 
 
 __all__ = ["Finding", "translate"]

@@ -31,7 +31,9 @@ class Outcome(IntEnum):
     CLEAN = 0
     """Every token has its counterpart, and no default differed."""
     PINNED = 1
-    """It trains the same way, because old defaults are written out, or with the hazards that are listed."""
+    """It trains the same way, because old defaults are written out, or with the hazards that are
+    listed.
+    """
     PERSON = 2
     """Something has to be decided first; it is said what."""
 
@@ -107,7 +109,8 @@ class Finding:
     """Something that a reader has to know, or decide."""
 
     level: Literal["person", "hazard", "refused", "note"]
-    """person: to be decided before the run; hazard: trains, with this difference; refused: the old system would not have started with it;
+    """person: to be decided before the run; hazard: trains, with this difference; refused: the old
+    system would not have started with it;
     note: good to know."""
     rule: str
     """The rule that found it."""
@@ -144,7 +147,9 @@ class Translation:
 
     source: Source
     settings: tuple[Setting, ...]
-    """The new configuration, groups first. Empty where a person has to decide whether there is one at all."""
+    """The new configuration, groups first. Empty where a person has to decide whether there is one
+    at all.
+    """
     tokens: tuple[TokenReport, ...]
     """One for each token, in order."""
     findings: tuple[Finding, ...]
@@ -157,7 +162,9 @@ class Translation:
         """The worst of what was found."""
         if any(finding.level == "person" for finding in self.findings):
             return Outcome.PERSON
-        is_changed = any(setting.is_pinned for setting in self.settings) or any(f.level in ("hazard", "refused") for f in self.findings)
+        is_changed = any(setting.is_pinned for setting in self.settings) or any(
+            f.level in ("hazard", "refused") for f in self.findings
+        )
         return Outcome.PINNED if is_changed else Outcome.CLEAN
 
     @property

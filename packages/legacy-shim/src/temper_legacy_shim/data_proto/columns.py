@@ -19,13 +19,15 @@ Rows = slice | Tensor | list[int]
 
 
 class Columns(dict[str, Tensor]):
-    """A dictionary of tensors [B, ...] that can be indexed by name or by rows, as a TensorDict of one batch dimension can.
+    """A dictionary of tensors [B, ...], indexed by name or by rows like a TensorDict.
 
     Raises:
         BatchError: a value is no tensor, or its first dimension differs from the others'.
     """
 
-    def __init__(self, source: Mapping[str, Tensor] | None = None, *, num_rows: int | None = None) -> None:
+    def __init__(
+        self, source: Mapping[str, Tensor] | None = None, *, num_rows: int | None = None
+    ) -> None:
         super().__init__()
         self._num_rows = num_rows
         for name, tensor in (source or {}).items():
@@ -36,7 +38,10 @@ class Columns(dict[str, Tensor]):
         if self._num_rows is None:
             self._num_rows = tensor.shape[0]
         if tensor.shape[0] != self._num_rows:
-            raise BatchError(f"column {name!r} has {tensor.shape[0]} rows, but the batch has {self._num_rows}: cut or pad it before.")
+            raise BatchError(
+                f"column {name!r} has {tensor.shape[0]} rows, but the batch has {self._num_rows}: "
+                "cut or pad it before."
+            )
         super().__setitem__(name, tensor)
 
     def __getitem__(self, key: str | Rows | int) -> "Tensor | Columns":  # type: ignore[override]
@@ -80,7 +85,9 @@ class Columns(dict[str, Tensor]):
 
     def to(self, device: torch.device | str) -> "Columns":
         """Return the same columns on a device."""
-        return Columns({name: tensor.to(device) for name, tensor in self.items()}, num_rows=self.num_rows)
+        return Columns(
+            {name: tensor.to(device) for name, tensor in self.items()}, num_rows=self.num_rows
+        )
 
     def select(self, *names: str) -> "Columns":
         """Select columns."""
@@ -102,7 +109,9 @@ class Columns(dict[str, Tensor]):
         after = [names.get(name, name) for name in self]
         twice = next((name for name in after if after.count(name) > 1), None)
         if twice is not None:
-            raise BatchError(f"a column can't be renamed {twice!r}: another one would have that name too.")
+            raise BatchError(
+                f"a column can't be renamed {twice!r}: another one would have that name too."
+            )
         for before in names:
             del self[before]
         self.update({names[before]: column for before, column in columns.items()})
@@ -110,11 +119,15 @@ class Columns(dict[str, Tensor]):
 
     def contiguous(self) -> "Columns":
         """Return the same columns, each in one piece of memory."""
-        return Columns({name: tensor.contiguous() for name, tensor in self.items()}, num_rows=self.num_rows)
+        return Columns(
+            {name: tensor.contiguous() for name, tensor in self.items()}, num_rows=self.num_rows
+        )
 
     def clone(self) -> "Columns":
         """Return a copy of every column."""
-        return Columns({name: tensor.clone() for name, tensor in self.items()}, num_rows=self.num_rows)
+        return Columns(
+            {name: tensor.clone() for name, tensor in self.items()}, num_rows=self.num_rows
+        )
 
 
 def concatenate(parts: "list[Columns]") -> Columns:
@@ -126,15 +139,22 @@ def concatenate(parts: "list[Columns]") -> Columns:
     head = parts[0]
     for other in parts[1:]:
         if other.keys() != head.keys():
-            raise BatchError(f"batches with different columns can't be concatenated: {sorted(head)} against {sorted(other)}.")
+            raise BatchError(
+                f"batches with different columns can't be concatenated: {sorted(head)} against "
+                f"{sorted(other)}."
+            )
     columns = {name: torch.cat([part.column(name) for part in parts]) for name in head}
     return Columns(columns, num_rows=sum(part.num_rows for part in parts))
 
 
 def _check_column(name: str, value: object) -> None:
     if not isinstance(value, Tensor) or value.ndim == 0:
-        result = f"the scalar {value!r}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise BatchError(f"column {name!r} must be a tensor with a batch dimension, but is {result}.")
+        result = (
+            f"the scalar {value!r}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        )
+        raise BatchError(
+            f"column {name!r} must be a tensor with a batch dimension, but is {result}."
+        )
 
 
 T = TypeVar("T")
@@ -175,7 +195,10 @@ def merged_settings(first: Mapping[str, object], second: Mapping[str, object]) -
 def _merged(first: Mapping[str, T], second: Mapping[str, T], *, what: str) -> dict[str, T]:
     for name in sorted(first.keys() & second.keys()):
         if not is_same(first[name], second[name]):
-            raise BatchError(f"{what} entry {name!r} is in both batches with different contents: drop or rename one of them.")
+            raise BatchError(
+                f"{what} entry {name!r} is in both batches with different contents: drop or rename "
+                "one of them."
+            )
     return {**first, **second}
 
 
@@ -198,7 +221,11 @@ def is_same(a: object, b: object) -> bool:
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
+        return (
+            type(a) is type(b)
+            and len(a) == len(b)
+            and all(is_same(x, y) for x, y in zip(a, b, strict=True))
+        )
     if isinstance(a, float) and isinstance(b, float) and a != a:
         return b != b
     return bool(a == b)
@@ -215,7 +242,9 @@ _PLAIN = (str, int, float, bool, type(None))
 
 def pack(batch: Columns | None, arrays: dict[str, Array], settings: dict[str, object]) -> State:
     """Return the pickled state of a batch."""
-    tensors = None if batch is None else {name: _pack_tensor(tensor) for name, tensor in batch.items()}
+    tensors = (
+        None if batch is None else {name: _pack_tensor(tensor) for name, tensor in batch.items()}
+    )
     return FORMAT, tensors, 0 if batch is None else batch.num_rows, arrays, settings
 
 
@@ -227,22 +256,36 @@ def unpack(state: object) -> tuple[Columns | None, dict[str, Array], dict[str, o
     """
     if not isinstance(state, tuple) or len(state) != 5 or state[0] != FORMAT:
         raise BatchError(
-            "this pickled DataProto was written by the older generation, whose pickles run code: read it there, and hand over tensors with "
+            "this pickled DataProto was written by the older generation, whose pickles run code: "
+            "read it there, and hand over tensors with "
             "DataProto.from_dict or save_to_disk."
         )
     _, tensors, num_rows, arrays, settings = cast("State", state)
     if tensors is None:
         return None, arrays, settings
-    return Columns({name: _unpack_tensor(packed) for name, packed in tensors.items()}, num_rows=num_rows), arrays, settings
+    return (
+        Columns(
+            {name: _unpack_tensor(packed) for name, packed in tensors.items()}, num_rows=num_rows
+        ),
+        arrays,
+        settings,
+    )
 
 
-def write_file(path: str, batch: Columns | None, arrays: Mapping[str, Array], settings: Mapping[str, object]) -> None:
+def write_file(
+    path: str, batch: Columns | None, arrays: Mapping[str, Array], settings: Mapping[str, object]
+) -> None:
     """Write a new file; see ``DataProto.save_to_disk``."""
     content = {
         "format": FORMAT,
         "num_rows": None if batch is None else batch.num_rows,
-        "tensors": {name: tensor.detach().cpu().contiguous() for name, tensor in (batch or {}).items()},
-        "arrays": {name: [str(array.dtype), _plain(array.tolist(), where=name)] for name, array in arrays.items()},
+        "tensors": {
+            name: tensor.detach().cpu().contiguous() for name, tensor in (batch or {}).items()
+        },
+        "arrays": {
+            name: [str(array.dtype), _plain(array.tolist(), where=name)]
+            for name, array in arrays.items()
+        },
         "meta_info": _plain(dict(settings), where="meta_info"),
     }
     with open(path, "xb") as file:
@@ -257,19 +300,28 @@ def read_file(path: str) -> tuple[Columns | None, dict[str, Array], dict[str, ob
         content = torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise BatchError(
-            f"{path} is no file of DataProto.save_to_disk, or a pickle of the older generation, which is not executed: read it there and "
+            f"{path} is no file of DataProto.save_to_disk, or a pickle of the older generation, "
+            "which is not executed: read it there and "
             "write its tensors again."
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BatchError(f"{path} holds no DataProto of the format {FORMAT}.")
     num_rows = content["num_rows"]
     batch = None if num_rows is None else Columns(content["tensors"], num_rows=num_rows)
-    return batch, {name: _array(dtype, items) for name, (dtype, items) in content["arrays"].items()}, content["meta_info"]
+    return (
+        batch,
+        {name: _array(dtype, items) for name, (dtype, items) in content["arrays"].items()},
+        content["meta_info"],
+    )
 
 
 def _pack_tensor(tensor: Tensor) -> PackedTensor:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.view(torch.uint8).numpy()
+    return (
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        flat.view(torch.uint8).numpy(),
+    )
 
 
 def _unpack_tensor(packed: PackedTensor) -> Tensor:
@@ -299,5 +351,8 @@ def _plain(value: object, *, where: str) -> object:
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if not isinstance(value, _PLAIN):
-        raise BatchError(f"{where} is a {type(value).__name__}, which has no plain form: leave it out before saving.")
+        raise BatchError(
+            f"{where} is a {type(value).__name__}, which has no plain form: leave it out before "
+            "saving."
+        )
     return value

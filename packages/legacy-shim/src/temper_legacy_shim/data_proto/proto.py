@@ -1,4 +1,4 @@
-"""``DataProto`` with the methods that the deprecated workers and their callers use, under their old names."""
+"""``DataProto`` with the methods that the deprecated workers use, under their old names."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,9 +69,15 @@ class DataProto:
         """
         for name, array in cast("Mapping[str, object]", self.non_tensor_batch).items():
             if not isinstance(array, np.ndarray) or array.ndim == 0:
-                raise BatchError(f"non-tensor column {name!r} must be a NumPy array with a batch dimension, but is {type(array).__name__}.")
+                raise BatchError(
+                    f"non-tensor column {name!r} must be a NumPy array with a batch dimension, but "
+                    f"is {type(array).__name__}."
+                )
             if len(array) != len(self):
-                raise BatchError(f"non-tensor column {name!r} has {len(array)} rows, but the batch has {len(self)}.")
+                raise BatchError(
+                    f"non-tensor column {name!r} has {len(array)} rows, but the batch has "
+                    f"{len(self)}."
+                )
 
     @classmethod
     def from_dict(
@@ -82,21 +88,29 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> "DataProto":
-        """Return a batch from a mapping of tensors and one of other values, each with one entry a row.
+        """Build a batch from tensors and other values; each has one entry per row.
 
         Raises:
-            BatchError: several batch dimensions, or ``auto_padding``, which the deprecated workers never used.
+            BatchError: several batch dimensions, or ``auto_padding``, which the deprecated workers
+                never used.
         """
         if num_batch_dims != 1 or auto_padding:
             raise BatchError(
-                f"num_batch_dims is {num_batch_dims} and auto_padding {auto_padding}: this DataProto has one batch dimension, and is "
+                f"num_batch_dims is {num_batch_dims} and auto_padding {auto_padding}: this "
+                "DataProto has one batch dimension, and is "
                 "padded with pad_dataproto_to_divisor."
             )
         arrays = {name: _array(value) for name, value in (non_tensors or {}).items()}
-        return cls(batch=Columns(tensors) if tensors else None, non_tensor_batch=arrays, meta_info=dict(meta_info or {}))
+        return cls(
+            batch=Columns(tensors) if tensors else None,
+            non_tensor_batch=arrays,
+            meta_info=dict(meta_info or {}),
+        )
 
     @classmethod
-    def from_single_dict(cls, data: Mapping[str, object], meta_info: Settings | None = None) -> "DataProto":
+    def from_single_dict(
+        cls, data: Mapping[str, object], meta_info: Settings | None = None
+    ) -> "DataProto":
         """Return a batch from one mapping of tensors and arrays."""
         tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in data.items() if name not in tensors}
@@ -115,14 +129,28 @@ class DataProto:
 
     def __getitem__(self, item: int | Slice | Index) -> "DataProtoItem | DataProto":
         if isinstance(item, int | np.integer):
-            tensors = None if self.batch is None else {name: column[int(item)] for name, column in self.batch.items()}
-            return DataProtoItem(tensors, {name: array[item] for name, array in self.non_tensor_batch.items()}, self.meta_info)
+            tensors = (
+                None
+                if self.batch is None
+                else {name: column[int(item)] for name, column in self.batch.items()}
+            )
+            return DataProtoItem(
+                tensors,
+                {name: array[item] for name, array in self.non_tensor_batch.items()},
+                self.meta_info,
+            )
         if isinstance(item, Slice):
             batch = None if self.batch is None else self.batch.rows(item)
-            return type(self)(batch, {name: array[item] for name, array in self.non_tensor_batch.items()}, self.meta_info)
+            return type(self)(
+                batch,
+                {name: array[item] for name, array in self.non_tensor_batch.items()},
+                self.meta_info,
+            )
         return self.select_idxs(item)
 
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
+    def slice(
+        self, start: int | None = None, end: int | None = None, step: int | None = None
+    ) -> "DataProto":
         """Return the rows as Python slices them."""
         return self[Slice(start, end, step)]
 
@@ -131,7 +159,11 @@ class DataProto:
         index = torch.as_tensor(idxs) if len(idxs) else torch.empty(0, dtype=torch.long)
         batch = None if self.batch is None else self.batch.rows(index)
         chosen = index.numpy()
-        return type(self)(batch, {name: array[chosen] for name, array in self.non_tensor_batch.items()}, self.meta_info)
+        return type(self)(
+            batch,
+            {name: array[chosen] for name, array in self.non_tensor_batch.items()},
+            self.meta_info,
+        )
 
     def select(
         self,
@@ -141,11 +173,19 @@ class DataProto:
         deepcopy: bool = False,
     ) -> "DataProto":
         """Select columns and settings; None selects all of a kind."""
-        batch = self.batch if batch_keys is None or self.batch is None else self.batch.select(*batch_keys)
+        batch = (
+            self.batch
+            if batch_keys is None or self.batch is None
+            else self.batch.select(*batch_keys)
+        )
         arrays = _chosen(self.non_tensor_batch, non_tensor_batch_keys)
         settings = _chosen(self.meta_info, meta_info_keys)
         if deepcopy:
-            batch, arrays, settings = None if batch is None else batch.clone(), copy.deepcopy(arrays), copy.deepcopy(settings)
+            batch, arrays, settings = (
+                None if batch is None else batch.clone(),
+                copy.deepcopy(arrays),
+                copy.deepcopy(settings),
+            )
         return type(self)(batch, arrays, settings)
 
     def pop(
@@ -167,9 +207,14 @@ class DataProto:
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
         """Rename tensor columns in place."""
-        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
+        old, new = (
+            [keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys)
+        )
         if len(old) != len(new) or self.batch is None:
-            raise BatchError(f"rename takes as many new names as old ones, of tensors that exist, but got {old} and {new}.")
+            raise BatchError(
+                f"rename takes as many new names as old ones, of tensors that exist, but got {old} "
+                f"and {new}."
+            )
         self.batch.rename_key_(old, new)
         return self
 
@@ -177,7 +222,8 @@ class DataProto:
         """Add another batch's columns and settings to this one, which is returned.
 
         Raises:
-            BatchError: a name is in both with different contents, or the lengths differ; this batch is unchanged then.
+            BatchError: a name is in both with different contents, or the lengths differ; this batch
+                is unchanged then.
         """
         batch = merged_tensors(self.batch, other.batch)
         arrays = merged_arrays(self.non_tensor_batch, other.non_tensor_batch)
@@ -199,7 +245,10 @@ class DataProto:
             BatchError: the length does not divide; ``pad_dataproto_to_divisor`` pads it.
         """
         if chunks < 1 or len(self) % chunks:
-            raise BatchError(f"{len(self)} rows do not divide into {chunks} equal chunks: use pad_dataproto_to_divisor before.")
+            raise BatchError(
+                f"{len(self)} rows do not divide into {chunks} equal chunks: use "
+                "pad_dataproto_to_divisor before."
+            )
         size = len(self) // chunks
         return [self[i * size : (i + 1) * size] for i in range(chunks)]
 
@@ -217,8 +266,15 @@ class DataProto:
         parts = [d.batch for d in data if d.batch is not None]
         if len(parts) not in (0, len(data)):
             raise BatchError("some of the batches to concatenate have tensors and some have none.")
-        arrays = {name: np.concatenate([d.non_tensor_batch[name] for d in data]) for name in _same_names(data)}
-        return type(data[0])(concatenate(parts) if parts else None, arrays, _joined_settings([d.meta_info for d in data]))
+        arrays = {
+            name: np.concatenate([d.non_tensor_batch[name] for d in data])
+            for name in _same_names(data)
+        }
+        return type(data[0])(
+            concatenate(parts) if parts else None,
+            arrays,
+            _joined_settings([d.meta_info for d in data]),
+        )
 
     def reorder(self, indices: Tensor) -> None:
         """Put the rows in another order, in place."""
@@ -231,7 +287,9 @@ class DataProto:
         One after the other, or the full batch again and again.
         """
         rows = torch.arange(len(self))
-        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+        return self.select_idxs(
+            rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
+        )
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
         """Repeat the first row (``"first"``) or the last one at the end, in place."""
@@ -240,7 +298,11 @@ class DataProto:
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
     def make_iterator(
-        self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Mapping[str, object] | None = None
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, object] | None = None,
     ) -> "Iterator[DataProto]":
         """Yield the mini-batches of all rows, ``epochs`` times.
 
@@ -253,11 +315,13 @@ class DataProto:
         shuffles = bool(options.pop("shuffle", False))
         if options or mini_batch_size < 1 or len(self) % mini_batch_size:
             raise BatchError(
-                f"make_iterator takes a mini_batch_size that divides {len(self)} rows (it is {mini_batch_size}) and no loader option but "
+                f"make_iterator takes a mini_batch_size that divides {len(self)} rows (it is "
+                f"{mini_batch_size}) and no loader option but "
                 f"shuffle (given: {sorted(options)})."
             )
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        # The loader draws a number of its own before it shuffles: the order of a seed is the old one only with it.
+        # The loader draws a number of its own before it shuffles: the order of a seed is the old
+        # one only with it.
         rows: DataLoader[int] = DataLoader(
             range(len(self)),  # type: ignore[arg-type]  # anything with a length and items
             batch_size=mini_batch_size,
@@ -282,7 +346,7 @@ class DataProto:
         self.batch, self.non_tensor_batch, self.meta_info = unpack(state)
 
     def save_to_disk(self, filepath: str) -> None:
-        """Write tensors, plain arrays and settings to a new file that ``load_from_disk`` reads without executing a pickle.
+        """Write the batch to a new file that ``load_from_disk`` reads without a pickle.
 
         Raises:
             BatchError: a value has no plain form; it is named.
@@ -295,7 +359,8 @@ class DataProto:
         """Read what ``save_to_disk`` wrote.
 
         Raises:
-            BatchError: something else, such as a pickle of the older generation, which is not executed.
+            BatchError: something else, such as a pickle of the older generation, which is not
+                executed.
         """
         return DataProto(*read_file(filepath))
 
@@ -304,7 +369,10 @@ def _array(value: object) -> Array:
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise BatchError(f"a non-tensor column must be a NumPy array or a list with an entry a row, but is a {type(value).__name__}.")
+        raise BatchError(
+            "a non-tensor column must be a NumPy array or a list with an entry a row, but is a "
+            f"{type(value).__name__}."
+        )
     items = list(value)
     array = np.empty(len(items), dtype=object)
     array[:] = items
@@ -320,7 +388,10 @@ def _same_names(data: Sequence[DataProto]) -> list[str]:
     for other in data[1:]:
         if set(other.non_tensor_batch) != names:
             result = sorted(other.non_tensor_batch)
-            raise BatchError(f"batches with different non-tensor columns can't be concatenated: {sorted(names)} against {result}.")
+            raise BatchError(
+                f"batches with different non-tensor columns can't be concatenated: {sorted(names)} "
+                f"against {result}."
+            )
     return sorted(names)
 
 
@@ -333,8 +404,16 @@ def _joined_settings(parts: Sequence[Settings]) -> Settings:
     metrics: list[dict[str, object]] = []
     for part in parts:
         result = part.get("metrics")
-        metrics += result if isinstance(result, list) else [cast("dict[str, object]", result)] if result is not None else []
-        joined = merged_settings(joined, {name: value for name, value in part.items() if name != "metrics"})
+        metrics += (
+            result
+            if isinstance(result, list)
+            else [cast("dict[str, object]", result)]
+            if result is not None
+            else []
+        )
+        joined = merged_settings(
+            joined, {name: value for name, value in part.items() if name != "metrics"}
+        )
     if metrics:
         joined["metrics"] = _lists_of(metrics)
     return joined
@@ -345,13 +424,18 @@ def _lists_of(metrics: Sequence[dict[str, object]]) -> dict[str, list[object]]:
     for part in metrics:
         for name, value in part.items():
             if name not in lists:
-                raise BatchError(f"metric {name!r} is reported by a later batch, but not by the first: report the same ones everywhere.")
+                raise BatchError(
+                    f"metric {name!r} is reported by a later batch, but not by the first: report "
+                    "the same ones everywhere."
+                )
             lists[name].append(value)
     return lists
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Return the batch with its first rows repeated at the end until its length divides by ``size_divisor``, and how many were added.
+    """Repeat first rows at the end until ``size_divisor`` divides the length.
+
+    Return the batch and the number of added rows.
 
     Raises:
         BatchError: the batch is empty, so there is no row to repeat.

@@ -1,4 +1,7 @@
-"""Examine a project folder: parts of an older system, and the migration step, effort and blockers of each."""
+"""Examine a project folder.
+
+Parts of an older system, and the migration step, effort and blockers of each.
+"""
 
 import os
 import re
@@ -15,7 +18,20 @@ from temper_legacy_shim.imports.source_files import is_copy
 if TYPE_CHECKING:
     from temper_legacy_shim.configs.reading.config_files import OldFile
 
-SKIPPED = frozenset({".git", ".hg", ".venv", "venv", "env", "node_modules", "site-packages", "__pycache__", ".tox", ".nox"})
+SKIPPED = frozenset(
+    {
+        ".git",
+        ".hg",
+        ".venv",
+        "venv",
+        "env",
+        "node_modules",
+        "site-packages",
+        "__pycache__",
+        ".tox",
+        ".nox",
+    }
+)
 SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _STEP = re.compile(r"global_step_\d+")
 _RANK_FILE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
@@ -61,7 +77,9 @@ class Step:
     command: str
     """Command for this step."""
     version: str | None = None
-    """Release that the step is for: as given, or a script's by the checkpoint next to it; None infers it from the keys."""
+    """Release that the step is for: as given, or a script's by the checkpoint next to it; None
+    infers it from the keys.
+    """
 
 
 def examine(folder: Path, *, version: str | None = None) -> list[Step]:
@@ -71,7 +89,8 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
 
     Args:
         folder: of the project.
-        version: the old release that its configurations and scripts are for; None infers it for each from its keys.
+        version: the old release that its configurations and scripts are for; None infers it for
+            each from its keys.
 
     Raises:
         UsageError: it is no folder, or there is no such release.
@@ -104,7 +123,11 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
                 scripts.append(path)
     return [
         *_configs(folder, configs, version=version),
-        *(step for path in scripts for step in _script(folder, path, version=version, releases=releases)),
+        *(
+            step
+            for path in scripts
+            for step in _script(folder, path, version=version, releases=releases)
+        ),
         *checkpoints,
         *_imports(folder),
         *(_copy(folder, path) for path in copies),
@@ -114,10 +137,18 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
 def _copy(folder: Path, path: Path) -> Step:
     """Return the old package itself, as forks carry it along."""
     shown = path.relative_to(folder)
-    left = "what you changed in it has to be written anew (a reward, a tool, an advantage, a loss of your own); the rest stays behind"
+    left = (
+        "what you changed in it has to be written anew (a reward, a tool, an advantage, a loss of "
+        "your own); the rest stays behind"
+    )
     what = "a copy of the old package itself"
     return Step(
-        kind=Kind.IMPORTS, path=shown, what=what, effort=Effort.REWRITE, blockers=(left,), command=f"temper-migrate imports {shown}"
+        kind=Kind.IMPORTS,
+        path=shown,
+        what=what,
+        effort=Effort.REWRITE,
+        blockers=(left,),
+        command=f"temper-migrate imports {shown}",
     )
 
 
@@ -129,7 +160,9 @@ def _walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
     """Return the effort that a translation's findings ask for, and the findings that block it."""
-    blockers = tuple(finding.message for finding in translation.findings if finding.level == "person")
+    blockers = tuple(
+        finding.message for finding in translation.findings if finding.level == "person"
+    )
     if not translation.settings:
         return Effort.REWRITE, blockers
     if translation.outcome is Outcome.PERSON:
@@ -152,7 +185,10 @@ def _configs(folder: Path, paths: list[Path], *, version: str | None) -> list[St
             damaged.append(_damaged(Kind.CONFIG, path.relative_to(folder), error, version=version))
             continue
         result += [] if old is None or old.overrides else [old]
-    return [*damaged, *(_config(folder, old, version=version) for old in drop_included_files(result))]
+    return [
+        *damaged,
+        *(_config(folder, old, version=version) for old in drop_included_files(result)),
+    ]
 
 
 def _config(folder: Path, old: "OldFile", *, version: str | None) -> Step:
@@ -166,12 +202,21 @@ def _config(folder: Path, old: "OldFile", *, version: str | None) -> Step:
     effort, blockers = effort_of(translation)
     what = f"{translation.source.program} of {translation.source.version}"
     command = f"temper-migrate config {shown}{_option(version)}"
-    return Step(kind=Kind.CONFIG, path=shown, what=what, effort=effort, blockers=blockers, command=command)
+    return Step(
+        kind=Kind.CONFIG, path=shown, what=what, effort=effort, blockers=blockers, command=command
+    )
 
 
 def _damaged(kind: Kind, shown: Path, error: ShimError, *, version: str | None) -> Step:
     command = f"temper-migrate {kind} {shown}{_option(version)}"
-    return Step(kind=kind, path=shown, what="not readable", effort=Effort.DECIDE, blockers=(str(error),), command=command)
+    return Step(
+        kind=kind,
+        path=shown,
+        what="not readable",
+        effort=Effort.DECIDE,
+        blockers=(str(error),),
+        command=command,
+    )
 
 
 def _option(version: str | None) -> str:
@@ -198,12 +243,16 @@ def _release_next_to(path: Path, releases: dict[Path, str]) -> str | None:
     None if there is none, or several that differ.
     """
     shared = {directory: len(os.path.commonpath((path, directory))) for directory in releases}
-    given = {releases[directory] for directory, length in shared.items() if length == max(shared.values())}
+    given = {
+        releases[directory]
+        for directory, length in shared.items()
+        if length == max(shared.values())
+    }
     return given.pop() if len(given) == 1 else None
 
 
 def _newest_outside(inferred: str, given: str) -> str | None:
-    """Return the newest release of a checkpoint's range, if the release inferred from a script's keys is outside of it."""
+    """Return the checkpoint's newest release if the script's keys suggest another range."""
     from temper_legacy_shim.configs.reading.trees import known_version, versions
 
     match = _RANGE.fullmatch(given)
@@ -213,14 +262,18 @@ def _newest_outside(inferred: str, given: str) -> str | None:
 
     def trees(release: str) -> list[str]:
         # 0.3.0 has only the tree of its post-release.
-        return [each for each in known if f"{each}.".startswith(f"v{release}.")] or [known_version(release)]
+        return [each for each in known if f"{each}.".startswith(f"v{release}.")] or [
+            known_version(release)
+        ]
 
     last = known[-1] if match["newer"] else trees(match["last"] or match["first"])[-1]
     in_range = known[known.index(trees(match["first"])[0]) : known.index(last) + 1]
     return None if inferred in in_range else in_range[-1]
 
 
-def _script(folder: Path, path: Path, *, version: str | None, releases: dict[Path, str]) -> list[Step]:
+def _script(
+    folder: Path, path: Path, *, version: str | None, releases: dict[Path, str]
+) -> list[Step]:
     from temper_legacy_shim.scripts.launch_translation import Options
     from temper_legacy_shim.scripts.migrate import migrate_script
     from temper_legacy_shim.scripts.script_report import headline, persons
@@ -238,7 +291,9 @@ def _script(folder: Path, path: Path, *, version: str | None, releases: dict[Pat
             if version is not None:
                 source = f" (as its checkpoint, of {given})"
                 command += _option(version)
-                migration = migrate_script(text, folder=path.parent, options=Options(version=version))
+                migration = migrate_script(
+                    text, folder=path.parent, options=Options(version=version)
+                )
     except ShimError as error:
         if not re.search(r"\b(verl|recipe)[./]", text):
             return []
@@ -251,7 +306,17 @@ def _script(folder: Path, path: Path, *, version: str | None, releases: dict[Pat
     if blockers and effort is not Effort.REWRITE:
         effort = Effort.DECIDE
     what = headline(migration).removeprefix(", ") + source
-    return [Step(kind=Kind.SCRIPT, path=shown, what=what, effort=effort, blockers=blockers, command=command, version=version)]
+    return [
+        Step(
+            kind=Kind.SCRIPT,
+            path=shown,
+            what=what,
+            effort=effort,
+            blockers=blockers,
+            command=command,
+            version=version,
+        )
+    ]
 
 
 def _checkpoint(folder: Path, directory: Path, names: list[str], files: list[str]) -> Step | None:
@@ -268,15 +333,42 @@ def _checkpoint(folder: Path, directory: Path, names: list[str], files: list[str
         from temper_legacy_shim.checkpoints.layouts import find_roles
     except ImportError:
         hint = "what it holds is not known: pip install 'temper-legacy-shim[checkpoint]'"
-        return Step(kind=Kind.CHECKPOINT, path=shown, what="a checkpoint", effort=Effort.DECIDE, blockers=(hint,), command=command)
+        return Step(
+            kind=Kind.CHECKPOINT,
+            path=shown,
+            what="a checkpoint",
+            effort=Effort.DECIDE,
+            blockers=(hint,),
+            command=command,
+        )
     try:
         roles = find_roles(directory)
     except ShimError as error:
-        return Step(kind=Kind.CHECKPOINT, path=shown, what="a checkpoint", effort=Effort.DECIDE, blockers=(str(error),), command=command)
-    what = "; ".join(f"{role.name}: {role.kind}, {role.world_size} ranks, {role.version}" for role in roles)
-    blockers = tuple(f"{role.name} has no config.json: give --hf-config" for role in roles if role.described_in() is None)
+        return Step(
+            kind=Kind.CHECKPOINT,
+            path=shown,
+            what="a checkpoint",
+            effort=Effort.DECIDE,
+            blockers=(str(error),),
+            command=command,
+        )
+    what = "; ".join(
+        f"{role.name}: {role.kind}, {role.world_size} ranks, {role.version}" for role in roles
+    )
+    blockers = tuple(
+        f"{role.name} has no config.json: give --hf-config"
+        for role in roles
+        if role.described_in() is None
+    )
     effort = Effort.DECIDE if blockers else Effort.NONE
-    return Step(kind=Kind.CHECKPOINT, path=shown, what=what, effort=effort, blockers=blockers, command=command)
+    return Step(
+        kind=Kind.CHECKPOINT,
+        path=shown,
+        what=what,
+        effort=effort,
+        blockers=blockers,
+        command=command,
+    )
 
 
 def _imports(folder: Path) -> list[Step]:
@@ -285,12 +377,22 @@ def _imports(folder: Path) -> list[Step]:
     out = []
     for change in change_files([folder], keeps_legacy=False):
         left = tuple(
-            f"line {remark.line}: {remark.old}{' -> ' + remark.new if remark.new else ''}: {remark.what_to_do}"
+            f"line {remark.line}: {remark.old}{' -> ' + remark.new if remark.new else ''}: "
+            f"{remark.what_to_do}"
             for remark in change.remarks
             if remark.what_to_do
         )
         shown = change.path.relative_to(folder)
         what = f"{len(change.remarks)} old name{'s' * (len(change.remarks) != 1)}"
         effort = Effort.DECIDE if left else Effort.REVIEW
-        out.append(Step(kind=Kind.IMPORTS, path=shown, what=what, effort=effort, blockers=left, command=f"temper-migrate imports {shown}"))
+        out.append(
+            Step(
+                kind=Kind.IMPORTS,
+                path=shown,
+                what=what,
+                effort=effort,
+                blockers=left,
+                command=f"temper-migrate imports {shown}",
+            )
+        )
     return out

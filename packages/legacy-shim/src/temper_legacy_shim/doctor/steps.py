@@ -1,4 +1,7 @@
-"""Carry out one step of a plan: into a new folder, with nothing of the project changed and nothing overwritten."""
+"""Carry out one step of a plan.
+
+Into a new folder, with nothing of the project changed and nothing overwritten.
+"""
 
 from pathlib import Path
 
@@ -74,7 +77,8 @@ def _checkpoint(path: Path, target: Path) -> str:
         from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
     except ImportError as error:
         raise ShimError(
-            "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: pip install 'temper-legacy-shim[checkpoint]'"
+            "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: pip "
+            "install 'temper-legacy-shim[checkpoint]'"
         ) from error
     receipts = [convert(job, Options(target="hf"), Sources()) for job in plan_jobs(path, target)]
     return f"wrote {target}: {sum(receipt.num_tensors for receipt in receipts)} tensors, verified"

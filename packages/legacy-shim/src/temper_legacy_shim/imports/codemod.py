@@ -1,8 +1,8 @@
 """Change the old imports of one file, and nothing else in it: every blank and comment stays.
 
 The standard library's parser says where each name is, and only those places of the text are
-replaced. A concrete syntax tree (libcst) took 2.1 s of CPU for a file of 65 KB, because it visits each
-node several times in Python; this takes 0.05 s.
+replaced. A concrete syntax tree (libcst) took 2.1 s of CPU for a file of 65 KB, because it visits
+each node several times in Python; this takes 0.05 s.
 """
 
 import ast
@@ -24,7 +24,9 @@ _COMMENT = re.compile(r"#[^\r\n]*")
 
 _ImportNode = ast.Import | ast.ImportFrom
 _Moved = dict[str, list[tuple[str, str | None]]]
-"""Names to import by their new module, each with the name that it is bound to if that is another one."""
+"""Names to import by their new module, each with the name that it is bound to if that is another
+one.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,12 @@ def change_imports(content: bytes, *, keeps_legacy: bool, is_package: bool = Fal
 def _words_in_texts(texts: Sequence[ast.Constant]) -> set[str]:
     """Return the words of annotations in quotes and of ``__all__``."""
     values = (str(node.value) for node in texts)
-    return {word for value in values if _ANNOTATION.fullmatch(value) for word in re.findall(r"\w+", value)}
+    return {
+        word
+        for value in values
+        if _ANNOTATION.fullmatch(value)
+        for word in re.findall(r"\w+", value)
+    }
 
 
 class _Text:
@@ -107,7 +114,9 @@ class _Text:
         """Return where a node begins and ends."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
-        return self.position(node.lineno, node.col_offset), self.position(node.end_lineno, node.end_col_offset)
+        return self.position(node.lineno, node.col_offset), self.position(
+            node.end_lineno, node.end_col_offset
+        )
 
     def of(self, node: ast.stmt | ast.expr | ast.alias) -> str:
         """Return the text of a node."""
@@ -132,7 +141,9 @@ class _Text:
 
 
 class _Changer:
-    def __init__(self, text: _Text, names: CodeNames, *, keeps_legacy: bool, staying: set[str]) -> None:
+    def __init__(
+        self, text: _Text, names: CodeNames, *, keeps_legacy: bool, staying: set[str]
+    ) -> None:
         self.text, self.names, self.keeps_legacy, self.staying = text, names, keeps_legacy, staying
         self.remarks: list[Remark] = []
         self._renamed: dict[str, str] = {}
@@ -142,7 +153,9 @@ class _Changer:
 
     def change(self, tree: ast.Module) -> None:
         """Look at every import and every use, then replace both."""
-        statements = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        statements = [
+            node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
         imported, modules = _old_imports(statements)
         self._full = self._group_by_module(modules)
         for old in [*imported, *(old for names in self._full.values() for old in names)]:
@@ -152,7 +165,14 @@ class _Changer:
         self._change_uses()
         for node in self.names.texts:
             if isinstance(node.value, str) and _OLD_NAME.fullmatch(node.value):
-                self.remarks.append(Remark(line=node.lineno, old=node.value, new="", what_to_do="this is a text: change it by hand"))
+                self.remarks.append(
+                    Remark(
+                        line=node.lineno,
+                        old=node.value,
+                        new="",
+                        what_to_do="this is a text: change it by hand",
+                    )
+                )
         for block in _blocks(tree):
             self._change_block(block)
 
@@ -168,23 +188,38 @@ class _Changer:
         if before in self.staying:
             return before
         others = {each for key, each in self._renamed.items() if self._successor(key) != successor}
-        return name if name == before or (name not in self.names.all and name not in others) else before
+        return (
+            name
+            if name == before or (name not in self.names.all and name not in others)
+            else before
+        )
 
     def _remark(self, line: int, old: str) -> None:
         successor = self._successor(old)
-        new, what_to_do = ("", advice_for(old)) if successor is None else (successor.target.replace(":", "."), successor.how)
+        new, what_to_do = (
+            ("", advice_for(old))
+            if successor is None
+            else (successor.target.replace(":", "."), successor.how)
+        )
         self.remarks.append(Remark(line=line, old=old, new=new, what_to_do=what_to_do))
 
-    # --- uses ---------------------------------------------------------------------------------------------------------
+    # --- uses
+    # ----------------------------------------------------------------------------------------------
 
     def _group_by_module(self, modules: Sequence[str]) -> dict[str, dict[str, None]]:
-        """Return ``module.name`` of every use, by the longest imported module that it begins with."""
+        """Resolve every use to ``module.name``, by the longest imported module prefix."""
         out: dict[str, dict[str, None]] = {module: {} for module in modules}
         for node, name in self.names.uses:
-            matches = max((module for module in modules if name.startswith(f"{module}.")), key=len, default=None)
+            matches = max(
+                (module for module in modules if name.startswith(f"{module}.")),
+                key=len,
+                default=None,
+            )
             if matches is not None and isinstance(node, ast.Attribute):
                 attribute = name[len(matches) + 1 :].partition(".")[0]
-                if f"{matches}.{attribute}" not in modules and not any(each.startswith(f"{matches}.{attribute}.") for each in modules):
+                if f"{matches}.{attribute}" not in modules and not any(
+                    each.startswith(f"{matches}.{attribute}.") for each in modules
+                ):
                     out[matches][f"{matches}.{attribute}"] = None
         return out
 
@@ -197,10 +232,15 @@ class _Changer:
             if isinstance(node, ast.Attribute) and old in of_modules:
                 self._remark(node.lineno, old)
                 self.text.replace(start, end, self._renamed[old])
-            elif isinstance(node, ast.Name) and old.rpartition(".")[2] == node.id and self._renamed[old] != node.id:
+            elif (
+                isinstance(node, ast.Name)
+                and old.rpartition(".")[2] == node.id
+                and self._renamed[old] != node.id
+            ):
                 self.text.replace(start, end, self._renamed[old])
 
-    # --- imports ------------------------------------------------------------------------------------------------------
+    # --- imports
+    # ----------------------------------------------------------------------------------------------
 
     def _change_block(self, block: Sequence[ast.stmt]) -> None:
         """Replace the imports of a block.
@@ -208,7 +248,12 @@ class _Changer:
         Statements that share a line with a new one get lines of their own.
         """
         for line in _on_one_line(block):
-            changed = [self._changed_import(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else None for node in line]
+            changed = [
+                self._changed_import(node)
+                if isinstance(node, (ast.Import, ast.ImportFrom))
+                else None
+                for node in line
+            ]
             if all(new is None for new in changed):
                 continue
             indent = self.text.before(line[0])
@@ -229,10 +274,18 @@ class _Changer:
     def _changed_import(self, node: _ImportNode) -> list[str] | None:
         """Return the statements that replace an import; None if it stays."""
         moved: _Moved = {}
-        kept = self._kept_of_import(node, moved) if isinstance(node, ast.Import) else self._kept_of_from(node, moved)
+        kept = (
+            self._kept_of_import(node, moved)
+            if isinstance(node, ast.Import)
+            else self._kept_of_from(node, moved)
+        )
         if not moved:
             return None
-        statements = [self._without(node, [alias for alias in node.names if alias not in kept])] if kept else []
+        statements = (
+            [self._without(node, [alias for alias in node.names if alias not in kept])]
+            if kept
+            else []
+        )
         return [*statements, *(_from_import(target, names) for target, names in moved.items())]
 
     def _kept_of_from(self, node: ast.ImportFrom, moved: _Moved) -> list[ast.alias]:
@@ -241,7 +294,9 @@ class _Changer:
             return node.names
         if node.names[0].name == "*":
             advice = "import the names that you use, one by one, and run this again"
-            self.remarks.append(Remark(line=node.lineno, old=f"{module}.*", new="", what_to_do=advice))
+            self.remarks.append(
+                Remark(line=node.lineno, old=f"{module}.*", new="", what_to_do=advice)
+            )
             return node.names
         kept: list[ast.alias] = []
         for alias in node.names:
@@ -260,7 +315,11 @@ class _Changer:
         return kept
 
     def _kept_of_import(self, node: ast.Import, moved: _Moved) -> list[ast.alias]:
-        return [alias for alias in node.names if alias.name.partition(".")[0] != PACKAGE or self._stays(node, alias.name, moved)]
+        return [
+            alias
+            for alias in node.names
+            if alias.name.partition(".")[0] != PACKAGE or self._stays(node, alias.name, moved)
+        ]
 
     def _stays(self, node: ast.stmt, module: str, moved: _Moved) -> bool:
         """Return whether an old module is still needed.
@@ -285,7 +344,9 @@ class _Changer:
         part = _Text(self.text.text[start:end])
         spans = [(first - start, last - start) for first, last in map(self.text.span, node.names)]
         removed = [number for number, alias in enumerate(node.names) if alias in gone]
-        lines = [line for number in removed if (line := _own_line(part.text, *spans[number])) is not None]
+        lines = [
+            line for number in removed if (line := _own_line(part.text, *spans[number])) is not None
+        ]
         if len(lines) == len(removed):
             for first, last in lines:
                 part.replace(first, last, "")
@@ -307,8 +368,14 @@ def _old_imports(statements: Sequence[_ImportNode]) -> tuple[list[str], list[str
     modules: list[str] = []
     for node in statements:
         if isinstance(node, ast.Import):
-            modules += [alias.name for alias in node.names if alias.name.partition(".")[0] == PACKAGE]
-        elif not node.level and (node.module or "").partition(".")[0] == PACKAGE and node.names[0].name != "*":
+            modules += [
+                alias.name for alias in node.names if alias.name.partition(".")[0] == PACKAGE
+            ]
+        elif (
+            not node.level
+            and (node.module or "").partition(".")[0] == PACKAGE
+            and node.names[0].name != "*"
+        ):
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 (modules if is_module(name) else names).append(name)
@@ -337,14 +404,17 @@ def _on_one_line(block: Sequence[ast.stmt]) -> Iterator[list[ast.stmt]]:
 
 
 def _own_line(text: str, start: int, end: int) -> tuple[int, int] | None:
-    """Return the line of a name between parentheses that has the line for itself, with its comma and comment."""
+    """Return a name's line, with comma and comment, if the name is alone on it."""
     first, last = text.rfind("\n", 0, start) + 1, text.find("\n", end) + 1
-    is_single = not text[first:start].strip() and re.fullmatch(r"\s*,?\s*(#.*)?", text[end:last].rstrip("\r\n")) is not None
+    is_single = (
+        not text[first:start].strip()
+        and re.fullmatch(r"\s*,?\s*(#.*)?", text[end:last].rstrip("\r\n")) is not None
+    )
     return (first, last) if "(" in text and first and last and is_single else None
 
 
 def _lost_comments(old: str, new: Sequence[str]) -> list[str]:
-    """Return the comments between the parentheses of an import that are in none of its successors."""
+    """Return the comments of an import statement that none of its successors has."""
     lost = _COMMENT.findall(old)
     for comment in (comment for statement in new for comment in _COMMENT.findall(statement)):
         lost.remove(comment)
@@ -352,5 +422,8 @@ def _lost_comments(old: str, new: Sequence[str]) -> list[str]:
 
 
 def _from_import(target: str, names: list[tuple[str, str | None]]) -> str:
-    shown = ", ".join(name if alias is None else f"{name} as {alias}" for name, alias in dict.fromkeys(sorted(names, key=str)))
+    shown = ", ".join(
+        name if alias is None else f"{name} as {alias}"
+        for name, alias in dict.fromkeys(sorted(names, key=str))
+    )
     return f"from {target} import {shown}"

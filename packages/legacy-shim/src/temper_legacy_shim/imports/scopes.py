@@ -40,7 +40,9 @@ class CodeNames:
     """Names in one file."""
 
     uses: list[tuple[ast.Name | ast.Attribute, str]]
-    """Expressions with the old name that they stand for; of ``a.b.c`` every part, the longest first."""
+    """Expressions with the old name that they stand for; of ``a.b.c`` every part, the longest
+    first.
+    """
     all: set[str]
     fixed: set[str]
     """Identifiers that cannot get another name: defined, declared, or used inside f-strings."""
@@ -150,15 +152,28 @@ class _Collector:
         else:
             assert isinstance(node, _FUNCTIONS)
             arguments = node.args
-            outside += [*arguments.defaults, *(each for each in arguments.kw_defaults if each is not None)]
+            outside += [
+                *arguments.defaults,
+                *(each for each in arguments.kw_defaults if each is not None),
+            ]
             inside = list(node.body) if isinstance(node.body, list) else [node.body]
         own = _Scope(parent=scope, is_class=isinstance(node, ast.ClassDef))
         if isinstance(node, _FUNCTIONS):
-            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+            every = [
+                *node.args.posonlyargs,
+                *node.args.args,
+                *node.args.kwonlyargs,
+                node.args.vararg,
+                node.args.kwarg,
+            ]
             for argument in filter(None, every):
                 self._fix(argument.arg, own)
                 outside += [argument.annotation] if argument.annotation is not None else []
-            outside += [node.returns] if not isinstance(node, ast.Lambda) and node.returns is not None else []
+            outside += (
+                [node.returns]
+                if not isinstance(node, ast.Lambda) and node.returns is not None
+                else []
+            )
         for child in outside:
             self.visit(child, scope)
         for child in inside:
@@ -169,7 +184,9 @@ class _Collector:
         generators: list[ast.comprehension] = node.generators  # type: ignore[attr-defined]
         self.visit(generators[0].iter, scope)
         for child in ast.iter_child_nodes(node):
-            for part in ast.iter_child_nodes(child) if isinstance(child, ast.comprehension) else [child]:
+            for part in (
+                ast.iter_child_nodes(child) if isinstance(child, ast.comprehension) else [child]
+            ):
                 if part is not generators[0].iter:
                     self.visit(part, own)
 

@@ -1,4 +1,7 @@
-"""Python files of a project: which ones mention the old package, what they become, and writing them in place without losing one."""
+"""Python files of a project.
+
+Which ones mention the old package, what they become, and writing them in place without losing one.
+"""
 
 import difflib
 import os
@@ -12,7 +15,20 @@ from temper_legacy_shim.imports.codemod import NotPythonError, change_imports
 from temper_legacy_shim.old_paths import PACKAGE
 
 _SKIPPED = frozenset(
-    {".git", ".hg", ".venv", "venv", "env", "node_modules", "site-packages", "__pycache__", "build", "dist", ".tox", ".nox"}
+    {
+        ".git",
+        ".hg",
+        ".venv",
+        "venv",
+        "env",
+        "node_modules",
+        "site-packages",
+        "__pycache__",
+        "build",
+        "dist",
+        ".tox",
+        ".nox",
+    }
 )
 
 
@@ -46,9 +62,14 @@ class FileChange:
             return ""
         before, after = (_lines(content) for content in (self.before, self.after))
         name = self.path.as_posix().lstrip("/")
-        name += "\t" * (" " in name)  # as git writes it, since patch ends a name at a blank otherwise
+        name += "\t" * (
+            " " in name
+        )  # as git writes it, since patch ends a name at a blank otherwise
         changed = difflib.unified_diff(before, after, fromfile=f"a/{name}", tofile=f"b/{name}")
-        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in changed)
+        return "".join(
+            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+            for line in changed
+        )
 
 
 def _lines(content: bytes) -> list[str]:
@@ -68,26 +89,46 @@ def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChang
         UsageError: a path is not there.
     """
     result = [path for given in paths for path in _python_files(given)]
-    mentioning = [(path, content) for path in dict.fromkeys(result) if PACKAGE.encode() in (content := _content(path))]
+    mentioning = [
+        (path, content)
+        for path in dict.fromkeys(result)
+        if PACKAGE.encode() in (content := _content(path))
+    ]
     if not mentioning:
         return []
     out = []
     for path, content in mentioning:
         try:
-            changed = change_imports(content, keeps_legacy=keeps_legacy, is_package=path.name == "__init__.py")
+            changed = change_imports(
+                content, keeps_legacy=keeps_legacy, is_package=path.name == "__init__.py"
+            )
         except NotPythonError as error:
-            remark = FileRemark(line=1, old="", new="", what_to_do=f"this is no Python that can be parsed ({error}): change it by hand")
+            remark = FileRemark(
+                line=1,
+                old="",
+                new="",
+                what_to_do=f"this is no Python that can be parsed ({error}): change it by hand",
+            )
             out.append(FileChange(path=path, before=content, after=content, remarks=(remark,)))
             continue
-        remarks = tuple(FileRemark(line=r.line, old=r.old, new=r.new, what_to_do=r.what_to_do) for r in changed.remarks)
+        remarks = tuple(
+            FileRemark(line=r.line, old=r.old, new=r.new, what_to_do=r.what_to_do)
+            for r in changed.remarks
+        )
         if remarks:
-            out.append(FileChange(path=path, before=content, after=changed.content, remarks=remarks))
+            out.append(
+                FileChange(path=path, before=content, after=changed.content, remarks=remarks)
+            )
     return out
 
 
 def is_copy(folder: Path) -> bool:
     """Return whether a folder is the old package itself, as forks carry it along."""
-    return folder.name == PACKAGE and (folder / "__init__.py").is_file() and (folder / "trainer").is_dir()
+    return (
+        folder.name == PACKAGE
+        and (folder / "__init__.py").is_file()
+        and (folder / "trainer").is_dir()
+    )
 
 
 def copies_below(paths: Sequence[Path]) -> list[Path]:
@@ -109,14 +150,18 @@ def write_in_place(change: FileChange) -> None:
     """
     try:
         if change.path.read_bytes() != change.before:
-            raise OutputError(f"{change.path} was changed by someone else meanwhile: run the command again.")
+            raise OutputError(
+                f"{change.path} was changed by someone else meanwhile: run the command again."
+            )
         target = change.path.resolve()
         extra = target.with_name(f".{target.name}.temper-migrate")
         extra.write_bytes(change.after)
         extra.chmod(target.stat().st_mode & 0o777)
         os.replace(extra, target)
     except OSError as error:
-        raise OutputError(f"{change.path} can't be written ({error.strerror}): nothing of it was changed.") from error
+        raise OutputError(
+            f"{change.path} can't be written ({error.strerror}): nothing of it was changed."
+        ) from error
 
 
 def _python_files(path: Path) -> Iterator[Path]:
@@ -126,7 +171,9 @@ def _python_files(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         raise UsageError(f"{path} is not there: give Python files, or folders with some.")
     for folder, names, files in os.walk(path):
-        names[:] = sorted(name for name in names if name not in _SKIPPED and not is_copy(Path(folder) / name))
+        names[:] = sorted(
+            name for name in names if name not in _SKIPPED and not is_copy(Path(folder) / name)
+        )
         yield from (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
 
 

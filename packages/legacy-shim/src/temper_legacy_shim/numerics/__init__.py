@@ -1,1 +1,4 @@
-"""The arithmetic of the older generation, quirks included, on padded tensors [B, W]; nothing outside this package calls it."""
+"""The arithmetic of the older generation, quirks included, on padded tensors [B, W].
+
+Nothing outside this package calls it.
+"""

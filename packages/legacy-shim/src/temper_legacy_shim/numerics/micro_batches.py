@@ -40,15 +40,22 @@ class _Split:
         return (self.spread, self.parts[0]) > (other.spread, other.parts[0])
 
     def joined(self, other: "_Split") -> "_Split":
-        return _Split([own.joined(others) for own, others in zip(self.parts, reversed(other.parts), strict=True)])
+        return _Split(
+            [
+                own.joined(others)
+                for own, others in zip(self.parts, reversed(other.parts), strict=True)
+            ]
+        )
 
 
 def rows_by_count(num_rows: int, *, size: int) -> list[list[int]]:
-    """Return the consecutive rows, ``size`` at a time, the last piece shorter if it does not divide."""
+    """Split rows into consecutive pieces of ``size``; the last may be shorter."""
     return [list(range(first, min(first + size, num_rows))) for first in range(0, num_rows, size)]
 
 
-def rows_by_tokens(lengths: Sequence[int], *, max_tokens: int, multiple: int = 1) -> list[list[int]]:
+def rows_by_tokens(
+    lengths: Sequence[int], *, max_tokens: int, multiple: int = 1
+) -> list[list[int]]:
     """Return the rows of each micro-batch, so that their costs are even.
 
     ``max_tokens`` decides the number, and is no hard cap.
@@ -61,7 +68,9 @@ def rows_by_tokens(lengths: Sequence[int], *, max_tokens: int, multiple: int = 1
     number += -number % multiple
     costs = [QUADRATIC_FROM * n + n * n for n in lengths]
     parts = [sorted(row for row, _ in part.rows) for part in _even_split(costs, number).parts]
-    parts.sort(key=lambda rows: (sum(costs[row] for row in rows), rows[0] if rows else 0), reverse=True)
+    parts.sort(
+        key=lambda rows: (sum(costs[row] for row in rows), rows[0] if rows else 0), reverse=True
+    )
     return parts[::2][::-1] + parts[1::2]
 
 

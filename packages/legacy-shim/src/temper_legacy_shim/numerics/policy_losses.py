@@ -1,6 +1,7 @@
 """The old policy losses by their old names, with the metrics that each reports.
 
-Formulas in the notation rho = exp(log p - log p_old), advantage A; every mean is over the micro-batch at hand.
+Formulas in the notation rho = exp(log p - log p_old), advantage A; every mean is over the
+micro-batch at hand.
 """
 
 from collections.abc import Callable, Mapping
@@ -122,7 +123,10 @@ def clipped_weight(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
 
 
 def geometric_mean(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute ``geo_mean``: geometric mean of a row's clipped ratios times its mean advantage, averaged over all rows."""
+    """Compute ``geo_mean``.
+
+    Geometric mean of a row's clipped ratios times its mean advantage, averaged over all rows.
+    """
     log_ratio, mask = inputs.log_ratio(), inputs.mask
     sign = inputs.advantages.sign()
     bounded = log_ratio.clamp(-settings.clip_low, settings.clip_high)
@@ -142,13 +146,21 @@ def geometric_mean(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
 
 
 def total_variation(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute ``dppo_tv``: drop tokens whose probability moved past the clip ratio in the direction of A."""
+    """Compute ``dppo_tv``.
+
+    Drop tokens whose probability moved past the clip ratio in the direction of A.
+    """
     moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
-    return _drop_divergent(inputs, settings, is_over=moved > settings.clip_high, is_under=moved < -settings.clip_low)
+    return _drop_divergent(
+        inputs, settings, is_over=moved > settings.clip_high, is_under=moved < -settings.clip_low
+    )
 
 
 def bernoulli_kl(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute ``dppo_kl``: as ``dppo_tv``, with the binary KL of "this token or another" as distance."""
+    """Compute ``dppo_kl``.
+
+    As ``dppo_tv``, with the binary KL of "this token or another" as distance.
+    """
     new, old = inputs.logprobs.detach().exp(), inputs.old_logprobs.exp()
     distance = _binary_kl(old, new, log_old=inputs.old_logprobs, log_new=inputs.logprobs.detach())
     is_over = (distance > settings.clip_high) & (new > old)
@@ -161,11 +173,18 @@ def _binary_kl(old: Tensor, new: Tensor, *, log_old: Tensor, log_new: Tensor) ->
     return old * (log_old - log_new) + rest
 
 
-def _drop_divergent(inputs: PolicyInputs, settings: PolicyLossSettings, *, is_over: Tensor, is_under: Tensor) -> tuple[Tensor, Numbers]:
+def _drop_divergent(
+    inputs: PolicyInputs, settings: PolicyLossSettings, *, is_over: Tensor, is_under: Tensor
+) -> tuple[Tensor, Numbers]:
     log_ratio = inputs.log_ratio()
     is_dropped = torch.where(inputs.advantages > 0, is_over, is_under)
     ratio = log_ratio.exp().detach()
-    loss = -inputs.advantages * ratio.clamp(max=settings.clip_ratio_c) * (~is_dropped) * inputs.logprobs
+    loss = (
+        -inputs.advantages
+        * ratio.clamp(max=settings.clip_ratio_c)
+        * (~is_dropped)
+        * inputs.logprobs
+    )
     return inputs.reduced(loss), {
         "actor/pg_clipfrac": inputs.mean(is_dropped),
         "actor/ppo_kl": inputs.mean(-log_ratio),
@@ -174,7 +193,7 @@ def _drop_divergent(inputs: PolicyInputs, settings: PolicyLossSettings, *, is_ov
 
 
 def clip_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Return the clipped loss, where a random share of the unclipped tokens between two bounds of covariance has no loss.
+    """Compute the clipped loss without random unclipped tokens in a covariance range.
 
     Which ones is drawn from torch's global generator, once for each micro-batch.
     """
@@ -185,7 +204,9 @@ def clip_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor
     centred = inputs.advantages - masked_mean(inputs.advantages, mask)
     covariance = centred * (inputs.logprobs.detach() - masked_mean(inputs.logprobs.detach(), mask))
     may_go = (mask > 0) & ~((bounded > plain) & (mask > 0))
-    positions = torch.nonzero(may_go & (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub))
+    positions = torch.nonzero(
+        may_go & (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)
+    )
     kept = torch.ones_like(ratio)
     if len(positions):
         count = max(int(settings.clip_cov_ratio * mask.sum().item()), 1)
@@ -207,12 +228,16 @@ def kl_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, 
     loss = -inputs.advantages * log_ratio.exp()
     valid = torch.nonzero(mask.reshape(-1) > 0)[:, 0]
     if len(valid) and settings.kl_cov_ratio:
-        advantages, logprobs = (x.detach().reshape(-1)[valid] for x in (inputs.advantages, inputs.logprobs))
+        advantages, logprobs = (
+            x.detach().reshape(-1)[valid] for x in (inputs.advantages, inputs.logprobs)
+        )
         covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
         count = max(1, int(len(covariance) * settings.kl_cov_ratio))
         chosen = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
         chosen[valid[covariance.topk(count).indices]] = True
-        loss = loss + torch.where(chosen.reshape(mask.shape), settings.ppo_kl_coef * log_ratio.abs(), 0.0)
+        loss = loss + torch.where(
+            chosen.reshape(mask.shape), settings.ppo_kl_coef * log_ratio.abs(), 0.0
+        )
     return inputs.reduced(loss), {"actor/ppo_kl": inputs.mean(log_ratio.abs())}
 
 
@@ -240,12 +265,17 @@ def bypass(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, 
         loss = kept.reduced(-inputs.advantages * inputs.logprobs)
         metrics = {"actor/ppo_kl": kept.mean(inputs.old_logprobs - inputs.logprobs)}
     else:
-        raise ConfigError(f"rollout_correction.loss_type is {chosen.loss_type!r}, but must be ppo_clip or reinforce.")
+        raise ConfigError(
+            f"rollout_correction.loss_type is {chosen.loss_type!r}, but must be ppo_clip or "
+            "reinforce."
+        )
     return loss, {**metrics, **result}
 
 
 @torch.no_grad()
-def correct(inputs: PolicyInputs, settings: RolloutCorrectionSettings) -> tuple[Tensor | None, Tensor, Numbers]:
+def correct(
+    inputs: PolicyInputs, settings: RolloutCorrectionSettings
+) -> tuple[Tensor | None, Tensor, Numbers]:
     """Return the weights or None, the mask of what is not rejected, and the metrics of both.
 
     Raises:
@@ -253,49 +283,75 @@ def correct(inputs: PolicyInputs, settings: RolloutCorrectionSettings) -> tuple[
     """
     mask = inputs.mask
     if not bool(mask.any()):
-        raise ValueError("response_mask has no token in this micro-batch, and rollout correction divides by their number.")
+        raise ValueError(
+            "response_mask has no token in this micro-batch, and rollout correction divides by "
+            "their number."
+        )
     log_ratio = inputs.logprobs.detach() - inputs.old_logprobs
     weights, numbers = None, Numbers()
     if settings.rollout_is is not None:
         weights, numbers = importance_weights(log_ratio, mask=mask, settings=settings)
     kept = mask
     if settings.rollout_rs is not None:
-        kept, rejections = rejected(log_ratio, mask=mask, rules=settings.rollout_rs, thresholds=settings.rollout_rs_threshold)
+        kept, rejections = rejected(
+            log_ratio,
+            mask=mask,
+            rules=settings.rollout_rs,
+            thresholds=settings.rollout_rs_threshold,
+        )
         numbers |= rejections
     prefixed = {PREFIX + name: value for name, value in numbers.items()}
-    return weights, kept, prefixed | mismatch(inputs.logprobs.detach(), rollout_logprobs=inputs.old_logprobs, mask=mask)
+    return (
+        weights,
+        kept,
+        prefixed
+        | mismatch(inputs.logprobs.detach(), rollout_logprobs=inputs.old_logprobs, mask=mask),
+    )
 
 
-def importance_weights(log_ratio: Tensor, *, mask: Tensor, settings: RolloutCorrectionSettings) -> tuple[Tensor, Numbers]:
+def importance_weights(
+    log_ratio: Tensor, *, mask: Tensor, settings: RolloutCorrectionSettings
+) -> tuple[Tensor, Numbers]:
     """Return [B, W] exp of each token's log-ratio, or of its sequence's sum, cut at the threshold.
 
     Its metrics see it before the cut.
     """
     threshold = float(settings.rollout_is_threshold)
     if threshold <= 0 or settings.rollout_is not in ("token", "sequence"):
-        raise ConfigError(f"rollout_is is {settings.rollout_is!r} (token or sequence) and its threshold {threshold} (above 0).")
+        raise ConfigError(
+            f"rollout_is is {settings.rollout_is!r} (token or sequence) and its threshold "
+            f"{threshold} (above 0)."
+        )
     is_token = settings.rollout_is == "token"
     level = log_ratio if is_token else masked_sum(log_ratio, mask, dim=-1)[:, None]
     weights = level.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(log_ratio) * mask
-    numbers = _weight_numbers(weights, level=level, mask=mask, threshold=threshold, is_token=is_token)
+    numbers = _weight_numbers(
+        weights, level=level, mask=mask, threshold=threshold, is_token=is_token
+    )
     weights = weights.clamp(max=threshold)
     if settings.rollout_is_batch_normalize:
         if is_token:
             mean = masked_mean(weights, mask)
         else:
             has_tokens = (mask.sum(-1) > 0).float()
-            mean = (masked_mean(weights, mask, dim=-1) * has_tokens).sum() / has_tokens.sum().clamp(min=1e-8)
+            mean = (masked_mean(weights, mask, dim=-1) * has_tokens).sum() / has_tokens.sum().clamp(
+                min=1e-8
+            )
         factor = float(mean)
         numbers["rollout_is_batch_norm_factor"] = factor if factor > 1e-8 else 1.0
         weights = weights / mean if factor > 1e-8 else weights
     return weights, numbers
 
 
-def _weight_numbers(weights: Tensor, *, level: Tensor, mask: Tensor, threshold: float, is_token: bool) -> Numbers:
+def _weight_numbers(
+    weights: Tensor, *, level: Tensor, mask: Tensor, threshold: float, is_token: bool
+) -> Numbers:
     low = 1.0 / threshold
     numbers = {"rollout_is_mean": float(masked_mean(weights, mask))}
     if is_token:
-        numbers["rollout_is_ratio_fraction_high"] = float(masked_mean((weights > threshold).float(), mask))
+        numbers["rollout_is_ratio_fraction_high"] = float(
+            masked_mean((weights > threshold).float(), mask)
+        )
         numbers["rollout_is_ratio_fraction_low"] = float(masked_mean((weights < low).float(), mask))
         numbers["rollout_is_max"] = float(weights[mask.bool()].max())
         numbers["rollout_is_min"] = float(weights[mask.bool()].min())
@@ -309,7 +365,9 @@ def _weight_numbers(weights: Tensor, *, level: Tensor, mask: Tensor, threshold: 
     mean = masked_mean(bounded, mask)
     variance = (masked_mean(bounded.square(), mask) - mean.square()).clamp(min=0.0)
     numbers["rollout_is_std"] = float(variance.sqrt()) if int(mask.sum()) > 1 else 0.0
-    numbers["rollout_is_eff_sample_size"] = 1.0 / float(masked_mean((bounded / (mean + 1e-8)).square(), mask))
+    numbers["rollout_is_eff_sample_size"] = 1.0 / float(
+        masked_mean((bounded / (mean + 1e-8)).square(), mask)
+    )
     rows = masked_mean(weights, mask, dim=-1)
     numbers["rollout_is_seq_mean"] = float(rows.mean())
     numbers["rollout_is_seq_std"] = float(rows.std()) if rows.numel() > 1 else 0.0
@@ -357,7 +415,9 @@ def policy_loss(name: str) -> PolicyLoss:
         ConfigError: there is none.
     """
     if name not in _LOSSES:
-        raise ConfigError(f"policy_loss.loss_mode is {name!r}, but must be one of {', '.join(sorted(_LOSSES))}.")
+        raise ConfigError(
+            f"policy_loss.loss_mode is {name!r}, but must be one of {', '.join(sorted(_LOSSES))}."
+        )
     return _LOSSES[name]
 
 

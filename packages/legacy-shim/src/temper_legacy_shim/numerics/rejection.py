@@ -1,4 +1,7 @@
-"""Rejection rules of the old rollout correction: tokens or sequences too far from the sampler lose their loss."""
+"""Rejection rules of the old rollout correction.
+
+Tokens or sequences too far from the sampler lose their loss.
+"""
 
 import math
 from dataclasses import dataclass
@@ -44,11 +47,26 @@ def parse_rules(names: str, thresholds: str | float | None) -> list[Rule]:
     expected = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     unknown = [name for name in expected if name not in RULES]
     if unknown or not expected:
-        raise ConfigError(f"rollout_rs is {names!r} ({unknown} unknown), but must name rules among {', '.join(RULES)}.")
-    bounds = [part.strip() for part in str("" if thresholds is None else thresholds).split(",") if part.strip()]
+        raise ConfigError(
+            f"rollout_rs is {names!r} ({unknown} unknown), but must name rules among "
+            f"{', '.join(RULES)}."
+        )
+    bounds = [
+        part.strip()
+        for part in str("" if thresholds is None else thresholds).split(",")
+        if part.strip()
+    ]
     if len(bounds) not in (1, len(expected)):
-        raise ConfigError(f"rollout_rs_threshold is {thresholds!r}, but {names!r} needs one bound, or one for each rule.")
-    return [_rule(name, bound) for name, bound in zip(expected, bounds * (len(expected) if len(bounds) == 1 else 1), strict=True)]
+        raise ConfigError(
+            f"rollout_rs_threshold is {thresholds!r}, but {names!r} needs one bound, or one for "
+            "each rule."
+        )
+    return [
+        _rule(name, bound)
+        for name, bound in zip(
+            expected, bounds * (len(expected) if len(bounds) == 1 else 1), strict=True
+        )
+    ]
 
 
 def _rule(name: str, bound: str) -> Rule:
@@ -57,16 +75,24 @@ def _rule(name: str, bound: str) -> Rule:
     try:
         numbers = [float(part) for part in parts]
     except ValueError as error:
-        raise ConfigError(f"rollout_rs_threshold {bound!r} of rule {name} is no number, nor two of them as in 0.5_2.0.") from error
+        raise ConfigError(
+            f"rollout_rs_threshold {bound!r} of rule {name} is no number, nor two of them as in "
+            "0.5_2.0."
+        ) from error
     if min(numbers) <= 0 or len(numbers) > (2 if has_range else 1):
-        raise ConfigError(f"rollout_rs_threshold {bound!r} of rule {name} must be one number above 0, or for a k1 rule two as in 0.5_2.0.")
+        raise ConfigError(
+            f"rollout_rs_threshold {bound!r} of rule {name} must be one number above 0, or for a "
+            "k1 rule two as in 0.5_2.0."
+        )
     if not has_range:
         return Rule(name=name, low=None, high=numbers[0])
     low, high = numbers if len(numbers) == 2 else (1.0 / numbers[0], numbers[0])
     return Rule(name=name, low=math.log(low), high=math.log(high))
 
 
-def rejected(log_ratio: Tensor, *, mask: Tensor, rules: str, thresholds: str | float | None) -> tuple[Tensor, dict[str, float]]:
+def rejected(
+    log_ratio: Tensor, *, mask: Tensor, rules: str, thresholds: str | float | None
+) -> tuple[Tensor, dict[str, float]]:
     """Return the mask without what a rule rejects, and each rule's metrics."""
     keep = torch.ones_like(mask, dtype=torch.bool)
     numbers: dict[str, float] = {}
@@ -79,7 +105,9 @@ def rejected(log_ratio: Tensor, *, mask: Tensor, rules: str, thresholds: str | f
         row_kept = (kept | ~mask.bool()).all(-1)
         prefix = f"rollout_rs_{rule.name}"
         numbers[f"{prefix}_masked_fraction"] = float(masked_mean((~kept).float(), mask))
-        numbers[f"{prefix}_seq_masked_fraction"] = float((~row_kept)[has_tokens].float().mean()) if bool(has_tokens.any()) else 0.0
+        numbers[f"{prefix}_seq_masked_fraction"] = (
+            float((~row_kept)[has_tokens].float().mean()) if bool(has_tokens.any()) else 0.0
+        )
     numbers["rollout_rs_masked_fraction"] = float(masked_mean((~keep).float(), mask))
     numbers["rollout_rs_seq_masked_fraction"] = float((~keep & mask.bool()).any(-1).float().mean())
     return mask * keep, numbers
@@ -112,7 +140,9 @@ def _rule_numbers(rule: Rule, *, statistic: Tensor, rows: Tensor, mask: Tensor) 
         "max": counted.max(),
         "min": counted.min(),
         "fraction_high": _fraction(statistic > rule.high, rows > rule.high, rule=rule, mask=mask),
-        "fraction_low": 0.0 if rule.low is None else _fraction(statistic < low, rows < low, rule=rule, mask=mask),
+        "fraction_low": 0.0
+        if rule.low is None
+        else _fraction(statistic < low, rows < low, rule=rule, mask=mask),
         "std": variance.sqrt() if int(mask.sum()) > 1 else 0.0,
         "seq_mean": rows.mean(),
         "seq_std": rows.std() if rows.numel() > 1 else 0.0,
@@ -127,4 +157,6 @@ def _rule_numbers(rule: Rule, *, statistic: Tensor, rows: Tensor, mask: Tensor) 
 
 
 def _fraction(of_tokens: Tensor, find_rows: Tensor, *, rule: Rule, mask: Tensor) -> Tensor:
-    return masked_mean(of_tokens.float(), mask) if rule.level == "token" else find_rows.float().mean()
+    return (
+        masked_mean(of_tokens.float(), mask) if rule.level == "token" else find_rows.float().mean()
+    )

@@ -45,25 +45,51 @@ class DeadArray:
 
 
 def find_dead_arrays(
-    program: Program, text: str, *, rewritten: list[Span], tokens: set[int], executed: frozenset[int], kept: str
+    program: Program,
+    text: str,
+    *,
+    rewritten: list[Span],
+    tokens: set[int],
+    executed: frozenset[int],
+    kept: str,
 ) -> list[DeadArray]:
-    """Return the assignments that held overrides of rewritten commands, or would have in another branch, and are read nowhere else.
+    """Find arrays that held overrides of rewritten commands and have no other use.
+
+    Branches that were not taken count, too.
 
     Args:
         program: the tree of `text`.
         text: the script.
-        rewritten: what no longer stands as it was: from the program that started Python to the end of its arguments.
+        rewritten: what no longer stands as it was: from the program that started Python to the end
+            of its arguments.
         tokens: where the overrides of these commands were written.
         executed: where the assignments stand that were carried out.
         kept: what stands there instead.
     """
     result = _with_overrides(list(_assignments(program, is_top=True)))
-    used = {each.name for each in result if any(element.word.span.start in tokens for element in each.elements)}
-    used |= {each.name for each in result if any(_is_read(each.name, text[span.start : span.end], []) for span in rewritten)}
+    used = {
+        each.name
+        for each in result
+        if any(element.word.span.start in tokens for element in each.elements)
+    }
+    used |= {
+        each.name
+        for each in result
+        if any(_is_read(each.name, text[span.start : span.end], []) for span in rewritten)
+    }
     used |= {each.alias for each in result if each.name in used and each.alias}
-    dead = _read_by_none_but({name for name in used if not _is_read(name, kept, [])}, result, text, rewritten)
+    dead = _read_by_none_but(
+        {name for name in used if not _is_read(name, kept, [])}, result, text, rewritten
+    )
     return [
-        DeadArray(each.name, each.span, not each.is_top, _is_own_line(text, each.span), each.start in executed, each.elements)
+        DeadArray(
+            each.name,
+            each.span,
+            not each.is_top,
+            _is_own_line(text, each.span),
+            each.start in executed,
+            each.elements,
+        )
         for each in result
         if each.name in dead
     ]
@@ -88,7 +114,9 @@ def _with_overrides(result: list[_Match]) -> list[_Match]:
     return [each for each in result if not each.alias or each.alias in holding]
 
 
-def _read_by_none_but(names: set[str], result: list[_Match], text: str, rewritten: list[Span]) -> set[str]:
+def _read_by_none_but(
+    names: set[str], result: list[_Match], text: str, rewritten: list[Span]
+) -> set[str]:
     """Return the names that only rewritten commands and assignments of each other read."""
     while True:
         own = [each.span for each in result if each.name in names]
@@ -100,7 +128,10 @@ def _read_by_none_but(names: set[str], result: list[_Match], text: str, rewritte
 
 def _is_read(name: str, text: str, but: list[Span]) -> bool:
     pattern = re.compile(rf"\$\{{[#!]?{name}\b|\${name}\b")
-    return any(not any(span.start <= match.start() < span.end for span in but) for match in pattern.finditer(text))
+    return any(
+        not any(span.start <= match.start() < span.end for span in but)
+        for match in pattern.finditer(text)
+    )
 
 
 def _elements(assignment: Assignment) -> tuple[ArrayElement, ...] | None:
@@ -108,14 +139,19 @@ def _elements(assignment: Assignment) -> tuple[ArrayElement, ...] | None:
     if isinstance(assignment.value, tuple):
         return assignment.value
     if isinstance(assignment.value, Word) and (
-        _OVERRIDES.search(assignment.value.source) or _ONE_VARIABLE.fullmatch(assignment.value.source)
+        _OVERRIDES.search(assignment.value.source)
+        or _ONE_VARIABLE.fullmatch(assignment.value.source)
     ):
         return (ArrayElement(assignment.value),)
     return None
 
 
 def _alias(elements: tuple[ArrayElement, ...], assignment: Assignment) -> str:
-    match = _ONE_VARIABLE.fullmatch(elements[0].word.source) if isinstance(assignment.value, Word) else None
+    match = (
+        _ONE_VARIABLE.fullmatch(elements[0].word.source)
+        if isinstance(assignment.value, Word)
+        else None
+    )
     return "" if match is None else match[1]
 
 
@@ -135,11 +171,29 @@ def _assignments(program: Program, *, is_top: bool) -> Iterator[_Match]:
 
 def _find_command_names(command: Command, *, is_top: bool) -> Iterator[_Match]:
     if isinstance(command, Simple):
-        single = command.assignments[0] if len(command.assignments) == 1 and not command.words and not command.redirects else None
-        declared = command.words[1] if len(command.words) == 2 and not command.assignments and not command.redirects else None
+        single = (
+            command.assignments[0]
+            if len(command.assignments) == 1 and not command.words and not command.redirects
+            else None
+        )
+        declared = (
+            command.words[1]
+            if len(command.words) == 2 and not command.assignments and not command.redirects
+            else None
+        )
         for assignment in (single, declared):
-            if isinstance(assignment, Assignment) and (elements := _elements(assignment)) is not None:
-                yield _Match(assignment.name, command.span, assignment.span.start, is_top, elements, _alias(elements, assignment))
+            if (
+                isinstance(assignment, Assignment)
+                and (elements := _elements(assignment)) is not None
+            ):
+                yield _Match(
+                    assignment.name,
+                    command.span,
+                    assignment.span.start,
+                    is_top,
+                    elements,
+                    _alias(elements, assignment),
+                )
     elif isinstance(command, Redirected):
         yield from _find_command_names(command.command, is_top=is_top)
     elif isinstance(command, Function):

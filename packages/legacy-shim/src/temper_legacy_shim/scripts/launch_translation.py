@@ -11,7 +11,12 @@ from pathlib import Path
 from temper_legacy_shim.bash.shell_values import Piece, Text, literal
 from temper_legacy_shim.configs import Cluster, Finding, Outcome, Setting, Translation, translate
 from temper_legacy_shim.configs.cpu_trial import make_cpu_trial
-from temper_legacy_shim.configs.reading.config_files import OldFile, entry_of, read_old_file, with_missing
+from temper_legacy_shim.configs.reading.config_files import (
+    OldFile,
+    entry_of,
+    read_old_file,
+    with_missing,
+)
 from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
 from temper_legacy_shim.scripts.launches import Launch, Override
 
@@ -76,8 +81,10 @@ class TranslatedLaunch:
             return ""
         where = self.launch.config_path or "the folder of the entry"
         return (
-            f"{self.launch.config_name} in {where} is a configuration of your own, and does not lie around the script: its values are "
-            "missing from the translation; put the script where it lies in your project, and translate it there."
+            f"{self.launch.config_name} in {where} is a configuration of your own, and does not "
+            "lie around the script: its values are "
+            "missing from the translation; put the script where it lies in your project, and "
+            "translate it there."
         )
 
     @property
@@ -93,7 +100,11 @@ class TranslatedLaunch:
 
 
 def translate_launch(
-    launch: Launch, options: Options, *, folder: Path | None = None, literal_keys: frozenset[str] = frozenset()
+    launch: Launch,
+    options: Options,
+    *,
+    folder: Path | None = None,
+    literal_keys: frozenset[str] = frozenset(),
 ) -> TranslatedLaunch:
     """Translate one launch.
 
@@ -114,16 +125,27 @@ def translate_launch(
         config_name=launch.config_name,
         version=options.version,
         base=None if own is None else own.values,
-        expanded={override.key.lstrip("+~"): inside for override in launch.overrides if (inside := _expanded(override.value()))},
+        expanded={
+            override.key.lstrip("+~"): inside
+            for override in launch.overrides
+            if (inside := _expanded(override.value()))
+        },
         cluster=_cluster(launch) or options.cluster,
         numerics="legacy" if options.numerics == "legacy" else "temper",
     )
     translation = translation if own is None else with_missing(translation, own)
     translation = _with_processes(translation, launch, unknowns)
     translation = make_cpu_trial(translation) if options.cpu_trial else translation
-    arguments = tuple(_argument(setting, launch.overrides, unknowns, literal_keys) for setting in translation.settings)
+    arguments = tuple(
+        _argument(setting, launch.overrides, unknowns, literal_keys)
+        for setting in translation.settings
+    )
     return TranslatedLaunch(
-        launch=launch, translation=translation, arguments=arguments, unknowns=unknowns, own_config=None if own is None else own.path
+        launch=launch,
+        translation=translation,
+        arguments=arguments,
+        unknowns=unknowns,
+        own_config=None if own is None else own.path,
     )
 
 
@@ -134,32 +156,55 @@ def _cluster(launch: Launch) -> Cluster | None:
         return None
     nodes = "1" if numbers[0] is None else numbers[0].known
     gpus = None if numbers[1] is None else numbers[1].known
-    if nodes is None or gpus is None or not (nodes.isdigit() and gpus.isdigit()) or "0" in (nodes, gpus):
+    if (
+        nodes is None
+        or gpus is None
+        or not (nodes.isdigit() and gpus.isdigit())
+        or "0" in (nodes, gpus)
+    ):
         return None
     return Cluster(nodes=int(nodes), gpus_per_node=int(gpus))
 
 
-def _with_processes(translation: Translation, launch: Launch, unknowns: dict[str, str]) -> Translation:
+def _with_processes(
+    translation: Translation, launch: Launch, unknowns: dict[str, str]
+) -> Translation:
     """Return the fine-tuning on one machine with as many processes as only the shell knows.
 
     The new command has the same words.
     """
     processes, nodes = launch.processes.get("nproc_per_node"), launch.processes.get("nnodes")
     keys = {setting.key for setting in translation.settings}
-    if processes is None or processes.known is not None or (nodes is not None and nodes.known != "1"):
+    if (
+        processes is None
+        or processes.known is not None
+        or (nodes is not None and nodes.known != "1")
+    ):
         return translation
     if translation.source.program != "sft" or not keys or "actor.num_workers" in keys:
         return translation
     number = _shown(processes, unknowns)
-    on_cpu = any(override.key == "trainer.device" and override.value().known == "cpu" for override in launch.overrides)
-    added = [_read_torchrun("actor.num_workers", number, is_number=True), _read_torchrun("runtime.kind", "ray")]
+    on_cpu = any(
+        override.key == "trainer.device" and override.value().known == "cpu"
+        for override in launch.overrides
+    )
+    added = [
+        _read_torchrun("actor.num_workers", number, is_number=True),
+        _read_torchrun("runtime.kind", "ray"),
+    ]
     added += [] if on_cpu else [_read_torchrun("runtime.gpus_per_worker", 1.0)]
     note = Finding(
         level="note",
         rule="sft-cluster",
-        message=f"torchrun started {number} processes, a number that only the shell knows: actor.num_workers is the same.",
+        message=(
+            f"torchrun started {number} processes, a number that only the shell knows: "
+            "actor.num_workers is the same."
+        ),
     )
-    findings = (*(finding for finding in translation.findings if finding.rule != "sft-cluster"), note)
+    findings = (
+        *(finding for finding in translation.findings if finding.rule != "sft-cluster"),
+        note,
+    )
     return replace(translation, settings=(*translation.settings, *added), findings=findings)
 
 
@@ -185,7 +230,9 @@ def _shown(text: Text, unknowns: dict[str, str]) -> str:
             out.append(piece.value)
             continue
         match = _PLAIN_NAME.fullmatch(piece.value)
-        name = match[1] if match else f"SHELL_{sum(key.startswith('SHELL_') for key in unknowns) + 1}"
+        name = (
+            match[1] if match else f"SHELL_{sum(key.startswith('SHELL_') for key in unknowns) + 1}"
+        )
         source = piece.source or piece.value
         name = next((key for key, value in unknowns.items() if value == source), name)
         unknowns[name] = source
@@ -198,7 +245,13 @@ def _expanded(text: Text) -> str:
 
     Empty if it adds nothing.
     """
-    return "" if text.is_known else "".join(Text(piece.inner).shown() if piece.inner else piece.value for piece in text.pieces)
+    return (
+        ""
+        if text.is_known
+        else "".join(
+            Text(piece.inner).shown() if piece.inner else piece.value for piece in text.pieces
+        )
+    )
 
 
 def _opened(text: Text) -> Iterator[Piece]:
@@ -214,7 +267,12 @@ def _opened(text: Text) -> Iterator[Piece]:
             yield piece
 
 
-def _argument(setting: Setting, overrides: tuple[Override, ...], unknowns: dict[str, str], literal_keys: frozenset[str]) -> NewArgument:
+def _argument(
+    setting: Setting,
+    overrides: tuple[Override, ...],
+    unknowns: dict[str, str],
+    literal_keys: frozenset[str],
+) -> NewArgument:
     origins = [overrides[index] for index in setting.sources if index < len(overrides)]
     at = origins[0].at if origins else -1
     if setting.is_verbatim and len(origins) == 1 and setting.key not in literal_keys:
@@ -223,20 +281,37 @@ def _argument(setting: Setting, overrides: tuple[Override, ...], unknowns: dict[
         head = f"{old.key}="
         plain = old.source.startswith(head) and "\n" not in old.source
         source = f"{setting.key}={old.source[len(head) :]}" if plain else text.raw()
-        return NewArgument(key=setting.key, text=text, source=source, at=at, comment=setting.comment)
-    if len(origins) == 1 and setting.key not in literal_keys and setting.value == [_shown(origins[0].value(), dict(unknowns))]:
+        return NewArgument(
+            key=setting.key, text=text, source=source, at=at, comment=setting.comment
+        )
+    if (
+        len(origins) == 1
+        and setting.key not in literal_keys
+        and setting.value == [_shown(origins[0].value(), dict(unknowns))]
+    ):
         inner = _quote_in_list(origins[0])
         if inner:
             text = literal(f'{setting.key}=["') + origins[0].value() + literal('"]')
-            return NewArgument(key=setting.key, text=text, source=f'"{setting.key}=[\\"{inner}\\"]"', at=at, comment=setting.comment)
+            return NewArgument(
+                key=setting.key,
+                text=text,
+                source=f'"{setting.key}=[\\"{inner}\\"]"',
+                at=at,
+                comment=setting.comment,
+            )
     around = _around(setting, origins, unknowns) if setting.key not in literal_keys else None
     written = f"{setting.key}={setting.value}" if setting.is_number else setting.override
     text = _with_sources(written, unknowns) if around is None else around
-    return NewArgument(key=setting.key, text=text, source=text.raw(), at=at, comment=setting.comment)
+    return NewArgument(
+        key=setting.key, text=text, source=text.raw(), at=at, comment=setting.comment
+    )
 
 
 def _around(setting: Setting, origins: list[Override], unknowns: dict[str, str]) -> Text | None:
-    """Return a text that was made around the values of tokens (``checkpoints/PROJECT/EXPERIMENT``), with the script's own words in it."""
+    """Translate a text that contains values of tokens (``checkpoints/PROJECT/EXPERIMENT``).
+
+    The script's other words are kept.
+    """
     if (
         setting.rule != "run-dir"
         or not isinstance(setting.value, str)
@@ -268,7 +343,9 @@ def _with_sources(value: str, unknowns: dict[str, str]) -> Text:
     if not unknowns:
         return literal(value)
     pieces = []
-    for part in re.split("(" + "|".join(re.escape(f"${{{name}}}") for name in unknowns) + ")", value):
+    for part in re.split(
+        "(" + "|".join(re.escape(f"${{{name}}}") for name in unknowns) + ")", value
+    ):
         source = unknowns.get(part[2:-1]) if part.startswith("${") else None
         if part:
             pieces.append(Piece(part) if source is None else Piece(source, source, is_known=False))
@@ -283,8 +360,12 @@ def worst(outcomes: list[Outcome]) -> Outcome:
     return max(outcomes, default=Outcome.PERSON)
 
 
-_PACKAGED = re.compile(r"^(?:\./)?config/?$|(?:verl/trainer|recipe/\w+(?:/src)?|verl/experimental/\w+)/config/?$")
-"""Folders of the old package: its programs' own, relative to their module, or the same from somewhere else."""
+_PACKAGED = re.compile(
+    r"^(?:\./)?config/?$|(?:verl/trainer|recipe/\w+(?:/src)?|verl/experimental/\w+)/config/?$"
+)
+"""Folders of the old package: its programs' own, relative to their module, or the same from
+somewhere else.
+"""
 
 
 def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
@@ -300,12 +381,16 @@ def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
         return None
     given = launch.config_path or ""
     parts = given.split("/")
-    unknown = max((number for number, part in enumerate(parts) if "$" in part or "`" in part), default=-1)
+    unknown = max(
+        (number for number, part in enumerate(parts) if "$" in part or "`" in part), default=-1
+    )
     tail = "/".join(parts[unknown + 1 :])
     name = launch.config_name.removesuffix(".yaml") + ".yaml"
     for base in (folder, *folder.resolve().parents[:6]):
         path = (
-            base / tail / name if not (launch.config_path or "").startswith("/") or unknown >= 0 else Path(launch.config_path or "") / name
+            base / tail / name
+            if not (launch.config_path or "").startswith("/") or unknown >= 0
+            else Path(launch.config_path or "") / name
         )
         if path.is_file():
             return read_old_file(path)
@@ -318,5 +403,7 @@ def uses_own_config(launch: Launch) -> bool:
     One of another name than the old package's, or of the same name in another folder.
     """
     name = (launch.config_name or "").removesuffix(".yaml").rpartition("/")[2]
-    is_packaged = bool(entry_of(name)) and _PACKAGED.search(launch.config_path or "config") is not None
+    is_packaged = (
+        bool(entry_of(name)) and _PACKAGED.search(launch.config_path or "config") is not None
+    )
     return bool(name) and "$" not in name and not is_packaged

@@ -12,11 +12,26 @@ from temper_legacy_shim.configs.reading.trees import known_keys
 
 _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
 _TORCHRUN = re.compile(r"(?:.*/)?(?:torchrun|accelerate|deepspeed)")
-_RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed.launcher.runner")
+_RUN_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "deepspeed.launcher.runner",
+)
 _OVERRIDE = re.compile(r"(?:\+\+?|~)?[A-Za-z_][\w/@.-]*=")
 OLD_MODULE = re.compile(r"(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)")
 _FLAGS = frozenset(
-    ("--standalone", "--no-python", "--no_python", "--multi_gpu", "--multi-gpu", "--use_deepspeed", "--use_fsdp", "--cpu", "--quiet")
+    (
+        "--standalone",
+        "--no-python",
+        "--no_python",
+        "--multi_gpu",
+        "--multi-gpu",
+        "--use_deepspeed",
+        "--use_fsdp",
+        "--cpu",
+        "--quiet",
+    )
 )
 _HYDRA_VALUES = {
     "--config-path": "config_path",
@@ -109,8 +124,17 @@ def _launch(event: Event) -> Launch | None:
         key = match[0][:-1] if match else ""
         result = Override(text=field.text, source=field.source, at=field.at, key=key)
         (overrides if key or (field.text.is_known and shown) else open_arguments).append(result)
-    wrapped = next((override for override in overrides if not override.key and OLD_MODULE.fullmatch(override.text.shown())), None)
-    if wrapped is not None and not OLD_MODULE.fullmatch(entry):  # a launcher of another package: python -m package.launch MODULE ...
+    wrapped = next(
+        (
+            override
+            for override in overrides
+            if not override.key and OLD_MODULE.fullmatch(override.text.shown())
+        ),
+        None,
+    )
+    if wrapped is not None and not OLD_MODULE.fullmatch(
+        entry
+    ):  # a launcher of another package: python -m package.launch MODULE ...
         entry = wrapped.text.shown()
         overrides.remove(wrapped)
     if not _is_old(entry, overrides, config):
@@ -145,20 +169,26 @@ def _known_start(text: Text) -> str:
 def _is_old(entry: str, overrides: list[Override], config: dict[str, str]) -> bool:
     if OLD_MODULE.fullmatch(entry):
         return True
-    num_known = sum(override.key.lstrip("+~") in known_keys() for override in overrides if "." in override.key)
+    num_known = sum(
+        override.key.lstrip("+~") in known_keys() for override in overrides if "." in override.key
+    )
     return num_known >= 2 or (bool(config) and num_known >= 1)
 
 
 def _entry(command: list[Field]) -> tuple[str, int, dict[str, Text]] | None:
-    """Return the module or file that Python runs, where its arguments begin, and the launcher's numbers of processes."""
+    """Find Python's module or file, the start of its arguments, and the process counts."""
     first = _name(command[0]) if command else ""
     if _TORCHRUN.fullmatch(first):
-        return _launcher_entry(command, 2 if first.endswith("accelerate") and _name_at(command, 1) == "launch" else 1)
+        return _launcher_entry(
+            command, 2 if first.endswith("accelerate") and _name_at(command, 1) == "launch" else 1
+        )
     if first in ("-m", "--module") and len(command) > 1:  # of uv run
         return command[1].text.shown(), 2, {}
     if first.endswith(".py"):
         return first, 1, {}
-    if not _PYTHON.fullmatch(first) and not (_name_at(command, 1) == "-m" and OLD_MODULE.fullmatch(_name_at(command, 2))):
+    if not _PYTHON.fullmatch(first) and not (
+        _name_at(command, 1) == "-m" and OLD_MODULE.fullmatch(_name_at(command, 2))
+    ):
         return None  # "$MY_ENV/bin/x" -m verl.trainer.main_ppo is Python under any name
     at = 1
     while at < len(command):
@@ -184,7 +214,10 @@ def _launcher_entry(command: list[Field], at: int) -> tuple[str, int, dict[str, 
     while at < len(command):
         text = command[at].text
         word = text.shown()
-        if word in ("-m", "--module"):  # a switch: options may follow it, and the first other word is the module
+        if word in (
+            "-m",
+            "--module",
+        ):  # a switch: options may follow it, and the first other word is the module
             at += 1
             continue
         if not word.startswith("-"):
@@ -194,7 +227,9 @@ def _launcher_entry(command: list[Field], at: int) -> tuple[str, int, dict[str, 
         if separator:
             processes[name] = text.after(option + "=") or Text()
             at += 1
-        elif option in _FLAGS or at + 1 >= len(command) or _name_at(command, at + 1).startswith("-"):
+        elif (
+            option in _FLAGS or at + 1 >= len(command) or _name_at(command, at + 1).startswith("-")
+        ):
             at += 1
         else:
             processes[name] = command[at + 1].text
@@ -217,14 +252,19 @@ def _name_at(command: list[Field], at: int) -> str:
     return command[at].text.shown() if at < len(command) else ""
 
 
-_STARTS = re.compile(r"^[^#\n]*\b(?:python[0-9.]*|torchrun|accelerate|deepspeed|bash|srun)\b", re.MULTILINE)
+_STARTS = re.compile(
+    r"^[^#\n]*\b(?:python[0-9.]*|torchrun|accelerate|deepspeed|bash|srun)\b", re.MULTILINE
+)
 _MODULE = re.compile(r"\s-m\s+(?:-\S+\s+)*[\w.]*\b(?:main_\w+|\w*sft_trainer|fully_async_main)\b")
 _KEYS = re.compile(r"(?:^|[\s\"'+])([A-Za-z_]\w*(?:\.\w+)+)=", re.MULTILINE)
 
 
 def is_launch_text(text: str) -> bool:
     """Return True for the text of a script whose lines start an old trainer."""
-    is_launch = _MODULE.search(text) is not None or sum(key in known_keys() for key in _KEYS.findall(text)) >= 2
+    is_launch = (
+        _MODULE.search(text) is not None
+        or sum(key in known_keys() for key in _KEYS.findall(text)) >= 2
+    )
     return is_launch and _STARTS.search(text) is not None
 
 
@@ -237,5 +277,8 @@ def explain_npu_probe(fields: Sequence[Field]) -> str | None:
     is_asking = "-c" in words or words[0] in ("which", "command", "type")
     names_npu = len(words) <= 4 and re.search(r"\btorch_npu\b|\bnpu-smi\b", words[-1]) is not None
     if words[0].rpartition("/")[2] == "npu-smi" or (is_asking and names_npu):
-        return f"{fields[0].source} ... torch_npu or npu-smi is taken to fail: GPUs are assumed; NPUs have no counterpart here"
+        return (
+            f"{fields[0].source} ... torch_npu or npu-smi is taken to fail: GPUs are assumed; "
+            "NPUs have no counterpart here"
+        )
     return None

@@ -13,7 +13,12 @@ from pathlib import Path
 from temper_legacy_shim.bash.parser import parse
 from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.errors import ScriptError
-from temper_legacy_shim.scripts.launch_translation import Options, TranslatedLaunch, translate_launch, worst
+from temper_legacy_shim.scripts.launch_translation import (
+    Options,
+    TranslatedLaunch,
+    translate_launch,
+    worst,
+)
 from temper_legacy_shim.scripts.launches import Launch, find_launches
 from temper_legacy_shim.scripts.rewrite import COMMAND, NewScript, rewrite
 from temper_legacy_shim.scripts.script_reading import ScriptReading, read_script, reread
@@ -36,7 +41,11 @@ class Migration:
 
 
 def migrate_script(
-    text: str, *, settings: dict[str, str] | None = None, options: Options | None = None, folder: Path | None = None
+    text: str,
+    *,
+    settings: dict[str, str] | None = None,
+    options: Options | None = None,
+    folder: Path | None = None,
 ) -> Migration:
     """Translate a launch script.
 
@@ -59,7 +68,14 @@ def migrate_script(
     if not launches:
         decisions = decisions or only_named(text)
         outcome = Outcome.PERSON if decisions else Outcome.PINNED if not_read else Outcome.CLEAN
-        return Migration(reading=reading, launches=(), script=None, outcome=outcome, unfollowed=tuple(decisions), not_read=tuple(not_read))
+        return Migration(
+            reading=reading,
+            launches=(),
+            script=None,
+            outcome=outcome,
+            unfollowed=tuple(decisions),
+            not_read=tuple(not_read),
+        )
     script = rewrite(reading, launches)
     different = _different(script.text, reading, launches, settings or {})
     if different:
@@ -67,9 +83,13 @@ def migrate_script(
         launches = _translated(reading.launches, options, folder, literal_keys=frozenset(different))
         script = rewrite(reading, launches)
         for key in _different(script.text, reading, launches, settings or {}):
-            script.persons.append(f"{key}: the new script would not give the value that was meant: write it by hand.")
+            script.persons.append(
+                f"{key}: the new script would not give the value that was meant: write it by hand."
+            )
     script.persons += [] if script.persons else _still_there(script.text, reading, settings or {})
-    script.persons += dict.fromkeys(sentence for each in launches if (sentence := each.missing_config()))
+    script.persons += dict.fromkeys(
+        sentence for each in launches if (sentence := each.missing_config())
+    )
     script.notes += kept_fixed(reading, launches, settings or {}, options=options, folder=folder)
     script.persons += decisions
     outcome = worst([each.translation.outcome for each in launches])
@@ -84,7 +104,11 @@ def migrate_script(
 
 
 def _translated(
-    launches: Sequence[Launch], options: Options, folder: Path | None, *, literal_keys: frozenset[str] = frozenset()
+    launches: Sequence[Launch],
+    options: Options,
+    folder: Path | None,
+    *,
+    literal_keys: frozenset[str] = frozenset(),
 ) -> list[TranslatedLaunch]:
     """Return each launch's translation.
 
@@ -93,7 +117,9 @@ def _translated(
     done: dict[tuple[object, ...], TranslatedLaunch] = {}
     out = []
     for launch in launches:
-        words = tuple((override.text.shown(), override.source, override.at) for override in launch.overrides)
+        words = tuple(
+            (override.text.shown(), override.source, override.at) for override in launch.overrides
+        )
         given = tuple((name, text.shown()) for name, text in launch.processes.items())
         same = (launch.entry, launch.config_name, launch.config_path, given, words)
         if same not in done:
@@ -103,47 +129,81 @@ def _translated(
 
 
 def _still_there(text: str, reading: ScriptReading, settings: dict[str, str]) -> list[str]:
-    """Return the old trainers that the new script would start, or might where a condition turns out otherwise."""
+    """Find old trainers that the new script starts, or can start in another branch."""
     known = {launch.span.start for launch in reading.launches}
     others = [launch for other in reading.alternatives for launch in other.launches]
-    result = {reading.line_of(at): entry for at, entry in ((other.span.start, other.entry) for other in others) if at not in known}
+    result = {
+        reading.line_of(at): entry
+        for at, entry in ((other.span.start, other.entry) for other in others)
+        if at not in known
+    }
     if not result:
         lines = {text.count("\n", 0, at) + 1: entry for at, entry in left_behind(parse(text))}
-        return [f"line {line} of the new script still names {entry}{_OTHERWISE}" for line, entry in lines.items()] or [
+        return [
+            f"line {line} of the new script still names {entry}{_OTHERWISE}"
+            for line, entry in lines.items()
+        ] or [
             f"the new script would still start {launch.entry}: write that command by hand."
             for launch in find_launches(reread(text, reading, settings))
         ]
     return [
-        f"line {line}: {entry} is started there where a condition turns out otherwise{_OTHERWISE}" for line, entry in sorted(result.items())
+        f"line {line}: {entry} is started there where a condition turns out otherwise{_OTHERWISE}"
+        for line, entry in sorted(result.items())
     ]
 
 
-_OTHERWISE = ", and still stands as it was: translate the script with that branch chosen (--set), and take the command from there."
+_OTHERWISE = (
+    ", and still stands as it was: translate the script with that branch chosen (--set), and take "
+    "the command from there."
+)
 
 
-def _different(text: str, reading: ScriptReading, launches: list[TranslatedLaunch], settings: dict[str, str]) -> list[str]:
-    """Return the keys whose values the new script, read like the old one, would launch otherwise."""
-    events = [event for event in reread(text, reading, settings) if any(field.text.known == COMMAND for field in event.fields)]
+def _different(
+    text: str, reading: ScriptReading, launches: list[TranslatedLaunch], settings: dict[str, str]
+) -> list[str]:
+    """Find keys that the new script, read like the old one, sets to other values."""
+    events = [
+        event
+        for event in reread(text, reading, settings)
+        if any(field.text.known == COMMAND for field in event.fields)
+    ]
     written = [each for each in launches if each.is_writable and not each.launch.is_inner]
     out: list[str] = []
     for event, each in zip(events, written, strict=False):
-        position = next(number for number, field in enumerate(event.fields) if field.text.known == COMMAND)
-        result = {shown.partition("=")[0]: shown for field in event.fields[position + 1 :] if "=" in (shown := field.text.shown())}
-        out += [argument.key for argument in each.arguments if result.get(argument.key) != argument.text.shown()]
+        position = next(
+            number for number, field in enumerate(event.fields) if field.text.known == COMMAND
+        )
+        result = {
+            shown.partition("=")[0]: shown
+            for field in event.fields[position + 1 :]
+            if "=" in (shown := field.text.shown())
+        }
+        out += [
+            argument.key
+            for argument in each.arguments
+            if result.get(argument.key) != argument.text.shown()
+        ]
     return list(dict.fromkeys(out))
 
 
 _OPPOSITE = {"true": "False", "false": "True"}
 _OTHER = "37"
-"""A value that no default is: a number, since sizes are computed from numbers, and a name as good as any other."""
+"""A value that no default is: a number, since sizes are computed from numbers, and a name as good
+as any other.
+"""
 _MOST_VALUES = 4
 _ARGUMENT = re.compile(r"\$\{([1-9])(?::?[-=])")
 
 
 def kept_fixed(
-    reading: ScriptReading, launches: Sequence[TranslatedLaunch], settings: dict[str, str], *, options: Options, folder: Path | None
+    reading: ScriptReading,
+    launches: Sequence[TranslatedLaunch],
+    settings: dict[str, str],
+    *,
+    options: Options,
+    folder: Path | None,
 ) -> list[str]:
-    """Return one sentence for each variable with a default that a written value was computed from, or that switches nothing on.
+    """Describe each variable with a default that the new script no longer reads.
 
     Args:
         reading: of the old script.
@@ -152,29 +212,42 @@ def kept_fixed(
         options: of the translation.
         folder: of the script.
     """
-    names = {name for name, is_bare in reading.free.items() if not is_bare} | set(_ARGUMENT.findall(reading.text))
+    names = {name for name, is_bare in reading.free.items() if not is_bare} | set(
+        _ARGUMENT.findall(reading.text)
+    )
     out = []
     for name in sorted(names - settings.keys()):
         keys: dict[str, None] = {}
         missing: dict[str, str] = {}
         for value in _values(reading.text, name):
-            for launch, each in zip(_launched(reading, {**settings, name: value}), launches, strict=False):
+            for launch, each in zip(
+                _launched(reading, {**settings, name: value}), launches, strict=False
+            ):
                 keys.update(dict.fromkeys(_fixed(launch, each, value)))
                 if _has_dropped_switch(launch, each):
                     result = translate_launch(launch, options, folder=folder).translation.settings
                     written = {setting.key for setting in each.translation.settings}
-                    missing |= {setting.key: value for setting in result if setting.key not in written | missing.keys() | keys.keys()}
+                    missing |= {
+                        setting.key: value
+                        for setting in result
+                        if setting.key not in written | missing.keys() | keys.keys()
+                    }
         if missing and not keys:
-            shown, value = ", ".join(list(missing)[:6]) + (", ..." if len(missing) > 6 else ""), next(iter(missing.values()))
+            shown, value = (
+                ", ".join(list(missing)[:6]) + (", ..." if len(missing) > 6 else ""),
+                next(iter(missing.values())),
+            )
             out.append(
-                f"{name} switches nothing on by its default, so the new command does not have it: {name}={value} would set {shown}; "
+                f"{name} switches nothing on by its default, so the new command does not have it: "
+                f"{name}={value} would set {shown}; "
                 f"translate again with --set {name}=VALUE to use it."
             )
         if keys:
             what = f"argument {name}" if name.isdigit() else name
             shown = ", ".join(list(keys)[:6]) + (", ..." if len(keys) > 6 else "")
             out.append(
-                f"{what} has a default in the script, from which {shown} came: with another value they would stay as they are written; "
+                f"{what} has a default in the script, from which {shown} came: with another value "
+                "they would stay as they are written; "
                 f"translate again with --set {name}=VALUE."
             )
     return out
@@ -185,7 +258,9 @@ def _values(text: str, name: str) -> list[str]:
     default = re.search(rf"\$\{{{name}:?[-=]([^}}]*)\}}", text)
     other = _OPPOSITE.get(default[1].strip("\"'").lower(), _OTHER) if default else _OTHER
     spelled = rf"\$\{{?{name}\b[^}}\s]*\}}?"
-    result = re.findall(rf"{spelled}\"?\s*(?:==?|!=|-eq|-ne|-gt|-ge|-lt|-le)\s*[\"']?([\w.-]+)", text)
+    result = re.findall(
+        rf"{spelled}\"?\s*(?:==?|!=|-eq|-ne|-gt|-ge|-lt|-le)\s*[\"']?([\w.-]+)", text
+    )
     for body in re.findall(rf"\bcase\s+\"?{spelled}\"?\s+in\b(.*?)\besac\b", text, re.DOTALL):
         result += re.findall(r"^\s*\(?[\"']?([\w.-]+)[^)\n]*\)", body, re.MULTILINE)
     return [other, *dict.fromkeys(result)][: 1 + _MOST_VALUES]
@@ -199,24 +274,40 @@ def _launched(reading: ScriptReading, settings: dict[str, str]) -> list[Launch]:
 
 
 def _has_dropped_switch(launch: Launch, each: TranslatedLaunch) -> bool:
-    """Return whether a launch with another value of a variable differs in a setting that has no successor with the default."""
-    before = {override.key: override.text.shown() for override in each.launch.overrides if override.key}
+    """Check if another value of a variable changes a setting without a successor."""
+    before = {
+        override.key: override.text.shown() for override in each.launch.overrides if override.key
+    }
     after = {override.key: override.text.shown() for override in launch.overrides if override.key}
     changed = [key for key, shown in after.items() if before.get(key, shown) != shown]
-    return any(not any(key in setting.old_keys for setting in each.translation.settings) for key in changed)
+    return any(
+        not any(key in setting.old_keys for setting in each.translation.settings) for key in changed
+    )
 
 
 def _fixed(launch: Launch, each: TranslatedLaunch, value: str) -> Iterator[str]:
-    """Yield the new keys that a launch with another value of the variable would have otherwise, and that are written as they are."""
-    before = {override.key: override.text.shown() for override in each.launch.overrides if override.key}
-    after = {override.key: override.text.shown() for override in launch.overrides if override.key and override.text.shown() != value}
+    """Yield fixed new keys that would differ with another value of the variable."""
+    before = {
+        override.key: override.text.shown() for override in each.launch.overrides if override.key
+    }
+    after = {
+        override.key: override.text.shown()
+        for override in launch.overrides
+        if override.key and override.text.shown() != value
+    }
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-    numbers = {number for number, override in enumerate(each.launch.overrides) if override.key in changed}
+    numbers = {
+        number for number, override in enumerate(each.launch.overrides) if override.key in changed
+    }
     for argument, setting in zip(each.arguments, each.translation.settings, strict=True):
         follows = any(piece.source is not None for piece in argument.text.pieces)
-        is_of_a_path = argument.key.endswith(".kind") and argument.key.startswith("data.")  # the loader would say so
+        is_of_a_path = argument.key.endswith(".kind") and argument.key.startswith(
+            "data."
+        )  # the loader would say so
         if not follows and not is_of_a_path and numbers & set(setting.sources):
             yield argument.key
     yield from sorted(
-        key for key in after.keys() - before.keys() if not any(key in setting.old_keys for setting in each.translation.settings)
+        key
+        for key in after.keys() - before.keys()
+        if not any(key in setting.old_keys for setting in each.translation.settings)
     )

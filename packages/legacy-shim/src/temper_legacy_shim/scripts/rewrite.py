@@ -47,15 +47,27 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
         line = reading.text.count("\n", 0, span.start) + 1
         if problem:
             out.persons.append(f"line {line}: {problem}")
-            edits.append(_Edit(Span(span.start, span.start), _left_unchanged(reading.text, launches[0], problem)))
+            edits.append(
+                _Edit(
+                    Span(span.start, span.start),
+                    _left_unchanged(reading.text, launches[0], problem),
+                )
+            )
             continue
         edits += (replacement := _replacement(reading.text, launches[0], name=next(names)))
         rewritten.append(_from_starter(launches[0].launch))
         kept += [edit.text for edit in replacement]
-    tokens = {override.at for each in translated for override in each.launch.overrides if override.at >= 0}
+    tokens = {
+        override.at for each in translated for override in each.launch.overrides if override.at >= 0
+    }
     dead = (
         find_dead_arrays(
-            parse(reading.text), reading.text, rewritten=rewritten, tokens=tokens, executed=reading.executed, kept=_strip_comments(kept)
+            parse(reading.text),
+            reading.text,
+            rewritten=rewritten,
+            tokens=tokens,
+            executed=reading.executed,
+            kept=_strip_comments(kept),
         )
         if rewritten
         else []
@@ -63,8 +75,13 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
     for array in dead:
         edits.append(_commented(reading.text, array))
         if not array.is_executed:
-            shown = ", ".join(element.word.source for element in array.elements[:4]) + (" ..." if len(array.elements) > 4 else "")
-            what = "stand in a branch that was not taken: the new script stops there; to translate that branch, choose it with --set"
+            shown = ", ".join(element.word.source for element in array.elements[:4]) + (
+                " ..." if len(array.elements) > 4 else ""
+            )
+            what = (
+                "stand in a branch that was not taken: the new script stops there; to translate "
+                "that branch, choose it with --set"
+            )
             out.notes.append(f"line {reading.line_of(array.span.start)}: {shown} {what}.")
     out.text = _applied(reading.text, edits)
     return out
@@ -77,7 +94,9 @@ def _group_by_site(translated: list[TranslatedLaunch]) -> dict[Span, list[Transl
     """
     out: dict[Span, list[TranslatedLaunch]] = {}
     for each in translated:
-        out.setdefault(each.launch.item if each.launch.is_inner else each.launch.span, []).append(each)
+        out.setdefault(each.launch.item if each.launch.is_inner else each.launch.span, []).append(
+            each
+        )
     return out
 
 
@@ -85,14 +104,26 @@ def _problem(launches: list[TranslatedLaunch]) -> str:
     """Return why a command cannot be rewritten; empty if it can."""
     first = launches[0]
     if first.launch.is_inner:
-        return "the launch stands inside a text that another shell runs (bash -c, eval, a heredoc): put the new command there by hand."
+        return (
+            "the launch stands inside a text that another shell runs (bash -c, eval, a heredoc): "
+            "put the new command there by hand."
+        )
     if not first.is_writable:
-        return f"{first.launch.entry} has no counterpart that could be launched: the report says why."
-    written = [[(argument.key, argument.source) for argument in each.arguments] for each in launches]
-    different = [key for one in written[1:] for key in sorted({key for key, _ in set(one) ^ set(written[0])})]
+        return (
+            f"{first.launch.entry} has no counterpart that could be launched: the report says why."
+        )
+    written = [
+        [(argument.key, argument.source) for argument in each.arguments] for each in launches
+    ]
+    different = [
+        key for one in written[1:] for key in sorted({key for key, _ in set(one) ^ set(written[0])})
+    ]
     if different:
         keys = ", ".join(dict.fromkeys(different))
-        return f"the command runs {len(launches)} times, with values of {keys} that were computed and differ: write one command for each."
+        return (
+            f"the command runs {len(launches)} times, with values of {keys} that were computed "
+            "and differ: write one command for each."
+        )
     return ""
 
 
@@ -119,8 +150,18 @@ def _replacement(text: str, each: TranslatedLaunch, *, name: str) -> list[_Edit]
     launch = each.launch
     indent = _indent(text, launch.item.start)
     array = "\n".join(indent + line if line else "" for line in _array(text, each, name)).lstrip()
-    command = " ".join([*_wrappers(text, launch), COMMAND, f'"${{{name}[@]}}"', *(argument.source for argument in launch.open_arguments)])
-    return [_Edit(Span(launch.item.start, launch.item.start), f"{array}\n{indent}"), _Edit(launch.arguments, command)]
+    command = " ".join(
+        [
+            *_wrappers(text, launch),
+            COMMAND,
+            f'"${{{name}[@]}}"',
+            *(argument.source for argument in launch.open_arguments),
+        ]
+    )
+    return [
+        _Edit(Span(launch.item.start, launch.item.start), f"{array}\n{indent}"),
+        _Edit(launch.arguments, command),
+    ]
 
 
 def _indent(text: str, at: int) -> str:
@@ -129,7 +170,10 @@ def _indent(text: str, at: int) -> str:
 
 
 def _wrappers(text: str, launch: Launch) -> list[str]:
-    """Return the text before the launcher, such as ``srun ...`` or ``ray job submit ... --``, unchanged."""
+    """Return the text before the launcher, such as ``srun ...`` or ``ray job submit ...
+
+    --``, unchanged.
+    """
     if launch.starter == 0:
         return []
     start = launch.command[launch.starter].at
@@ -139,7 +183,7 @@ def _wrappers(text: str, launch: Launch) -> list[str]:
 
 
 def _from_starter(launch: Launch) -> Span:
-    """Return the span from the program that starts Python to the last argument, without wrappers."""
+    """Find the span from the Python launcher to the last argument, without wrappers."""
     start = launch.command[launch.starter].at
     is_inside = launch.arguments.start <= start <= launch.arguments.end
     return Span(start, launch.arguments.end) if is_inside else launch.arguments
@@ -147,16 +191,28 @@ def _from_starter(launch: Launch) -> Span:
 
 def _strip_comments(texts: list[str]) -> str:
     """Return the new commands without comments on the old ones."""
-    return "\n".join(line.partition("  # ")[0] for text in texts for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return "\n".join(
+        line.partition("  # ")[0]
+        for text in texts
+        for line in text.splitlines()
+        if not line.lstrip().startswith("#")
+    )
 
 
 def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:
     source = each.translation.source
     release = source.version if source.is_given else f"{source.version} (inferred)"
-    head = f"# {each.launch.entry} of {release}, by temper-migrate; what became of every key is in its report."
+    head = (
+        f"# {each.launch.entry} of {release}, by temper-migrate; what became of every key is in "
+        "its report."
+    )
     lines = [head, *_findings(each), f"{name}=("]
     seen: set[int] = set()
-    requested = [argument for argument, setting in zip(each.arguments, each.translation.settings, strict=True) if not setting.is_pinned]
+    requested = [
+        argument
+        for argument, setting in zip(each.arguments, each.translation.settings, strict=True)
+        if not setting.is_pinned
+    ]
     pinned = [argument for argument in each.arguments if argument not in requested]
     for argument in requested:
         lines += _lines(text, each, argument, seen)
@@ -170,8 +226,15 @@ def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:
 
 def _findings(each: TranslatedLaunch) -> list[str]:
     """Return decisions and differences as comments; unknown keys have a line below."""
-    result = [finding for finding in each.translation.findings if finding.level in _HEADS and finding.rule != "unmapped"]
-    return [f"# {_HEADS[finding.level]}: {' '.join(each.readable(finding.message).split())}" for finding in result]
+    result = [
+        finding
+        for finding in each.translation.findings
+        if finding.level in _HEADS and finding.rule != "unmapped"
+    ]
+    return [
+        f"# {_HEADS[finding.level]}: {' '.join(each.readable(finding.message).split())}"
+        for finding in result
+    ]
 
 
 def _lines(text: str, each: TranslatedLaunch, argument: NewArgument, seen: set[int]) -> list[str]:
@@ -179,7 +242,10 @@ def _lines(text: str, each: TranslatedLaunch, argument: NewArgument, seen: set[i
     above, extra = [], argument.comment
     if argument.at >= 0 and argument.at not in seen:
         seen.add(argument.at)
-        source = next((override.source for override in each.launch.overrides if override.at == argument.at), "")
+        source = next(
+            (override.source for override in each.launch.overrides if override.at == argument.at),
+            "",
+        )
         comments = comments_at(text, argument.at, len(source))
         above = [f"    {line}" for line in comments.above]
         extra = "; ".join(part for part in (comments.extra.lstrip("# "), extra) if part)
@@ -191,14 +257,25 @@ def _dropped_lines(text: str, each: TranslatedLaunch, seen: set[int]) -> list[st
     """Return the old tokens that have no successor, with their comments, as comments."""
     out = []
     for token in each.translation.tokens:
-        if token.disposition not in _DROPPED or token.new_keys or token.index >= len(each.launch.overrides):
+        if (
+            token.disposition not in _DROPPED
+            or token.new_keys
+            or token.index >= len(each.launch.overrides)
+        ):
             continue
         override = each.launch.overrides[token.index]
-        comments = comments_at(text, override.at, len(override.source)) if override.at >= 0 and override.at not in seen else None
+        comments = (
+            comments_at(text, override.at, len(override.source))
+            if override.at >= 0 and override.at not in seen
+            else None
+        )
         out += [f"    {line}" for line in comments.above] if comments else []
         reason = " ".join(each.readable(token.reason).split())
         kept = f" ({comments.extra.lstrip('# ')})" if comments and comments.extra else ""
-        out.append(f"    # {' '.join(override.source.split())}{kept}: {token.disposition}. {reason}".rstrip())
+        out.append(
+            f"    # {' '.join(override.source.split())}{kept}: "
+            f"{token.disposition}. {reason}".rstrip()
+        )
     return ["", "    # Without a successor:", *out] if out else []
 
 
@@ -210,12 +287,20 @@ def _left_unchanged(text: str, each: TranslatedLaunch, problem: str) -> str:
     indent = _indent(text, each.launch.item.start)
     lines = [f"# temper-migrate: needs a person: {problem}"]
     if each.is_writable:
-        lines += [f"# {COMMAND} \\", *(f"#     {argument.source} \\" for argument in each.arguments)]
+        lines += [
+            f"# {COMMAND} \\",
+            *(f"#     {argument.source} \\" for argument in each.arguments),
+        ]
         lines[-1] = lines[-1].removesuffix(" \\")
-    return f"\n{indent}".join(line for block in lines for line in block.splitlines()) + f"\n{indent}"
+    return (
+        f"\n{indent}".join(line for block in lines for line in block.splitlines()) + f"\n{indent}"
+    )
 
 
-_STOP = "{ echo 'temper-migrate: this branch was not translated; choose it with --set and translate again.' >&2; exit 1; }"
+_STOP = (
+    "{ echo 'temper-migrate: this branch was not translated; choose it with --set and translate "
+    "again.' >&2; exit 1; }"
+)
 
 
 def _commented(text: str, array: DeadArray) -> _Edit:
@@ -228,8 +313,13 @@ def _commented(text: str, array: DeadArray) -> _Edit:
     if not array.is_own_line:
         return _Edit(array.span, command)
     lines = text[array.span.start : array.span.end].split("\n")
-    head = f"# Old overrides, in {COMMAND}'s words below:" if array.is_executed else "# Old overrides:"
-    shown = [(f"{indent}# {line}" if number else f"# {line}").rstrip() for number, line in enumerate(lines)]
+    head = (
+        f"# Old overrides, in {COMMAND}'s words below:" if array.is_executed else "# Old overrides:"
+    )
+    shown = [
+        (f"{indent}# {line}" if number else f"# {line}").rstrip()
+        for number, line in enumerate(lines)
+    ]
     first = f"{command}  {head}" if array.is_single or not array.is_executed else head
     return _Edit(array.span, f"{first}\n{indent}" + "\n".join(shown))
 
@@ -251,7 +341,7 @@ class Comments:
 
 
 def comments_at(text: str, start: int, length: int) -> Comments:
-    """Return the comment lines right above the token at `start`, and the comment after it on its line."""
+    """Return the comment lines above the token at `start`, and the comment on its line."""
     line_start = text.rfind("\n", 0, start) + 1
     above: list[str] = []
     if not text[line_start:start].strip():

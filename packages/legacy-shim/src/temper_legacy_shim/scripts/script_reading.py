@@ -1,4 +1,7 @@
-"""Read a script: the commands it would run by default, and what else it could run where its text does not decide."""
+"""Read a script.
+
+The commands it would run by default, and what else it could run where its text does not decide.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +10,12 @@ from temper_legacy_shim.bash.parser import parse
 from temper_legacy_shim.bash.shell_state import Decision, Event, ReaderHooks, Reading
 from temper_legacy_shim.bash.syntax_tree import Program
 from temper_legacy_shim.errors import ScriptError
-from temper_legacy_shim.scripts.launches import Launch, explain_npu_probe, find_launches, is_launch_text
+from temper_legacy_shim.scripts.launches import (
+    Launch,
+    explain_npu_probe,
+    find_launches,
+    is_launch_text,
+)
 
 MAX_PASSES = 40
 MAX_BYTES = 2_000_000
@@ -65,15 +73,20 @@ def read_script(text: str, *, settings: dict[str, str] | None = None) -> ScriptR
         ScriptError: it is no bash, or builds more than a launch command.
     """
     if len(text) > MAX_BYTES:
-        raise ScriptError(f"the script has {len(text)} characters: a launch script has fewer than {MAX_BYTES}.")
+        raise ScriptError(
+            f"the script has {len(text)} characters: a launch script has fewer than {MAX_BYTES}."
+        )
     try:
         return _read(text, settings or {})
     except RecursionError as error:
-        raise ScriptError("line 1: expansions or commands lie too deep inside each other: write the script flatter.") from error
+        raise ScriptError(
+            "line 1: expansions or commands lie too deep inside each other: write the script "
+            "flatter."
+        ) from error
 
 
 def reread(text: str, like: ScriptReading, settings: dict[str, str]) -> list[Event]:
-    """Return the commands of a script that was made from another, with that one's conditions decided as they were."""
+    """Read a rewritten script, with the decisions of the script that it was made from."""
     choices = tuple(decision.taken for decision in like.decisions)
     return _pass(parse(text), text, settings, choices, passes_guards=like.passes_guards).events
 
@@ -106,13 +119,22 @@ def _read(text: str, settings: dict[str, str]) -> ScriptReading:
     )
 
 
-def _pass(program: Program, text: str, settings: dict[str, str], choices: tuple[int, ...], *, passes_guards: bool = False) -> Reading:
+def _pass(
+    program: Program,
+    text: str,
+    settings: dict[str, str],
+    choices: tuple[int, ...],
+    *,
+    passes_guards: bool = False,
+) -> Reading:
     reading = Reading(text, choices, settings, passes_guards=passes_guards, hooks=_HOOKS)
     run_script(program, reading)
     return reading
 
 
-def _first_that_launches(program: Program, text: str, settings: dict[str, str], main: Reading) -> tuple[Reading, int]:
+def _first_that_launches(
+    program: Program, text: str, settings: dict[str, str], main: Reading
+) -> tuple[Reading, int]:
     """Change decisions until something is launched.
 
     Guards that end a script are assumed to pass.
@@ -140,9 +162,14 @@ def _first_that_launches(program: Program, text: str, settings: dict[str, str], 
 
 
 def _alternatives(
-    program: Program, text: str, settings: dict[str, str], main: Reading, launches: tuple[Launch, ...], passes: int
+    program: Program,
+    text: str,
+    settings: dict[str, str],
+    main: Reading,
+    launches: tuple[Launch, ...],
+    passes: int,
 ) -> tuple[Alternative, ...]:
-    """Return the script read again with each decision turned, where that changes what is launched."""
+    """Read the script again for each undecided condition that changes the launches."""
     taken = [decision.taken for decision in main.decisions]
     usual, out = [_signature(launch) for launch in launches], []
     for position, decision in enumerate(main.decisions):
@@ -150,7 +177,13 @@ def _alternatives(
             if other == decision.taken or passes <= 0:
                 continue
             passes -= 1
-            result = _pass(program, text, settings, (*taken[:position], other), passes_guards=main.passes_guards)
+            result = _pass(
+                program,
+                text,
+                settings,
+                (*taken[:position], other),
+                passes_guards=main.passes_guards,
+            )
             others = tuple(find_launches(result.events))
             if others and [_signature(launch) for launch in others] != usual:
                 out.append(Alternative(decision=decision, taken=other, launches=others))
@@ -160,4 +193,8 @@ def _alternatives(
 
 
 def _signature(launch: Launch) -> tuple[object, ...]:
-    return launch.entry, launch.config_name, tuple(override.text.shown() for override in launch.overrides)
+    return (
+        launch.entry,
+        launch.config_name,
+        tuple(override.text.shown() for override in launch.overrides),
+    )

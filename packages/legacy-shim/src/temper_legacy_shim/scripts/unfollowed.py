@@ -1,4 +1,4 @@
-"""Commands behind which an old trainer may stand, although no launch of one was seen in the script."""
+"""Find commands that may start an old trainer, although no launch was recognized."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,9 @@ _MOST_KEYS = 4
 _MOST_LEVELS = 3
 
 
-def find_unfollowed(reading: ScriptReading, folder: Path | None, *, level: int = 0) -> tuple[list[str], list[str]]:
+def find_unfollowed(
+    reading: ScriptReading, folder: Path | None, *, level: int = 0
+) -> tuple[list[str], list[str]]:
     """Return sentences about commands that may start an old trainer.
 
     What must be decided, and what could not be looked at.
@@ -39,7 +41,10 @@ def find_unfollowed(reading: ScriptReading, folder: Path | None, *, level: int =
     seen = {launch.span for launch in (*reading.launches, *reading.written)}
     for launch in reading.written:
         line = reading.line_of(launch.span.start)
-        decisions[f"line {line}: a text that is written there starts {launch.entry}: translate the file that it becomes."] = None
+        decisions[
+            f"line {line}: a text that is written there starts {launch.entry}: translate the file "
+            "that it becomes."
+        ] = None
     for event in reading.events:
         if event.span in seen or (event.fields[0].text.known or "").rpartition("/")[2] in _PRINTS:
             continue
@@ -52,16 +57,21 @@ def find_unfollowed(reading: ScriptReading, folder: Path | None, *, level: int =
         if entry:
             with_keys = f", and gets settings of verl from here ({shown})" if keys else ""
             decisions[
-                f"line {line}: {called} starts {entry}{with_keys}: translate that script (temper-migrate script {called}), and give it "
+                f"line {line}: {called} starts {entry}{with_keys}: translate that script "
+                f"(temper-migrate script {called}), and give it "
                 "the new settings."
             ] = None
         elif len(keys) > 1:
             decisions[
-                f"line {line}: {_shown(event)} gets settings of verl ({shown}), and what it starts could not be followed: translate the "
+                f"line {line}: {_shown(event)} gets settings of verl ({shown}), and what it starts "
+                "could not be followed: translate the "
                 "script or program behind it, and give that one the new settings."
             ] = None
         elif called and path is None and folder is not None:
-            remarks[f"line {line}: {called} was not found next to this script, so what it starts is not known"] = None
+            remarks[
+                f"line {line}: {called} was not found next to this script, so what it starts is "
+                "not known"
+            ] = None
     return list(decisions), list(remarks)
 
 
@@ -79,13 +89,22 @@ def _called_script(event: Event) -> str:
 
 
 def _script_name(field: Field) -> str:
-    """Return a script's path, without what a substitution prints before it; empty for another argument."""
+    """Return a script's path, without what a substitution prints before it.
+
+    Empty for another argument.
+    """
     pieces = field.text.pieces
     while pieces and not pieces[-1].is_known:  # a variable: what it was assigned
         pieces = () if pieces[-1].inner == pieces else pieces[-1].inner
     known = pieces[-1].value if pieces else ""
     shown = field.text.shown()
-    return shown if _SCRIPT.fullmatch(shown) else f"...{known}" if known != shown and _SCRIPT.fullmatch(known) else ""
+    return (
+        shown
+        if _SCRIPT.fullmatch(shown)
+        else f"...{known}"
+        if known != shown and _SCRIPT.fullmatch(known)
+        else ""
+    )
 
 
 def _find_script(called: str, folder: Path | None) -> Path | None:
@@ -96,7 +115,14 @@ def _find_script(called: str, folder: Path | None) -> Path | None:
     if folder is None:
         return None
     parts = called.split("/")
-    unknown = max((number for number, part in enumerate(parts) if "$" in part or "`" in part or part == "..."), default=-1)
+    unknown = max(
+        (
+            number
+            for number, part in enumerate(parts)
+            if "$" in part or "`" in part or part == "..."
+        ),
+        default=-1,
+    )
     tail = "/".join(parts[unknown + 1 :])
     if called.startswith("/") and unknown < 0:
         return Path(called) if Path(called).is_file() else None
@@ -143,15 +169,18 @@ _OLD_FILE = re.compile(r"(?:.*/)?(?:verl|recipe)/(?:\w+/)*(?:main\w*|\w*trainer\
 
 
 def left_behind(program: Program) -> Iterator[tuple[int, str]]:
-    """Yield positions and names of commands with an old trainer's module or file as argument, in order.
+    """Yield positions and names of commands that have an old trainer as an argument.
 
     Args:
-        program: of the new script. Text inside quotes (``bash -c``, ``echo``) is not looked at, commands in ``$(...)`` are.
+        program: of the new script. Text inside quotes (``bash -c``, ``echo``) is not looked at,
+            commands in ``$(...)`` are.
     """
     for command in sorted(_simple_commands(program), key=lambda each: each.span.start):
         names = [word.literal() or "" for word in command.words if isinstance(word, Word)]
         for before, name in pairwise(names):
-            if (before in ("-m", "--module") and OLD_MODULE.fullmatch(name)) or (names[0] != "echo" and _OLD_FILE.fullmatch(name)):
+            if (before in ("-m", "--module") and OLD_MODULE.fullmatch(name)) or (
+                names[0] != "echo" and _OLD_FILE.fullmatch(name)
+            ):
                 yield command.span.start, name
                 break
 
@@ -163,17 +192,26 @@ def only_named(text: str) -> list[str]:
     """
     lines = list(enumerate(text.splitlines(), 1))
     result = [(number, match[1]) for number, line in lines if (match := _NAMED.match(line))]
-    code = [(number, line.partition("#")[0]) for number, line in reversed(lines) if not _PRINTED.match(line)]
-    keys = {key: number for number, line in code for key in _KEY.findall(line) if key in known_keys()}
+    code = [
+        (number, line.partition("#")[0])
+        for number, line in reversed(lines)
+        if not _PRINTED.match(line)
+    ]
+    keys = {
+        key: number for number, line in code for key in _KEY.findall(line) if key in known_keys()
+    }
     if not result and len(keys) > 1:
         shown = ", ".join(sorted(keys)[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
         sentence = (
-            f"line {min(keys.values())}: settings of verl ({shown}) are given there, but no command was seen that gets them: translate "
-            "with --set NAME=VALUE for what the script asks for, or translate the script that they are for"
+            f"line {min(keys.values())}: settings of verl ({shown}) are given there, but no "
+            "command was seen that gets them: translate "
+            "with --set NAME=VALUE for what the script asks for, or translate the script that they "
+            "are for"
         )
         return [sentence]
     return [
-        f"line {number}: {name} is named there, but nothing in this script was seen to start it: translate what does, such as the file "
+        f"line {number}: {name} is named there, but nothing in this script was seen to start it: "
+        "translate what does, such as the file "
         "that this script writes"
         for number, name in result
     ]

@@ -1,9 +1,16 @@
-"""The deprecated worker classes, alive on Temper's engines; the Megatron ones are in ``megatron_workers``."""
+"""The deprecated worker classes, alive on Temper's engines.
+
+The Megatron ones are in ``megatron_workers``.
+"""
 
 from temper_legacy_shim.errors import explain_missing_extra
 
 try:
-    from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker, CriticWorker
+    from temper_legacy_shim.workers.fsdp_workers import (
+        ActorRolloutRefWorker,
+        AsyncActorRolloutRefWorker,
+        CriticWorker,
+    )
     from temper_legacy_shim.workers.megatron_workers import MegatronPPOActor, MegatronPPOCritic
     from temper_legacy_shim.workers.ppo_actor import DataParallelPPOActor
     from temper_legacy_shim.workers.ppo_critic import DataParallelPPOCritic

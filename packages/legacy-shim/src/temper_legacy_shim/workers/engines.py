@@ -41,7 +41,8 @@ class Adopted:
     ) -> None:
         self.engine = engine
         if folder is not None:
-            # Kept for the life of the engine, which copies tokenizer and config files from it when it saves.
+            # Kept for the life of the engine, which copies tokenizer and config files from it when
+            # it saves.
             weakref.finalize(engine, shutil.rmtree, folder, ignore_errors=True)
         self._module = module
         self._optimizer = optimizer
@@ -49,9 +50,11 @@ class Adopted:
 
     @contextmanager
     def weights_of_module(self) -> Iterator[None]:
-        """Yield the engine's weights are the module's inside, also where the user loaded others into it meanwhile."""
+        """Give the module the engine's weights inside, and copy the user's changes back."""
         if self._module is not None and _versions(self._module) != self._versions:
-            self.engine.load_weights(NamedWeight(name, tensor) for name, tensor in _weights(self._module))
+            self.engine.load_weights(
+                NamedWeight(name, tensor) for name, tensor in _weights(self._module)
+            )
             self._versions = _versions(self._module)
         yield
 
@@ -76,7 +79,9 @@ class Adopted:
 class ConfigureEngine(Protocol):
     """Builds the configuration of an adopted model's engine."""
 
-    def __call__(self, *, model: ModelSpec, optimizer: OptimizerSpec | None, precision: PrecisionSpec) -> EngineConfig:
+    def __call__(
+        self, *, model: ModelSpec, optimizer: OptimizerSpec | None, precision: PrecisionSpec
+    ) -> EngineConfig:
         """Return the configuration, of the class that its engine takes."""
 
 
@@ -104,13 +109,22 @@ def adopt(
     """
     if isinstance(module, BaseEngine):
         if optimizer is not None:
-            raise ConfigError("an engine brings its own optimizer: pass None, and configure it in the engine's config.")
+            raise ConfigError(
+                "an engine brings its own optimizer: pass None, and configure it in the engine's "
+                "config."
+            )
         if module.model_type != model_type:
-            raise ConfigError(f"the engine's model is a {module.model_type}, but this class trains a {model_type}.")
+            raise ConfigError(
+                f"the engine's model is a {module.model_type}, but this class trains a "
+                f"{model_type}."
+            )
         return Adopted(module)
-    if not isinstance(module, PreTrainedModel) or any(_is_sharded(part) for part in module.modules()):
+    if not isinstance(module, PreTrainedModel) or any(
+        _is_sharded(part) for part in module.modules()
+    ):
         raise ConfigError(
-            f"the module is a {type(module).__name__}: pass the plain Hugging Face model, which the engine shards itself, "
+            f"the module is a {type(module).__name__}: pass the plain Hugging Face model, which "
+            "the engine shards itself, "
             "or an initialized engine."
         )
     folder = tempfile.mkdtemp(prefix="temper-adopted-")
@@ -132,13 +146,22 @@ def optimizer_spec(optimizer: torch.optim.Optimizer, *, grad_clip: float | None)
         ConfigError: another optimizer, or several groups.
     """
     groups = optimizer.param_groups
-    if type(optimizer) is not torch.optim.AdamW or len(groups) != 1 or groups[0]["amsgrad"] or groups[0]["maximize"]:
+    if (
+        type(optimizer) is not torch.optim.AdamW
+        or len(groups) != 1
+        or groups[0]["amsgrad"]
+        or groups[0]["maximize"]
+    ):
         raise ConfigError(
-            f"the optimizer is a {type(optimizer).__name__} with {len(groups)} parameter groups: pass torch.optim.AdamW with one group and "
+            f"the optimizer is a {type(optimizer).__name__} with {len(groups)} parameter groups: "
+            "pass torch.optim.AdamW with one group and "
             "neither amsgrad nor maximize, which is what engines compute."
         )
     if optimizer.state:
-        raise ConfigError("the optimizer has already made steps, whose moments an engine can't take over: pass a fresh one.")
+        raise ConfigError(
+            "the optimizer has already made steps, whose moments an engine can't take over: pass a "
+            "fresh one."
+        )
     (group,) = groups
     beta1, beta2 = group["betas"]
     return OptimizerSpec(
@@ -153,7 +176,10 @@ def optimizer_spec(optimizer: torch.optim.Optimizer, *, grad_clip: float | None)
 
 
 def _is_sharded(part: nn.Module) -> bool:
-    return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel") for cls in type(part).__mro__)
+    return any(
+        cls.__name__ in ("FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel")
+        for cls in type(part).__mro__
+    )
 
 
 def _weights(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -168,4 +194,7 @@ def _versions(module: PreTrainedModel) -> dict[str, int]:
 
     A replaced one starts again, hence its address.
     """
-    return {name: hash((parameter._version, parameter.data_ptr())) for name, parameter in module.named_parameters()}
+    return {
+        name: hash((parameter._version, parameter.data_ptr()))
+        for name, parameter in module.named_parameters()
+    }

@@ -1,4 +1,7 @@
-"""The old FSDP worker classes: roles around ``DataParallelPPOActor`` and ``DataParallelPPOCritic``, alone or as Ray actors."""
+"""The old FSDP worker classes.
+
+Roles around ``DataParallelPPOActor`` and ``DataParallelPPOCritic``, alone or as Ray actors.
+"""
 
 from torch import Tensor
 from typing_extensions import deprecated
@@ -10,15 +13,23 @@ from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.workers.engine_configs import build_fsdp_config
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_legacy_shim.workers.role_workers import OldRates, PolicyWorker, Values, ValueWorker, WeightsByCall
+from temper_legacy_shim.workers.role_workers import (
+    OldRates,
+    PolicyWorker,
+    Values,
+    ValueWorker,
+    WeightsByCall,
+)
 from temper_legacy_shim.workers.settings import block, known
 from temper_legacy_shim.workers.updates import OldSchedule
 
 
 @deprecated_class
 @deprecated(
-    "temper_legacy_shim.workers.fsdp_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will be "
-    "removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; one for each role, with model_engine=fsdp; "
+    "temper_legacy_shim.workers.fsdp_workers.ActorRolloutRefWorker is deprecated since "
+    "temper-legacy-shim 0.2 and will be "
+    "removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; one for each "
+    "role, with model_engine=fsdp; "
     "sampling is temper_trainer.rollout.hf_sampler.HfSampler's.",
     category=None,
 )
@@ -28,8 +39,8 @@ class ActorRolloutRefWorker(PolicyWorker):
     Args:
         config: the old ``actor_rollout_ref`` block: model, actor, rollout, ref.
         role: actor, rollout, ref, actor_rollout or actor_rollout_ref.
-        kwargs: ``numerics`` ("legacy" or "temper") and ``engines``, engine configurations by role that replace what the config says; any
-            other keyword is refused.
+        kwargs: ``numerics`` ("legacy" or "temper") and ``engines``, engine configurations by role
+            that replace what the config says; any other keyword is refused.
     """
 
     engine_name = "fsdp"
@@ -38,12 +49,21 @@ class ActorRolloutRefWorker(PolicyWorker):
         super().__init__(config, role, kwargs)
 
     def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
     ) -> None:
         """Save the actor's state as a step directory below ``local_path``. Collective."""
         self._save(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
-    def load_checkpoint(self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
+    ) -> None:
         """Load the last complete step below ``local_path``.
 
         Collective; user files are never deleted.
@@ -60,7 +80,9 @@ class ActorRolloutRefWorker(PolicyWorker):
     def _update(self, actor: PPOActor, data: DataProto) -> dict[str, object]:
         return actor.update_policy(data)
 
-    def _answers(self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool) -> dict[str, Tensor]:
+    def _answers(
+        self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool
+    ) -> dict[str, Tensor]:
         return policy.compute_log_prob(data, calculate_entropy=calculate_entropy)
 
     def _engine_config(self, role: str) -> EngineConfig:
@@ -82,7 +104,8 @@ class ActorRolloutRefWorker(PolicyWorker):
 
 @deprecated_class
 @deprecated(
-    "temper_legacy_shim.workers.fsdp_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will "
+    "temper_legacy_shim.workers.fsdp_workers.AsyncActorRolloutRefWorker is deprecated since "
+    "temper-legacy-shim 0.2 and will "
     "be removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; "
     "temper_trainer.weight_sync.publisher.Publisher moves weights to the sampler.",
     category=None,
@@ -93,8 +116,10 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
 
 @deprecated_class
 @deprecated(
-    "temper_legacy_shim.workers.fsdp_workers.CriticWorker is deprecated since temper-legacy-shim 0.2 and will be removed in "
-    "0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; with model_engine=fsdp and model_type value_model.",
+    "temper_legacy_shim.workers.fsdp_workers.CriticWorker is deprecated since temper-legacy-shim "
+    "0.2 and will be removed in "
+    "0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; with model_engine=fsdp and "
+    "model_type value_model.",
     category=None,
 )
 class CriticWorker(ValueWorker):
@@ -109,12 +134,21 @@ class CriticWorker(ValueWorker):
         super().__init__(config, kwargs)
 
     def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
     ) -> None:
         """Save the critic's state as a step directory below ``local_path``. Collective."""
         self._save(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
-    def load_checkpoint(self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = True,
+    ) -> None:
         """Load the last complete step below ``local_path``.
 
         Collective; user files are never deleted.
@@ -135,7 +169,9 @@ class CriticWorker(ValueWorker):
         total = self.config.get("forward_micro_batch_size")
         per_rank = self.config.get("forward_micro_batch_size_per_gpu")
         return {
-            "micro_batch_size": total // num_ranks if isinstance(total, int) and per_rank is None else per_rank,
+            "micro_batch_size": total // num_ranks
+            if isinstance(total, int) and per_rank is None
+            else per_rank,
             "max_token_len": self.config.get("forward_max_token_len_per_gpu", 32768),
         }
 

@@ -1,4 +1,7 @@
-"""The old Megatron classes on the Megatron engine: its actor and critic, and the roles around them, alone or as Ray actors."""
+"""The old Megatron classes on the Megatron engine.
+
+Its actor and critic, and the roles around them, alone or as Ray actors.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +17,23 @@ from temper_legacy_shim.workers.megatron_ppo import MegatronActor, MegatronCriti
 from temper_legacy_shim.workers.on_engine import Numerics
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_legacy_shim.workers.role_workers import OldRates, PolicyWorker, Values, ValueWorker, WeightsByCall
+from temper_legacy_shim.workers.role_workers import (
+    OldRates,
+    PolicyWorker,
+    Values,
+    ValueWorker,
+    WeightsByCall,
+)
 from temper_legacy_shim.workers.settings import block, known
 from temper_legacy_shim.workers.updates import OldMegatronSchedule
 
 
 @deprecated_class
 @deprecated(
-    "temper_legacy_shim.workers.megatron_workers.MegatronPPOActor is deprecated since temper-legacy-shim 0.2 and will be "
-    "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; give it a PolicyObjective with set_loss_fn() "
+    "temper_legacy_shim.workers.megatron_workers.MegatronPPOActor is deprecated since "
+    "temper-legacy-shim 0.2 and will be "
+    "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; give it a "
+    "PolicyObjective with set_loss_fn() "
     "and call forward_backward_batch() and optimizer_step().",
     category=None,
 )
@@ -30,15 +41,19 @@ class MegatronPPOActor(MegatronActor):
     """The old Megatron actor on an engine; see docs/migration/workers.md.
 
     Args:
-        config: the old actor config, its sizes already divided by the number of data-parallel ranks.
+        config: the old actor config, its sizes already divided by the number of data-parallel
+            ranks.
         model_config: not read; the engine knows its model.
         hf_config: not read either.
         tf_config: not read either.
-        actor_module: an initialized Megatron engine, or a plain Hugging Face model, which an engine of the layout in ``config.megatron``
-            trains, and which gets the weights back. Megatron's own chunks are refused.
-        actor_optimizer: torch.optim.AdamW over the model's parameters; None with an engine, which brings its own, and for a frozen policy.
+        actor_module: an initialized Megatron engine, or a plain Hugging Face model, which an engine
+            of the layout in ``config.megatron`` trains, and which gets the weights back. Megatron's
+            own chunks are refused.
+        actor_optimizer: torch.optim.AdamW over the model's parameters; None with an engine, which
+            brings its own, and for a frozen policy.
         mtp_config: refused where it enables anything.
-        numerics: legacy computes as the old class did, quirks included; temper as Temper's own objective does.
+        numerics: legacy computes as the old class did, quirks included; temper as Temper's own
+            objective does.
     """
 
     def __init__(
@@ -54,14 +69,18 @@ class MegatronPPOActor(MegatronActor):
         numerics: Numerics = "legacy",
     ) -> None:
         if mtp_config is not None and vars(mtp_config).get("enable"):
-            raise CapabilityError("mtp_config enables multi-token prediction, which no engine trains: pass None.")
+            raise CapabilityError(
+                "mtp_config enables multi-token prediction, which no engine trains: pass None."
+            )
         super().__init__(config, actor_module, actor_optimizer, numerics=numerics)
 
 
 @deprecated_class
 @deprecated(
-    "temper_legacy_shim.workers.megatron_workers.MegatronPPOCritic is deprecated since temper-legacy-shim 0.2 and will be "
-    "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; configure it with model_type value_model, give"
+    "temper_legacy_shim.workers.megatron_workers.MegatronPPOCritic is deprecated since "
+    "temper-legacy-shim 0.2 and will be "
+    "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; configure it with "
+    "model_type value_model, give"
     " it a ValueObjective with set_loss_fn(), and call forward_backward_batch().",
     category=None,
 )
@@ -88,8 +107,10 @@ class MegatronPPOCritic(MegatronCritic):
 
 @deprecated_class
 @deprecated(
-    "temper_legacy_shim.workers.megatron_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will be"
-    " removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; one for each role, with "
+    "temper_legacy_shim.workers.megatron_workers.ActorRolloutRefWorker is deprecated since "
+    "temper-legacy-shim 0.2 and will be"
+    " removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; one for each "
+    "role, with "
     "model_engine=megatron; sampling is temper_trainer.rollout.hf_sampler.HfSampler's.",
     category=None,
 )
@@ -105,19 +126,30 @@ class ActorRolloutRefWorker(PolicyWorker):
         super().__init__(config, role, kwargs)
 
     def save_checkpoint(
-        self, checkpoint_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+        self,
+        checkpoint_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
     ) -> None:
         """Save the actor's state as a step directory below ``checkpoint_path``. Collective."""
         self._save(checkpoint_path, hdfs_path, global_step, max_ckpt_to_keep)
 
-    def load_checkpoint(self, checkpoint_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+    def load_checkpoint(
+        self,
+        checkpoint_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = True,
+    ) -> None:
         """Load the last complete step below ``checkpoint_path``.
 
         Collective; user files are never deleted.
         """
         self._load(checkpoint_path, hdfs_path, del_local_after_load)
 
-    def load_pretrained_model(self, checkpoint_path: str, del_local_after_load: bool = True) -> None:
+    def load_pretrained_model(
+        self, checkpoint_path: str, del_local_after_load: bool = True
+    ) -> None:
         """Do nothing, as before: ``init_model`` has loaded the model."""
 
     def async_calls_finalize_fn_exec(self, blocking: bool = False) -> None:
@@ -135,7 +167,9 @@ class ActorRolloutRefWorker(PolicyWorker):
         assert isinstance(actor, MegatronActor)
         return actor.update_policy(actor.make_minibatch_iterator(data))
 
-    def _answers(self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool) -> dict[str, Tensor]:
+    def _answers(
+        self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool
+    ) -> dict[str, Tensor]:
         assert isinstance(policy, MegatronActor)
         logprobs, entropies, _ = policy.compute_log_prob(data, calculate_entropy)
         return {"log_probs": logprobs, **({"entropys": entropies} if calculate_entropy else {})}
@@ -149,7 +183,8 @@ class ActorRolloutRefWorker(PolicyWorker):
             model |= {"lora": {}}
         return build_megatron_config(
             model,
-            # The reference policy's layout is the actor's where it says nothing else, and must be where both live in one process.
+            # The reference policy's layout is the actor's where it says nothing else, and must be
+            # where both live in one process.
             megatron={**block(block(self.config, "actor"), "megatron"), **block(own, "megatron")},
             optim=block(own, "optim") if role == "actor" and self._is_actor else None,
             role={**block(self.config, "actor"), **own},
@@ -160,7 +195,8 @@ class ActorRolloutRefWorker(PolicyWorker):
 
 @deprecated_class
 @deprecated(
-    "temper_legacy_shim.workers.megatron_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and "
+    "temper_legacy_shim.workers.megatron_workers.AsyncActorRolloutRefWorker is deprecated since "
+    "temper-legacy-shim 0.2 and "
     "will be removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; "
     "temper_trainer.weight_sync.publisher.Publisher moves weights to the sampler.",
     category=None,
@@ -171,8 +207,10 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
 
 @deprecated_class
 @deprecated(
-    "temper_legacy_shim.workers.megatron_workers.CriticWorker is deprecated since temper-legacy-shim 0.2 and will be removed "
-    "in 0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; with model_engine=megatron and model_type value_model.",
+    "temper_legacy_shim.workers.megatron_workers.CriticWorker is deprecated since "
+    "temper-legacy-shim 0.2 and will be removed "
+    "in 0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; with "
+    "model_engine=megatron and model_type value_model.",
     category=None,
 )
 class CriticWorker(ValueWorker):
@@ -187,12 +225,21 @@ class CriticWorker(ValueWorker):
         super().__init__(config, kwargs)
 
     def save_checkpoint(
-        self, checkpoint_path: str, hdfs_path: str | None = None, global_steps: int = 0, max_ckpt_to_keep: int | None = None
+        self,
+        checkpoint_path: str,
+        hdfs_path: str | None = None,
+        global_steps: int = 0,
+        max_ckpt_to_keep: int | None = None,
     ) -> None:
         """Save the critic's state as a step directory below ``checkpoint_path``. Collective."""
         self._save(checkpoint_path, hdfs_path, global_steps, max_ckpt_to_keep)
 
-    def load_checkpoint(self, checkpoint_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+    def load_checkpoint(
+        self,
+        checkpoint_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = True,
+    ) -> None:
         """Load the last complete step below ``checkpoint_path``.
 
         Collective; user files are never deleted.
@@ -211,7 +258,10 @@ class CriticWorker(ValueWorker):
         return critic.update_critic(critic.make_minibatch_iterator(data))
 
     def _forward_sizes(self, num_ranks: int) -> dict[str, object]:
-        total, per_rank = self.config.get("ppo_micro_batch_size"), self.config.get("ppo_micro_batch_size_per_gpu")
+        total, per_rank = (
+            self.config.get("ppo_micro_batch_size"),
+            self.config.get("ppo_micro_batch_size_per_gpu"),
+        )
         return {
             "micro_batch_size": total // num_ranks if isinstance(total, int) else per_rank,
             "max_token_len": self.config.get("forward_max_token_len_per_gpu", 32768),

@@ -1,4 +1,7 @@
-"""The old base classes: for code that subclasses them or asks ``isinstance``. Nothing here computes."""
+"""The old base classes: for code that subclasses them or asks ``isinstance``.
+
+Nothing here computes.
+"""
 
 from abc import ABC, abstractmethod
 from typing import NoReturn
@@ -35,7 +38,10 @@ class BasePPOCritic(ABC):
 
     @abstractmethod
     def compute_values(self, data: DataProto) -> Tensor:
-        """Return [B, W] values of the states before each token of the responses."""
+        """Compute values [B, W] before each response token, equal on all ranks of a replica.
+
+        Values at padding are 0.
+        """
 
     @abstractmethod
     def update_critic(self, data: DataProto) -> dict[str, object]:
@@ -54,8 +60,10 @@ class MegatronWorker(ABC):  # noqa: B024  # a name for isinstance
 
 def _refuse() -> NoReturn:
     raise ConfigError(
-        "MegatronWorker only set up Megatron's groups and configuration, which engines do themselves, and stands for isinstance alone: "
-        "subclass ActorRolloutRefWorker or CriticWorker of temper_legacy_shim.workers.megatron_workers, or drive a "
+        "MegatronWorker only set up Megatron's groups and configuration, which engines do "
+        "themselves, and stands for isinstance alone: "
+        "subclass ActorRolloutRefWorker or CriticWorker of "
+        "temper_legacy_shim.workers.megatron_workers, or drive a "
         "temper_engine_megatron MegatronEngine."
     )
 

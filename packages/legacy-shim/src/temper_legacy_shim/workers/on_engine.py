@@ -49,9 +49,22 @@ class OnEngine(ABC):
     def configure(self, values: Mapping[str, object]) -> None:
         """Take a config's values for the updates to come; what the engine was built with stays."""
 
-    def _adopt(self, module: nn.Module | BaseEngine, optimizer: torch.optim.Optimizer | None, *, grad_clip: float | None) -> Adopted:
+    def _adopt(
+        self,
+        module: nn.Module | BaseEngine,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        grad_clip: float | None,
+    ) -> Adopted:
         """Return an engine for what the constructor was given. Collective."""
-        return adopt(module, optimizer, grad_clip=grad_clip, model_type=self.model_type, engine_name="fsdp", configure=FSDPConfig)
+        return adopt(
+            module,
+            optimizer,
+            grad_clip=grad_clip,
+            model_type=self.model_type,
+            engine_name="fsdp",
+            configure=FSDPConfig,
+        )
 
     @property
     def engine(self) -> BaseEngine:
@@ -95,18 +108,29 @@ def needed_column(data: DataProto, name: str, *, like: Tensor) -> Tensor:
     """
     column = column_of(data, name, like=like)
     if column is None:
-        raise BatchError(f"the batch has no {name}, which this update reads: add it [B, {like.shape[1]}].")
+        raise BatchError(
+            f"the batch has no {name}, which this update reads: add it [B, {like.shape[1]}]."
+        )
     return column
 
 
 def compute_outputs(
-    engine: BaseEngine, data: DataProto, *, requested_outputs: Sequence[HeadOutput], temperature: float, micro_batches: Sequence[list[int]]
+    engine: BaseEngine,
+    data: DataProto,
+    *,
+    requested_outputs: Sequence[HeadOutput],
+    temperature: float,
+    micro_batches: Sequence[list[int]],
 ) -> Mapping[HeadOutput, Tensor]:
     """Return [B, W] by query, on the CPU; tokens of the response only, 0 at padding."""
     rows = read_rows(data, temperature=temperature)
     packed = build_packed_batch(
         rows.sequences,
-        plan=MiniBatchPlan(ranks=(RankPlan(micro_batches=tuple(map(tuple, scheduled(micro_batches, engine=engine)))),)),
+        plan=MiniBatchPlan(
+            ranks=(
+                RankPlan(micro_batches=tuple(map(tuple, scheduled(micro_batches, engine=engine)))),
+            )
+        ),
         rank=0,
         denominators=count_denominators(rows.sequences),
     )
@@ -114,10 +138,14 @@ def compute_outputs(
         result = engine.forward_backward_batch(packed, forward_only=True, outputs=requested_outputs)
     outputs: ForwardOutputs = from_replica(engine, result.outputs)
     ordered = outputs.reorder(rows.sequences.sample_ids)
-    return {head_output: rows.grid(ordered.columns[head_output]) for head_output in requested_outputs}
+    return {
+        head_output: rows.grid(ordered.columns[head_output]) for head_output in requested_outputs
+    }
 
 
-def single_forward(micro_batch: Mapping[str, Tensor], *, temperature: float, trained_by: str) -> DataProto:
+def single_forward(
+    micro_batch: Mapping[str, Tensor], *, temperature: float, trained_by: str
+) -> DataProto:
     """Return one micro-batch as a batch that is answered in one piece.
 
     Args:
@@ -130,10 +158,15 @@ def single_forward(micro_batch: Mapping[str, Tensor], *, temperature: float, tra
     """
     if torch.is_grad_enabled():
         raise ConfigError(
-            f"_forward_micro_batch() answers without gradient here: call it under torch.no_grad(), and train through {trained_by}(), "
+            "_forward_micro_batch() answers without gradient here: call it under torch.no_grad(), "
+            f"and train through {trained_by}(), "
             "or an engine with a loss function."
         )
-    settings: dict[str, object] = {"micro_batch_size": len(micro_batch["input_ids"]), "use_dynamic_bsz": False, "temperature": temperature}
+    settings: dict[str, object] = {
+        "micro_batch_size": len(micro_batch["input_ids"]),
+        "use_dynamic_bsz": False,
+        "temperature": temperature,
+    }
     return DataProto.from_dict(tensors=micro_batch, meta_info=settings)
 
 
@@ -145,7 +178,8 @@ def refuse_own_forward(cls: type) -> None:
     """
     if "_forward_micro_batch" in vars(cls):
         raise ConfigError(
-            f"{cls.__name__} overrides _forward_micro_batch, which training no longer calls: the engine runs the model. Override "
+            f"{cls.__name__} overrides _forward_micro_batch, which training no longer calls: the "
+            "engine runs the model. Override "
             f"the method that updates, or give the engine a loss function of your own."
         )
 
@@ -179,8 +213,12 @@ def from_replica(engine: BaseEngine, item: T | None) -> T:
     topology = engine.topology
     if topology.world_size == topology.dp.size:
         return cast("T", item)
-    gathered = engine.gather_objects((topology.dp.rank, topology.returns_outputs, item if topology.returns_outputs else None))
-    (result,) = (kept for replica, speaks, kept in gathered if speaks and replica == topology.dp.rank)
+    gathered = engine.gather_objects(
+        (topology.dp.rank, topology.returns_outputs, item if topology.returns_outputs else None)
+    )
+    (result,) = (
+        kept for replica, speaks, kept in gathered if speaks and replica == topology.dp.rank
+    )
     return cast("T", result)
 
 

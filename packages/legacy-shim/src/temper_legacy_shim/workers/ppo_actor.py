@@ -64,7 +64,9 @@ class PPOActor(OnEngine):
         numerics: Numerics = "legacy",
     ) -> None:
         super().__init__(config, numerics=numerics)
-        self._adopted = self._adopt(actor_module, actor_optimizer, grad_clip=self.settings.grad_clip)
+        self._adopted = self._adopt(
+            actor_module, actor_optimizer, grad_clip=self.settings.grad_clip
+        )
         self.actor_module = actor_module
         self.actor_optimizer = actor_optimizer
 
@@ -77,12 +79,14 @@ class PPOActor(OnEngine):
         self.loss_settings: PolicyLossSettings = policy_loss_settings(values)
         self._values = dict(values)
 
-    def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> dict[str, Tensor]:
+    def compute_log_prob(
+        self, data: DataProto, calculate_entropy: bool = False
+    ) -> dict[str, Tensor]:
         """Return the log-probs of the responses under the current policy.
 
         Args:
-            data: responses, input_ids, attention_mask, position_ids; meta_info holds micro_batch_size or max_token_len, use_dynamic_bsz
-                and temperature.
+            data: responses, input_ids, attention_mask, position_ids; meta_info holds
+                micro_batch_size or max_token_len, use_dynamic_bsz and temperature.
             calculate_entropy: return entropies too.
 
         Returns:
@@ -91,17 +95,26 @@ class PPOActor(OnEngine):
         temperature = temperature_of(data)
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
-            requested_outputs = [HeadOutput.LOGPROB, HeadOutput.ENTROPY] if calculate_entropy else [HeadOutput.LOGPROB]
+            requested_outputs = (
+                [HeadOutput.LOGPROB, HeadOutput.ENTROPY]
+                if calculate_entropy
+                else [HeadOutput.LOGPROB]
+            )
             squares = self.settings.calculate_sum_pi_squared
             requested_outputs += [HeadOutput.LOGSUMEXP] if squares else []
             result = compute_outputs(
-                self.engine, data, requested_outputs=requested_outputs, temperature=temperature, micro_batches=micro_batches
+                self.engine,
+                data,
+                requested_outputs=requested_outputs,
+                temperature=temperature,
+                micro_batches=micro_batches,
             )
             outputs = {"log_probs": result[HeadOutput.LOGPROB]}
             if calculate_entropy:
                 outputs["entropys"] = result[HeadOutput.ENTROPY]
             if squares:
-                # sum pi^2 = exp(log sum e^2z - 2 log sum e^z), and halving the temperature doubles every logit z.
+                # sum pi^2 = exp(log sum e^2z - 2 log sum e^z), and halving the temperature doubles
+                # every logit z.
                 halved = compute_outputs(
                     self.engine,
                     data,
@@ -117,17 +130,23 @@ class PPOActor(OnEngine):
         """Train on the batch: ppo_epochs passes over its mini-batches, one optimizer step each.
 
         Args:
-            data: as for ``compute_log_prob`` with response_mask, old_log_probs and advantages, and if the config asks ref_log_prob,
-                rollout_is_weights, rollout_log_probs; meta_info holds the temperature.
+            data: as for ``compute_log_prob`` with response_mask, old_log_probs and advantages, and
+                if the config asks ref_log_prob, rollout_is_weights, rollout_log_probs; meta_info
+                holds the temperature.
 
         Returns:
-            Metrics by their old names: sums for the losses, else a list with an entry for each micro-batch or update.
+            Metrics by their old names: sums for the losses, else a list with an entry for each
+                micro-batch or update.
         """
         with self._adopted.trained():
             if self.numerics == "temper":
                 parts = (part for part, _ in passes(data, split=self.split, engine=self.engine))
                 return update_actor_with_objective(
-                    self, parts, settings=self.settings, loss_settings=self.loss_settings, temperature=temperature_of(data)
+                    self,
+                    parts,
+                    settings=self.settings,
+                    loss_settings=self.loss_settings,
+                    temperature=temperature_of(data),
                 )
             return self._update_as_before(data)
 
@@ -152,15 +171,25 @@ class PPOActor(OnEngine):
         self.engine.optimizer_zero_grad()
         return {**totals, **metrics}
 
-    def _train(self, micro: MicroBatch, *, metrics: dict[str, object], totals: dict[str, float]) -> None:
+    def _train(
+        self, micro: MicroBatch, *, metrics: dict[str, object], totals: dict[str, float]
+    ) -> None:
         result: dict[str, float] = {}
 
-        def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
+        def loss_of(
+            _: SequenceBatch, predictions: Predictions, ctx: Context
+        ) -> tuple[Tensor, Context]:
             return self._loss(micro, predictions, metrics=result, totals=totals) * micro.scale, ctx
 
-        required_outputs = {HeadOutput.LOGPROB, HeadOutput.ENTROPY} if self._needs_entropy else {HeadOutput.LOGPROB}
+        required_outputs = (
+            {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
+            if self._needs_entropy
+            else {HeadOutput.LOGPROB}
+        )
         self.engine.set_loss_fn(loss_of, required_outputs=required_outputs)
-        self.engine.forward_backward_step(empty_batch(micro.rows.sequences) if micro.is_empty else micro.rows.sequences)
+        self.engine.forward_backward_step(
+            empty_batch(micro.rows.sequences) if micro.is_empty else micro.rows.sequences
+        )
         append_metrics(metrics, result)
 
     @property
@@ -168,7 +197,14 @@ class PPOActor(OnEngine):
         """True if an update needs the head's entropy."""
         return self.settings.wants_entropy
 
-    def _loss(self, micro: MicroBatch, predictions: Predictions, *, metrics: dict[str, float], totals: dict[str, float]) -> Tensor:
+    def _loss(
+        self,
+        micro: MicroBatch,
+        predictions: Predictions,
+        *,
+        metrics: dict[str, float],
+        totals: dict[str, float],
+    ) -> Tensor:
         settings = self.settings
         logprobs = micro.rows.grid(predictions[HeadOutput.LOGPROB.value])
         inputs = self._inputs(micro, logprobs)
@@ -178,13 +214,21 @@ class PPOActor(OnEngine):
         if sampled is not None and self.loss_settings.loss_mode != "bypass_mode":
             metrics.update(mismatch(logprobs.detach(), rollout_logprobs=sampled, mask=inputs.mask))
         if settings.wants_entropy:
-            entropy = aggregate(micro.rows.grid(predictions[HeadOutput.ENTROPY.value]), inputs.mask, settings.loss_agg_mode)
+            entropy = aggregate(
+                micro.rows.grid(predictions[HeadOutput.ENTROPY.value]),
+                inputs.mask,
+                settings.loss_agg_mode,
+            )
             metrics["actor/entropy"] = float(entropy.detach())
             # The old code subtracted in place, so that pg_loss reports the difference.
             loss = loss - settings.entropy_coeff * entropy if settings.entropy_coeff else loss
         totals["actor/pg_loss"] += float(loss.detach()) * micro.scale
         if settings.use_kl_loss:
-            kl = kl_penalty(logprobs, needed_column(micro.data, "ref_log_prob", like=logprobs), kind=settings.kl_loss_type)
+            kl = kl_penalty(
+                logprobs,
+                needed_column(micro.data, "ref_log_prob", like=logprobs),
+                kind=settings.kl_loss_type,
+            )
             kl_loss = aggregate(kl, inputs.mask, settings.loss_agg_mode)
             loss = loss + settings.kl_loss_coef * kl_loss
             totals["actor/kl_loss"] += float(kl_loss.detach()) * micro.scale
@@ -195,7 +239,9 @@ class PPOActor(OnEngine):
         takes_current = micro.is_only_update and not self.settings.use_rollout_log_probs
         return PolicyInputs(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach() if takes_current else needed_column(micro.data, "old_log_probs", like=logprobs),
+            old_logprobs=logprobs.detach()
+            if takes_current
+            else needed_column(micro.data, "old_log_probs", like=logprobs),
             advantages=needed_column(micro.data, "advantages", like=logprobs),
             mask=needed_column(micro.data, "response_mask", like=logprobs),
             weights=column_of(micro.data, "rollout_is_weights", like=logprobs),
@@ -215,8 +261,10 @@ class PPOActor(OnEngine):
 
 @deprecated_class
 @deprecated(
-    "temper_legacy_shim.workers.ppo_actor.DataParallelPPOActor is deprecated since temper-legacy-shim 0.2 and will be removed"
-    " in 0.4: use temper_engine_fsdp.engine.FSDPEngine instead; give it a PolicyObjective with set_loss_fn() and call "
+    "temper_legacy_shim.workers.ppo_actor.DataParallelPPOActor is deprecated since "
+    "temper-legacy-shim 0.2 and will be removed"
+    " in 0.4: use temper_engine_fsdp.engine.FSDPEngine instead; give it a PolicyObjective with "
+    "set_loss_fn() and call "
     "forward_backward_batch() and optimizer_step().",
     category=None,
 )
@@ -225,10 +273,12 @@ class DataParallelPPOActor(PPOActor):
 
     Args:
         config: the old actor config, its sizes already divided by the number of ranks.
-        actor_module: an initialized engine, or a plain Hugging Face model, which is trained by an engine and gets the weights back.
-        actor_optimizer: torch.optim.AdamW over the model's parameters, whose learning rate is read at each update; None with an engine,
-            which brings its own, and for a frozen policy.
-        numerics: legacy computes as the old class did, quirks included; temper as Temper's own objective does.
+        actor_module: an initialized engine, or a plain Hugging Face model, which is trained by an
+            engine and gets the weights back.
+        actor_optimizer: torch.optim.AdamW over the model's parameters, whose learning rate is read
+            at each update; None with an engine, which brings its own, and for a frozen policy.
+        numerics: legacy computes as the old class did, quirks included; temper as Temper's own
+            objective does.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -244,5 +294,8 @@ def temperature_of(data: DataProto) -> float:
     """
     value = data.meta_info.get("temperature")
     if not isinstance(value, int | float) or not value > 0:
-        raise BatchError(f"meta_info['temperature'] is {value!r}, but must be the number above 0 that the responses were sampled with.")
+        raise BatchError(
+            f"meta_info['temperature'] is {value!r}, but must be the number above 0 that the "
+            "responses were sampled with."
+        )
     return float(value)

@@ -43,7 +43,9 @@ class PPOCritic(OnEngine):
         numerics: Numerics = "legacy",
     ) -> None:
         super().__init__(config, numerics=numerics)
-        self._adopted = self._adopt(critic_module, critic_optimizer, grad_clip=self.settings.grad_clip)
+        self._adopted = self._adopt(
+            critic_module, critic_optimizer, grad_clip=self.settings.grad_clip
+        )
         self.critic_module = critic_module
         self.critic_optimizer = critic_optimizer
 
@@ -56,16 +58,28 @@ class PPOCritic(OnEngine):
         self._values = dict(values)
 
     def compute_values(self, data: DataProto) -> Tensor:
-        """Return [B, W] values of the states before each token of the responses.
+        """Compute values [B, W] before each response token, equal on all ranks of a replica.
+
+        Values at padding are 0.
 
         Where response_mask is in the batch they are 0 outside it, else at padding alone.
         """
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
-            result = compute_outputs(self.engine, data, requested_outputs=[HeadOutput.VALUE], temperature=1.0, micro_batches=micro_batches)
+            result = compute_outputs(
+                self.engine,
+                data,
+                requested_outputs=[HeadOutput.VALUE],
+                temperature=1.0,
+                micro_batches=micro_batches,
+            )
         values = result[HeadOutput.VALUE]
         assert data.batch is not None
-        return values * data.batch.column("response_mask").cpu() if "response_mask" in data.batch else values
+        return (
+            values * data.batch.column("response_mask").cpu()
+            if "response_mask" in data.batch
+            else values
+        )
 
     def _forward_micro_batch(self, micro_batch: Mapping[str, Tensor]) -> Tensor:
         """Return [B, W] values of one micro-batch, 0 at padding alone.
@@ -73,16 +87,20 @@ class PPOCritic(OnEngine):
         Without gradient: with gradient only the engine runs the model.
         """
         columns = {name: column for name, column in micro_batch.items() if name != "response_mask"}
-        return self.compute_values(single_forward(columns, temperature=1.0, trained_by="update_critic"))
+        return self.compute_values(
+            single_forward(columns, temperature=1.0, trained_by="update_critic")
+        )
 
     def update_critic(self, data: DataProto) -> dict[str, object]:
         """Train on the batch: ppo_epochs passes over its mini-batches, one optimizer step each.
 
         Args:
-            data: responses, input_ids, attention_mask, position_ids, response_mask, values, returns.
+            data: responses, input_ids, attention_mask, position_ids, response_mask, values,
+                returns.
 
         Returns:
-            Metrics by their old names: vf_loss a sum, else a list with an entry for each micro-batch or update.
+            Metrics by their old names: vf_loss a sum, else a list with an entry for each
+                micro-batch or update.
         """
         with self._adopted.trained():
             if self.numerics == "temper":
@@ -99,19 +117,25 @@ class PPOCritic(OnEngine):
             with self.engine.train_mode():
                 for chosen in matched(split.micro_batches(mini_batch), engine=self.engine):
                     part = mini_batch.select_idxs(chosen) if chosen else mini_batch[:1]
-                    loss = self._train(part, metrics=metrics, scale=split.scale(len(chosen)), is_empty=not chosen)
+                    loss = self._train(
+                        part, metrics=metrics, scale=split.scale(len(chosen)), is_empty=not chosen
+                    )
                     total += loss * split.scale(len(chosen))
             append_metrics(metrics, {"critic/grad_norm": float(self._optimizer_step())})
         self.engine.optimizer_zero_grad()
         return {"critic/vf_loss": total, **metrics}
 
-    def _train(self, part: DataProto, *, metrics: dict[str, object], scale: float, is_empty: bool) -> float:
+    def _train(
+        self, part: DataProto, *, metrics: dict[str, object], scale: float, is_empty: bool
+    ) -> float:
         """Return one micro-batch forward and back; returns its loss before scaling."""
         rows = read_rows(part)
         result: dict[str, float] = {}
         losses = [0.0]
 
-        def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
+        def loss_of(
+            _: SequenceBatch, predictions: Predictions, ctx: Context
+        ) -> tuple[Tensor, Context]:
             values = rows.grid(predictions[HeadOutput.VALUE.value])
             loss, numbers = value_loss(
                 values,
@@ -126,15 +150,19 @@ class PPOCritic(OnEngine):
             return loss * scale, ctx
 
         self.engine.set_loss_fn(loss_of, required_outputs={HeadOutput.VALUE})
-        self.engine.forward_backward_step(empty_batch(rows.sequences) if is_empty else rows.sequences)
+        self.engine.forward_backward_step(
+            empty_batch(rows.sequences) if is_empty else rows.sequences
+        )
         append_metrics(metrics, result)
         return losses[-1]
 
 
 @deprecated_class
 @deprecated(
-    "temper_legacy_shim.workers.ppo_critic.DataParallelPPOCritic is deprecated since temper-legacy-shim 0.2 and will be "
-    "removed in 0.4: use temper_engine_fsdp.engine.FSDPEngine instead; configure it with model_type value_model, give it a "
+    "temper_legacy_shim.workers.ppo_critic.DataParallelPPOCritic is deprecated since "
+    "temper-legacy-shim 0.2 and will be "
+    "removed in 0.4: use temper_engine_fsdp.engine.FSDPEngine instead; configure it with "
+    "model_type value_model, give it a "
     "ValueObjective with set_loss_fn(), and call forward_backward_batch().",
     category=None,
 )

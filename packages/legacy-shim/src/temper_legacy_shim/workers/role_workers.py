@@ -85,22 +85,37 @@ class RoleWorker(ABC):
 
     def _options(self, kwargs: Values) -> tuple[Numerics, dict[str, EngineConfig]]:
         if unknown := kwargs.keys() - {"numerics", "engines"}:
-            raise ConfigError(f"keywords {sorted(unknown)} have no effect on this worker: remove them; numerics and engines are taken.")
+            raise ConfigError(
+                f"keywords {sorted(unknown)} have no effect on this worker: remove them; numerics "
+                "and engines are taken."
+            )
         numerics = kwargs.get("numerics", "legacy")
         if numerics != "legacy" and numerics != "temper":
             raise ConfigError(f"numerics is {numerics!r}, but must be legacy or temper.")
         engines = kwargs.get("engines") or {}
         expected = load_engine_config_class(self.engine_name) if engines else EngineConfig
-        if not isinstance(engines, Mapping) or not all(isinstance(config, expected) for config in engines.values()):
+        if not isinstance(engines, Mapping) or not all(
+            isinstance(config, expected) for config in engines.values()
+        ):
             raise ConfigError(f"engines must map roles to {expected.__name__}, but is {engines!r}.")
         return ("temper" if numerics == "temper" else "legacy"), dict(engines)
 
-    def _machine(self, engine: BaseEngine, data: DataProto, *, sizes: Values, name: str, elapsed_s: float) -> dict[str, float]:
+    def _machine(
+        self, engine: BaseEngine, data: DataProto, *, sizes: Values, name: str, elapsed_s: float
+    ) -> dict[str, float]:
         """Return the memory, time and speed of an update by the old names."""
-        numbers = {"timing_s/update": elapsed_s, "perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        numbers = {
+            "timing_s/update": elapsed_s,
+            "perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }
         passes = sizes.get("ppo_epochs", 1)
         lengths = data.meta_info.get("global_token_num")
-        fraction = compute_mfu(engine, lengths=lengths, passes=passes if isinstance(passes, int) else 1, elapsed_s=elapsed_s)
+        fraction = compute_mfu(
+            engine,
+            lengths=lengths,
+            passes=passes if isinstance(passes, int) else 1,
+            elapsed_s=elapsed_s,
+        )
         if fraction is not None:
             numbers[f"perf/mfu/{name}"] = fraction
         if torch.cuda.is_available():
@@ -110,15 +125,21 @@ class RoleWorker(ABC):
 
     def start_profile(self, **kwargs: object) -> None:
         """Raise an error: use torch.profiler around your own calls."""
-        raise ConfigError("start_profile() is gone: wrap the call in torch.profiler.profile() instead.")
+        raise ConfigError(
+            "start_profile() is gone: wrap the call in torch.profiler.profile() instead."
+        )
 
     def stop_profile(self) -> None:
         """Raise an error; see start_profile."""
-        raise ConfigError("stop_profile() is gone: wrap the call in torch.profiler.profile() instead.")
+        raise ConfigError(
+            "stop_profile() is gone: wrap the call in torch.profiler.profile() instead."
+        )
 
     def dump_memory_snapshot(self, tag: str = "manual", sub_dir: str | None = None) -> None:
         """Raise an error: use torch.cuda.memory."""
-        raise ConfigError("dump_memory_snapshot() is gone: call torch.cuda.memory._dump_snapshot(FILE) instead.")
+        raise ConfigError(
+            "dump_memory_snapshot() is gone: call torch.cuda.memory._dump_snapshot(FILE) instead."
+        )
 
 
 class PolicyWorker(RoleWorker):
@@ -148,7 +169,9 @@ class PolicyWorker(RoleWorker):
         """Train on rows; old metrics."""
 
     @abstractmethod
-    def _answers(self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool) -> dict[str, Tensor]:
+    def _answers(
+        self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool
+    ) -> dict[str, Tensor]:
         """Return the log_probs, and entropys if asked."""
 
     def init_model(self) -> None:
@@ -157,12 +180,16 @@ class PolicyWorker(RoleWorker):
             self._init_actor()
         if self._is_rollout:
             spec = self._engine_config("actor")
-            self.rollout = OldRollout(block(self.config, "rollout"), model=spec.model, compute=spec.precision.compute)
+            self.rollout = OldRollout(
+                block(self.config, "rollout"), model=spec.model, compute=spec.precision.compute
+            )
             if self.actor is not None:
                 self.rollout.take_weights(self.actor.engine)
         has_adapter = self.actor is not None and self.actor.engine.config.lora.rank > 0
         if self._is_ref and not has_adapter:
-            self.ref_policy = self._new_policy(block(self.config, "ref"), self._open_engine(self._engine_config("ref")))
+            self.ref_policy = self._new_policy(
+                block(self.config, "ref"), self._open_engine(self._engine_config("ref"))
+            )
 
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on this rank's rows.
@@ -173,7 +200,13 @@ class PolicyWorker(RoleWorker):
         lr, begin = rates.begin(), time.perf_counter()
         metrics = self._update(actor, data.to("cpu"))
         rates.end()
-        speed = self._machine(actor.engine, data, sizes=block(self.config, "actor"), name="actor", elapsed_s=time.perf_counter() - begin)
+        speed = self._machine(
+            actor.engine,
+            data,
+            sizes=block(self.config, "actor"),
+            name="actor",
+            elapsed_s=time.perf_counter() - begin,
+        )
         return DataProto(meta_info={"metrics": {**metrics, **speed, "actor/lr": lr}})
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -187,7 +220,9 @@ class PolicyWorker(RoleWorker):
         with actor.engine.disable_adapter() if is_reference else nullcontext():
             result = self._answers(actor, requested, calculate_entropy=not is_reference)
         result["ref_log_prob" if is_reference else "old_log_probs"] = result.pop("log_probs")
-        return DataProto.from_dict(tensors=result, meta_info={"temperature": requested.meta_info["temperature"]})
+        return DataProto.from_dict(
+            tensors=result, meta_info={"temperature": requested.meta_info["temperature"]}
+        )
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return the ref_log_prob [B, W] of the reference policy.
@@ -196,16 +231,23 @@ class PolicyWorker(RoleWorker):
         """
         if self.ref_policy is None:
             if self.actor is None or self.actor.engine.config.lora.rank == 0:
-                raise EngineStateError(f"role {self.role!r} has no reference policy: use ref or actor_rollout_ref, and call init_model().")
+                raise EngineStateError(
+                    f"role {self.role!r} has no reference policy: use ref or actor_rollout_ref, "
+                    "and call init_model()."
+                )
             data.meta_info["is_lora"] = True
             return self.compute_log_prob(data)
-        result = self._answers(self.ref_policy, self._requested(data, "ref"), calculate_entropy=False)
+        result = self._answers(
+            self.ref_policy, self._requested(data, "ref"), calculate_entropy=False
+        )
         return DataProto.from_dict(tensors={"ref_log_prob": result["log_probs"]})
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Return one response for each row, from the actor's present weights."""
         if self.rollout is None:
-            raise EngineStateError(f"role {self.role!r} has no rollout, or init_model() was not called.")
+            raise EngineStateError(
+                f"role {self.role!r} has no rollout, or init_model() was not called."
+            )
         if self.actor is not None:
             self.rollout.take_weights(self.actor.engine)
         return self.rollout.generate(prompts)
@@ -228,7 +270,9 @@ class PolicyWorker(RoleWorker):
         engine = self._open_engine(self._engine_config("actor"))
         actor = block(self.config, "actor")
         rollout_n = block(self.config, "rollout").get("n", 1)
-        sizes = compute_rank_sizes(actor, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="actor")
+        sizes = compute_rank_sizes(
+            actor, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="actor"
+        )
         self.actor = self._new_policy(sizes, engine)
         self._rates = self._rates_of(engine, optim=block(actor, "optim"), role="actor")
 
@@ -253,7 +297,9 @@ class PolicyWorker(RoleWorker):
 
     def _trained(self) -> tuple[PPOActor, Rates]:
         if self.actor is None:
-            raise EngineStateError(f"role {self.role!r} has no actor, or init_model() was not called.")
+            raise EngineStateError(
+                f"role {self.role!r} has no actor, or init_model() was not called."
+            )
         return self.actor, self._rates
 
 
@@ -289,13 +335,15 @@ class ValueWorker(RoleWorker):
 
     @abstractmethod
     def _forward_sizes(self, num_ranks: int) -> dict[str, object]:
-        """Return the micro_batch_size and max_token_len of a pass over so many data-parallel ranks."""
+        """Return micro_batch_size and max_token_len of a forward pass on `num_ranks` ranks."""
 
     def init_model(self) -> None:
         """Build the value model. Collective."""
         engine = self._open_engine(self._engines.get("critic") or self._engine_config())
         rollout_n = self.config.get("rollout_n", 1)
-        sizes = compute_rank_sizes(self.config, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="critic")
+        sizes = compute_rank_sizes(
+            self.config, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="critic"
+        )
         self.critic = self._new_critic(sizes, engine)
         self._rates = self._rates_of(engine, optim=block(self.config, "optim"), role="critic")
 
@@ -306,7 +354,9 @@ class ValueWorker(RoleWorker):
             **self._forward_sizes(critic.engine.topology.dp.size),
             "use_dynamic_bsz": bool(self.config.get("use_dynamic_bsz", False)),
         }
-        requested = DataProto(data.batch, dict(data.non_tensor_batch), {**data.meta_info, **settings})
+        requested = DataProto(
+            data.batch, dict(data.non_tensor_batch), {**data.meta_info, **settings}
+        )
         return DataProto.from_dict(tensors={"values": critic.compute_values(requested)})
 
     def update_critic(self, data: DataProto) -> DataProto:
@@ -318,7 +368,13 @@ class ValueWorker(RoleWorker):
         lr, begin = self._rates.begin(), time.perf_counter()
         metrics = self._update(critic, data.to("cpu"))
         self._rates.end()
-        speed = self._machine(critic.engine, data, sizes=self.config, name="critic", elapsed_s=time.perf_counter() - begin)
+        speed = self._machine(
+            critic.engine,
+            data,
+            sizes=self.config,
+            name="critic",
+            elapsed_s=time.perf_counter() - begin,
+        )
         return DataProto(meta_info={"metrics": {**metrics, **speed, "critic/lr": lr}})
 
     def _save(self, folder: str, hdfs_path: str | None, step: int, max_to_keep: int | None) -> None:
@@ -333,12 +389,21 @@ class ValueWorker(RoleWorker):
         return self.critic
 
 
-def save_step(engine: BaseEngine, local_path: str, hdfs_path: str | None, *, step: int, max_to_keep: int | None) -> None:
+def save_step(
+    engine: BaseEngine,
+    local_path: str,
+    hdfs_path: str | None,
+    *,
+    step: int,
+    max_to_keep: int | None,
+) -> None:
     """Save a step directory below ``local_path`` in the engine's layout. Collective."""
     engine.save_checkpoint(local_path, hdfs_path, global_step=step, max_ckpt_to_keep=max_to_keep)
 
 
-def load_step(engine: BaseEngine, local_path: str | None, hdfs_path: str | None, *, delete_download: bool) -> None:
+def load_step(
+    engine: BaseEngine, local_path: str | None, hdfs_path: str | None, *, delete_download: bool
+) -> None:
     """Load the last complete step below ``local_path``; None loads nothing, as before. Collective.
 
     Raises:
@@ -346,11 +411,16 @@ def load_step(engine: BaseEngine, local_path: str | None, hdfs_path: str | None,
     """
     if local_path is None:
         return
-    old = sorted(Path(local_path).glob("model_world_size_*_rank_*.pt")) or sorted(Path(local_path).glob("dist_ckpt"))
+    old = sorted(Path(local_path).glob("model_world_size_*_rank_*.pt")) or sorted(
+        Path(local_path).glob("dist_ckpt")
+    )
     if old:
         raise ConfigError(
-            f"{local_path} holds a checkpoint of the older generation ({old[0].name}): convert it with "
+            f"{local_path} holds a checkpoint of the older generation ({old[0].name}): convert it "
+            "with "
             f"`temper-migrate checkpoint {local_path} --to temper --out NEW` and load_step NEW."
         )
     # The old critic and Megatron workers set it by default, also where nothing was downloaded.
-    engine.load_checkpoint(local_path, hdfs_path, del_local_after_load=delete_download and hdfs_path is not None)
+    engine.load_checkpoint(
+        local_path, hdfs_path, del_local_after_load=delete_download and hdfs_path is not None
+    )

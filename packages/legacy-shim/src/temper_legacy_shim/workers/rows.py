@@ -1,4 +1,4 @@
-"""Rows of an old batch as sequences laid end to end, and what an engine answers as a grid [B, W] of response positions again."""
+"""Convert rows of an old batch to packed sequences, and engine outputs to grids [B, W]."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ class Rows:
     sequences: SequenceBatch
     """The rows without their padding; sample ids are row numbers."""
     position: Tensor
-    """[T] int64: which of the B * W cells of the grid each token fills; -1 for tokens of the prompt."""
+    """[T] int64: which of the B * W cells of the grid each token fills; -1 for tokens of the
+    prompt.
+    """
     shape: tuple[int, int]
     """(B, W), W being the padded width of the responses."""
 
@@ -35,13 +37,15 @@ def read_rows(data: DataProto, *, temperature: float = 1.0, columns: Sequence[st
     """Return the sequences of an old batch.
 
     Args:
-        data: input_ids, attention_mask, position_ids [B, L] and responses [B, W], the last W columns; response_mask [B, W] says what is
-            trained, without it every token of the response is.
+        data: input_ids, attention_mask, position_ids [B, L] and responses [B, W], the last W
+            columns; response_mask [B, W] says what is trained, without it every token of the
+            response is.
         temperature: of every row.
         columns: further [B, W] tensors that an objective reads.
 
     Raises:
-        BatchError: a tensor is missing, or of a kind that these workers never carry on: images, positions of several axes.
+        BatchError: a tensor is missing, or of a kind that these workers never carry on: images,
+            positions of several axes.
     """
     tensors = _tensors(data)
     attention = tensors["attention_mask"].bool()
@@ -77,19 +81,30 @@ def _tensors(data: DataProto) -> dict[str, Tensor]:
     tensors = dict(data.batch.items()) if data.batch is not None else {}
     missing = {"input_ids", "attention_mask", "position_ids", "responses"} - tensors.keys()
     if missing:
-        raise BatchError(f"the batch has no {', '.join(sorted(missing))}; it has {sorted(tensors)}.")
+        raise BatchError(
+            f"the batch has no {', '.join(sorted(missing))}; it has {sorted(tensors)}."
+        )
     if "multi_modal_inputs" in data.non_tensor_batch or tensors["position_ids"].ndim != 2:
-        raise BatchError("the batch carries images or positions of several axes, and Temper 0.x trains on text alone: remove them.")
+        raise BatchError(
+            "the batch carries images or positions of several axes, and Temper 0.x trains on text "
+            "alone: remove them."
+        )
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _response_mask(mask: Tensor, *, within: Tensor) -> Tensor:
     if mask.shape != within.shape:
-        raise BatchError(f"response_mask has shape {tuple(mask.shape)}, but the responses have {tuple(within.shape)}.")
+        raise BatchError(
+            f"response_mask has shape {tuple(mask.shape)}, but the responses have "
+            f"{tuple(within.shape)}."
+        )
     trained = mask.bool()
     outside = (trained & ~within).any(1)
     if bool(outside.any()):
-        raise BatchError(f"response_mask of row {int(outside.int().argmax())} is 1 where attention_mask is 0: set it to 0 there.")
+        raise BatchError(
+            f"response_mask of row {int(outside.int().argmax())} is 1 where attention_mask is 0: "
+            "set it to 0 there."
+        )
     return trained
 
 
@@ -124,14 +139,19 @@ class PaddedPart:
     prompt_width: int
     response_width: int
     max_tokens: int
-    """Tokens of the share's fullest micro-batch, which is what the old worker is told as its budget."""
+    """Tokens of the share's fullest micro-batch, which is what the old worker is told as its
+    budget.
+    """
     temperature: float
 
     def data(self, *, columns: Sequence[str], batch: PackedBatch) -> DataProto:
         """Return the old batch with these columns besides its own."""
         missing = set(columns) - self.kept.columns.keys()
         if missing:
-            raise BatchError(f"the mini-batch has no {', '.join(sorted(missing))}, which the deprecated worker reads.")
+            raise BatchError(
+                f"the mini-batch has no {', '.join(sorted(missing))}, which the deprecated worker "
+                "reads."
+            )
         ids, attention = self._pad(self.kept.tokens), self._pad(torch.ones_like(self.kept.tokens))
         tensors = {
             "input_ids": ids,
@@ -141,16 +161,21 @@ class PaddedPart:
             "responses": ids[:, self.prompt_width :],
             "response_mask": self._pad(self.kept.loss_mask.long())[:, self.prompt_width :],
         }
-        tensors |= {OLD_NAMES[name]: self._pad(self.kept.columns[name])[:, self.prompt_width :] for name in columns}
+        tensors |= {
+            OLD_NAMES[name]: self._pad(self.kept.columns[name])[:, self.prompt_width :]
+            for name in columns
+        }
         if not columns:
             del tensors["response_mask"]
         return DataProto.from_dict(tensors=tensors, meta_info={"temperature": self.temperature})
 
     def tokens_of(self, grid: Tensor) -> Tensor:
-        """Return [T] the entries of a response grid [B, W] at their tokens, 0 at tokens of the prompt."""
+        """Gather the entries [T] of a response grid [B, W]; 0 at tokens of the prompt."""
         is_response = self.position >= self.prompt_width
         column = grid.new_zeros(self.kept.num_tokens)
-        column[is_response] = grid[self.row[is_response], self.position[is_response] - self.prompt_width]
+        column[is_response] = grid[
+            self.row[is_response], self.position[is_response] - self.prompt_width
+        ]
         return column
 
     def _pad(self, column: Tensor) -> Tensor:
@@ -164,25 +189,33 @@ def pad_part(part: PackedBatch, *, full_rows: bool = False) -> PaddedPart:
 
     Args:
         part: this rank's share; its dummies are left out.
-        full_rows: the response is everything but the first token, so that every token gets its answer; otherwise it begins at the first
-            trained token.
+        full_rows: the response is everything but the first token, so that every token gets its
+            answer; otherwise it begins at the first trained token.
 
     Raises:
         BatchError: nothing but dummies, or rows of different temperatures.
     """
     keep = torch.nonzero(~part.is_dummy)[:, 0]
     if not len(keep):
-        raise BatchError("this rank's share of the mini-batch is empty, which the deprecated workers never met: use fewer ranks.")
+        raise BatchError(
+            "this rank's share of the mini-batch is empty, which the deprecated workers never met: "
+            "use fewer ranks."
+        )
     kept = part.select(keep)
     heats = kept.temperature.unique()
     if len(heats) != 1:
-        raise BatchError(f"rows have temperatures {heats.tolist()}, but the deprecated workers know one for a batch.")
+        raise BatchError(
+            f"rows have temperatures {heats.tolist()}, but the deprecated workers know one for a "
+            "batch."
+        )
     row, starts, lengths = kept.sequence_index, kept.sequence_starts.long()[:-1], kept.lengths
     within = torch.arange(kept.num_tokens) - starts[row]
     begins = torch.ones_like(lengths) if full_rows else _first_trained(kept, within)
     prompt_width = int(begins.max())
     return PaddedPart(
-        kept=SequenceBatch(**{name: getattr(kept, name) for name in SequenceBatch.__dataclass_fields__}),
+        kept=SequenceBatch(
+            **{name: getattr(kept, name) for name in SequenceBatch.__dataclass_fields__}
+        ),
         row=row,
         position=within - begins[row] + prompt_width,
         prompt_width=prompt_width,

@@ -56,12 +56,19 @@ def plain(config: object) -> dict[str, object]:
         ConfigError: it is no mapping, OmegaConf tree or dataclass.
     """
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {field.name: _plain_value(getattr(config, field.name)) for field in dataclasses.fields(config)}
-    # An OmegaConf tree is a mapping by behavior, though not always by type; interpolations are resolved by reading.
+        return {
+            field.name: _plain_value(getattr(config, field.name))
+            for field in dataclasses.fields(config)
+        }
+    # An OmegaConf tree is a mapping by behavior, though not always by type; interpolations are
+    # resolved by reading.
     if isinstance(config, Mapping) or type(config).__name__ == "DictConfig":
         items = cast("Mapping[Any, object]", config)
         return {str(key): _plain_value(items[key]) for key in items}
-    raise ConfigError(f"a config must be a mapping, an OmegaConf tree or a dataclass, but is a {type(config).__name__}.")
+    raise ConfigError(
+        "a config must be a mapping, an OmegaConf tree or a dataclass, but is a "
+        f"{type(config).__name__}."
+    )
 
 
 def _plain_value(value: object) -> object:
@@ -94,7 +101,9 @@ def known(cls: type[SettingsT], values: Mapping[str, object]) -> SettingsT:
     The others keep its defaults.
     """
     names = {field.name for field in dataclasses.fields(cast("Any", cls))}
-    return cls(**{name: value for name, value in values.items() if name in names and value is not None})
+    return cls(
+        **{name: value for name, value in values.items() if name in names and value is not None}
+    )
 
 
 def policy_loss_settings(config: Mapping[str, object]) -> PolicyLossSettings:

@@ -1,7 +1,7 @@
-"""The share of a device's peak speed that an update reached, as the old workers reported it under ``perf/mfu``.
+"""Compute the fraction of a device's peak speed, logged as ``perf/mfu``.
 
-Facts of the count and of the peaks: verl's ``utils/flops_counter.py`` of January 2026; dense matrices, forward and backward, attention at
-half its square.
+Facts of the count and of the peaks: verl's ``utils/flops_counter.py`` of January 2026; dense
+matrices, forward and backward, attention at half its square.
 """
 
 import math
@@ -37,14 +37,17 @@ Longer names come first if one contains another.
 _CPU_PEAK = 448e9
 
 
-def compute_mfu(engine: BaseEngine, *, lengths: object, passes: int, elapsed_s: float) -> float | None:
+def compute_mfu(
+    engine: BaseEngine, *, lengths: object, passes: int, elapsed_s: float
+) -> float | None:
     """Compute ``perf/mfu`` of one call over all ranks.
 
     0 if architecture or device is not in the tables.
 
     Args:
         engine: that was trained.
-        lengths: ``meta_info["global_token_num"]``, tokens of each sequence over all ranks; None if the batch does not say it.
+        lengths: ``meta_info["global_token_num"]``, tokens of each sequence over all ranks; None if
+            the batch does not say it.
         passes: over the batch.
         elapsed_s: of the call.
     """
@@ -63,16 +66,24 @@ def operations(fields: Mapping[str, object], lengths: Sequence[int]) -> float:
     kind = fields["model_type"]
     if kind not in _DENSE | _EXPERTS:
         return 0.0
-    hidden, layers, heads = (_number(fields, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    hidden, layers, heads = (
+        _number(fields, name)
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
     width = _number(fields, "head_dim") if fields.get("head_dim") else hidden // heads
     attention = hidden * width * 2 * (heads + _number(fields, "num_key_value_heads"))
     if kind in _DENSE:
         mixing = hidden * _number(fields, "intermediate_size") * 3
     else:
-        mixing = hidden * (_number(fields, "num_experts_per_tok") * _number(fields, "moe_intermediate_size") * 3)
+        mixing = hidden * (
+            _number(fields, "num_experts_per_tok") * _number(fields, "moe_intermediate_size") * 3
+        )
         mixing += hidden * _number(fields, "num_experts")
     weights = (mixing + attention) * layers + 2 * _number(fields, "vocab_size") * hidden
-    return 6.0 * weights * sum(lengths) + 6.0 * sum(length**2 for length in lengths) * width * heads * layers
+    return (
+        6.0 * weights * sum(lengths)
+        + 6.0 * sum(length**2 for length in lengths) * width * heads * layers
+    )
 
 
 def peak(device_name: str) -> float:
@@ -91,12 +102,18 @@ def _device_name() -> str:
 
 def _fields_of(engine: BaseEngine) -> Mapping[str, object]:
     model = engine.config.model
-    return dict(model.architecture) if model.path is None else _fields_in(model.path, model.trust_remote_code)
+    return (
+        dict(model.architecture)
+        if model.path is None
+        else _fields_in(model.path, model.trust_remote_code)
+    )
 
 
 @lru_cache
 def _fields_in(path: str, trust_remote_code: bool) -> Mapping[str, object]:
-    fields: Mapping[str, object] = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).to_dict()
+    fields: Mapping[str, object] = AutoConfig.from_pretrained(
+        path, trust_remote_code=trust_remote_code
+    ).to_dict()
     return fields
 
 

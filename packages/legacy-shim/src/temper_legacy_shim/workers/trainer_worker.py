@@ -1,7 +1,10 @@
-"""One rank of a role that ``temper-train use_legacy_worker_impl=enable`` trains through the deprecated workers, with their old numerics.
+"""A rank of a role that trains through the deprecated workers, with their numerics.
 
-Found by temper-trainer through the entry point ``training_worker``. What the trainer plans stays: mini-batches and the tokens of a
-micro-batch; inside a mini-batch the old worker cuts and averages as it always did.
+``temper-train use_legacy_worker_impl=enable`` uses it.
+
+Found by temper-trainer through the entry point ``training_worker``. What the trainer plans stays:
+mini-batches and the tokens of a micro-batch; inside a mini-batch the old worker cuts and averages
+as it always did.
 """
 
 import dataclasses
@@ -54,13 +57,20 @@ class DeprecatedTrainingWorker(TrainingWorker):
     def __init__(self, *, engine_name: str, config: EngineConfig, num_threads: int | None) -> None:
         if engine_name != "fsdp" or not isinstance(config, FSDPConfig):
             raise CapabilityError(
-                f"temper-train drives the deprecated workers on the engine fsdp alone, not on {engine_name}: choose model_engine=fsdp, or "
+                "temper-train drives the deprecated workers on the engine fsdp alone, not on "
+                f"{engine_name}: choose model_engine=fsdp, or "
                 "set use_legacy_worker_impl=disable."
             )
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._advances_per_update = config.schedule.advance == "update"
-        self._role = "critic" if config.model.model_type == "value_model" else "ref" if config.optimizer is None else "actor"
+        self._role = (
+            "critic"
+            if config.model.model_type == "value_model"
+            else "ref"
+            if config.optimizer is None
+            else "actor"
+        )
         self._worker = _open_worker(self._role, config=_with_old_optimizer(config))
         self._objective: Objective | None = None
 
@@ -80,23 +90,35 @@ class DeprecatedTrainingWorker(TrainingWorker):
         self._settings = _old_settings(objective)
         self._objective = objective
 
-    def forward(self, part: PackedBatch, outputs: Collection[HeadOutput], without_adapter: bool = False) -> StepResult:
+    def forward(
+        self, part: PackedBatch, outputs: Collection[HeadOutput], without_adapter: bool = False
+    ) -> StepResult:
         """Return the log-probs of a policy, values of a critic, through the old methods."""
         if without_adapter:
-            raise CapabilityError("a deprecated worker can't disable its adapter: set algorithm.kl_reference to ref.")
+            raise CapabilityError(
+                "a deprecated worker can't disable its adapter: set algorithm.kl_reference to ref."
+            )
         expected = frozenset(outputs)
         offered = {HeadOutput.VALUE} if self._role == "critic" else {HeadOutput.LOGPROB}
         if expected != offered:
-            raise CapabilityError(f"a deprecated {self._role} answers {sorted(offered)}, but was asked for {sorted(expected)}.")
+            raise CapabilityError(
+                f"a deprecated {self._role} answers {sorted(offered)}, but was asked for "
+                f"{sorted(expected)}."
+            )
         padded = pad_part(part, full_rows=True)
         data = padded.data(columns=(), batch=part)
         self._adjust(padded)
         if self._role == "critic":
             grid = _tensor(cast("CriticWorker", self._worker).compute_values(data), "values")
         elif self._role == "ref":
-            grid = _tensor(cast("ActorRolloutRefWorker", self._worker).compute_ref_log_prob(data), "ref_log_prob")
+            grid = _tensor(
+                cast("ActorRolloutRefWorker", self._worker).compute_ref_log_prob(data),
+                "ref_log_prob",
+            )
         else:
-            grid = _tensor(cast("ActorRolloutRefWorker", self._worker).compute_log_prob(data), "old_log_probs")
+            grid = _tensor(
+                cast("ActorRolloutRefWorker", self._worker).compute_log_prob(data), "old_log_probs"
+            )
         (head_output,) = offered
         return StepResult(
             outputs=ForwardOutputs(
@@ -108,7 +130,10 @@ class DeprecatedTrainingWorker(TrainingWorker):
 
     def evaluate(self, part: PackedBatch) -> StepResult:
         """Raise an error: the old workers cannot evaluate a loss."""
-        raise CapabilityError("a deprecated worker can't evaluate a loss without training: set use_legacy_worker_impl=disable.")
+        raise CapabilityError(
+            "a deprecated worker can't evaluate a loss without training: set "
+            "use_legacy_worker_impl=disable."
+        )
 
     def update(self, part: PackedBatch, is_last_of_step: bool) -> UpdateResult:
         """Return one mini-batch through the old update method; see TrainingWorker."""
@@ -122,7 +147,9 @@ class DeprecatedTrainingWorker(TrainingWorker):
             metrics = cast("CriticWorker", self._worker).update_critic(data).meta_info["metrics"]
         else:
             data = padded.data(columns=self._columns(), batch=part)
-            metrics = cast("ActorRolloutRefWorker", self._worker).update_actor(data).meta_info["metrics"]
+            metrics = (
+                cast("ActorRolloutRefWorker", self._worker).update_actor(data).meta_info["metrics"]
+            )
         # The trainer says what a schedule counts; the old worker counted its calls.
         self._engine.num_schedule_steps = steps + int(self._advances_per_update or is_last_of_step)
         report = self._engine.last_update
@@ -168,7 +195,9 @@ class DeprecatedTrainingWorker(TrainingWorker):
 
     def _policy(self, *, required: bool = True) -> PPOActor | PPOCritic:
         worker = self._worker
-        policy = worker.critic if isinstance(worker, CriticWorker) else worker.actor or worker.ref_policy
+        policy = (
+            worker.critic if isinstance(worker, CriticWorker) else worker.actor or worker.ref_policy
+        )
         assert policy is not None or not required, "init() comes before"
         return cast("PPOActor | PPOCritic", policy)
 
@@ -184,7 +213,9 @@ class DeprecatedTrainingWorker(TrainingWorker):
             if isinstance(values, list) and name not in own
         }
         dp_size = self._engine.topology.dp.size
-        loss = float(cast("float", result["critic/vf_loss" if self._role == "critic" else "actor/pg_loss"]))
+        loss = float(
+            cast("float", result["critic/vf_loss" if self._role == "critic" else "actor/pg_loss"])
+        )
         if isinstance(self._objective, PolicyObjective):
             kl_loss = float(cast("float", result["actor/kl_loss"]))
             metrics["actor/kl_loss"] = Metric(value=kl_loss)
@@ -196,18 +227,24 @@ class DeprecatedTrainingWorker(TrainingWorker):
 
 
 def _spread(part: PackedBatch) -> dict[str, Metric]:
-    """Return statistics for the explained variance of the values before the step, which the old update lacks."""
+    """Compute the statistics of the explained variance, which the old update lacks."""
     returns, values = part.columns["returns"], part.columns["values"]
     error = returns - values
     columns = {"return_mean": returns, "return_square_mean": returns.square()}
     columns |= {"error_mean": error, "error_square_mean": error.square()}
-    return {f"value/{name}": weighted_mean(column, part.loss_mask) for name, column in columns.items()}
+    return {
+        f"value/{name}": weighted_mean(column, part.loss_mask) for name, column in columns.items()
+    }
 
 
 def _open_worker(role: str, *, config: FSDPConfig) -> ActorRolloutRefWorker | CriticWorker:
     cls = CriticWorker if role == "critic" else ActorRolloutRefWorker
     logger.warning("%s", RECORDS[f"{cls.__module__}.{cls.__qualname__}"].sentence())
-    sizes: dict[str, object] = {"ppo_mini_batch_size": 2**30, "use_dynamic_bsz": True, "forward_micro_batch_size_per_gpu": 1}
+    sizes: dict[str, object] = {
+        "ppo_mini_batch_size": 2**30,
+        "use_dynamic_bsz": True,
+        "forward_micro_batch_size_per_gpu": 1,
+    }
     with warnings.catch_warnings():
         # Said above, where a user of temper-train reads it.
         warnings.simplefilter("ignore", LegacyWorkerWarning)
@@ -223,26 +260,43 @@ def _with_old_optimizer(config: FSDPConfig) -> FSDPConfig:
     """
     if not isinstance(config.optimizer, OptimizerSpec):
         return config
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, decays_vectors=True, max_consecutive_skips=NEVER))
+    return dataclasses.replace(
+        config,
+        optimizer=dataclasses.replace(
+            config.optimizer, decays_vectors=True, max_consecutive_skips=NEVER
+        ),
+    )
 
 
 def _old_settings(objective: Objective) -> dict[str, object]:
     if objective.aggregation.mode not in _AGGREGATIONS:
         raise ConfigError(
-            f"algorithm.aggregation is {objective.aggregation.mode.value}, which the deprecated workers compute with another divisor: use "
-            f"{', '.join(mode.value for mode in _AGGREGATIONS)}, or set use_legacy_worker_impl=disable."
+            f"algorithm.aggregation is {objective.aggregation.mode.value}, which the deprecated "
+            "workers compute with another divisor: use "
+            f"{', '.join(mode.value for mode in _AGGREGATIONS)}, or set "
+            "use_legacy_worker_impl=disable."
         )
     mode = _AGGREGATIONS[objective.aggregation.mode]
     if isinstance(objective, ValueObjective):
-        return {"cliprange_value": _NEVER_CLIPPED if objective.clip is None else objective.clip, "loss_agg_mode": mode}
+        return {
+            "cliprange_value": _NEVER_CLIPPED if objective.clip is None else objective.clip,
+            "loss_agg_mode": mode,
+        }
     loss = objective.loss if isinstance(objective, PolicyObjective) else None
     if not (isinstance(objective, PolicyObjective) and isinstance(loss, Ppo)):
         name = objective.name if loss is None else loss.name
-        raise ConfigError(f"objective {name!r} has no deprecated counterpart: set use_legacy_worker_impl=disable.")
-    if objective.kl_coef > 0 and (objective.kl_estimator not in _KL_LOSS_TYPES or objective.kl_clamp not in (None, OLD_KL_CLAMP)):
         raise ConfigError(
-            f"algorithm.kl_estimator is {objective.kl_estimator} with kl_clamp {objective.kl_clamp}, but the deprecated workers compute "
-            f"only {' and '.join(_KL_LOSS_TYPES)}, with k3 at most {OLD_KL_CLAMP:g}: use one of these, or set "
+            f"objective {name!r} has no deprecated counterpart: set use_legacy_worker_impl=disable."
+        )
+    if objective.kl_coef > 0 and (
+        objective.kl_estimator not in _KL_LOSS_TYPES
+        or objective.kl_clamp not in (None, OLD_KL_CLAMP)
+    ):
+        raise ConfigError(
+            f"algorithm.kl_estimator is {objective.kl_estimator} with kl_clamp "
+            f"{objective.kl_clamp}, but the deprecated workers compute "
+            f"only {' and '.join(_KL_LOSS_TYPES)}, with k3 at most {OLD_KL_CLAMP:g}: use one of "
+            "these, or set "
             "use_legacy_worker_impl=disable."
         )
     return {

@@ -37,15 +37,23 @@ class SplitSettings:
 
     def __post_init__(self) -> None:
         if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
-            raise ConfigError("ppo_micro_batch_size_per_gpu is not set: give it, or set use_dynamic_bsz with ppo_max_token_len_per_gpu.")
+            raise ConfigError(
+                "ppo_micro_batch_size_per_gpu is not set: give it, or set use_dynamic_bsz with "
+                "ppo_max_token_len_per_gpu."
+            )
         if min(self.ppo_mini_batch_size, self.ppo_epochs, self.ppo_max_token_len_per_gpu) < 1:
-            raise ConfigError(f"ppo_mini_batch_size, ppo_epochs and ppo_max_token_len_per_gpu must be at least 1, but are in {self}.")
+            raise ConfigError(
+                "ppo_mini_batch_size, ppo_epochs and ppo_max_token_len_per_gpu must be at least "
+                f"1, but are in {self}."
+            )
 
     def micro_batches(self, mini_batch: DataProto) -> list[list[int]]:
         """Return the rows of each micro-batch."""
         if self.use_dynamic_bsz:
             budget = self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size
-            return rows_by_tokens(row_lengths(mini_batch), max_tokens=budget, multiple=self.micro_batch_multiple)
+            return rows_by_tokens(
+                row_lengths(mini_batch), max_tokens=budget, multiple=self.micro_batch_multiple
+            )
         assert self.ppo_micro_batch_size_per_gpu is not None
         return rows_by_count(len(mini_batch), size=self.ppo_micro_batch_size_per_gpu)
 
@@ -70,7 +78,8 @@ def mini_batches(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -
     counts = engine.gather_objects(len(parts))
     if len(set(counts)) != 1 or not parts:
         raise BatchError(
-            f"ranks hold batches for {counts} updates of {split.ppo_mini_batch_size} rows: give each rank the same number of rows, at "
+            f"ranks hold batches for {counts} updates of {split.ppo_mini_batch_size} rows: give "
+            "each rank the same number of rows, at "
             "least one, for example with pad_dataproto_to_divisor."
         )
     return parts
@@ -121,9 +130,15 @@ class OldSchedule:
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in ("constant", "cosine"):
-            raise ConfigError(f"optim.lr_scheduler_type is {self.lr_scheduler_type!r}, but must be constant or cosine.")
+            raise ConfigError(
+                f"optim.lr_scheduler_type is {self.lr_scheduler_type!r}, but must be constant or "
+                "cosine."
+            )
         if self.lr_scheduler_type == "cosine" and self.total_training_steps < 1:
-            raise ConfigError("optim.lr_scheduler_type is cosine, which needs optim.total_training_steps: the length of the fall.")
+            raise ConfigError(
+                "optim.lr_scheduler_type is cosine, which needs optim.total_training_steps: the "
+                "length of the fall."
+            )
 
     @property
     def warmup(self) -> int:
@@ -148,10 +163,14 @@ class OldSchedule:
 def set_rate(engine: BaseEngine, lr: float) -> None:
     """Set the rate of the next update; the engine's own schedule is constant."""
     assert engine.config.optimizer is not None
-    engine.config = dataclasses.replace(engine.config, optimizer=dataclasses.replace(engine.config.optimizer, lr=lr))
+    engine.config = dataclasses.replace(
+        engine.config, optimizer=dataclasses.replace(engine.config.optimizer, lr=lr)
+    )
 
 
-def passes(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -> Iterator[tuple[DataProto, bool]]:
+def passes(
+    data: DataProto, *, split: SplitSettings, engine: BaseEngine
+) -> Iterator[tuple[DataProto, bool]]:
     """Yield every mini-batch of every pass, and whether it is the only one of the call."""
     parts = mini_batches(data, split=split, engine=engine)
     for _ in range(split.ppo_epochs):
@@ -164,7 +183,10 @@ _MEGATRON_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldMegatronSchedule:
-    """A pure function of completed scheduler steps, as ``megatron.core.optimizer_param_scheduler`` has it; defaults of the old YAML."""
+    """The schedule of Megatron as a pure function of completed scheduler steps.
+
+    It follows ``megatron.core.optimizer_param_scheduler``, with the defaults of the old YAML.
+    """
 
     lr: float
     lr_warmup_init: float = 0.0
@@ -184,10 +206,14 @@ class OldMegatronSchedule:
 
     def __post_init__(self) -> None:
         if self.lr_decay_style not in _MEGATRON_STYLES:
-            raise ConfigError(f"optim.lr_decay_style is {self.lr_decay_style!r}, but must be one of {', '.join(_MEGATRON_STYLES)}.")
+            raise ConfigError(
+                f"optim.lr_decay_style is {self.lr_decay_style!r}, but must be one of "
+                f"{', '.join(_MEGATRON_STYLES)}."
+            )
         if self.lr_decay_style in ("linear", "cosine") and self.end <= self.warmup:
             raise ConfigError(
-                f"optim.lr_decay_style is {self.lr_decay_style}, which ends after {self.end} steps and begins after {self.warmup}: set "
+                f"optim.lr_decay_style is {self.lr_decay_style}, which ends after {self.end} steps "
+                f"and begins after {self.warmup}: set "
                 "optim.lr_decay_steps or optim.total_training_steps."
             )
 
@@ -214,7 +240,11 @@ class OldMegatronSchedule:
         if self.lr_decay_style == "inverse-square-root":
             return max(self.min_lr, self.lr * math.sqrt(max(self.warmup, 1) / max(step, 1)))
         progress = (step - self.warmup) / (self.end - self.warmup)
-        fraction = 1.0 - progress if self.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * progress) + 1.0)
+        fraction = (
+            1.0 - progress
+            if self.lr_decay_style == "linear"
+            else 0.5 * (math.cos(math.pi * progress) + 1.0)
+        )
         return self.min_lr + fraction * (self.lr - self.min_lr)
 
     def as_spec(self) -> ScheduleSpec:
@@ -225,7 +255,8 @@ class OldMegatronSchedule:
         """
         if self.lr_warmup_init or self.lr_decay_style == "inverse-square-root":
             raise ConfigError(
-                f"optim has lr_warmup_init {self.lr_warmup_init} and lr_decay_style {self.lr_decay_style}, which numerics temper lacks: "
+                f"optim has lr_warmup_init {self.lr_warmup_init} and lr_decay_style "
+                f"{self.lr_decay_style}, which numerics temper lacks: "
                 "use a rise from 0 to a constant, linear or cosine rate, or numerics legacy."
             )
         if self.lr_decay_style == "constant":

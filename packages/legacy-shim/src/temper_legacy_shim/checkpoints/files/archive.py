@@ -1,7 +1,9 @@
-"""A file of ``torch.save``: a zip of a pickle and raw storages. The pickle is read inertly, storages stay on the disk.
+"""A file of ``torch.save``: a zip of a pickle and raw storages.
 
-Storages are read with ``pread`` at their place in the file, not mapped: a mapped file that is cut off while it is read kills the process,
-and mapped pages count as this process's memory.
+The pickle is read inertly, storages stay on the disk.
+
+Storages are read with ``pread`` at their place in the file, not mapped: a mapped file that is cut
+off while it is read kills the process, and mapped pages count as this process's memory.
 """
 
 import io
@@ -79,7 +81,8 @@ class FileBytes:
             count = os.preadv(handle, [buffer[done:]], offset + done)
             if count == 0:
                 raise DamagedFileError(
-                    f"{self.path} has {self.size} bytes, but {offset + len(buffer)} are needed: it is truncated; copy it again."
+                    f"{self.path} has {self.size} bytes, but {offset + len(buffer)} are needed: it "
+                    "is truncated; copy it again."
                 )
             done += count
 
@@ -137,7 +140,10 @@ class Stretch:
 
 
 class Archive:
-    """One file of ``torch.save``, or one written into a larger file, as torch's distributed checkpoints do."""
+    """A file of ``torch.save``, standalone or inside a larger file.
+
+    Distributed checkpoints of torch contain such files.
+    """
 
     def __init__(self, path: str | Path, *, start: int = 0, length: int | None = None) -> None:
         self.path = Path(path)
@@ -146,7 +152,10 @@ class Archive:
         full = self.file.size - start
         self._length = full if length is None else length
         if start < 0 or self._length < 0 or self._length > full:
-            raise DamagedFileError(f"{self.path}: bytes {start} to {start + self._length} lie outside its {full + start} bytes.")
+            raise DamagedFileError(
+                f"{self.path}: bytes {start} to {start + self._length} lie outside its "
+                f"{full + start} bytes."
+            )
         self._entries: dict[str, zipfile.ZipInfo] = {}
         self._prefix = ""
         if self.file.read(start, min(4, self._length))[:1] != _PICKLE_MAGIC:
@@ -168,24 +177,36 @@ class Archive:
 
     def _read_directory(self) -> None:
         try:
-            with zipfile.ZipFile(_Window(self.file, start=self._start, length=self._length)) as directory:
+            with zipfile.ZipFile(
+                _Window(self.file, start=self._start, length=self._length)
+            ) as directory:
                 for entry in directory.infolist():
                     if entry.filename in self._entries:
-                        raise DamagedFileError(f"{self.path} holds {entry.filename!r} twice: copy the file again.")
+                        raise DamagedFileError(
+                            f"{self.path} holds {entry.filename!r} twice: copy the file again."
+                        )
                     self._entries[entry.filename] = entry
         except _ZIP_FAULTS as error:
             if isinstance(error, DamagedFileError):
                 raise
             raise DamagedFileError(
-                f"{self.path} is neither a zip of torch.save nor a pickle ({error}): it is truncated or no checkpoint; copy it again."
+                f"{self.path} is neither a zip of torch.save nor a pickle ({error}): it is "
+                "truncated or no checkpoint; copy it again."
             ) from error
-        pickles = [name for name in self._entries if name == "data.pkl" or name.endswith("/data.pkl")]
+        pickles = [
+            name for name in self._entries if name == "data.pkl" or name.endswith("/data.pkl")
+        ]
         if len(pickles) != 1:
-            raise DamagedFileError(f"{self.path} is a zip with {len(pickles)} entries data.pkl instead of one: no file of torch.save.")
+            raise DamagedFileError(
+                f"{self.path} is a zip with {len(pickles)} entries data.pkl instead of one: no "
+                "file of torch.save."
+            )
         self._prefix = pickles[0].removesuffix("data.pkl")
         order = self._entries.get(f"{self._prefix}byteorder")
         if order is not None and self._content(order, limit=16) != b"little":
-            raise DamagedFileError(f"{self.path} was written on a big-endian machine, which is not supported.")
+            raise DamagedFileError(
+                f"{self.path} was written on a big-endian machine, which is not supported."
+            )
 
     def value(self) -> object:
         """Return the pickle's value, inert; see ``load_inert``.
@@ -198,12 +219,14 @@ class Archive:
         if not self._entries:
             if _BEFORE_ZIPS in self.file.read(self._start, min(32, self._length)):
                 raise LayoutError(
-                    f"{self.path} is in torch.save's format of before torch 1.6, which is no zip and is not read: write it again with "
+                    f"{self.path} is in torch.save's format of before torch 1.6, which is no zip "
+                    "and is not read: write it again with "
                     "torch.save(torch.load(path, weights_only=True), path), and convert again."
                 )
             if self._length > MAX_PICKLE_BYTES:
                 raise DamagedFileError(
-                    f"{self.path}: its pickle has {self._length} bytes; no checkpoint's has more than {MAX_PICKLE_BYTES}."
+                    f"{self.path}: its pickle has {self._length} bytes; no checkpoint's has more "
+                    f"than {MAX_PICKLE_BYTES}."
                 )
             return load_inert(self.file.read(self._start, self._length), source=str(self.path))
         data = self._content(self._entries[f"{self._prefix}data.pkl"], limit=MAX_PICKLE_BYTES)
@@ -212,7 +235,10 @@ class Archive:
     def _content(self, entry: zipfile.ZipInfo, *, limit: int) -> bytes:
         stretch = self._stretch(entry)
         if stretch.num_bytes > limit:
-            raise DamagedFileError(f"{self.path}: {entry.filename} has {stretch.num_bytes} bytes; {limit} at most are expected.")
+            raise DamagedFileError(
+                f"{self.path}: {entry.filename} has {stretch.num_bytes} bytes; {limit} at most are "
+                "expected."
+            )
         return self.file.read(stretch.offset, stretch.num_bytes)
 
     def storage(self, key: str) -> Stretch:
@@ -223,20 +249,33 @@ class Archive:
         """
         entry = self._entries.get(f"{self._prefix}data/{key}")
         if entry is None:
-            raise DamagedFileError(f"{self.path} has no storage {key[:40]!r}, which its pickle refers to: copy the file again.")
+            raise DamagedFileError(
+                f"{self.path} has no storage {key[:40]!r}, which its pickle refers to: copy the "
+                "file again."
+            )
         return self._stretch(entry)
 
     def _stretch(self, entry: zipfile.ZipInfo) -> Stretch:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-            raise DamagedFileError(f"{self.path}: {entry.filename} is compressed, which torch.save never does.")
+            raise DamagedFileError(
+                f"{self.path}: {entry.filename} is compressed, which torch.save never does."
+            )
         at = self._start + entry.header_offset
         end = self._start + self._length
         if entry.header_offset < 0 or at + _LOCAL_HEADER.size > end:
-            raise DamagedFileError(f"{self.path}: {entry.filename} lies outside the file: it is truncated; copy it again.")
-        magic, *_, name_length, extra_length = _LOCAL_HEADER.unpack(self.file.read(at, _LOCAL_HEADER.size))
+            raise DamagedFileError(
+                f"{self.path}: {entry.filename} lies outside the file: it is truncated; copy it "
+                "again."
+            )
+        magic, *_, name_length, extra_length = _LOCAL_HEADER.unpack(
+            self.file.read(at, _LOCAL_HEADER.size)
+        )
         offset = at + _LOCAL_HEADER.size + name_length + extra_length
         if magic != b"PK\x03\x04" or offset + entry.file_size > end:
-            raise DamagedFileError(f"{self.path}: {entry.filename} lies outside the file: it is truncated; copy it again.")
+            raise DamagedFileError(
+                f"{self.path}: {entry.filename} lies outside the file: it is truncated; copy it "
+                "again."
+            )
         return Stretch(file=self.file, offset=offset, num_bytes=entry.file_size)
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""torch's distributed checkpoint format, which Megatron's ``dist_ckpt`` is: an inert ``.metadata``, and chunks inside ``.distcp`` files.
+"""torch's distributed checkpoint format, which Megatron's ``dist_ckpt`` is.
+
+An inert ``.metadata``, and chunks inside ``.distcp`` files.
 
 Needs neither torch nor Megatron, and reads a chunk when its rows are asked for.
 """
@@ -11,10 +13,22 @@ from pathlib import Path, PurePosixPath
 
 from temper_legacy_shim.checkpoints.files.archive import Archive, FileBytes
 from temper_legacy_shim.checkpoints.files.dtypes import Block, Dtype
-from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Piece, Shape, Stored, Unflattened, read_all
+from temper_legacy_shim.checkpoints.files.lazy import (
+    LazyTensor,
+    Piece,
+    Shape,
+    Stored,
+    Unflattened,
+    read_all,
+)
 from temper_legacy_shim.checkpoints.files.pickles import Inert, load_inert
 from temper_legacy_shim.checkpoints.files.sharded import covering
-from temper_legacy_shim.checkpoints.files.tensors import TensorReader, attributes_of, properties_dtype, sizes_of
+from temper_legacy_shim.checkpoints.files.tensors import (
+    TensorReader,
+    attributes_of,
+    properties_dtype,
+    sizes_of,
+)
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 DESCRIPTION = ".metadata"
@@ -30,20 +44,33 @@ class DistCheckpoint:
         self.folder = folder
         path = folder / DESCRIPTION
         if not path.is_file():
-            raise LayoutError(f"{folder} has no .metadata, which is written last: its save was not finished.")
+            raise LayoutError(
+                f"{folder} has no .metadata, which is written last: its save was not finished."
+            )
         file = FileBytes(path)
         value = load_inert(file.read(0, file.size), source=str(path))
         if not isinstance(value, Inert) or value.function.name not in _METADATA:
-            raise DamagedFileError(f"{path} is no metadata of a distributed checkpoint: copy it again.")
+            raise DamagedFileError(
+                f"{path} is no metadata of a distributed checkpoint: copy it again."
+            )
         try:
             described = attributes_of(value.state)
             self._entries = _mapping(described["state_dict_metadata"])
             self._original_shapes = _original_shapes(described.get("mcore_data"))
             self.positions = _positions(described["storage_data"], path=path)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             if isinstance(error, DamagedFileError):
                 raise
-            raise DamagedFileError(f"{path} is malformed ({type(error).__name__}: {error}): copy it again.") from error
+            raise DamagedFileError(
+                f"{path} is malformed ({type(error).__name__}: {error}): copy it again."
+            ) from error
         self._files: dict[str, FileBytes] = {}
 
     @cached_property
@@ -55,27 +82,44 @@ class DistCheckpoint:
         """
         result: dict[str, LazyTensor] = {}
         for name, node in self._entries.items():
-            if isinstance(name, str) and isinstance(node, Inert) and node.function.name == "TensorStorageMetadata":
+            if (
+                isinstance(name, str)
+                and isinstance(node, Inert)
+                and node.function.name == "TensorStorageMetadata"
+            ):
                 try:
                     result[name] = self._tensor(name, attributes_of(node.state))
-                except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+                except (
+                    KeyError,
+                    TypeError,
+                    ValueError,
+                    IndexError,
+                    AttributeError,
+                    RecursionError,
+                ) as error:
                     if isinstance(error, DamagedFileError):
                         raise
-                    raise DamagedFileError(f"{self.folder}/.metadata: {name} is malformed ({error}): copy it again.") from error
+                    raise DamagedFileError(
+                        f"{self.folder}/.metadata: {name} is malformed ({error}): copy it again."
+                    ) from error
         return result
 
     @property
     def other_names(self) -> list[str]:
         """Names of what is stored as bytes, such as random-number states."""
         return [
-            str(name) for name, node in self._entries.items() if isinstance(node, Inert) and node.function.name != "TensorStorageMetadata"
+            str(name)
+            for name, node in self._entries.items()
+            if isinstance(node, Inert) and node.function.name != "TensorStorageMetadata"
         ]
 
     def _tensor(self, name: str, described: Mapping[object, object]) -> LazyTensor:
         shape, dtype = sizes_of(described["size"]), properties_dtype(described["properties"])
         chunks = described["chunks"]
         if dtype is None or not isinstance(chunks, list):
-            raise DamagedFileError(f"{self.folder}/.metadata: {name} has elements of a type that is not known.")
+            raise DamagedFileError(
+                f"{self.folder}/.metadata: {name} has elements of a type that is not known."
+            )
         is_flattened = name in self._original_shapes
         pieces = []
         for chunk in chunks:
@@ -83,39 +127,67 @@ class DistCheckpoint:
             offsets, sizes = sizes_of(box["offsets"]), sizes_of(box["sizes"])
             position = self.positions.get((name, offsets)) or self.positions.get((name, None))
             if position is None:
-                raise DamagedFileError(f"{self.folder}/.metadata names no file for the part of {name} at {offsets}: copy it again.")
-            if math.prod(sizes) * dtype.num_bytes > position[2] or position[2] < 0 or position[1] < 0:
                 raise DamagedFileError(
-                    f"{self.folder}/.metadata gives {name} {position[2]} bytes for a part of shape {sizes}: copy it again."
+                    f"{self.folder}/.metadata names no file for the part of {name} at {offsets}: "
+                    "copy it again."
+                )
+            if (
+                math.prod(sizes) * dtype.num_bytes > position[2]
+                or position[2] < 0
+                or position[1] < 0
+            ):
+                raise DamagedFileError(
+                    f"{self.folder}/.metadata gives {name} {position[2]} bytes for a part of shape "
+                    f"{sizes}: copy it again."
                 )
             if 0 not in sizes:
                 kind = _FlatChunk if is_flattened else _Chunk
-                pieces.append(Piece(offsets=offsets, tensor=kind(self.folder, position, name=name, shape=sizes, dtype=dtype)))
+                pieces.append(
+                    Piece(
+                        offsets=offsets,
+                        tensor=kind(self.folder, position, name=name, shape=sizes, dtype=dtype),
+                    )
+                )
         like = _Chunk(self.folder, ("", 0, 0), name=name, shape=shape, dtype=dtype)
         if is_flattened:
             return self._unflattened(name, pieces, saved=shape, like=like)
         return covering(name, pieces, shape=shape, like=like, where=str(self.folder))
 
-    def _unflattened(self, name: str, pieces: list[Piece], *, saved: Shape, like: LazyTensor) -> LazyTensor:
-        """Return a tensor that Megatron until 0.15 saved as [number of shards along each dimension, elements of a shard].
+    def _unflattened(
+        self, name: str, pieces: list[Piece], *, saved: Shape, like: LazyTensor
+    ) -> LazyTensor:
+        """Read a tensor in the layout of Megatron up to 0.15.
+
+        The layout is [shards along each dimension, elements of a shard].
 
         Each shard is flat and cut over the data-parallel ranks, as the distributed optimizer keeps
         it.
         """
         full, counts, where = self._original_shapes[name], saved[:-1], str(self.folder)
-        is_grid = len(full) == len(counts) and all(counts) and not any(size % count for size, count in zip(full, counts, strict=True))
+        is_grid = (
+            len(full) == len(counts)
+            and all(counts)
+            and not any(size % count for size, count in zip(full, counts, strict=True))
+        )
         if not is_grid or math.prod(counts) > max(len(pieces), 1):
             raise DamagedFileError(
-                f"{where}/.metadata: {name} is flattened as {saved}, which is no grid of shards of {full}: copy it again."
+                f"{where}/.metadata: {name} is flattened as {saved}, which is no grid of shards of "
+                f"{full}: copy it again."
             )
         shard = tuple(size // count for size, count in zip(full, counts, strict=True))
-        vectors: dict[Shape, list[Piece]] = {position: [] for position in product(*map(range, counts))}
+        vectors: dict[Shape, list[Piece]] = {
+            position: [] for position in product(*map(range, counts))
+        }
         for piece in pieces:
-            vectors.setdefault(piece.offsets[:-1], []).append(Piece(offsets=piece.offsets[-1:], tensor=piece.tensor))
+            vectors.setdefault(piece.offsets[:-1], []).append(
+                Piece(offsets=piece.offsets[-1:], tensor=piece.tensor)
+            )
         boxes = []
         for position, parts in vectors.items():
             offsets = tuple(at * size for at, size in zip(position, shard, strict=True))
-            vector = covering(f"{name} at {offsets}", parts, shape=(math.prod(shard),), like=like, where=where)
+            vector = covering(
+                f"{name} at {offsets}", parts, shape=(math.prod(shard),), like=like, where=where
+            )
             boxes.append(Piece(offsets=offsets, tensor=Unflattened(vector, shard)))
         return covering(name, boxes, shape=full, like=like, where=where)
 
@@ -123,7 +195,9 @@ class DistCheckpoint:
 class _Chunk:
     """A tensor saved into a stretch of a larger file; found there at its first read."""
 
-    def __init__(self, folder: Path, position: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype) -> None:
+    def __init__(
+        self, folder: Path, position: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype
+    ) -> None:
         self._folder, self._position, self._name, self._saved_shape = folder, position, name, shape
         self.shape, self.dtype = shape, dtype
 
@@ -134,7 +208,8 @@ class _Chunk:
         tensor = TensorReader(archive).plain(archive.value(), key=self._name)
         if tensor.shape != self._saved_shape or tensor.dtype != self.dtype:
             raise DamagedFileError(
-                f"{self._folder / relative}: {self._name} has shape {tensor.shape} of {tensor.dtype.name}, but .metadata says "
+                f"{self._folder / relative}: {self._name} has shape {tensor.shape} of "
+                f"{tensor.dtype.name}, but .metadata says "
                 f"{self._saved_shape} of {self.dtype.name}: the files are not of one save."
             )
         return tensor
@@ -145,9 +220,14 @@ class _Chunk:
 
 
 class _FlatChunk(_Chunk):
-    """A stretch of a flat shard, saved with as many dimensions of one element before it as the full tensor has."""
+    """A part of a flat shard, saved with leading dimensions of size 1.
 
-    def __init__(self, folder: Path, position: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype) -> None:
+    It has as many dimensions as the full tensor.
+    """
+
+    def __init__(
+        self, folder: Path, position: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype
+    ) -> None:
         super().__init__(folder, position, name=name, shape=shape, dtype=dtype)
         self.shape = shape[-1:] if math.prod(shape[:-1]) == 1 else shape
 
@@ -155,12 +235,14 @@ class _FlatChunk(_Chunk):
         """Return the elements."""
         stored = self._stored
         if isinstance(stored, Stored):
-            return Stored(file=stored.file, offset=stored.offset, shape=self.shape, dtype=self.dtype).read(start, stop)
+            return Stored(
+                file=stored.file, offset=stored.offset, shape=self.shape, dtype=self.dtype
+            ).read(start, stop)
         return read_all(stored).reshape(self.shape)[start:stop]
 
 
 def _original_shapes(node: object) -> dict[object, Shape]:
-    """Return the shapes of what was flattened, from what Megatron keeps next to torch's own description."""
+    """Read the shapes of flattened tensors from the metadata that Megatron adds to torch's."""
     key = "nd_reformulated_orig_global_shape"
     result = {}
     for name, described in node.items() if isinstance(node, dict) else ():
@@ -184,12 +266,21 @@ def _positions(node: object, *, path: Path) -> dict[tuple[str, Shape | None], tu
         key, where = _index(index), attributes_of(info.state if isinstance(info, Inert) else None)
         relative, offset, length = where["relative_path"], where["offset"], where["length"]
         if where.get("transform_descriptors"):
-            raise LayoutError(f"{path}: {key[0]} is stored compressed or encrypted, which can't be read here.")
-        if not isinstance(relative, str) or not isinstance(offset, int) or not isinstance(length, int):
+            raise LayoutError(
+                f"{path}: {key[0]} is stored compressed or encrypted, which can't be read here."
+            )
+        if (
+            not isinstance(relative, str)
+            or not isinstance(offset, int)
+            or not isinstance(length, int)
+        ):
             raise ValueError("a place that is no file with an offset")
         pure = PurePosixPath(relative)
         if pure.is_absolute() or ".." in pure.parts or "\\" in relative or "\0" in relative:
-            raise DamagedFileError(f"{path} refers to {relative!r:.200}, which lies outside its folder: it is no genuine checkpoint.")
+            raise DamagedFileError(
+                f"{path} refers to {relative!r:.200}, which lies outside its folder: it is no "
+                "genuine checkpoint."
+            )
         result[key] = (relative, offset, length)
     return result
 

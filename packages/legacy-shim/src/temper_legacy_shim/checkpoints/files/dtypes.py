@@ -1,7 +1,7 @@
 """Element types by their names in torch, in safetensors and in numpy, and casts between them.
 
-Numpy has no bfloat16 and no float8: their elements travel as unsigned integers of the same width, and only casts look inside, with the
-bfloat16 of ml_dtypes.
+Numpy has no bfloat16 and no float8: their elements travel as unsigned integers of the same width,
+and only casts look inside, with the bfloat16 of ml_dtypes.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,10 @@ _TABLE = (
     ("bool", "BOOL", "u1", False, "BoolStorage"),
     ("complex64", "C64", "<c8", False, ""),
 )
-BY_NAME = {name: Dtype(name, tag, np.dtype(container), is_float) for name, tag, container, is_float, _ in _TABLE}
+BY_NAME = {
+    name: Dtype(name, tag, np.dtype(container), is_float)
+    for name, tag, container, is_float, _ in _TABLE
+}
 BY_TAG = {dtype.tag: dtype for dtype in BY_NAME.values()}
 BY_STORAGE = {storage: BY_NAME[name] for name, _, _, _, storage in _TABLE if storage}
 FLOAT32 = BY_NAME["float32"]
@@ -89,7 +92,8 @@ def has_nonfinite(block: Block, dtype: Dtype) -> bool:
     if block.size == 0:
         return False
     if dtype.name == "bfloat16":
-        # Infinity is the largest positive pattern but NaN's, and of all patterns the largest but negative NaN's: two maxima, no copy.
+        # Infinity is the largest positive pattern but NaN's, and of all patterns the largest but
+        # negative NaN's: two maxima, no copy.
         return bool(block.view(np.int16).max() >= 0x7F80 or block.view(np.uint16).max() >= 0xFF80)
     if dtype.name == "float32" and _has_finite_squares(block.view(np.float32)):
         return False

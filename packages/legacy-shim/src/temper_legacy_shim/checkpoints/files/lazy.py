@@ -1,7 +1,7 @@
 """Tensors that are not read yet: where their rows come from, and what becomes of them on the way.
 
-Every tensor is read in blocks of rows (slices along its first dimension), so that an operation on it never needs more memory than a few
-blocks, whatever its size.
+Every tensor is read in blocks of rows (slices along its first dimension), so that an operation on
+it never needs more memory than a few blocks, whatever its size.
 """
 
 import math
@@ -23,7 +23,9 @@ from temper_legacy_shim.checkpoints.files.dtypes import (
 )
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of a tensor in memory at once, so that casts, hashes and comparisons hit the processor's cache. A single row may be larger."""
+"""Bytes of a tensor in memory at once, so that casts, hashes and comparisons hit the processor's
+cache. A single row may be larger.
+"""
 
 Shape = tuple[int, ...]
 
@@ -104,7 +106,9 @@ class Stored:
         """Read rows from `start` on into an existing contiguous block."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.num_bytes
         if block.nbytes:
-            self.file.read_into(self.offset + start * row_bytes, block.reshape(-1).view(np.uint8).data)
+            self.file.read_into(
+                self.offset + start * row_bytes, block.reshape(-1).view(np.uint8).data
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +136,9 @@ class Strided:
         if 0 in sizes:
             return np.empty(sizes, self.dtype.container)
         flat = self.span.read(first, first + extent)
-        view = np.lib.stride_tricks.as_strided(flat, sizes, [stride * flat.itemsize for stride in strides])
+        view = np.lib.stride_tricks.as_strided(
+            flat, sizes, [stride * flat.itemsize for stride in strides]
+        )
         return np.ascontiguousarray(view)
 
 
@@ -156,7 +162,12 @@ class Assembled:
 
     @cached_property
     def _in_order(self) -> tuple[Piece, ...]:
-        return tuple(sorted((piece for piece in self.pieces if 0 not in piece.tensor.shape), key=lambda piece: piece.offsets))
+        return tuple(
+            sorted(
+                (piece for piece in self.pieces if 0 not in piece.tensor.shape),
+                key=lambda piece: piece.offsets,
+            )
+        )
 
     @cached_property
     def _by_row(self) -> tuple[dict[int, list[Piece]], list[Piece]]:
@@ -167,14 +178,22 @@ class Assembled:
         single: dict[int, list[Piece]] = {}
         others: list[Piece] = []
         for piece in self._in_order:
-            (single.setdefault(piece.offsets[0], []) if piece.tensor.shape[0] == 1 else others).append(piece)
+            (
+                single.setdefault(piece.offsets[0], []) if piece.tensor.shape[0] == 1 else others
+            ).append(piece)
         return single, others
 
     def find_rows(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces that hold any of these rows."""
         single, others = self._by_row
-        long = [p for p in others if p.offsets[0] < stop and p.offsets[0] + p.tensor.shape[0] > start]
-        rows = range(start, stop) if stop - start <= len(single) else sorted(row for row in single if start <= row < stop)
+        long = [
+            p for p in others if p.offsets[0] < stop and p.offsets[0] + p.tensor.shape[0] > start
+        ]
+        rows = (
+            range(start, stop)
+            if stop - start <= len(single)
+            else sorted(row for row in single if start <= row < stop)
+        )
         return [*(piece for row in rows for piece in single.get(row, ())), *long]
 
     def read(self, start: int, stop: int) -> Block:
@@ -191,7 +210,10 @@ class Assembled:
             if isinstance(piece.tensor, Stored) and piece.tensor.shape[1:] == self.shape[1:]:
                 piece.tensor.read_into(low - at, rows_of_block)
                 continue
-            inner = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.tensor.shape[1:], strict=True))
+            inner = tuple(
+                slice(o, o + n)
+                for o, n in zip(piece.offsets[1:], piece.tensor.shape[1:], strict=True)
+            )
             rows_of_block[(slice(None), *inner)] = piece.tensor.read(low - at, high - at)
         return block
 
@@ -222,7 +244,11 @@ class Rows:
             if low < high:
                 parts.append(self.source.read(first + low - at, first + high - at))
             at += last - first
-        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty((0, *self.shape[1:]), self.dtype.container)])
+        return (
+            parts[0]
+            if len(parts) == 1
+            else np.concatenate(parts or [np.empty((0, *self.shape[1:]), self.dtype.container)])
+        )
 
 
 @dataclass(frozen=True)
@@ -280,13 +306,23 @@ class Element:
         source = self.source
         if isinstance(source, Stored):
             stride = math.prod(source.shape[1:]) * source.dtype.num_bytes
-            return Stored(file=source.file, offset=source.offset + self.index * stride, shape=self.shape, dtype=source.dtype)
+            return Stored(
+                file=source.file,
+                offset=source.offset + self.index * stride,
+                shape=self.shape,
+                dtype=source.dtype,
+            )
         if isinstance(source, Unflattened):
             inner = math.prod(source.shape[1:])
-            return Unflattened(Rows(source.source, ((self.index * inner, (self.index + 1) * inner),)), self.shape)
+            return Unflattened(
+                Rows(source.source, ((self.index * inner, (self.index + 1) * inner),)), self.shape
+            )
         if isinstance(source, Assembled) and source.shape:
             pieces = tuple(
-                Piece(offsets=piece.offsets[1:], tensor=Element(piece.tensor, self.index - piece.offsets[0]))
+                Piece(
+                    offsets=piece.offsets[1:],
+                    tensor=Element(piece.tensor, self.index - piece.offsets[0]),
+                )
                 for piece in source.find_rows(self.index, self.index + 1)
             )
             return Assembled(pieces, self.shape, self.dtype)
@@ -332,7 +368,9 @@ class Transposed:
 
     def read(self, start: int, stop: int) -> Block:
         """Return the columns of the source as rows."""
-        return np.ascontiguousarray(np.concatenate([block[:, start:stop] for block in blocks(self.source)]).T)
+        return np.ascontiguousarray(
+            np.concatenate([block[:, start:stop] for block in blocks(self.source)]).T
+        )
 
 
 @dataclass(frozen=True)
@@ -349,7 +387,9 @@ class Cast:
 
     def read(self, start: int, stop: int) -> Block:
         """Return the rows, cast through float32."""
-        return from_float32(to_float32(self.source.read(start, stop), self.source.dtype), self.dtype)
+        return from_float32(
+            to_float32(self.source.read(start, stop), self.source.dtype), self.dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -382,9 +422,13 @@ class LowRankSum:
     def read(self, start: int, stop: int) -> Block:
         """Return the rows of the sum."""
         up = to_float32(self.up.read(start, stop), self.up.dtype)
-        with np.errstate(all="ignore"):  # what grows too large becomes infinite and is told at the end
+        with np.errstate(
+            all="ignore"
+        ):  # what grows too large becomes infinite and is told at the end
             delta = (up @ self._down) * np.float32(self.scale)
-            return from_float32(to_float32(self.base.read(start, stop), self.base.dtype) + delta, self.dtype)
+            return from_float32(
+                to_float32(self.base.read(start, stop), self.base.dtype) + delta, self.dtype
+            )
 
 
 @dataclass(frozen=True)
@@ -400,7 +444,9 @@ class InMemory:
 
     def read(self, start: int, stop: int) -> Block:
         """Return the rows."""
-        return np.ascontiguousarray(self.block.reshape(num_rows(self.shape), *self.shape[1:])[start:stop])
+        return np.ascontiguousarray(
+            self.block.reshape(num_rows(self.shape), *self.shape[1:])[start:stop]
+        )
 
 
 def concatenated(tensors: Sequence[LazyTensor], *, dim: int) -> LazyTensor:
@@ -409,7 +455,9 @@ def concatenated(tensors: Sequence[LazyTensor], *, dim: int) -> LazyTensor:
         return tensors[0]
     first, at, pieces = tensors[0].shape, 0, []
     for tensor in tensors:
-        pieces.append(Piece(offsets=tuple(at if d == dim else 0 for d in range(len(first))), tensor=tensor))
+        pieces.append(
+            Piece(offsets=tuple(at if d == dim else 0 for d in range(len(first))), tensor=tensor)
+        )
         at += tensor.shape[dim]
     return Assembled(tuple(pieces), (*first[:dim], at, *first[dim + 1 :]), tensors[0].dtype)
 

@@ -1,8 +1,10 @@
 """Reading a pickle without executing it: opcodes in, plain values and inert nodes out.
 
-No global is ever imported and no callable ever called. Where a pickle asks for ``module.name(*arguments)``, the result is an ``Inert``
-node that says so; what the node means is decided by whoever asked (``tensors.py``). A global outside the allow-list is refused by name.
-Work and memory are bounded by the file's size: keys of mappings are scalars, memo entries are references, nothing is copied twice.
+No global is ever imported and no callable ever called. Where a pickle asks for
+``module.name(*arguments)``, the result is an ``Inert`` node that says so; what the node means is
+decided by whoever asked (``tensors.py``). A global outside the allow-list is refused by name. Work
+and memory are bounded by the file's size: keys of mappings are scalars, memo entries are
+references, nothing is copied twice.
 """
 
 import io
@@ -38,7 +40,7 @@ class Global:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Inert:
-    """A call that a pickle asks for and that is never made, with everything that should happen to its result."""
+    """A call in a pickle, recorded and never executed, with the operations on its result."""
 
     function: Global
     """Name of the function that the pickle would call."""
@@ -51,7 +53,10 @@ class Inert:
     """Elements that APPENDS or ADDITEMS would add."""
 
     def __repr__(self) -> str:
-        """Return its function only: a few hundred bytes of pickle can nest so deeply that the rest never ends."""
+        """Return its function only.
+
+        A few hundred bytes of pickle can nest so deeply that the rest never ends.
+        """
         return f"<{self.function}>"
 
 
@@ -62,7 +67,11 @@ def abbreviate(node: object) -> str:
     """
     if isinstance(node, int) and node.bit_length() > _LONGEST_NUMBER:
         return f"a number of {node.bit_length()} bits"  # Python refuses to write very long ones
-    return repr(node)[:80] if isinstance(node, (*_SCALARS, Inert, Global)) else f"a {type(node).__name__}"
+    return (
+        repr(node)[:80]
+        if isinstance(node, (*_SCALARS, Inert, Global))
+        else f"a {type(node).__name__}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,15 @@ _PUSHED = frozenset(
     name
     for group in (
         ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-        ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"),
+        (
+            "UNICODE",
+            "BINUNICODE",
+            "SHORT_BINUNICODE",
+            "BINUNICODE8",
+            "STRING",
+            "BINSTRING",
+            "SHORT_BINSTRING",
+        ),
         ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
     )
     for name in group
@@ -102,21 +119,42 @@ def load_inert(data: bytes, *, source: str) -> object:
         DamagedFileError: it is not a whole pickle, or has a construct that no checkpoint needs.
     """
     if len(data) > MAX_PICKLE_BYTES:
-        raise DamagedFileError(f"{source}: its pickle has {len(data)} bytes; no checkpoint's has more than {MAX_PICKLE_BYTES}.")
+        raise DamagedFileError(
+            f"{source}: its pickle has {len(data)} bytes; no checkpoint's has more than "
+            f"{MAX_PICKLE_BYTES}."
+        )
     machine = _Machine(source)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of odd escapes in strings of the oldest protocol
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of odd escapes in strings of the oldest protocol
             if machine.run(data):
                 return machine.result()
-    except (ValueError, IndexError, KeyError, TypeError, struct.error, OverflowError, EOFError, UnicodeError) as error:
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+        struct.error,
+        OverflowError,
+        EOFError,
+        UnicodeError,
+    ) as error:
         if isinstance(error, DamagedFileError):
             raise
-        raise DamagedFileError(f"{source}: damaged pickle ({type(error).__name__}: {error}): copy the file again.") from error
-    raise DamagedFileError(f"{source}: the pickle ends before its last opcode: copy the file again.")
+        raise DamagedFileError(
+            f"{source}: damaged pickle ({type(error).__name__}: {error}): copy the file again."
+        ) from error
+    raise DamagedFileError(
+        f"{source}: the pickle ends before its last opcode: copy the file again."
+    )
 
 
-_OPCODES = {each.code.encode("latin-1"): (each.name, None if each.arg is None else each.arg.reader) for each in pickletools.opcodes}
+_OPCODES = {
+    each.code.encode("latin-1"): (each.name, None if each.arg is None else each.arg.reader)
+    for each in pickletools.opcodes
+}
 """Name and argument reader of each opcode byte."""
 _STOP = next(code for code, (name, _) in _OPCODES.items() if name == "STOP")
 
@@ -131,7 +169,9 @@ class _Machine:
         self._source = source
         self._stack: list[object] = []
         self._memo: dict[int, object] = {}
-        self._operations = {code: (read, self._operation(name)) for code, (name, read) in _OPCODES.items()}
+        self._operations = {
+            code: (read, self._operation(name)) for code, (name, read) in _OPCODES.items()
+        }
 
     def _operation(self, name: str) -> Callable[[object], None]:
         if name in _PUSHED:
@@ -152,12 +192,18 @@ class _Machine:
         return code == _STOP
 
     def _refuse(self, name: str, _: object) -> None:
-        raise UnsafeFileError(f"{self._source}: the pickle uses {name}, which no checkpoint needs; nothing of it was executed.")
+        raise UnsafeFileError(
+            f"{self._source}: the pickle uses {name}, which no checkpoint needs; nothing of it was "
+            "executed."
+        )
 
     def result(self) -> object:
         """Return the value left on the stack."""
         if len(self._stack) != 1 or self._stack[0] is _MARK:
-            raise DamagedFileError(f"{self._source}: the pickle leaves {len(self._stack)} values instead of one: copy the file again.")
+            raise DamagedFileError(
+                f"{self._source}: the pickle leaves {len(self._stack)} values instead of one: copy "
+                "the file again."
+            )
         return self._stack[0]
 
     def _pop(self) -> object:
@@ -303,7 +349,8 @@ class _Machine:
 
     def _unsafe(self, expected: Global) -> UnsafeFileError:
         return UnsafeFileError(
-            f"{self._source} asks for {expected}"[:400] + ", which no checkpoint needs; nothing of the file was executed. If you "
+            f"{self._source} asks for {expected}"[:400]
+            + ", which no checkpoint needs; nothing of the file was executed. If you "
             "trust where it comes from, say which program wrote it in a bug report.",
             expected=f"{expected.module}.{expected.name}",
         )
@@ -323,10 +370,16 @@ class _Machine:
 
     def _call(self, function: object, arguments: object) -> None:
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
-            raise ValueError(f"a call of a {type(function).__name__} with a {type(arguments).__name__}")
+            raise ValueError(
+                f"a call of a {type(function).__name__} with a {type(arguments).__name__}"
+            )
         if function in _ATTRIBUTE_OF:
             of, attribute = arguments if len(arguments) == 2 else (None, None)
-            if not isinstance(of, Global) or not isinstance(attribute, str) or not is_nested(of.module, of.name, attribute):
+            if (
+                not isinstance(of, Global)
+                or not isinstance(attribute, str)
+                or not is_nested(of.module, of.name, attribute)
+            ):
                 raise self._unsafe(function)
             self._stack.append(Global(of.module, f"{of.name}.{attribute}"))
         elif function == _ORDERED_DICT and arguments in ((), ([],)):
@@ -338,7 +391,9 @@ class _Machine:
         state, target = self._pop(), self._top()
         if isinstance(target, Inert):
             target.state = state
-        elif not isinstance(target, dict):  # an OrderedDict's attributes, such as _metadata, are of no use here
+        elif not isinstance(
+            target, dict
+        ):  # an OrderedDict's attributes, such as _metadata, are of no use here
             raise ValueError(f"a state for a {type(target).__name__}")
 
     def _op_BINPERSID(self, _: object) -> None:

@@ -1,4 +1,6 @@
-"""Writing safetensors as a stream: the header is known before the first byte, then blocks go from source to file.
+"""Writing safetensors as a stream.
+
+The header is known before the first byte, then blocks go from source to file.
 
 On the way each is hashed, and read back and compared.
 """
@@ -51,7 +53,9 @@ class WrittenFile:
     """Tensors that hold NaN or infinity."""
 
 
-def plan_shards(tensors: Mapping[str, LazyTensor], *, max_bytes: int, stem: str) -> dict[str, dict[str, LazyTensor]]:
+def plan_shards(
+    tensors: Mapping[str, LazyTensor], *, max_bytes: int, stem: str
+) -> dict[str, dict[str, LazyTensor]]:
     """Assign tensors to files, in order, under Hugging Face's names of shards.
 
     Args:
@@ -70,13 +74,19 @@ def plan_shards(tensors: Mapping[str, LazyTensor], *, max_bytes: int, stem: str)
         size += count
     if len(groups) == 1:
         return {f"{stem}.safetensors": groups[0]}
-    return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+    return {
+        f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": group
+        for i, group in enumerate(groups)
+    }
 
 
 def index_of(shards: Mapping[str, Mapping[str, LazyTensor]]) -> dict[str, object]:
     """Return the content of ``model.safetensors.index.json``."""
     total = sum(num_bytes(tensor) for group in shards.values() for tensor in group.values())
-    return {"metadata": {"total_size": total}, "weight_map": {name: file for file, group in shards.items() for name in group}}
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, group in shards.items() for name in group},
+    }
 
 
 def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
@@ -85,15 +95,23 @@ def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
     at = 0
     for name, tensor in tensors.items():
         size = num_bytes(tensor)
-        entries[name] = {"dtype": tensor.dtype.tag, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        entries[name] = {
+            "dtype": tensor.dtype.tag,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
         at += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def write(path: Path, tensors: Mapping[str, LazyTensor], *, relative: str, progress: Progress) -> WrittenFile:
-    """Write one file; it lies on the disk when this returns, and every byte was read back and compared.
+def write(
+    path: Path, tensors: Mapping[str, LazyTensor], *, relative: str, progress: Progress
+) -> WrittenFile:
+    """Write one file.
+
+    It lies on the disk when this returns, and every byte was read back and compared.
 
     Args:
         path: a new file.
@@ -124,11 +142,16 @@ def write(path: Path, tensors: Mapping[str, LazyTensor], *, relative: str, progr
         for name, tensor in tensors.items():
             if written[name] != num_bytes(tensor):
                 raise DamagedFileError(
-                    f"{name} gave {written[name]} bytes instead of {num_bytes(tensor)}: a source file changed meanwhile."
+                    f"{name} gave {written[name]} bytes instead of {num_bytes(tensor)}: a source "
+                    "file changed meanwhile."
                 )
         os.fsync(file.fileno())
     return WrittenFile(
-        path=relative, num_bytes=writer.num_bytes, checksum=writer.checksum(), num_tensors=len(tensors), with_nan=tuple(with_nan)
+        path=relative,
+        num_bytes=writer.num_bytes,
+        checksum=writer.checksum(),
+        num_tensors=len(tensors),
+        with_nan=tuple(with_nan),
     )
 
 
@@ -140,7 +163,9 @@ class _ReadBlock:
     """True if it holds NaN or infinity."""
 
 
-def _read_ahead(tensors: Mapping[str, LazyTensor], readers: ThreadPoolExecutor) -> Generator[_ReadBlock, None, None]:
+def _read_ahead(
+    tensors: Mapping[str, LazyTensor], readers: ThreadPoolExecutor
+) -> Generator[_ReadBlock, None, None]:
     """Yield every block of every tensor in order; the next ones are read and cast meanwhile."""
     waiting: deque[Future[_ReadBlock]] = deque()
     for name, tensor in tensors.items():
@@ -222,11 +247,16 @@ def written_file(path: Path, *, relative: str, with_nan: tuple[str, ...] = ()) -
         relative: where it will lie in the output.
         with_nan: names of tensors in it that hold NaN or infinity.
     """
-    return WrittenFile(path=relative, num_bytes=path.stat().st_size, checksum=checksum_of(path), with_nan=with_nan)
+    return WrittenFile(
+        path=relative, num_bytes=path.stat().st_size, checksum=checksum_of(path), with_nan=with_nan
+    )
 
 
 class _HashingWriter:
-    """Writes, hashes and compares in a thread of its own, so that the next block is read meanwhile; holds a few blocks at most."""
+    """Write, hash and compare blocks in a thread, while the next block is read.
+
+    The queue holds a few blocks.
+    """
 
     def __init__(self, descriptor: int, *, path: Path) -> None:
         self._descriptor = descriptor
@@ -280,7 +310,9 @@ class _HashingWriter:
             view = view[count:]
             self.num_bytes += count
         self._compare(data, start=begun)
-        if self.num_bytes - self._num_flushed >= _FLUSHED_BYTES and (self._flushed is None or self._flushed.done()):
+        if self.num_bytes - self._num_flushed >= _FLUSHED_BYTES and (
+            self._flushed is None or self._flushed.done()
+        ):
             if self._flushed is not None:
                 self._flushed.result()
             self._num_flushed = self.num_bytes
@@ -291,4 +323,7 @@ class _HashingWriter:
             self._again = bytearray(len(data))
         count = os.preadv(self._descriptor, [self._again], start)
         if count != len(data) or self._again != data:  # type: ignore[comparison-overlap]  # of any two buffers, by memcmp
-            raise VerificationError(f"{self._path}: bytes from {start} on are others than were written: check the disk, and convert again.")
+            raise VerificationError(
+                f"{self._path}: bytes from {start} on are others than were written: check the "
+                "disk, and convert again."
+            )

@@ -1,17 +1,30 @@
-"""Every rank's part of a tensor, put together: which box of the full tensor each shard is, and whether the boxes cover it.
+"""Every rank's part of a tensor, put together.
 
-A DTensor's axis of size n cuts a dimension of size s into chunks of ceil(s / n), the last ones shorter or empty (torch's chunk rule).
+Which box of the full tensor each shard is, and whether the boxes cover it.
+
+A DTensor's axis of size n cuts a dimension of size s into chunks of ceil(s / n), the last ones
+shorter or empty (torch's chunk rule).
 """
 
 import math
 from collections.abc import Mapping
 
-from temper_legacy_shim.checkpoints.files.lazy import Assembled, LazyTensor, Piece, Shape, blocks, num_bytes, num_rows
+from temper_legacy_shim.checkpoints.files.lazy import (
+    Assembled,
+    LazyTensor,
+    Piece,
+    Shape,
+    blocks,
+    num_bytes,
+    num_rows,
+)
 from temper_legacy_shim.checkpoints.files.tensors import Distributed, Entry, Placement, Sharded
 from temper_legacy_shim.errors import DamagedFileError
 
 _COMPARED_BYTES = 1 << 20
-"""Buffers of this size are compared over ranks; to compare whole models would read every rank's file."""
+"""Buffers of this size are compared over ranks; to compare whole models would read every rank's
+file.
+"""
 _REPLICA_BYTES = 1 << 16
 """First bytes of a shard that are compared with those of hybrid sharding's other replicas."""
 
@@ -27,15 +40,37 @@ def assemble(key: str, entries: Mapping[int, Entry], *, where: str) -> LazyTenso
     Raises:
         DamagedFileError: the parts do not fit together, or some are missing.
     """
-    kinds = {type(entry) if isinstance(entry, Distributed | Sharded) else LazyTensor for entry in entries.values()}
+    kinds = {
+        type(entry) if isinstance(entry, Distributed | Sharded) else LazyTensor
+        for entry in entries.values()
+    }
     if len(kinds) != 1:
-        raise DamagedFileError(f"{where}: {key} is distributed in some ranks' files and whole in others: they are not of one save.")
+        raise DamagedFileError(
+            f"{where}: {key} is distributed in some ranks' files and whole in others: they are not "
+            "of one save."
+        )
     first = next(iter(entries.values()))
     if isinstance(first, Distributed):
-        return _from_mesh(key, {rank: entry for rank, entry in entries.items() if isinstance(entry, Distributed)}, where=where)
+        return _from_mesh(
+            key,
+            {rank: entry for rank, entry in entries.items() if isinstance(entry, Distributed)},
+            where=where,
+        )
     if isinstance(first, Sharded):
-        return _from_boxes(key, {rank: entry for rank, entry in entries.items() if isinstance(entry, Sharded)}, where=where)
-    return _replicated(key, {rank: entry for rank, entry in entries.items() if not isinstance(entry, Distributed | Sharded)}, where=where)
+        return _from_boxes(
+            key,
+            {rank: entry for rank, entry in entries.items() if isinstance(entry, Sharded)},
+            where=where,
+        )
+    return _replicated(
+        key,
+        {
+            rank: entry
+            for rank, entry in entries.items()
+            if not isinstance(entry, Distributed | Sharded)
+        },
+        where=where,
+    )
 
 
 def _replicated(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> LazyTensor:
@@ -47,12 +82,14 @@ def _replicated(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> L
     for rank, entry in entries.items():
         if entry.shape != first.shape or entry.dtype != first.dtype:
             raise DamagedFileError(
-                f"{where}: {key} has shape {first.shape} on rank {first_rank} and {entry.shape} on rank {rank}, and neither says how it is "
+                f"{where}: {key} has shape {first.shape} on rank {first_rank} and {entry.shape} on "
+                f"rank {rank}, and neither says how it is "
                 "sharded: the files are not of one save, or of a program that we do not know."
             )
         if num_bytes(first) <= _COMPARED_BYTES and not is_equal(first, entry):
             raise DamagedFileError(
-                f"{where}: {key} differs between ranks {first_rank} and {rank}, but it is not sharded, so that every rank should hold the "
+                f"{where}: {key} differs between ranks {first_rank} and {rank}, but it is not "
+                "sharded, so that every rank should hold the "
                 "same: the files are not of one save."
             )
     return first
@@ -77,50 +114,80 @@ def check_replica(key: str, entries: Mapping[int, LazyTensor], *, where: str) ->
         DamagedFileError: they differ, so the ranks are of different steps.
     """
     (first_rank, first), (rank, entry) = entries.items()
-    # An update changes nearly every element, so a few rows tell; all of them would double what is read.
-    rows = min(num_rows(first.shape), max(1, _REPLICA_BYTES * num_rows(first.shape) // max(1, num_bytes(first))))
-    if first.shape != entry.shape or first.dtype != entry.dtype or first.read(0, rows).tobytes() != entry.read(0, rows).tobytes():
+    # An update changes nearly every element, so a few rows tell; all of them would double what is
+    # read.
+    rows = min(
+        num_rows(first.shape),
+        max(1, _REPLICA_BYTES * num_rows(first.shape) // max(1, num_bytes(first))),
+    )
+    if (
+        first.shape != entry.shape
+        or first.dtype != entry.dtype
+        or first.read(0, rows).tobytes() != entry.read(0, rows).tobytes()
+    ):
         raise DamagedFileError(
-            f"{where}: {key} differs between ranks {first_rank} and {rank}, which hold the same shard: the files are not of one save."
+            f"{where}: {key} differs between ranks {first_rank} and {rank}, which hold the same "
+            "shard: the files are not of one save."
         )
 
 
 def _from_mesh(key: str, entries: Mapping[int, Distributed], *, where: str) -> LazyTensor:
     first = next(iter(entries.values()))
     for rank, entry in entries.items():
-        if (entry.shape, entry.placements, entry.local.dtype) != (first.shape, first.placements, first.local.dtype):
-            raise DamagedFileError(f"{where}: {key} differs in shape, placement or dtype between ranks; see rank {rank}: not one save.")
+        if (entry.shape, entry.placements, entry.local.dtype) != (
+            first.shape,
+            first.placements,
+            first.local.dtype,
+        ):
+            raise DamagedFileError(
+                f"{where}: {key} differs in shape, placement or dtype between ranks; see rank "
+                f"{rank}: not one save."
+            )
     coordinates, mesh_shape = _coordinates(key, entries, where=where)
     pieces: dict[Shape, Piece] = {}
     holders: dict[Shape, int] = {}
     for rank, entry in entries.items():
-        offsets, sizes = shard_box(entry.shape, entry.placements, mesh_shape=mesh_shape, coordinate=coordinates[rank])
+        offsets, sizes = shard_box(
+            entry.shape, entry.placements, mesh_shape=mesh_shape, coordinate=coordinates[rank]
+        )
         if entry.local.shape != sizes:
             raise DamagedFileError(
-                f"{where}: {key} of rank {rank} has shape {entry.local.shape}, but its place on the mesh {mesh_shape} gives {sizes}: "
+                f"{where}: {key} of rank {rank} has shape {entry.local.shape}, but its place on "
+                f"the mesh {mesh_shape} gives {sizes}: "
                 "the file is damaged, or of another save."
             )
         if 0 not in sizes:
             if offsets in holders:
-                check_replica(key, {holders[offsets]: pieces[offsets].tensor, rank: entry.local}, where=where)
+                check_replica(
+                    key, {holders[offsets]: pieces[offsets].tensor, rank: entry.local}, where=where
+                )
             else:
                 pieces[offsets], holders[offsets] = Piece(offsets=offsets, tensor=entry.local), rank
     return covering(key, list(pieces.values()), shape=first.shape, like=first.local, where=where)
 
 
-def _coordinates(key: str, entries: Mapping[int, Distributed], *, where: str) -> tuple[dict[int, Shape], Shape]:
+def _coordinates(
+    key: str, entries: Mapping[int, Distributed], *, where: str
+) -> tuple[dict[int, Shape], Shape]:
     shapes = {entry.mesh_shape for entry in entries.values()}
-    known = {rank: entry.coordinate for rank, entry in entries.items() if entry.coordinate is not None}
+    known = {
+        rank: entry.coordinate for rank, entry in entries.items() if entry.coordinate is not None
+    }
     if len(shapes) == 1 and len(known) == len(entries):
         shape = next(iter(shapes))
         assert shape is not None
         return known, shape
     if len(shapes) > 1:
-        raise DamagedFileError(f"{where}: {key} lies on meshes {sorted(map(str, shapes))} in different ranks' files: not one save.")
+        raise DamagedFileError(
+            f"{where}: {key} lies on meshes {sorted(map(str, shapes))} in different ranks' files: "
+            "not one save."
+        )
     return _inferred_coordinates(key, entries, where=where)
 
 
-def _inferred_coordinates(key: str, entries: Mapping[int, Distributed], *, where: str) -> tuple[dict[int, Shape], Shape]:
+def _inferred_coordinates(
+    key: str, entries: Mapping[int, Distributed], *, where: str
+) -> tuple[dict[int, Shape], Shape]:
     """Infer coordinates on a mesh of unknown form: the innermost axis shards, as in both FSDPs.
 
     Others replicate.
@@ -132,17 +199,26 @@ def _inferred_coordinates(key: str, entries: Mapping[int, Distributed], *, where
         return {rank: (0,) * len(placements) for rank in entries}, (1,) * len(placements)
     if sharding != [len(placements) - 1] or len(placements) > 2:
         raise DamagedFileError(
-            f"{where}: the mesh of {key} is written in a way that is not known: say which torch wrote it in a bug report."
+            f"{where}: the mesh of {key} is written in a way that is not known: say which torch "
+            "wrote it in a bug report."
         )
     dim = placements[-1].dim
     assert dim is not None
     shape = next(iter(entries.values())).shape
-    for size in [world] if len(placements) == 1 else [n for n in range(1, world + 1) if world % n == 0]:
-        if all(_chunk(shape[dim], parts=size, index=rank % size)[1] == entry.local.shape[dim] for rank, entry in entries.items()):
-            return {rank: (*((rank // size,) * (len(placements) - 1)), rank % size) for rank in entries}, (world // size, size)[
-                -len(placements) :
-            ]
-    raise DamagedFileError(f"{where}: the shards of {key} follow no split over {world} ranks: a file is of another save.")
+    for size in (
+        [world] if len(placements) == 1 else [n for n in range(1, world + 1) if world % n == 0]
+    ):
+        if all(
+            _chunk(shape[dim], parts=size, index=rank % size)[1] == entry.local.shape[dim]
+            for rank, entry in entries.items()
+        ):
+            return {
+                rank: (*((rank // size,) * (len(placements) - 1)), rank % size) for rank in entries
+            }, (world // size, size)[-len(placements) :]
+    raise DamagedFileError(
+        f"{where}: the shards of {key} follow no split over {world} ranks: a file is of another "
+        "save."
+    )
 
 
 def _chunk(size: int, *, parts: int, index: int) -> tuple[int, int]:
@@ -152,7 +228,9 @@ def _chunk(size: int, *, parts: int, index: int) -> tuple[int, int]:
     return start, min(full, size - start)
 
 
-def shard_box(shape: Shape, placements: tuple[Placement, ...], *, mesh_shape: Shape, coordinate: Shape) -> tuple[Shape, Shape]:
+def shard_box(
+    shape: Shape, placements: tuple[Placement, ...], *, mesh_shape: Shape, coordinate: Shape
+) -> tuple[Shape, Shape]:
     """Return (offsets, sizes) of the shard at a coordinate of the mesh.
 
     Axes cut one after the other, from the outermost; a strided split (FSDP over tensor parallelism)
@@ -160,7 +238,9 @@ def shard_box(shape: Shape, placements: tuple[Placement, ...], *, mesh_shape: Sh
     """
     offsets, sizes = [0] * len(shape), list(shape)
     axes = [axis for axis, placement in enumerate(placements) if placement.dim is not None]
-    sort_by_order = [a for a in axes if placements[a].split_factor == 1] + [a for a in reversed(axes) if placements[a].split_factor > 1]
+    sort_by_order = [a for a in axes if placements[a].split_factor == 1] + [
+        a for a in reversed(axes) if placements[a].split_factor > 1
+    ]
     for axis in sort_by_order:
         dim = placements[axis].dim
         assert dim is not None
@@ -172,13 +252,22 @@ def shard_box(shape: Shape, placements: tuple[Placement, ...], *, mesh_shape: Sh
 
 def _from_boxes(key: str, entries: Mapping[int, Sharded], *, where: str) -> LazyTensor:
     first = next(iter(entries.values()))
-    pieces = {piece.offsets: piece for entry in entries.values() for piece in entry.pieces if 0 not in piece.tensor.shape}
+    pieces = {
+        piece.offsets: piece
+        for entry in entries.values()
+        for piece in entry.pieces
+        if 0 not in piece.tensor.shape
+    }
     if any(entry.shape != first.shape for entry in entries.values()):
-        raise DamagedFileError(f"{where}: {key} has another shape in another rank's file: not one save.")
+        raise DamagedFileError(
+            f"{where}: {key} has another shape in another rank's file: not one save."
+        )
     return covering(key, list(pieces.values()), shape=first.shape, like=first, where=where)
 
 
-def covering(key: str, pieces: list[Piece], *, shape: Shape, like: LazyTensor | Sharded, where: str) -> LazyTensor:
+def covering(
+    key: str, pieces: list[Piece], *, shape: Shape, like: LazyTensor | Sharded, where: str
+) -> LazyTensor:
     """Join boxes, which must be inside the tensor, not overlap, and cover it.
 
     Raises:
@@ -186,13 +275,18 @@ def covering(key: str, pieces: list[Piece], *, shape: Shape, like: LazyTensor | 
     """
     for piece in pieces:
         if len(piece.offsets) != len(shape) or any(
-            offset + size > complete for offset, size, complete in zip(piece.offsets, piece.tensor.shape, shape, strict=True)
+            offset + size > complete
+            for offset, size, complete in zip(piece.offsets, piece.tensor.shape, shape, strict=True)
         ):
-            raise DamagedFileError(f"{where}: a shard of {key} at {piece.offsets} with shape {piece.tensor.shape} lies outside {shape}.")
+            raise DamagedFileError(
+                f"{where}: a shard of {key} at {piece.offsets} with shape {piece.tensor.shape} "
+                f"lies outside {shape}."
+            )
     have, want = sum(math.prod(piece.tensor.shape) for piece in pieces), math.prod(shape)
     if have != want:
         raise DamagedFileError(
-            f"{where}: {have} of {want} elements of {key} are in the files: a shard is missing or doubled; copy every rank's file here."
+            f"{where}: {have} of {want} elements of {key} are in the files: a shard is missing or "
+            "doubled; copy every rank's file here."
         )
     if _overlap(pieces):
         raise DamagedFileError(f"{where}: shards of {key} overlap: the files are not of one save.")
@@ -212,7 +306,9 @@ def _is_grid(pieces: list[Piece]) -> bool:
     size = sizes.pop()
     if 0 in size:
         return False
-    aligned = all(offset % n == 0 for piece in pieces for offset, n in zip(piece.offsets, size, strict=True))
+    aligned = all(
+        offset % n == 0 for piece in pieces for offset, n in zip(piece.offsets, size, strict=True)
+    )
     return aligned and len({piece.offsets for piece in pieces}) == len(pieces)
 
 
@@ -225,7 +321,10 @@ def _overlap(pieces: list[Piece]) -> bool:
             if not one.tensor.shape or other.offsets[0] >= one.offsets[0] + one.tensor.shape[0]:
                 break
             if all(
-                a < b + n and b < a + m for a, m, b, n in zip(one.offsets, one.tensor.shape, other.offsets, other.tensor.shape, strict=True)
+                a < b + n and b < a + m
+                for a, m, b, n in zip(
+                    one.offsets, one.tensor.shape, other.offsets, other.tensor.shape, strict=True
+                )
             ):
                 return True
     return False

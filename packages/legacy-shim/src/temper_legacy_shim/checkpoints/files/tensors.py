@@ -1,4 +1,6 @@
-"""Tensors from inert nodes: in storages, or each rank's part of a distributed tensor with placements.
+"""Tensors from inert nodes.
+
+In storages, or each rank's part of a distributed tensor with placements.
 
 Knows how every torch from 2.4 on pickles ``Tensor``, ``Parameter``, ``DTensor`` and
 ``ShardedTensor``; imports none of them.
@@ -13,7 +15,14 @@ import numpy as np
 
 from temper_legacy_shim.checkpoints.files.archive import Archive
 from temper_legacy_shim.checkpoints.files.dtypes import BY_NAME, BY_STORAGE, Dtype
-from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Piece, Shape, Stored, Strided, read_all
+from temper_legacy_shim.checkpoints.files.lazy import (
+    LazyTensor,
+    Piece,
+    Shape,
+    Stored,
+    Strided,
+    read_all,
+)
 from temper_legacy_shim.checkpoints.files.pickles import Global, Inert, Persistent, abbreviate
 from temper_legacy_shim.errors import DamagedFileError
 
@@ -73,15 +82,27 @@ class TensorReader:
 
     def is_tensor(self, node: object) -> bool:
         """Return whether a node is a tensor of any kind."""
-        return isinstance(node, Inert) and (node.function.name.startswith("_rebuild") or node.function.name == "ShardedTensor")
+        return isinstance(node, Inert) and (
+            node.function.name.startswith("_rebuild") or node.function.name == "ShardedTensor"
+        )
 
     def distributed_form(self, node: object) -> tuple[str, ...]:
-        """Return the classes and fields of a pickled DTensor and its mesh, which differ by torch version."""
-        if not isinstance(node, Inert) or node.function.name != "_rebuild_from_type_v2" or len(node.arguments) < 4:
+        """List the classes and fields of a pickled DTensor and its mesh, for each torch version."""
+        if (
+            not isinstance(node, Inert)
+            or node.function.name != "_rebuild_from_type_v2"
+            or len(node.arguments) < 4
+        ):
             return ()
-        spec = attributes_of(node.arguments[3]).get("_spec") if isinstance(node.arguments[3], dict) else None
+        spec = (
+            attributes_of(node.arguments[3]).get("_spec")
+            if isinstance(node.arguments[3], dict)
+            else None
+        )
         mesh = attributes_of(spec.state).get("mesh") if isinstance(spec, Inert) else None
-        fields = sorted(map(abbreviate, attributes_of(mesh.state))) if isinstance(mesh, Inert) else []
+        fields = (
+            sorted(map(abbreviate, attributes_of(mesh.state))) if isinstance(mesh, Inert) else []
+        )
         return (str(node.arguments[1]), *fields)
 
     def entry(self, node: object, *, key: str) -> Entry:
@@ -96,7 +117,15 @@ class TensorReader:
         """
         try:
             return self._entry(node, key=key)
-        except (ValueError, TypeError, IndexError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        except (
+            ValueError,
+            TypeError,
+            IndexError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             if isinstance(error, DamagedFileError):
                 raise
             raise self._damaged(key, f"is malformed ({type(error).__name__}: {error})") from error
@@ -116,9 +145,23 @@ class TensorReader:
             raise self._damaged(key, f"is a {type(node).__name__} where a tensor should be")
         name, arguments = node.function.name, node.arguments
         if name in ("_rebuild_tensor", "_rebuild_tensor_v2"):
-            return self._stored(arguments[0], offset=arguments[1], shape=arguments[2], stride=arguments[3], dtype=None, key=key)
+            return self._stored(
+                arguments[0],
+                offset=arguments[1],
+                shape=arguments[2],
+                stride=arguments[3],
+                dtype=None,
+                key=key,
+            )
         if name == "_rebuild_tensor_v3":
-            return self._stored(arguments[0], offset=arguments[1], shape=arguments[2], stride=arguments[3], dtype=arguments[6], key=key)
+            return self._stored(
+                arguments[0],
+                offset=arguments[1],
+                shape=arguments[2],
+                stride=arguments[3],
+                dtype=arguments[6],
+                key=key,
+            )
         if name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
             return self._entry(arguments[0], key=key)
         if name == "_rebuild_from_type_v2":
@@ -127,7 +170,11 @@ class TensorReader:
 
     def _typed(self, arguments: tuple[object, ...], *, key: str) -> Entry:
         function, kind, inner, state = arguments[:4]
-        if not isinstance(function, Global) or not isinstance(kind, Global) or not isinstance(inner, tuple):
+        if (
+            not isinstance(function, Global)
+            or not isinstance(kind, Global)
+            or not isinstance(inner, tuple)
+        ):
             raise self._damaged(key, "is a tensor of a kind that is not known")
         attributes = attributes_of(state)
         if kind.name == "DTensor":
@@ -137,29 +184,54 @@ class TensorReader:
             return self._sharded(state, key=key)
         return self._entry(Inert(function, inner), key=key)
 
-    def _stored(self, storage: object, *, offset: object, shape: object, stride: object, dtype: object, key: str) -> LazyTensor:
-        if not isinstance(storage, Persistent) or len(storage.key) < 5 or storage.key[0] != "storage":
+    def _stored(
+        self,
+        storage: object,
+        *,
+        offset: object,
+        shape: object,
+        stride: object,
+        dtype: object,
+        key: str,
+    ) -> LazyTensor:
+        if (
+            not isinstance(storage, Persistent)
+            or len(storage.key) < 5
+            or storage.key[0] != "storage"
+        ):
             raise self._damaged(key, "has no storage in its file")
         _, kind, name, _, count = storage.key[:5]
         element = _dtype(dtype) if dtype is not None else _storage_dtype(kind)
         if element is None or not isinstance(count, int) or not isinstance(offset, int):
-            raise self._damaged(key, f"has elements of a type that is not known ({abbreviate(kind if dtype is None else dtype)})")
+            raise self._damaged(
+                key,
+                "has elements of a type that is not known "
+                f"({abbreviate(kind if dtype is None else dtype)})",
+            )
         stretch = self.archive.storage(str(name))
         if _storage_dtype(kind) is None:  # untyped: counted in bytes
             count //= element.num_bytes
         if stretch.num_bytes != count * element.num_bytes:
-            raise self._damaged(key, f"has a storage of {stretch.num_bytes} bytes, but {count} elements of {element.name} are announced")
+            raise self._damaged(
+                key,
+                f"has a storage of {stretch.num_bytes} bytes, but {count} elements of "
+                f"{element.name} are announced",
+            )
         sizes, strides = sizes_of(shape), sizes_of(stride)
         extent = _extent(sizes, strides)
         if offset < 0 or offset + extent > count or math.prod(sizes) > max(count, 0):
-            raise self._damaged(key, f"has shape {sizes}, which does not fit its storage of {count} elements")
+            raise self._damaged(
+                key, f"has shape {sizes}, which does not fit its storage of {count} elements"
+            )
         start = stretch.offset + offset * element.num_bytes
         if strides == _contiguous(sizes) or math.prod(sizes) <= 1:
             return Stored(file=stretch.file, offset=start, shape=sizes, dtype=element)
         span = Stored(file=stretch.file, offset=start, shape=(extent,), dtype=element)
         return Strided(span=span, shape=sizes, stride=strides)
 
-    def _distributed(self, attributes: Mapping[object, object], *, shape: Shape, key: str) -> Distributed:
+    def _distributed(
+        self, attributes: Mapping[object, object], *, shape: Shape, key: str
+    ) -> Distributed:
         spec = attributes["_spec"]
         described = attributes_of(spec.state if isinstance(spec, Inert) else None)
         placements = described["placements"]
@@ -168,9 +240,13 @@ class TensorReader:
         mesh_shape, coordinate = self._mesh(described.get("mesh"), key=key)
         placed = tuple(self._placement(placement, key=key) for placement in placements)
         if any(p.dim is not None and not 0 <= p.dim < len(shape) for p in placed):
-            raise self._damaged(key, f"is sharded along a dimension that its shape {shape} does not have")
+            raise self._damaged(
+                key, f"is sharded along a dimension that its shape {shape} does not have"
+            )
         if mesh_shape is not None and len(mesh_shape) != len(placed):
-            raise self._damaged(key, f"has {len(placed)} placements on a mesh of shape {mesh_shape}")
+            raise self._damaged(
+                key, f"has {len(placed)} placements on a mesh of shape {mesh_shape}"
+            )
         return Distributed(
             local=self.plain(attributes["_local_tensor"], key=key),
             shape=shape,
@@ -187,10 +263,17 @@ class TensorReader:
             return Placement()
         if node.function.name in ("Shard", "_StridedShard"):
             dim = attributes.get("dim", node.arguments[0] if node.arguments else None)
-            factor = attributes.get("split_factor", node.arguments[1] if len(node.arguments) > 1 else 1)
+            factor = attributes.get(
+                "split_factor", node.arguments[1] if len(node.arguments) > 1 else 1
+            )
             if isinstance(dim, int) and isinstance(factor, int):
-                return Placement(dim=dim, split_factor=factor if node.function.name == "_StridedShard" else 1)
-        raise self._damaged(key, f"is placed as {node.function.name}, of which the full tensor can't be put together")
+                return Placement(
+                    dim=dim, split_factor=factor if node.function.name == "_StridedShard" else 1
+                )
+        raise self._damaged(
+            key,
+            f"is placed as {node.function.name}, of which the full tensor can't be put together",
+        )
 
     def _mesh(self, node: object, *, key: str) -> tuple[Shape | None, Shape | None]:
         if not isinstance(node, Inert):
@@ -199,28 +282,47 @@ class TensorReader:
             self._meshes[id(node)] = self._read_mesh(attributes_of(node.state), key=key)
         return self._meshes[id(node)]
 
-    def _read_mesh(self, attributes: Mapping[object, object], *, key: str) -> tuple[Shape | None, Shape | None]:
+    def _read_mesh(
+        self, attributes: Mapping[object, object], *, key: str
+    ) -> tuple[Shape | None, Shape | None]:
         ranks = self._mesh_ranks(attributes, key=key)
         if ranks is None:
             return None, None
         result = np.argwhere(ranks == self._rank)
         if len(result) != 1:
-            raise self._damaged(key, f"lies on a mesh of ranks {sorted(ranks.reshape(-1).tolist())}, but the file is rank {self._rank}'s")
+            raise self._damaged(
+                key,
+                f"lies on a mesh of ranks {sorted(ranks.reshape(-1).tolist())}, but the file is "
+                f"rank {self._rank}'s",
+            )
         position = tuple(int(along) for along in result[0])
-        written = attributes.get("_coordinate_on_dim")  # every torch from 2.4 on says where the rank was that wrote the file
+        written = attributes.get(
+            "_coordinate_on_dim"
+        )  # every torch from 2.4 on says where the rank was that wrote the file
         if isinstance(written, tuple | list) and tuple(written) != position:
-            given, is_at = (", ".join(abbreviate(along) for along in at[:_MOST_AXES]) for at in (written, position))
-            raise self._damaged(key, f"was written at ({given}) of its mesh, but rank {self._rank} is at ({is_at}): another rank's file")
+            given, is_at = (
+                ", ".join(abbreviate(along) for along in at[:_MOST_AXES])
+                for at in (written, position)
+            )
+            raise self._damaged(
+                key,
+                f"was written at ({given}) of its mesh, but rank {self._rank} is at ({is_at}): "
+                "another rank's file",
+            )
         return ranks.shape, position
 
-    def _mesh_ranks(self, attributes: Mapping[object, object], *, key: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
+    def _mesh_ranks(
+        self, attributes: Mapping[object, object], *, key: str
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
         """Return the ranks in the shape of the mesh: a tensor until torch 2.8.
 
         A flat one and its layout since.
         """
         for name in ("mesh", "_mesh"):
             if self.is_tensor(attributes.get(name)):
-                return read_all(self.plain(attributes[name], key=f"{key} (its mesh)")).astype(np.int64)
+                return read_all(self.plain(attributes[name], key=f"{key} (its mesh)")).astype(
+                    np.int64
+                )
         flat, layout = attributes.get("_rank_map"), attributes.get("_layout")
         if not self.is_tensor(flat) or not isinstance(layout, Inert):
             return None
@@ -236,10 +338,15 @@ class TensorReader:
         return ranks[offsets]
 
     def _sharded(self, state: object, *, key: str) -> Sharded:
-        # ShardedTensor.__getstate__: local shards, metadata, process group's state, sharding spec, whether RPC was used.
+        # ShardedTensor.__getstate__: local shards, metadata, process group's state, sharding spec,
+        # whether RPC was used.
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], tuple):
             state = state[0]
-        if not isinstance(state, tuple) or not isinstance(state[0], list) or not isinstance(state[1], Inert):
+        if (
+            not isinstance(state, tuple)
+            or not isinstance(state[0], list)
+            or not isinstance(state[1], Inert)
+        ):
             raise self._damaged(key, "is a ShardedTensor of a form that is not known")
         described = attributes_of(state[1].state)
         shape = sizes_of(described["size"])
@@ -248,7 +355,12 @@ class TensorReader:
             parts = attributes_of(shard.state)
             box = parts["metadata"]
             where = attributes_of(box.state if isinstance(box, Inert) else None)
-            pieces.append(Piece(offsets=sizes_of(where["shard_offsets"]), tensor=self.plain(parts["tensor"], key=key)))
+            pieces.append(
+                Piece(
+                    offsets=sizes_of(where["shard_offsets"]),
+                    tensor=self.plain(parts["tensor"], key=key),
+                )
+            )
         properties = described["tensor_properties"]
         dtype = properties_dtype(properties)
         if dtype is None:
@@ -256,7 +368,9 @@ class TensorReader:
         return Sharded(pieces=tuple(pieces), shape=shape, dtype=dtype)
 
 
-def _layout_axes(attributes: Mapping[object, object], arguments: tuple[object, ...]) -> Iterator[list[int]]:
+def _layout_axes(
+    attributes: Mapping[object, object], arguments: tuple[object, ...]
+) -> Iterator[list[int]]:
     """Yield, for each mesh axis, its steps in the flat list of ranks.
 
     Torch 2.13 keeps axes, earlier ones nested shapes.
@@ -266,8 +380,12 @@ def _layout_axes(attributes: Mapping[object, object], arguments: tuple[object, .
         described = [attributes_of(axis.state) for axis in axes if isinstance(axis, Inert)]
         pairs = [(each.get("shape"), each.get("stride")) for each in described]
     else:
-        shape = attributes.get("shape", attributes.get("_shape", arguments[0] if arguments else None))
-        stride = attributes.get("stride", attributes.get("_stride", arguments[1] if len(arguments) > 1 else None))
+        shape = attributes.get(
+            "shape", attributes.get("_shape", arguments[0] if arguments else None)
+        )
+        stride = attributes.get(
+            "stride", attributes.get("_stride", arguments[1] if len(arguments) > 1 else None)
+        )
         if shape is None or stride is None:
             return
         pairs = list(zip(_listed(shape), _listed(stride), strict=True))
@@ -275,7 +393,10 @@ def _layout_axes(attributes: Mapping[object, object], arguments: tuple[object, .
         flat = list(zip(_flattened(sizes), _flattened(strides), strict=True))
         if math.prod(max(size, 0) for size, _ in flat) > _MOST_RANKS:
             raise ValueError(f"a mesh of more than {_MOST_RANKS} ranks")
-        yield [sum(steps) for steps in product(*([i * stride for i in range(size)] for size, stride in flat))]
+        yield [
+            sum(steps)
+            for steps in product(*([i * stride for i in range(size)] for size, stride in flat))
+        ]
 
 
 def _listed(value: object) -> Sequence[object]:
@@ -338,7 +459,11 @@ def sizes_of(node: object) -> Shape:
     """
     if isinstance(node, Inert) and node.function.name == "Size":
         node = node.arguments[0] if node.arguments else ()
-    if not isinstance(node, tuple | list) or not all(isinstance(size, int) and 0 <= size < _LARGEST for size in node) or len(node) > 8:
+    if (
+        not isinstance(node, tuple | list)
+        or not all(isinstance(size, int) and 0 <= size < _LARGEST for size in node)
+        or len(node) > 8
+    ):
         raise ValueError(f"{abbreviate(node)} where a shape should be")
     return tuple(int(size) for size in node)
 

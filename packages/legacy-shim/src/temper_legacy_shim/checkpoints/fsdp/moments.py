@@ -2,10 +2,11 @@
 
 What FSDP2 numbers, and what FSDP1 keeps in nameless flat shards.
 
-FSDP2 numbers the model's parameters in order. FSDP1 numbers its units: one flat vector for the root and one for each decoder layer (and,
-with an adapter, one for each trained leaf), every parameter of the unit end to end in the order of its modules, padded to a multiple of
-the ranks. Which parameters a unit holds is rebuilt from names and accepted only if every length fits. With ``use_orig_params`` FSDP1
-numbers parameters, and each rank keeps the stretches that lie in its shard.
+FSDP2 numbers the model's parameters in order. FSDP1 numbers its units: one flat vector for the root
+and one for each decoder layer (and, with an adapter, one for each trained leaf), every parameter of
+the unit end to end in the order of its modules, padded to a multiple of the ranks. Which parameters
+a unit holds is rebuilt from names and accepted only if every length fits. With ``use_orig_params``
+FSDP1 numbers parameters, and each rank keeps the stretches that lie in its shard.
 """
 
 import math
@@ -33,7 +34,9 @@ from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 _LAYER = re.compile(r"(?:.+?\.)?(?:layers|h|blocks)\.\d+\.(?=.)")
 _TRAINED_LEAF = re.compile(r".+\.lora_(?:embedding_)?[AB]\..+")
-_BUFFER = re.compile(r".+\.(?:e_score_correction_bias|expert_bias|inv_freq|original_inv_freq|num_batches_tracked|running_mean|running_var)")
+_BUFFER = re.compile(
+    r".+\.(?:e_score_correction_bias|expert_bias|inv_freq|original_inv_freq|num_batches_tracked|running_mean|running_var)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +62,21 @@ class OldOptimizer:
     decays_vectors: bool = True
     """True if the decay took vectors too, as torch's optimizers do with one group."""
     masters: Mapping[str, LazyTensor] = field(default_factory=dict)
-    """float32 parameters by the same names, where the optimizer keeps its own next to weights of fewer bits."""
+    """float32 parameters by the same names, where the optimizer keeps its own next to weights of
+    fewer bits.
+    """
 
 
-def read_optimizer(role: Role, weights: Mapping[str, LazyTensor], *, parameters: Sequence[str]) -> OldOptimizer:
+def read_optimizer(
+    role: Role, weights: Mapping[str, LazyTensor], *, parameters: Sequence[str]
+) -> OldOptimizer:
     """Return the moments of an FSDP role.
 
     Args:
         role: with optim files.
         weights: every tensor of the model files, in their order.
-        parameters: their names, each shared one once, in the order of the model's modules; buffers may be among them.
+        parameters: their names, each shared one once, in the order of the model's modules; buffers
+            may be among them.
 
     Raises:
         LayoutError: they can't be told apart; says why, for the receipt.
@@ -83,17 +91,26 @@ def read_optimizer(role: Role, weights: Mapping[str, LazyTensor], *, parameters:
     if result is None:
         check_same_numbers(role, ranks)
         is_flat = _is_flat(ranks, weights, parameters)
-        result = _from_units(role, ranks, weights, parameters) if is_flat else _from_numbers(role, ranks, weights, parameters)
+        result = (
+            _from_units(role, ranks, weights, parameters)
+            if is_flat
+            else _from_numbers(role, ranks, weights, parameters)
+        )
     return OldOptimizer(moments=result, settings=first.settings)
 
 
-def read_trained_leaves(role: Role, weights: Mapping[str, LazyTensor], *, leaves: Sequence[str]) -> OldOptimizer:
-    """Return the moments of a role that trained some of its parameters alone, each of which is a unit of its own in FSDP1.
+def read_trained_leaves(
+    role: Role, weights: Mapping[str, LazyTensor], *, leaves: Sequence[str]
+) -> OldOptimizer:
+    """Read the moments of a role that trained only some of its parameters.
+
+    FSDP1 makes a unit of each of these parameters.
 
     Args:
         role: with optim files.
         weights: every tensor of the model files.
-        leaves: names of what was trained, in the order of the model's modules, which is that of the optimizer's numbers.
+        leaves: names of what was trained, in the order of the model's modules, which is that of the
+            optimizer's numbers.
 
     Raises:
         LayoutError: the optimizer keeps another number of states, or states of other lengths.
@@ -102,7 +119,10 @@ def read_trained_leaves(role: Role, weights: Mapping[str, LazyTensor], *, leaves
     ranks = read_ranks(role)
     numbers = numbers_of(ranks)
     if len(numbers) != len(leaves):
-        raise LayoutError(f"the optimizer keeps states of {len(numbers)} parameters, but {len(leaves)} belong to the adapter")
+        raise LayoutError(
+            f"the optimizer keeps states of {len(numbers)} parameters, but {len(leaves)} belong to "
+            "the adapter"
+        )
     is_flat = not is_distributed(ranks)
     order = shard_order(role)
     if is_flat:
@@ -120,19 +140,29 @@ def read_trained_leaves(role: Role, weights: Mapping[str, LazyTensor], *, leaves
             else:
                 sides[side] = _full(role, ranks, number, side, name=name)
             if sides[side].shape != shape:
-                raise LayoutError(f"the {side} moment number {number} has shape {sides[side].shape}, but {name} has {shape}")
-        result[name] = OldMoments(first=sides["first"], second=sides["second"], update_count=step_of(ranks, number))
+                raise LayoutError(
+                    f"the {side} moment number {number} has shape {sides[side].shape}, but {name} "
+                    f"has {shape}"
+                )
+        result[name] = OldMoments(
+            first=sides["first"], second=sides["second"], update_count=step_of(ranks, number)
+        )
     return OldOptimizer(moments=result, settings=ranks[min(ranks)].settings)
 
 
 def _unpadded(flat: LazyTensor, shape: Shape, *, num_shards: int, name: str) -> LazyTensor:
     count = math.prod(shape)
     if flat.shape[0] not in (count, -(-count // num_shards) * num_shards):
-        raise LayoutError(f"the moments that should belong to {name} have {flat.shape[0]} elements in {num_shards} shards, not {count}")
+        raise LayoutError(
+            f"the moments that should belong to {name} have {flat.shape[0]} elements in "
+            f"{num_shards} shards, not {count}"
+        )
     return Unflattened(Rows(flat, ((0, count),)), shape)
 
 
-def _is_flat(ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]) -> bool:
+def _is_flat(
+    ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
+) -> bool:
     """Return FSDP1's states are ordinary vectors.
 
     Those of a plain optimizer have the parameters' shapes.
@@ -143,11 +173,17 @@ def _is_flat(ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], 
         return False
     if first.num_parameters != len(parameters):
         return True
-    return any(isinstance(e, int | Distributed) or e.shape != weights[parameters[n]].shape for n, e in entries.items())
+    return any(
+        isinstance(e, int | Distributed) or e.shape != weights[parameters[n]].shape
+        for n, e in entries.items()
+    )
 
 
 def _from_pieces(
-    role: Role, ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
+    role: Role,
+    ranks: Mapping[int, RankState],
+    weights: Mapping[str, LazyTensor],
+    parameters: Sequence[str],
 ) -> dict[str, OldMoments] | None:
     """Return moments of FSDP1 with ``use_orig_params``, whose ranks keep the part in their shard.
 
@@ -159,77 +195,132 @@ def _from_pieces(
     replica = {rank: ranks[rank] for rank in order}
     entries = [state["first"] for of_rank in replica.values() for state in of_rank.states.values()]
     numbers = numbers_of(replica)
-    is_flat = not any(isinstance(entry, int | Sharded | Distributed) or len(entry.shape) != 1 for entry in entries)
+    is_flat = not any(
+        isinstance(entry, int | Sharded | Distributed) or len(entry.shape) != 1 for entry in entries
+    )
     if not is_flat or not numbers or numbers[0] < 0 or numbers[-1] >= len(parameters):
         return None
     result: dict[str, OldMoments] = {}
     for number in numbers:
         shape = weights[parameters[number]].shape
-        first, second = (joined(role, ranks, order, number=number, side=side) for side in ("first", "second"))
+        first, second = (
+            joined(role, ranks, order, number=number, side=side) for side in ("first", "second")
+        )
         if first.shape != (math.prod(shape),) or second.shape != first.shape:
             return None
         result[parameters[number]] = OldMoments(
-            first=Unflattened(first, shape), second=Unflattened(second, shape), update_count=step_of(ranks, number)
+            first=Unflattened(first, shape),
+            second=Unflattened(second, shape),
+            update_count=step_of(ranks, number),
         )
     return result
 
 
 def _from_numbers(
-    role: Role, ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
+    role: Role,
+    ranks: Mapping[int, RankState],
+    weights: Mapping[str, LazyTensor],
+    parameters: Sequence[str],
 ) -> dict[str, OldMoments]:
     first = ranks[min(ranks)]
     if first.num_parameters != len(parameters) or max(first.states) >= len(parameters):
-        raise LayoutError(f"the optimizer has {first.num_parameters} parameters, the model files {len(parameters)}")
+        raise LayoutError(
+            f"the optimizer has {first.num_parameters} parameters, the model files "
+            f"{len(parameters)}"
+        )
     result: dict[str, OldMoments] = {}
     for number in first.states:
         name = parameters[number]
         full = {side: _full(role, ranks, number, side, name=name) for side in ("first", "second")}
         for side, tensor in full.items():
             if tensor.shape != weights[name].shape:
-                raise LayoutError(f"the {side} moment of parameter {number} has shape {tensor.shape}, but {name} has {weights[name].shape}")
-        result[name] = OldMoments(first=full["first"], second=full["second"], update_count=step_of(ranks, number))
+                raise LayoutError(
+                    f"the {side} moment of parameter {number} has shape {tensor.shape}, but {name} "
+                    f"has {weights[name].shape}"
+                )
+        result[name] = OldMoments(
+            first=full["first"], second=full["second"], update_count=step_of(ranks, number)
+        )
     return result
 
 
-def _full(role: Role, ranks: Mapping[int, RankState], number: int, side: str, *, name: str) -> LazyTensor:
-    entries = {rank: entry for rank, state in ranks.items() if not isinstance(entry := state.states[number][side], int)}
+def _full(
+    role: Role, ranks: Mapping[int, RankState], number: int, side: str, *, name: str
+) -> LazyTensor:
+    entries = {
+        rank: entry
+        for rank, state in ranks.items()
+        if not isinstance(entry := state.states[number][side], int)
+    }
     return assemble(f"the {side} moment of {name}", entries, where=str(role.path))
 
 
 def _from_units(
-    role: Role, ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
+    role: Role,
+    ranks: Mapping[int, RankState],
+    weights: Mapping[str, LazyTensor],
+    parameters: Sequence[str],
 ) -> dict[str, OldMoments]:
     order = shard_order(role)
     units = _matching_units(ranks[order[0]], weights, parameters, num_shards=len(order))
     result: dict[str, OldMoments] = {}
     for number in ranks[order[0]].states:
-        flat = {side: _joined_unit(role, ranks, order, number, side) for side in ("first", "second")}
+        flat = {
+            side: _joined_unit(role, ranks, order, number, side) for side in ("first", "second")
+        }
         at = 0
         for name in units[number]:
             shape = weights[name].shape
             count = math.prod(shape)
-            parts = {side: Unflattened(Rows(vector, ((at, at + count),)), shape) for side, vector in flat.items()}
-            result[name] = OldMoments(first=parts["first"], second=parts["second"], update_count=step_of(ranks, number))
+            parts = {
+                side: Unflattened(Rows(vector, ((at, at + count),)), shape)
+                for side, vector in flat.items()
+            }
+            result[name] = OldMoments(
+                first=parts["first"], second=parts["second"], update_count=step_of(ranks, number)
+            )
             at += count
     return result
 
 
-def _joined_unit(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], number: int, side: str) -> LazyTensor:
+def _joined_unit(
+    role: Role, ranks: Mapping[int, RankState], order: Sequence[int], number: int, side: str
+) -> LazyTensor:
     if len({part.shape for part in flat_parts(role, ranks, order, number=number, side=side)}) != 1:
-        raise DamagedFileError(f"{role.path}: the shards of unit {number} differ in length: the files are not of one save.")
+        raise DamagedFileError(
+            f"{role.path}: the shards of unit {number} differ in length: the files are not of one "
+            "save."
+        )
     return joined(role, ranks, order, number=number, side=side)
 
 
-def _matching_units(state: RankState, weights: Mapping[str, LazyTensor], parameters: Sequence[str], *, num_shards: int) -> list[list[str]]:
-    """Return the first way of wrapping under which the number of units and every unit's length fit."""
-    lengths = {n: entry.shape[0] for n, s in state.states.items() if not isinstance(entry := s["first"], int) and entry.shape}
+def _matching_units(
+    state: RankState,
+    weights: Mapping[str, LazyTensor],
+    parameters: Sequence[str],
+    *,
+    num_shards: int,
+) -> list[list[str]]:
+    """Find the first wrapping that gives the number of units and the length of each."""
+    lengths = {
+        n: entry.shape[0]
+        for n, s in state.states.items()
+        if not isinstance(entry := s["first"], int) and entry.shape
+    }
     for candidate in _wrappings(parameters):
-        sizes = [-(-sum(math.prod(weights[name].shape) for name in unit) // num_shards) for unit in candidate]
-        if len(candidate) == state.num_parameters and all(n < len(sizes) and sizes[n] == length for n, length in lengths.items()):
+        sizes = [
+            -(-sum(math.prod(weights[name].shape) for name in unit) // num_shards)
+            for unit in candidate
+        ]
+        if len(candidate) == state.num_parameters and all(
+            n < len(sizes) and sizes[n] == length for n, length in lengths.items()
+        ):
             return candidate
     raise LayoutError(
-        f"FSDP1's flat optimizer state has {state.num_parameters} units of {sorted(set(lengths.values()))[:6]} elements on each of "
-        f"{num_shards} ranks, and no known way of wrapping the model's {len(parameters)} parameters gives these"
+        f"FSDP1's flat optimizer state has {state.num_parameters} units of "
+        f"{sorted(set(lengths.values()))[:6]} elements on each of "
+        f"{num_shards} ranks, and no known way of wrapping the model's {len(parameters)} "
+        "parameters gives these"
     )
 
 

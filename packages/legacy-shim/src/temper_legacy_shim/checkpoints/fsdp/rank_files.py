@@ -1,4 +1,7 @@
-"""Weights of FSDP checkpoints: every rank's file, read lazily, each key put together from its shards."""
+"""Weights of FSDP checkpoints.
+
+Every rank's file, read lazily, each key put together from its shards.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +20,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 def read_weights(files: dict[int, Path], *, where: Path) -> dict[str, LazyTensor]:
-    """Return every tensor of a model under the name it has in the files, without the names of wrappers.
+    """Read all tensors of a model by name, with the prefixes of wrappers removed.
 
     Args:
         files: model files by rank.
@@ -34,13 +37,17 @@ def read_weights(files: dict[int, Path], *, where: Path) -> dict[str, LazyTensor
             by_key.setdefault(key, {})[rank] = entry
         if forms[rank] != forms[min(forms)]:
             raise DamagedFileError(
-                f"{path} was written by another version of torch than {files[min(forms)].name}: the files are not of one save; copy every "
+                f"{path} was written by another version of torch than {files[min(forms)].name}: "
+                "the files are not of one save; copy every "
                 "rank's file of one step here."
             )
     for key, entries in by_key.items():
         absent = sorted(set(files) - set(entries))
         if absent:
-            raise DamagedFileError(f"{files[absent[0]]} has no {key}, which rank {min(entries)} has: the files are not of one save.")
+            raise DamagedFileError(
+                f"{files[absent[0]]} has no {key}, which rank {min(entries)} has: the files are "
+                "not of one save."
+            )
     return {key: assemble(key, entries, where=str(where)) for key, entries in by_key.items()}
 
 
@@ -49,20 +56,28 @@ def _entries(path: Path, *, rank: int) -> tuple[dict[str, Entry], tuple[str, ...
     archive = Archive(path)
     value = archive.value()
     if not isinstance(value, dict):
-        raise DamagedFileError(f"{path} holds a {type(value).__name__} instead of a mapping of names to tensors: is it a model file?")
+        raise DamagedFileError(
+            f"{path} holds a {type(value).__name__} instead of a mapping of names to tensors: is "
+            "it a model file?"
+        )
     reader = TensorReader(archive, rank=rank)
     result: dict[str, Entry] = {}
     form: tuple[str, ...] = ()
     for key, node in value.items():
         if not isinstance(key, str):
-            raise DamagedFileError(f"{path}: {abbreviate(key)} is no name of a tensor: is it a model file?")
+            raise DamagedFileError(
+                f"{path}: {abbreviate(key)} is no name of a tensor: is it a model file?"
+            )
         if not reader.is_tensor(node):
             continue  # such as the extra state of a module
         name = key
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         if name in result:
-            raise DamagedFileError(f"{path} has {name} twice, once inside a wrapper's name: which one counts can't be known.")
+            raise DamagedFileError(
+                f"{path} has {name} twice, once inside a wrapper's name: which one counts can't be "
+                "known."
+            )
         result[name] = reader.entry(node, key=key)
         form = form or reader.distributed_form(node)
     if not result:
@@ -94,7 +109,8 @@ class RankCounts:
     settings: Mapping[str, object]
     """Settings of the first parameter group."""
     form: frozenset[str]
-    """Names of the first group's settings and of the file's records; newer torch has more of both."""
+    """Names of the first group's settings and of the file's records; newer torch has more of both.
+    """
 
 
 def read_counts(path: Path, *, rank: int) -> RankCounts:
@@ -116,21 +132,31 @@ def read_counts(path: Path, *, rank: int) -> RankCounts:
         for number, state in (states.items() if isinstance(states, dict) else ())
         if isinstance(number, int) and isinstance(state, dict) and "step" in state
     }
-    return RankCounts(steps=steps, settings=_settings(group), form=archive.records.union(map(str, group)))
+    return RankCounts(
+        steps=steps, settings=_settings(group), form=archive.records.union(map(str, group))
+    )
 
 
 def _settings(group: Mapping[object, object]) -> dict[str, object]:
-    return {name: group[name] for name in _SETTINGS if isinstance(group.get(name), int | float | tuple | list)}
+    return {
+        name: group[name]
+        for name in _SETTINGS
+        if isinstance(group.get(name), int | float | tuple | list)
+    }
 
 
 def check_is_next_to_weights(role: Role) -> None:
     """Check that optimizer files lie next to model files, whose order numbers their parameters.
 
     Raises:
-        LayoutError: there are none, as where weights were saved as ``hf_model`` alone; for the receipt.
+        LayoutError: there are none, as where weights were saved as ``hf_model`` alone; for the
+            receipt.
     """
     if "model" not in role.fsdp_files:
-        raise LayoutError("the optimizer numbers its parameters in the order of model files, of which there are none next to it")
+        raise LayoutError(
+            "the optimizer numbers its parameters in the order of model files, of which there are "
+            "none next to it"
+        )
 
 
 def read_ranks(role: Role) -> dict[int, RankState]:
@@ -143,12 +169,16 @@ def read_ranks(role: Role) -> dict[int, RankState]:
     files = role.fsdp_files["optim"]
     if set(files) != set(role.fsdp_files["model"]):
         raise DamagedFileError(
-            f"{role.path} has optim files of ranks {sorted(files)}, but model files of ranks {sorted(role.fsdp_files['model'])}: copy "
+            f"{role.path} has optim files of ranks {sorted(files)}, but model files of ranks "
+            f"{sorted(role.fsdp_files['model'])}: copy "
             "every rank's file here, or move the optim files away to carry weights alone."
         )
     ranks = {rank: _read(path, rank=rank) for rank, path in files.items()}
     if len({state.num_parameters for state in ranks.values()}) != 1:
-        raise DamagedFileError(f"{role.path}: ranks have optimizer groups of different sizes: the files are not of one save.")
+        raise DamagedFileError(
+            f"{role.path}: ranks have optimizer groups of different sizes: the files are not of "
+            "one save."
+        )
     if not numbers_of(ranks):
         raise LayoutError("the optimizer had made no update, so there are no moments")
     return ranks
@@ -166,35 +196,59 @@ def check_same_numbers(role: Role, ranks: Mapping[int, RankState]) -> None:
         DamagedFileError: they do.
     """
     if len({frozenset(state.states) for state in ranks.values()}) != 1:
-        raise DamagedFileError(f"{role.path}: ranks have optimizer states of different parameters: the files are not of one save.")
+        raise DamagedFileError(
+            f"{role.path}: ranks have optimizer states of different parameters: the files are not "
+            "of one save."
+        )
 
 
 def is_distributed(ranks: Mapping[int, RankState]) -> bool:
     """Return whether states are FSDP2's, which say where they belong."""
-    return any(isinstance(state["first"], Distributed) for of_rank in ranks.values() for state in of_rank.states.values())
+    return any(
+        isinstance(state["first"], Distributed)
+        for of_rank in ranks.values()
+        for state in of_rank.states.values()
+    )
 
 
 def _read(path: Path, *, rank: int) -> RankState:
     archive = Archive(path)
     value = archive.value()
-    if not isinstance(value, dict) or not isinstance(value.get("state"), dict) or not isinstance(value.get("param_groups"), list):
-        raise DamagedFileError(f"{path} is no state of an optimizer: it lacks state or param_groups.")
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("state"), dict)
+        or not isinstance(value.get("param_groups"), list)
+    ):
+        raise DamagedFileError(
+            f"{path} is no state of an optimizer: it lacks state or param_groups."
+        )
     reader = TensorReader(archive, rank=rank)
     groups = value["param_groups"]
-    if len(groups) != 1 or not isinstance(groups[0], dict) or not isinstance(groups[0].get("params"), list):
+    if (
+        len(groups) != 1
+        or not isinstance(groups[0], dict)
+        or not isinstance(groups[0].get("params"), list)
+    ):
         raise LayoutError(f"{path.name} has {len(groups)} parameter groups, but one is expected")
     states: dict[int, Mapping[str, Entry | int]] = {}
     for number, state in value["state"].items():
         if not isinstance(number, int) or not isinstance(state, dict):
-            raise DamagedFileError(f"{path}: the state of {abbreviate(number)} is none of a numbered parameter.")
+            raise DamagedFileError(
+                f"{path}: the state of {abbreviate(number)} is none of a numbered parameter."
+            )
         if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
-            raise LayoutError(f"{path.name} is of an optimizer that keeps {sorted(map(abbreviate, state))}, not Adam's moments")
+            raise LayoutError(
+                f"{path.name} is of an optimizer that keeps {sorted(map(abbreviate, state))}, not "
+                "Adam's moments"
+            )
         states[number] = {
             "first": reader.entry(state["exp_avg"], key=f"exp_avg of {number}"),
             "second": reader.entry(state["exp_avg_sq"], key=f"exp_avg_sq of {number}"),
             "step": _count(reader, state["step"], key=f"step of {number}"),
         }
-    return RankState(states=states, num_parameters=len(groups[0]["params"]), settings=_settings(groups[0]))
+    return RankState(
+        states=states, num_parameters=len(groups[0]["params"]), settings=_settings(groups[0])
+    )
 
 
 def _count(reader: TensorReader, node: object, *, key: str) -> int:
@@ -207,11 +261,15 @@ def _count(reader: TensorReader, node: object, *, key: str) -> int:
             raise DamagedFileError(f"{reader.archive.path}: {key} is no number.")
         value = float(read_all(tensor).reshape(-1)[0])
     if not 0 <= value < 2**53:
-        raise DamagedFileError(f"{reader.archive.path}: {key} is {value}, which is no count of updates.")
+        raise DamagedFileError(
+            f"{reader.archive.path}: {key} is {value}, which is no count of updates."
+        )
     return int(value)
 
 
-def joined(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], *, number: int, side: str) -> LazyTensor:
+def joined(
+    role: Role, ranks: Mapping[int, RankState], order: Sequence[int], *, number: int, side: str
+) -> LazyTensor:
     """Return the vectors of one number, of the ranks that have it, end to end.
 
     Raises:
@@ -219,7 +277,10 @@ def joined(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], *, 
     """
     parts = flat_parts(role, ranks, order, number=number, side=side)
     if len({part.dtype for part in parts}) != 1:
-        raise DamagedFileError(f"{role.path}: the states of number {number} differ in dtype: the files are not of one save.")
+        raise DamagedFileError(
+            f"{role.path}: the states of number {number} differ in dtype: the files are not of one "
+            "save."
+        )
     return concatenated(parts, dim=0)
 
 
@@ -229,7 +290,8 @@ def check_flat_replicas(role: Role, ranks: Mapping[int, RankState], order: Seque
     Args:
         role: for errors.
         ranks: of all replicas.
-        order: ranks of the first replica in the order of their shards; the others repeat it, as both FSDPs lay out their mesh.
+        order: ranks of the first replica in the order of their shards; the others repeat it, as
+            both FSDPs lay out their mesh.
 
     Raises:
         DamagedFileError: two ranks with the same shard hold different moments.
@@ -239,12 +301,22 @@ def check_flat_replicas(role: Role, ranks: Mapping[int, RankState], order: Seque
         for number, sides in state.states.items() if rank != first else ():
             for side in ("first", "second"):
                 own, other = sides[side], ranks[first].states.get(number, {}).get(side)
-                if isinstance(own, int | Distributed | Sharded) or other is None or isinstance(other, int | Distributed | Sharded):
+                if (
+                    isinstance(own, int | Distributed | Sharded)
+                    or other is None
+                    or isinstance(other, int | Distributed | Sharded)
+                ):
                     continue
-                check_replica(f"the {side} moment of number {number}", {first: other, rank: own}, where=str(role.path))
+                check_replica(
+                    f"the {side} moment of number {number}",
+                    {first: other, rank: own},
+                    where=str(role.path),
+                )
 
 
-def flat_parts(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], *, number: int, side: str) -> list[LazyTensor]:
+def flat_parts(
+    role: Role, ranks: Mapping[int, RankState], order: Sequence[int], *, number: int, side: str
+) -> list[LazyTensor]:
     """Return the vectors of one number, of the ranks that have it.
 
     Raises:
@@ -257,7 +329,10 @@ def flat_parts(role: Role, ranks: Mapping[int, RankState], order: Sequence[int],
         if entry is None:
             continue
         if isinstance(entry, int | Distributed | Sharded) or len(entry.shape) != 1:
-            raise DamagedFileError(f"{role.fsdp_files['optim'][rank]}: the state of unit {number} is no flat vector, but others are.")
+            raise DamagedFileError(
+                f"{role.fsdp_files['optim'][rank]}: the state of unit {number} is no flat vector, "
+                "but others are."
+            )
         parts.append(entry)
     return parts
 
@@ -271,7 +346,10 @@ def step_of(ranks: Mapping[int, RankState], number: int) -> int:
 
 
 def shard_order(role: Role) -> list[int]:
-    """Return the ranks of one replica in the order of their shards, from the mesh of the model files; all ranks where no tensor has one."""
+    """Return the ranks of one replica in shard order, from the mesh of the model files.
+
+    Without a mesh, all ranks form one replica.
+    """
     positions: dict[int, tuple[Shape, Shape]] = {}
     for rank, path in role.fsdp_files["model"].items():
         archive = Archive(path)
@@ -280,10 +358,16 @@ def shard_order(role: Role) -> list[int]:
         for node in value.values() if isinstance(value, dict) else ():
             if isinstance(node, Inert) and reader.is_tensor(node):
                 entry = reader.entry(node, key="a weight")
-                if isinstance(entry, Distributed) and entry.coordinate is not None and entry.mesh_shape is not None:
+                if (
+                    isinstance(entry, Distributed)
+                    and entry.coordinate is not None
+                    and entry.mesh_shape is not None
+                ):
                     positions[rank] = (entry.coordinate, entry.mesh_shape)
                     break
     if len(positions) != len(role.fsdp_files["model"]):
         return sorted(role.fsdp_files["model"])
-    replica = {rank: position for rank, (position, _) in positions.items() if not any(position[:-1])}
+    replica = {
+        rank: position for rank, (position, _) in positions.items() if not any(position[:-1])
+    }
     return sorted(replica, key=lambda rank: replica[rank][-1])

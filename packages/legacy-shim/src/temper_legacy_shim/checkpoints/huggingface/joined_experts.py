@@ -1,7 +1,10 @@
-"""Experts of a mixture as one tensor for each kind of matrix, [experts, rows, columns], which is how transformers keeps them since 5.0.
+"""Join the experts of a mixture to one tensor [experts, rows, columns] per matrix.
 
-In: tensors by the names that old models and Hugging Face files have, one for each expert. Out: the same numbers by the names that an FSDP
-engine's step directory has, gate above up projection; and back.
+transformers stores them in this way since 5.0.
+
+In: tensors by the names that old models and Hugging Face files have, one for each expert. Out: the
+same numbers by the names that an FSDP engine's step directory has, gate above up projection; and
+back.
 """
 
 import re
@@ -9,10 +12,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from temper_legacy_shim.checkpoints.files.dtypes import Block, Dtype
-from temper_legacy_shim.checkpoints.files.lazy import Element, LazyTensor, Rows, Shape, concatenated, num_rows
+from temper_legacy_shim.checkpoints.files.lazy import (
+    Element,
+    LazyTensor,
+    Rows,
+    Shape,
+    concatenated,
+    num_rows,
+)
 from temper_legacy_shim.errors import DamagedFileError
 
-_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
 """Matrices of each expert in row order."""
 _ALIASES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
@@ -41,7 +54,9 @@ def _position_of(name: str) -> _Position | None:
         return None
     kind = _ALIASES.get(match[3], match[3])
     joined, parts = next((joined, parts) for joined, parts in _PARTS.items() if kind in parts)
-    return _Position(joined=f"{to_memory_name(match[1])}.{joined}", expert=int(match[2]), part=parts.index(kind))
+    return _Position(
+        joined=f"{to_memory_name(match[1])}.{joined}", expert=int(match[2]), part=parts.index(kind)
+    )
 
 
 def to_memory_name(name: str) -> str:
@@ -54,7 +69,10 @@ def to_memory_name(name: str) -> str:
 
 
 def as_mixtral_s_files(name: str) -> str:
-    """Return Mixtral's name in files for that of the other mixtures (``mlp.experts.0.gate_proj.weight``)."""
+    """Rename an expert's weight to Mixtral's name in files.
+
+    The given name is that of other mixtures (``mlp.experts.0.gate_proj.weight``).
+    """
     match = _EXPERT.fullmatch(name)
     if match is not None:
         kind = next((old for old, kind in _ALIASES.items() if kind == match[3]), match[3])
@@ -80,13 +98,26 @@ def joined(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def _stacked(name: str, parts: Mapping[tuple[int, int], LazyTensor]) -> LazyTensor:
-    num_experts, num_parts = 1 + max(expert for expert, _ in parts), len(_PARTS[name.rpartition(".")[2]])
+    num_experts, num_parts = (
+        1 + max(expert for expert, _ in parts),
+        len(_PARTS[name.rpartition(".")[2]]),
+    )
     missing = [(e, p) for e in range(num_experts) for p in range(num_parts) if (e, p) not in parts]
     shapes = {(tensor.shape, tensor.dtype.name) for tensor in parts.values()}
     if missing or len(shapes) != 1:
-        fault = f"none of number {missing[0][0]}" if missing else f"such of {' and '.join(sorted(map(str, shapes)))}"
-        raise DamagedFileError(f"of the experts in {name} there are {len(parts)} matrices, but {fault}: copy the checkpoint again.")
-    full = [_Single(concatenated([parts[expert, part] for part in range(num_parts)], dim=0)) for expert in range(num_experts)]
+        fault = (
+            f"none of number {missing[0][0]}"
+            if missing
+            else f"such of {' and '.join(sorted(map(str, shapes)))}"
+        )
+        raise DamagedFileError(
+            f"of the experts in {name} there are {len(parts)} matrices, but {fault}: copy the "
+            "checkpoint again."
+        )
+    full = [
+        _Single(concatenated([parts[expert, part] for part in range(num_parts)], dim=0))
+        for expert in range(num_experts)
+    ]
     return concatenated(full, dim=0)
 
 
@@ -108,7 +139,10 @@ def split(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
     rows = tensor.shape[1] // len(kinds)
     for expert in range(num_rows(tensor.shape)):
         for part, kind in enumerate(kinds):
-            yield f"{match[1]}.{expert}.{kind}.weight", Rows(Element(tensor, expert), ((part * rows, (part + 1) * rows),))
+            yield (
+                f"{match[1]}.{expert}.{kind}.weight",
+                Rows(Element(tensor, expert), ((part * rows, (part + 1) * rows),)),
+            )
 
 
 @dataclass(frozen=True)

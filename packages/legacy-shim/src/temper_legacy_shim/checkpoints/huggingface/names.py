@@ -2,8 +2,8 @@
 
 No weight is made.
 
-Runs in a process of its own next to a conversion, which itself needs neither torch's memory nor its time to start: a config of another
-model is told in seconds, and not after all weights are written.
+Runs in a process of its own next to a conversion, which itself needs neither torch's memory nor its
+time to start: a config of another model is told in seconds, and not after all weights are written.
 """
 
 import json
@@ -33,7 +33,8 @@ import torch, transformers
 from transformers import AutoConfig
 transformers.logging.set_verbosity_error()
 config = AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False)
-kind = {"language_model": "CausalLM", "trl_value_model": "CausalLM", "value_model": "TokenClassification"}
+kind = {"value_model": "TokenClassification"}
+kind |= dict.fromkeys(("language_model", "trl_value_model"), "CausalLM")
 auto = getattr(transformers, "AutoModelFor" + kind.get(sys.argv[2], "SequenceClassification"))
 with torch.device("meta"):
     model = auto.from_config(config, trust_remote_code=False, attn_implementation="eager")
@@ -47,7 +48,8 @@ try:
     from transformers.core_model_loading import revert_weight_conversion
     in_files = revert_weight_conversion(model, kept)
     names.append({name: list(tensor.shape) for name, tensor in in_files.items()})
-except (ImportError, RuntimeError, ValueError, KeyError) as error:  # the names in memory remain to be compared with
+except (ImportError, RuntimeError, ValueError, KeyError) as error:
+    # The names in memory remain to compare with.
     print(type(error).__name__, error, file=sys.stderr)
 print(json.dumps({"version": transformers.__version__, "names": names}))
 """
@@ -86,7 +88,10 @@ class NamesCheck:
         self._folder.cleanup()
 
     def watched(self, progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-        """Return another that raises what `outcome` does as soon as it is known, and waits for nothing."""
+        """Wrap a function so that it raises the exception of `outcome` once it is set.
+
+        It does not wait for it.
+        """
 
         def report(what: str, done: int, total: int) -> None:
             if self._outcome is None and self._process.poll() is not None:
@@ -99,7 +104,8 @@ class NamesCheck:
         """Wait for the comparison.
 
         Returns:
-            For the receipt, sentences about what was verified, and notes about why nothing could be.
+            For the receipt, sentences about what was verified, and notes about why nothing could
+            be.
 
         Raises:
             VerificationError: a weight is missing, unexpected or misshapen.
@@ -114,18 +120,30 @@ class NamesCheck:
         except subprocess.TimeoutExpired:
             return (), (f"{_NOT_COMPARED}: it was not built within {_TIME_LIMIT_S} s",)
         if failed and asks_for_code(self._answer.parent):
-            return (), (f"{_NOT_COMPARED}: {OWN_CODE}; --no-verify-names leaves the comparison out",)
+            return (), (
+                f"{_NOT_COMPARED}: {OWN_CODE}; --no-verify-names leaves the comparison out",
+            )
         if failed:
             reason = (self._errors.read_text().strip().splitlines() or ["no reason given"])[-1]
             return (), (f"{_NOT_COMPARED}, which this config does not give: {reason[:300]}",)
         answer = json.loads(self._answer.read_text().splitlines()[-1])
-        have = {name: tensor.shape for name, tensor in self._tensors.items() if not name.startswith("v_head.")}
+        have = {
+            name: tensor.shape
+            for name, tensor in self._tensors.items()
+            if not name.startswith("v_head.")
+        }
         _compare(answer["names"], have)
-        return (f"{len(have)} names and shapes equal those of transformers {answer['version']}'s model on the meta device",), ()
+        return (
+            (
+                f"{len(have)} names and shapes equal those of transformers {answer['version']}'s "
+                "model "
+                "on the meta device"
+            ),
+        ), ()
 
 
 def asks_for_code(directory: Path) -> bool:
-    """Return whether the config in a directory names Python files that transformers would have to run."""
+    """Check if the config in a directory needs Python files that transformers would execute."""
     return "auto_map" in read_object(directory / "config.json")
 
 
@@ -145,12 +163,20 @@ def _start(*arguments: str, answer: Path, errors: Path) -> "subprocess.Popen[byt
 
 
 def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Shape]) -> None:
-    """Check that a file has the names of transformers' model, or those that it saves (Mixtral differs).
+    """Check the names in a file against the transformers model, or against its saved form.
+
+    Mixtral saves other names than it has.
 
     Where transformers could not say the latter, experts may have any names.
     """
     all_expected = [{name: tuple(shape) for name, shape in names.items()} for names in answered]
-    faults = min((_faults(expected, have, compares_kinds=len(all_expected) > 1) for expected in all_expected), key=len)
+    faults = min(
+        (
+            _faults(expected, have, compares_kinds=len(all_expected) > 1)
+            for expected in all_expected
+        ),
+        key=len,
+    )
     if faults:
         raise VerificationError(
             f"the weights do not match the model that the config describes: {'; '.join(faults[:5])}"
@@ -159,10 +185,13 @@ def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Sha
         )
 
 
-def _faults(expected: Mapping[str, Shape], have: Mapping[str, Shape], *, compares_kinds: bool) -> list[str]:
+def _faults(
+    expected: Mapping[str, Shape], have: Mapping[str, Shape], *, compares_kinds: bool
+) -> list[str]:
     """Return the differences.
 
-    Experts are compared by number of elements and kinds of matrices: they may be joined or separate tensors.
+    Experts are compared by number of elements and kinds of matrices: they may be joined or separate
+    tensors.
     """
     kinds, kinds_there = _expert_kinds(expected), _expert_kinds(have)
     expected, expected_experts = _experts_apart(expected)
@@ -176,9 +205,15 @@ def _faults(expected: Mapping[str, Shape], have: Mapping[str, Shape], *, compare
     ]
     for name in sorted(expected_experts.keys() | have_experts.keys()):
         if expected_experts.get(name) != have_experts.get(name):
-            faults.append(f"{name}: {have_experts.get(name, 0)} elements, expected {expected_experts.get(name, 0)}")
+            faults.append(
+                f"{name}: {have_experts.get(name, 0)} elements, expected "
+                f"{expected_experts.get(name, 0)}"
+            )
         elif compares_kinds and kinds.get(name) != kinds_there.get(name):
-            faults.append(f"{name}: matrices {sorted(kinds_there.get(name, ()))}, expected {sorted(kinds.get(name, ()))}")
+            faults.append(
+                f"{name}: matrices {sorted(kinds_there.get(name, ()))}, expected "
+                f"{sorted(kinds.get(name, ()))}"
+            )
     return faults
 
 

@@ -1,8 +1,12 @@
-"""Moments of Megatron's distributed checkpoints in buckets (``dp_reshardable``): a vector for each bucket of a model-parallel rank.
+"""Moments of Megatron's distributed checkpoints in buckets (``dp_reshardable``).
 
-The checkpoint does not say how many tensor ranks, stages and expert ranks there were, nor which parameter lies where. Every layout that the
-numbers of ranks allow is tried: the weights are cut up as it would have cut them, laid out in the order of Megatron's modules, and the
-layout is believed only if all lengths fit and every float32 master, rounded, is its weight.
+A vector for each bucket of a model-parallel rank.
+
+The checkpoint does not say how many tensor ranks, stages and expert ranks there were, nor which
+parameter lies where. Every layout that the
+numbers of ranks allow is tried: the weights are cut up as it would have cut them, laid out in the
+order of Megatron's modules, and the layout is believed only if all lengths fit and every float32
+master, rounded, is its weight.
 """
 
 import re
@@ -18,15 +22,26 @@ from temper_legacy_shim.checkpoints.files.dtypes import Block, Dtype
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Rows, Unflattened
 from temper_legacy_shim.checkpoints.megatron import ranks
 from temper_legacy_shim.checkpoints.megatron.flat_moments import ALIGNMENT, KINDS, is_master
-from temper_legacy_shim.checkpoints.megatron.parameter_names import EXPERT, Geometry, Order, sort_by_order
+from temper_legacy_shim.checkpoints.megatron.parameter_names import (
+    EXPERT,
+    Geometry,
+    Order,
+    sort_by_order,
+)
 from temper_legacy_shim.checkpoints.model import OldModel
 from temper_legacy_shim.errors import LayoutError
 
 _GROUP = r"(?:chained_(\d{1,4})\.)?optimizer\.distributed\.dp_group_idx_(\d{1,6})\."
-_VECTOR = re.compile(_GROUP + r"gbuf_idx_(\d{1,4})\.dtype_.+\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)")
+_VECTOR = re.compile(
+    _GROUP + r"gbuf_idx_(\d{1,4})\.dtype_.+\.bucket_idx_(\d{1,6})\.(param|exp_avg|exp_avg_sq)"
+)
 _SETTINGS = re.compile(_GROUP + r"optimizer(?:/shard_.*)?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EMBEDDING, _NORM, _HEAD = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"
+_EMBEDDING, _NORM, _HEAD = (
+    "embedding.word_embeddings.weight",
+    "decoder.final_layernorm.weight",
+    "output_layer.weight",
+)
 _HEAD_BIAS = "output_layer.bias"
 _TABLES = (_EMBEDDING, _HEAD)
 _WHERE = Path("dist_ckpt")
@@ -63,14 +78,18 @@ class _DoesNotFitError(Exception):
     """A layout is another one; tried and passed over."""
 
 
-def read_buckets(model: OldModel, weights: Mapping[str, LazyTensor], geometry: Geometry, *, are_exported: bool) -> FullStates:
+def read_buckets(
+    model: OldModel, weights: Mapping[str, LazyTensor], geometry: Geometry, *, are_exported: bool
+) -> FullStates:
     """Return the masters and moments by kind and Megatron's name with global numbers.
 
     Args:
         model: with a distributed checkpoint.
-        weights: what was trained, whole, under Megatron's names, layers and experts one by one; buffers are not among them.
+        weights: what was trained, whole, under Megatron's names, layers and experts one by one;
+            buffers are not among them.
         geometry: of the model's config.
-        are_exported: the vocabulary's tables have lost their padding, of which the checkpoint does not say how much it was.
+        are_exported: the vocabulary's tables have lost their padding, of which the checkpoint does
+            not say how much it was.
 
     Raises:
         LayoutError: there are no buckets, or no layout fits; for the receipt.
@@ -85,7 +104,10 @@ def read_buckets(model: OldModel, weights: Mapping[str, LazyTensor], geometry: G
     raise LayoutError(
         f"the distributed checkpoint holds buckets of {len(dense)} model-parallel ranks"
         + (f" and of {len(experts)} that hold experts" if experts else "")
-        + ", and no way of dividing the weights over tensor ranks, stages and expert ranks gives masters that round to them"
+        + (
+            ", and no way of dividing the weights over tensor ranks, stages and expert ranks "
+            "gives masters that round to them"
+        )
     )
 
 
@@ -99,27 +121,51 @@ def bucket_settings(model: OldModel) -> Iterator[object]:
 
 
 def _buckets(model: OldModel) -> tuple[Ranks, Ranks]:
-    """Return the buckets shared by all data-parallel ranks, and those of distributed experts, which have their own optimizer."""
+    """Split the buckets into those of all data-parallel ranks and those of distributed experts.
+
+    Distributed experts have a separate optimizer.
+    """
     result: dict[int, dict[int, dict[int, dict[int, dict[str, LazyTensor]]]]] = {}
     for folder in model.role.dist_folders:
         for name, tensor in DistCheckpoint(folder).tensors.items():
             if match := _VECTOR.fullmatch(name):
                 of_rank = result.setdefault(int(match[1] or 0), {}).setdefault(int(match[2]), {})
-                of_rank.setdefault(int(match[3]), {}).setdefault(int(match[4]), {})[match[5]] = tensor
+                of_rank.setdefault(int(match[3]), {}).setdefault(int(match[4]), {})[match[5]] = (
+                    tensor
+                )
     if not result:
-        raise LayoutError("the distributed checkpoint holds none in model space (optimizer.state.exp_avg and exp_avg_sq by parameter)")
+        raise LayoutError(
+            "the distributed checkpoint holds none in model space (optimizer.state.exp_avg and "
+            "exp_avg_sq by parameter)"
+        )
     if not result.keys() <= {0, 1} or 0 not in result:
-        raise LayoutError(f"the distributed checkpoint holds buckets of {len(result)} optimizers, of which two at most are known")
+        raise LayoutError(
+            f"the distributed checkpoint holds buckets of {len(result)} optimizers, of which two "
+            "at most are known"
+        )
     by_rank = (of_rank for optimizer in result.values() for of_rank in optimizer.values())
-    for bucket in (bucket for of_rank in by_rank for of_buffer in of_rank.values() for bucket in of_buffer.values()):
+    for bucket in (
+        bucket
+        for of_rank in by_rank
+        for of_buffer in of_rank.values()
+        for bucket in of_buffer.values()
+    ):
         shapes = {tensor.shape for tensor in bucket.values()}
         if bucket.keys() != set(KINDS) or len(shapes) != 1 or len(shapes.pop()) != 1:
-            raise LayoutError("the distributed checkpoint holds buckets that lack a master or a moment, or in which they differ in length")
+            raise LayoutError(
+                "the distributed checkpoint holds buckets that lack a master or a moment, or in "
+                "which they differ in length"
+            )
     return result[0], result.get(1, {})
 
 
 def _layouts(
-    dense: Ranks, experts: Ranks, weights: Mapping[str, LazyTensor], geometry: Geometry, *, are_exported: bool
+    dense: Ranks,
+    experts: Ranks,
+    weights: Mapping[str, LazyTensor],
+    geometry: Geometry,
+    *,
+    are_exported: bool,
 ) -> Iterator[_Layout]:
     num_experts = len({match[2] for name in weights if (match := EXPERT.fullmatch(name))})
     num_virtual = len(next(iter(dense.values())))
@@ -155,12 +201,25 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _read(dense: Ranks, experts: Ranks, weights: Mapping[str, LazyTensor], layout: _Layout, *, num_layers: int) -> FullStates:
-    """Read the buckets of all ranks: tensor ranks are numbered fastest, then expert ranks, then stages."""
+def _read(
+    dense: Ranks,
+    experts: Ranks,
+    weights: Mapping[str, LazyTensor],
+    layout: _Layout,
+    *,
+    num_layers: int,
+) -> FullStates:
+    """Read the buckets of all ranks.
+
+    Tensor ranks are numbered fastest, then expert ranks, then stages.
+    """
     result: dict[str, list[Mapping[str, LazyTensor]]] = {}
     of_layer = _group_by_layer(weights)
     for stage in range(layout.num_stages):
-        chunks = [_names(of_layer, weights, layout, stage=stage, virtual=v, num_layers=num_layers) for v in range(layout.num_virtual)]
+        chunks = [
+            _names(of_layer, weights, layout, stage=stage, virtual=v, num_layers=num_layers)
+            for v in range(layout.num_virtual)
+        ]
         shared = [_drop_experts(chunk) for chunk in chunks] if experts else chunks
         for rank in range(layout.num_tensor):
             buffers = dense.get(stage * layout.num_tensor + rank, {})
@@ -170,11 +229,25 @@ def _read(dense: Ranks, experts: Ranks, weights: Mapping[str, LazyTensor], layou
             for rank in range(layout.num_expert_tensor):
                 number = (stage * layout.num_expert + expert_rank) * layout.num_expert_tensor + rank
                 with_experts = [chunk for chunk in own if chunk]
-                _take(result, experts.get(number, {}), with_experts, weights, layout, rank=rank, num_ranks=layout.num_expert_tensor)
+                _take(
+                    result,
+                    experts.get(number, {}),
+                    with_experts,
+                    weights,
+                    layout,
+                    rank=rank,
+                    num_ranks=layout.num_expert_tensor,
+                )
     if not result.keys() >= weights.keys():
         raise _DoesNotFitError
     merge = ranks.merge_tensor_ranks
-    return {kind: {name: merge(name, [kinds[kind] for kinds in result[name]], where=_WHERE) for name in weights} for kind in KINDS}
+    return {
+        kind: {
+            name: merge(name, [kinds[kind] for kinds in result[name]], where=_WHERE)
+            for name in weights
+        }
+        for kind in KINDS
+    }
 
 
 def _take(
@@ -194,12 +267,25 @@ def _take(
         parts, known = {}, {}
         for name, source in chunk.items():
             weight = weights[source]
-            padded = layout.num_rows - weight.shape[0] if source in _TABLES and weight.shape[0] > 1 else 0
-            part = ranks.part_of(name, _WithPadding(weight, padded) if padded else weight, rank=rank, num_ranks=num_ranks)
+            padded = (
+                layout.num_rows - weight.shape[0]
+                if source in _TABLES and weight.shape[0] > 1
+                else 0
+            )
+            part = ranks.part_of(
+                name,
+                _WithPadding(weight, padded) if padded else weight,
+                rank=rank,
+                num_ranks=num_ranks,
+            )
             if part is None:
                 raise _DoesNotFitError
             parts[name] = part
-            known[name] = min(max(weight.shape[0] - rank * part.shape[0], 0), part.shape[0]) if padded else part.shape[0]
+            known[name] = (
+                min(max(weight.shape[0] - rank * part.shape[0], 0), part.shape[0])
+                if padded
+                else part.shape[0]
+            )
         buckets = buffers[number]
         for name, kinds in _cut([buckets[i] for i in sorted(buckets)], parts, known=known).items():
             result.setdefault(name, []).append(kinds)
@@ -262,15 +348,21 @@ def _drop_experts(chunk: Mapping[str, str]) -> dict[str, str]:
     return {name: source for name, source in chunk.items() if not EXPERT.fullmatch(name)}
 
 
-def _experts_of(chunk: Mapping[str, str], rank: int, weights: Mapping[str, LazyTensor], layout: _Layout) -> dict[str, str]:
+def _experts_of(
+    chunk: Mapping[str, str], rank: int, weights: Mapping[str, LazyTensor], layout: _Layout
+) -> dict[str, str]:
     """Return the experts of one rank: equally many per layer on every rank, in order."""
     numbered = {name: int(match[2]) for name in chunk if (match := EXPERT.fullmatch(name))}
     num_local = (1 + max(numbered.values(), default=-1)) // layout.num_expert
     return {name: name for name, number in numbered.items() if number // max(num_local, 1) == rank}
 
 
-def _cut(buckets: Sequence[Bucket], chunk: Mapping[str, LazyTensor], *, known: Mapping[str, int]) -> dict[str, dict[str, LazyTensor]]:
-    """Return the parameters from the last to the first, each at a multiple of ALIGNMENT in its bucket, a new bucket where one is full.
+def _cut(
+    buckets: Sequence[Bucket], chunk: Mapping[str, LazyTensor], *, known: Mapping[str, int]
+) -> dict[str, dict[str, LazyTensor]]:
+    """Lay out the parameters in buckets, from last to first.
+
+    Each starts at a multiple of ALIGNMENT. A full bucket is followed by a new one.
 
     Args:
         buckets: in their order.
@@ -282,11 +374,16 @@ def _cut(buckets: Sequence[Bucket], chunk: Mapping[str, LazyTensor], *, known: M
     for name in reversed(list(chunk)):
         weight, count = chunk[name], prod(chunk[name].shape)
         start = at + -at % ALIGNMENT
-        if number < len(buckets) and start >= buckets[number]["param"].shape[0]:  # before a tied table a bucket ends at a multiple
+        if (
+            number < len(buckets) and start >= buckets[number]["param"].shape[0]
+        ):  # before a tied table a bucket ends at a multiple
             number, start = number + 1, 0
         if number >= len(buckets) or start + count > buckets[number]["param"].shape[0]:
             raise _DoesNotFitError
-        result[name] = {kind: Unflattened(Rows(buckets[number][kind], ((start, start + count),)), weight.shape) for kind in KINDS}
+        result[name] = {
+            kind: Unflattened(Rows(buckets[number][kind], ((start, start + count),)), weight.shape)
+            for kind in KINDS
+        }
         if not is_master(result[name]["param"], weight, num_rows=known[name]):
             raise _DoesNotFitError
         at = start + count

@@ -2,10 +2,11 @@
 
 Flat, padded, nameless, one vector for each buffer.
 
-A buffer holds a chunk's parameters in reverse order, each beginning at a multiple of 64 elements, its buckets end to end without their
-own padding. Experts that are divided over ranks have an optimizer and buffers of their own, in a list with the other. Which elements are
-whose follows from the model file of the same rank, and is believed only if the lengths fit and every float32 master, rounded, is the weight
-that lies next to it.
+A buffer holds a chunk's parameters in reverse order, each beginning at a multiple of 64 elements,
+its buckets end to end without their own padding. Experts that are divided over ranks have an
+optimizer and buffers of their own, in a list with the other. Which elements are whose follows from
+the model file of the same rank, and is believed only if the lengths fit and every float32 master,
+rounded, is the weight that lies next to it.
 """
 
 import re
@@ -30,7 +31,8 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 ALIGNMENT = 64
 """Elements, of which each parameter begins at a multiple in its bucket."""
 _OVERWRITTEN = (
-    "before 0.4.0 several expert ranks wrote one file, so that each overwrote the last; otherwise copy every rank's file into optim/"
+    "before 0.4.0 several expert ranks wrote one file, so that each overwrote the last; otherwise "
+    "copy every rank's file into optim/"
 )
 _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tied over two stages, each is a bucket of its own."""
@@ -61,7 +63,8 @@ def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptim
         num_updates: that the optimizer had made; the files don't say it.
 
     Raises:
-        LayoutError: they can't be told apart, or no one says how many updates were made; for the receipt.
+        LayoutError: they can't be told apart, or no one says how many updates were made; for the
+            receipt.
         DamagedFileError: a file is damaged.
     """
     chunks = ranks.read_chunks(model.role.rank_files, where=model.role.path / "model")
@@ -70,17 +73,27 @@ def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptim
         files.setdefault(position, []).append(path)
     absent = sorted({(pp, tp) for pp, _, tp in chunks} - set(files))
     if absent:
-        raise LayoutError(f"the optimizer file of stage {absent[0][0]}, tensor rank {absent[0][1]} is missing from optim/")
+        raise LayoutError(
+            f"the optimizer file of stage {absent[0][0]}, tensor rank {absent[0][1]} is missing "
+            "from optim/"
+        )
     if num_updates is None:
         raise LayoutError(
-            "Megatron's per-rank optimizer files do not say how many updates were made, without which moments mislead: give --num-updates"
+            "Megatron's per-rank optimizer files do not say how many updates were made, without "
+            "which moments mislead: give --num-updates"
         )
     states = {position: [_optimizers(path) for path in paths] for position, paths in files.items()}
-    named = {position: _named(states[position[0], position[2]], of_rank, position=position) for position, of_rank in chunks.items()}
+    named = {
+        position: _named(states[position[0], position[2]], of_rank, position=position)
+        for position, of_rank in chunks.items()
+    }
     assert model.config is not None, "Megatron's weights were read with it"
     geometry = Geometry.of(model.config, source="config.json")
     master, first, second = (_full(named, kind, geometry, where=model.role.path) for kind in KINDS)
-    moments = {name: OldMoments(first=first[name], second=second[name], update_count=num_updates) for name in first}
+    moments = {
+        name: OldMoments(first=first[name], second=second[name], update_count=num_updates)
+        for name in first
+    }
     return OldOptimizer(moments=moments, masters=master)
 
 
@@ -91,21 +104,31 @@ def _files(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
     """
     paths = folder.glob("distrib_optim_*.pt") if folder.is_dir() else ()
     matches = ((match, path) for path in paths if (match := _FILE.fullmatch(path.name)))
-    for (pp, tp, *_), path in sorted((tuple(int(number or 0) for number in match.groups()), path) for match, path in matches):
+    for (pp, tp, *_), path in sorted(
+        (tuple(int(number or 0) for number in match.groups()), path) for match, path in matches
+    ):
         yield (pp, tp), path
 
 
 def _full(
-    named: Mapping[Position, Sequence[Mapping[str, Mapping[str, LazyTensor]]]], kind: str, geometry: Geometry, *, where: Path
+    named: Mapping[Position, Sequence[Mapping[str, Mapping[str, LazyTensor]]]],
+    kind: str,
+    geometry: Geometry,
+    *,
+    where: Path,
 ) -> dict[str, LazyTensor]:
     of_kind: Chunks = {
-        position: [{name: kinds[kind] for name, kinds in chunk.items()} for chunk in of_rank] for position, of_rank in named.items()
+        position: [{name: kinds[kind] for name, kinds in chunk.items()} for chunk in of_rank]
+        for position, of_rank in named.items()
     }
     return parameter_names.to_hf(ranks.merge_chunks(of_kind, where=where), geometry, where=where)
 
 
 def _named(
-    states: Sequence[Sequence[list[_Buffer] | None]], chunks: Sequence[Mapping[str, LazyTensor]], *, position: Position
+    states: Sequence[Sequence[list[_Buffer] | None]],
+    chunks: Sequence[Mapping[str, LazyTensor]],
+    *,
+    position: Position,
 ) -> list[dict[str, dict[str, LazyTensor]]]:
     """Return one rank's tensors by chunk, name and kind.
 
@@ -114,22 +137,36 @@ def _named(
     shared = next((state[0] for state in states if state and state[0] is not None), None)
     if shared is None:
         raise LayoutError(
-            f"no optimizer file of stage {position[0]}, tensor rank {position[2]} holds what its data-parallel ranks share: {_OVERWRITTEN}"
+            f"no optimizer file of stage {position[0]}, tensor rank {position[2]} holds what its "
+            f"data-parallel ranks share: {_OVERWRITTEN}"
         )
     if all(len(state) == 1 for state in states):
         return _cut_all(shared, chunks)
-    with_experts = [{name: tensor for name, tensor in chunk.items() if ranks.is_of_expert(name)} for chunk in chunks]
-    without = [{name: tensor for name, tensor in chunk.items() if not ranks.is_of_expert(name)} for chunk in chunks]
+    with_experts = [
+        {name: tensor for name, tensor in chunk.items() if ranks.is_of_expert(name)}
+        for chunk in chunks
+    ]
+    without = [
+        {name: tensor for name, tensor in chunk.items() if not ranks.is_of_expert(name)}
+        for chunk in chunks
+    ]
     result = _cut_all(shared, without)
     positions = [number for number, chunk in enumerate(with_experts) if chunk]
-    own = _experts([state[1] for state in states if len(state) > 1], [with_experts[number] for number in positions], position=position)
+    own = _experts(
+        [state[1] for state in states if len(state) > 1],
+        [with_experts[number] for number in positions],
+        position=position,
+    )
     for number, kinds in zip(positions, own, strict=True):
         result[number] |= kinds
     return result
 
 
 def _experts(
-    states: Sequence[list[_Buffer] | None], chunks: Sequence[Mapping[str, LazyTensor]], *, position: Position
+    states: Sequence[list[_Buffer] | None],
+    chunks: Sequence[Mapping[str, LazyTensor]],
+    *,
+    position: Position,
 ) -> list[dict[str, dict[str, LazyTensor]]]:
     """Return an expert rank's, from whichever file has masters that round to its weights.
 
@@ -144,14 +181,19 @@ def _experts(
         except LayoutError:
             continue
     raise LayoutError(
-        f"no optimizer file of stage {position[0]}, tensor rank {position[2]} holds masters of the experts of expert rank {position[1]}: "
-        + _OVERWRITTEN
+        f"no optimizer file of stage {position[0]}, tensor rank {position[2]} holds masters of the "
+        f"experts of expert rank {position[1]}: " + _OVERWRITTEN
     )
 
 
-def _cut_all(buffers: Sequence[_Buffer], chunks: Sequence[Mapping[str, LazyTensor]]) -> list[dict[str, dict[str, LazyTensor]]]:
+def _cut_all(
+    buffers: Sequence[_Buffer], chunks: Sequence[Mapping[str, LazyTensor]]
+) -> list[dict[str, dict[str, LazyTensor]]]:
     if len(buffers) != len(chunks):
-        raise LayoutError(f"an optimizer file has {len(buffers)} buffers, but one for each of {len(chunks)} chunks of layers is expected")
+        raise LayoutError(
+            f"an optimizer file has {len(buffers)} buffers, but one for each of {len(chunks)} "
+            "chunks of layers is expected"
+        )
     return [_cut(buffer, chunk) for buffer, chunk in zip(buffers, chunks, strict=True)]
 
 
@@ -163,17 +205,24 @@ def _optimizers(path: Path) -> list[list[_Buffer] | None]:
     archive = Archive(path)
     reader = TensorReader(archive)
     value = archive.value()
-    return [None if state is None else _buffers(state, reader, path=path) for state in (value if isinstance(value, list) else [value])]
+    return [
+        None if state is None else _buffers(state, reader, path=path)
+        for state in (value if isinstance(value, list) else [value])
+    ]
 
 
 def _buffers(state: object, reader: TensorReader, *, path: Path) -> list[_Buffer]:
     if not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
-        raise LayoutError(f"{path.name} is of a Megatron that wrote its buckets one by one, before 0.7")
+        raise LayoutError(
+            f"{path.name} is of a Megatron that wrote its buckets one by one, before 0.7"
+        )
     result = []
     for number in sorted(key for key in state if isinstance(key, int)):
         by_dtype = state[number]
         if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
-            raise DamagedFileError(f"{path}: buffer {number} is no mapping of one dtype to its vectors.")
+            raise DamagedFileError(
+                f"{path}: buffer {number} is no mapping of one dtype to its vectors."
+            )
         result.append(_buffer(next(iter(by_dtype.values())), reader, path=path, number=number))
     return result
 
@@ -182,28 +231,39 @@ def _buffer(node: object, reader: TensorReader, *, path: Path, number: int) -> _
     if not isinstance(node, dict) or not set(KINDS) <= node.keys():
         raise DamagedFileError(f"{path}: buffer {number} lacks one of {', '.join(KINDS)}.")
     vectors = {kind: reader.plain(node[kind], key=f"{kind} of buffer {number}") for kind in KINDS}
-    if any(len(vector.shape) != 1 or vector.shape != vectors["param"].shape for vector in vectors.values()):
-        raise DamagedFileError(f"{path}: the vectors of buffer {number} are not flat, or differ in length: copy the file again.")
+    if any(
+        len(vector.shape) != 1 or vector.shape != vectors["param"].shape
+        for vector in vectors.values()
+    ):
+        raise DamagedFileError(
+            f"{path}: the vectors of buffer {number} are not flat, or differ in length: copy the "
+            "file again."
+        )
     return _Buffer(vectors=vectors, path=path)
 
 
 def _cut(buffer: _Buffer, chunk: Mapping[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
-    """Return a chunk's tensors by name and kind, under the first way of laying them out that fits."""
+    """Find the first layout that fits a chunk, and return its tensors by name and kind."""
     parameters = {name: tensor for name, tensor in chunk.items() if not is_buffer(name)}
     for own in (False, True):
         starts, length = _layout(parameters, has_own_buckets=own)
         if length != buffer.length:
             continue
-        result = {name: _views(buffer, tensor, start=starts[name]) for name, tensor in parameters.items()}
+        result = {
+            name: _views(buffer, tensor, start=starts[name]) for name, tensor in parameters.items()
+        }
         if all(is_master(kinds["param"], parameters[name]) for name, kinds in result.items()):
             return result
     raise LayoutError(
-        f"{buffer.path.name} holds {buffer.length} elements in an order that is not known: no way of laying out the "
+        f"{buffer.path.name} holds {buffer.length} elements in an order that is not known: no way "
+        "of laying out the "
         f"{len(parameters)} parameters of its rank gives masters that round to the weights"
     )
 
 
-def _layout(parameters: Mapping[str, LazyTensor], *, has_own_buckets: bool) -> tuple[dict[str, int], int]:
+def _layout(
+    parameters: Mapping[str, LazyTensor], *, has_own_buckets: bool
+) -> tuple[dict[str, int], int]:
     """Return the offset of each parameter, and the total length."""
     starts: dict[str, int] = {}
     begin = at = 0
@@ -221,7 +281,10 @@ def _layout(parameters: Mapping[str, LazyTensor], *, has_own_buckets: bool) -> t
 
 def _views(buffer: _Buffer, tensor: LazyTensor, *, start: int) -> dict[str, LazyTensor]:
     stop = start + prod(tensor.shape)
-    return {kind: Unflattened(Rows(vector, ((start, stop),)), tensor.shape) for kind, vector in buffer.vectors.items()}
+    return {
+        kind: Unflattened(Rows(vector, ((start, stop),)), tensor.shape)
+        for kind, vector in buffer.vectors.items()
+    }
 
 
 def is_master(master: LazyTensor, weight: LazyTensor, *, num_rows: int | None = None) -> bool:

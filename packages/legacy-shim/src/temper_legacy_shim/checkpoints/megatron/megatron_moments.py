@@ -1,4 +1,7 @@
-"""Moments of Megatron's distributed checkpoints: in model space (``optimizer.state.<kind>.<name>``), or in buckets."""
+"""Moments of Megatron's distributed checkpoints.
+
+In model space (``optimizer.state.<kind>.<name>``), or in buckets.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,14 +12,20 @@ from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.fsdp.moments import OldMoments, OldOptimizer, is_buffer
 from temper_legacy_shim.checkpoints.megatron import parameter_names
-from temper_legacy_shim.checkpoints.megatron.buckets import FullStates, bucket_settings, read_buckets
+from temper_legacy_shim.checkpoints.megatron.buckets import (
+    FullStates,
+    bucket_settings,
+    read_buckets,
+)
 from temper_legacy_shim.checkpoints.megatron.flat_moments import KINDS, is_master
 from temper_legacy_shim.checkpoints.megatron.parameter_names import Geometry
 from temper_legacy_shim.checkpoints.megatron.weights import MARK, megatron_tensors, read_adapter
 from temper_legacy_shim.checkpoints.model import OldModel
 from temper_legacy_shim.errors import LayoutError
 
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(?:module\.)*(.+)")
+_STATE = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(?:module\.)*(.+)"
+)
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -24,12 +33,15 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
     """Return the moments under Hugging Face names.
 
     Raises:
-        LayoutError: there are none in model space, or no file says how many updates were made; for the receipt.
+        LayoutError: there are none in model space, or no file says how many updates were made; for
+            the receipt.
         DamagedFileError: a file is damaged.
     """
     geometry = _geometry(model)
     kinds = _group_by_parameter(model) or _from_buckets(model, geometry)
-    named = {kind: parameter_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in KINDS}
+    named = {
+        kind: parameter_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in KINDS
+    }
     check_masters(named["param"], model.weights)
     return _optimizer(model, named)
 
@@ -37,8 +49,9 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
 def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyTensor]) -> None:
     """Check that an optimizer's masters round to the weights.
 
-    What Megatron saves by parameter is shifted, and cut off at the end, where a buffer has several buckets with padding between them, as
-    with embeddings that are tied over two stages: it counts the padding in one place and not in the other.
+    What Megatron saves by parameter is shifted, and cut off at the end, where a buffer has several
+    buckets with padding between them, as with embeddings that are tied over two stages: it counts
+    the padding in one place and not in the other.
 
     Raises:
         LayoutError: naming the first that does not; for the receipt.
@@ -46,7 +59,8 @@ def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyT
     for name, master in masters.items():
         if name in weights and not is_master(master, weights[name]):
             raise LayoutError(
-                f"the optimizer's float32 master of {name} does not round to the weight next to it: Megatron saves them shifted where tied "
+                f"the optimizer's float32 master of {name} does not round to the weight next to "
+                "it: Megatron saves them shifted where tied "
                 "embeddings or a bucket size divide its buffers, and moments with them"
             )
 
@@ -54,8 +68,8 @@ def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyT
 def read_megatron_adapter_optimizer(model: OldModel) -> OldOptimizer:
     """Return the moments of an adapter's halves under PEFT's names.
 
-    What one half of a fused matrix' adapter keeps for several projections becomes the projections' own: rows of B are theirs anyway, and of
-    A, which they shared, each continues with a copy.
+    What one half of a fused matrix' adapter keeps for several projections becomes the projections'
+    own: rows of B are theirs anyway, and of A, which they shared, each continues with a copy.
 
     Raises:
         LayoutError: there are none, or no file says how many updates were made; for the receipt.
@@ -96,25 +110,46 @@ def _group_by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
 
 
 def _from_buckets(model: OldModel, geometry: Geometry) -> FullStates:
-    """Read buckets with the weights of the distributed checkpoint, or of huggingface/, the default since 0.7."""
+    """Read buckets, with the weights of the checkpoint or of huggingface/.
+
+    The latter is the default since 0.7.
+    """
     where = model.role.path
     raw = megatron_tensors(model.role)
-    trained = {name: tensor for name, tensor in raw.items() if (MARK in name) == (model.adapter is not None)}
+    trained = {
+        name: tensor
+        for name, tensor in raw.items()
+        if (MARK in name) == (model.adapter is not None)
+    }
     full = dict(parameter_names.unstacked(trained, geometry, where=where))
     are_exported = not full
     if are_exported:
         full = parameter_names.from_hf(model.weights, geometry)
-    return read_buckets(model, {name: tensor for name, tensor in full.items() if not is_buffer(name)}, geometry, are_exported=are_exported)
+    return read_buckets(
+        model,
+        {name: tensor for name, tensor in full.items() if not is_buffer(name)},
+        geometry,
+        are_exported=are_exported,
+    )
 
 
 def _optimizer(model: OldModel, named: FullStates) -> OldOptimizer:
-    groups = [*_groups(model), *(group for value in bucket_settings(model) for group in _nested_groups(value))]
+    groups = [
+        *_groups(model),
+        *(group for value in bucket_settings(model) for group in _nested_groups(value)),
+    ]
     counts = {count for group in groups if (count := _count(group.get("step"))) is not None}
     if len(counts) != 1:
-        raise LayoutError(f"common.pt says {sorted(counts) or 'nothing'} about the number of updates, without which moments mislead")
+        raise LayoutError(
+            f"common.pt says {sorted(counts) or 'nothing'} about the number of updates, without "
+            "which moments mislead"
+        )
     first, second, count = named["exp_avg"], named["exp_avg_sq"], counts.pop()
     return OldOptimizer(
-        moments={name: OldMoments(first=first[name], second=second[name], update_count=count) for name in first},
+        moments={
+            name: OldMoments(first=first[name], second=second[name], update_count=count)
+            for name in first
+        },
         settings=_settings(groups),
         decays_vectors=False,
         masters=named["param"],
@@ -133,9 +168,16 @@ def _settings(groups: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
     Megatron keeps vectors in one with a decay of 0.
     """
-    decays = [float(decay) if isinstance(decay := group.get("weight_decay"), int | float) else 0.0 for group in groups]
+    decays = [
+        float(decay) if isinstance(decay := group.get("weight_decay"), int | float) else 0.0
+        for group in groups
+    ]
     group = groups[decays.index(max(decays))]
-    return {name: group[name] for name in _SETTINGS if isinstance(group.get(name), int | float | tuple | list)}
+    return {
+        name: group[name]
+        for name in _SETTINGS
+        if isinstance(group.get(name), int | float | tuple | list)
+    }
 
 
 def _groups(model: OldModel) -> Iterator[Mapping[str, object]]:

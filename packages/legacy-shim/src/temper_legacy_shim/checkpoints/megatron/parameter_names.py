@@ -2,8 +2,9 @@
 
 Full tensors in, full tensors out, nothing read.
 
-Query, key and value rows are grouped per query group (its queries, then its key, then its value); ``linear_fc1`` is the gate above the
-up projection. Knows the llama-like decoders: Llama, Mistral, Qwen 2 and 3, and their mixtures of experts.
+Query, key and value rows are grouped per query group (its queries, then its key, then its value);
+``linear_fc1`` is the gate above the up projection. Knows the llama-like decoders: Llama, Mistral,
+Qwen 2 and 3, and their mixtures of experts.
 """
 
 import re
@@ -22,7 +23,8 @@ _PLAIN = {
     "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    # The norm before attention and before the MLP: inside TransformerEngine's fused linear layers, or alone.
+    # The norm before attention and before the MLP: inside TransformerEngine's fused linear layers,
+    # or alone.
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "input_layernorm.weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
@@ -72,7 +74,10 @@ class Geometry:
             if value is None and default is not None:
                 value = default
             if not isinstance(value, int) or value < 1:
-                raise UsageError(f"{source} says {name} = {value!r}, but a positive number is needed: give the model's own --hf-config.")
+                raise UsageError(
+                    f"{source} says {name} = {value!r}, but a positive number is needed: give the "
+                    "model's own --hf-config."
+                )
             return value
 
         heads = number("num_attention_heads")
@@ -87,11 +92,18 @@ class Geometry:
         )
 
 
-def to_hf(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path, is_value_model: bool = False) -> dict[str, LazyTensor]:
+def to_hf(
+    tensors: Mapping[str, LazyTensor],
+    geometry: Geometry,
+    *,
+    where: Path,
+    is_value_model: bool = False,
+) -> dict[str, LazyTensor]:
     """Return Hugging Face names and matrices for a whole model.
 
     Args:
-        tensors: under Megatron's names with global layer numbers; layers may also be stacked along a first dimension.
+        tensors: under Megatron's names with global layer numbers; layers may also be stacked along
+            a first dimension.
         geometry: of the model's config.
         where: for errors.
         is_value_model: the output layer is a value head of one row.
@@ -102,9 +114,14 @@ def to_hf(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path,
     """
     converted: dict[str, LazyTensor] = {}
     for name, tensor in unstacked(tensors, geometry, where=where):
-        for hf_name, hf_tensor in _convert(name, tensor, geometry, where=where, is_value_model=is_value_model):
+        for hf_name, hf_tensor in _convert(
+            name, tensor, geometry, where=where, is_value_model=is_value_model
+        ):
             if hf_name in converted:
-                raise DamagedFileError(f"{where}: {name} becomes {hf_name}, which is there already: both layer-norm namings in one model.")
+                raise DamagedFileError(
+                    f"{where}: {name} becomes {hf_name}, which is there already: both layer-norm "
+                    "namings in one model."
+                )
             converted[hf_name] = hf_tensor
     _check_experts(converted, geometry, where=where)
     return converted
@@ -115,19 +132,33 @@ def from_hf(weights: Mapping[str, LazyTensor], geometry: Geometry) -> dict[str, 
 
     The inverse of ``to_hf`` without padding.
     """
-    made = {name: weights[hf] for name, hf in (*_TOP.items(), *_VALUE_HEAD.items()) if hf in weights}
+    made = {
+        name: weights[hf] for name, hf in (*_TOP.items(), *_VALUE_HEAD.items()) if hf in weights
+    }
     plain = {hf: name for name, hf in reversed(_PLAIN.items())}
     for layer in range(geometry.num_layers):
         prefix, to = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in weights.items()
+            if name.startswith(prefix)
+        }
         made |= {to + plain[name]: tensor for name, tensor in own.items() if name in plain}
         for end in ("weight", "bias"):
-            attention = [own[name] for name in (f"self_attn.{each}_proj.{end}" for each in "qkv") if name in own]
+            attention = [
+                own[name]
+                for name in (f"self_attn.{each}_proj.{end}" for each in "qkv")
+                if name in own
+            ]
             if len(attention) == 3:
                 made[f"{to}self_attention.linear_qkv.{end}"] = _fused_qkv(attention, geometry)
         for other, target in _gated_modules(own):
             for end in ("weight", "bias"):
-                gated = [own[name] for name in (f"{other}gate_proj.{end}", f"{other}up_proj.{end}") if name in own]
+                gated = [
+                    own[name]
+                    for name in (f"{other}gate_proj.{end}", f"{other}up_proj.{end}")
+                    if name in own
+                ]
                 if len(gated) == 2:
                     made[f"{to}{target}linear_fc1.{end}"] = concatenated(gated, dim=0)
             if f"{other}down_proj.weight" in own:
@@ -146,8 +177,15 @@ def _gated_modules(own: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str]]:
 def _fused_qkv(parts: Sequence[LazyTensor], geometry: Geometry) -> LazyTensor:
     """Return the rows per query group: its queries, its key, its value."""
     d, per_group = geometry.head_dim, geometry.num_heads // geometry.num_groups
-    sizes, starts = (per_group * d, d, d), (0, parts[0].shape[0], parts[0].shape[0] + parts[1].shape[0])
-    spans = [(s + g * n, s + (g + 1) * n) for g in range(geometry.num_groups) for s, n in zip(starts, sizes, strict=True)]
+    sizes, starts = (
+        (per_group * d, d, d),
+        (0, parts[0].shape[0], parts[0].shape[0] + parts[1].shape[0]),
+    )
+    spans = [
+        (s + g * n, s + (g + 1) * n)
+        for g in range(geometry.num_groups)
+        for s, n in zip(starts, sizes, strict=True)
+    ]
     return Rows(concatenated(parts, dim=0), tuple(spans))
 
 
@@ -159,12 +197,16 @@ def _check_experts(converted: Mapping[str, LazyTensor], geometry: Geometry, *, w
     for layer, result in of_layer.items():
         if expected is not None and result != set(range(expected)):
             raise DamagedFileError(
-                f"{where}: layer {layer} has {len(result)} experts (up to number {max(result)}), but the config has {expected}. 0.4.0 "
-                "saved those of its first data-parallel rank alone; otherwise copy every rank's folder here."
+                f"{where}: layer {layer} has {len(result)} experts (up to number {max(result)}), "
+                f"but the config has {expected}. 0.4.0 "
+                "saved those of its first data-parallel rank alone; otherwise copy every rank's "
+                "folder here."
             )
 
 
-def unstacked(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> Iterator[tuple[str, LazyTensor]]:
+def unstacked(
+    tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path
+) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the layers one by one; a stacked name has no number after ``layers``.
 
     Raises:
@@ -173,17 +215,24 @@ def unstacked(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: P
     for name, tensor in tensors.items():
         if name.startswith("decoder.layers.") and not _LAYER.fullmatch(name):
             if not tensor.shape or tensor.shape[0] != geometry.num_layers:
-                raise DamagedFileError(f"{where}: {name} has shape {tensor.shape}, but the config has {geometry.num_layers} layers.")
+                raise DamagedFileError(
+                    f"{where}: {name} has shape {tensor.shape}, but the config has "
+                    f"{geometry.num_layers} layers."
+                )
             rest = name.removeprefix("decoder.layers.")
             for layer in range(geometry.num_layers):
-                yield from _unstacked_experts(f"decoder.layers.{layer}.{rest}", Element(tensor, layer))
+                yield from _unstacked_experts(
+                    f"decoder.layers.{layer}.{rest}", Element(tensor, layer)
+                )
         else:
             yield from _unstacked_experts(name, tensor)
 
 
 def _unstacked_experts(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
     """Split ``mlp.experts.experts.linear_fc1.weight`` [E, ...] into one tensor per expert."""
-    result = re.fullmatch(r"(decoder\.layers\.\d+\.mlp\.experts)\.experts\.(linear_fc[12])\.weight", name)
+    result = re.fullmatch(
+        r"(decoder\.layers\.\d+\.mlp\.experts)\.experts\.(linear_fc[12])\.weight", name
+    )
     if result is None:
         yield name, tensor
         return
@@ -191,7 +240,9 @@ def _unstacked_experts(name: str, tensor: LazyTensor) -> Iterator[tuple[str, Laz
         yield f"{result[1]}.local_experts.{expert}.{result[2]}.weight", Element(tensor, expert)
 
 
-def _convert(name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path, is_value_model: bool) -> Iterator[tuple[str, LazyTensor]]:
+def _convert(
+    name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path, is_value_model: bool
+) -> Iterator[tuple[str, LazyTensor]]:
     layer = _LAYER.fullmatch(name)
     if layer is None:
         if name == "output_layer.weight" and (is_value_model or tensor.shape[0] == 1):
@@ -201,11 +252,17 @@ def _convert(name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path, 
         elif name in _TOP:
             yield _TOP[name], _unpadded(_TOP[name], tensor, geometry, where=where)
         else:
-            raise LayoutError(f"{where}: {name} is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and their MoE).")
+            raise LayoutError(
+                f"{where}: {name} is of no model that is known here (Llama, Mistral, Qwen 2 and 3, "
+                "and their MoE)."
+            )
         return
     prefix, rest = f"model.layers.{layer[1]}.", layer[2]
     if int(layer[1]) >= geometry.num_layers:
-        raise DamagedFileError(f"{where}: {name} is of a layer that the config ({geometry.num_layers} layers) does not have.")
+        raise DamagedFileError(
+            f"{where}: {name} is of a layer that the config ({geometry.num_layers} layers) does "
+            "not have."
+        )
     if rest in _PLAIN:
         yield prefix + _PLAIN[rest], tensor
     elif rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
@@ -213,16 +270,29 @@ def _convert(name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path, 
         for projection, part in split_qkv(tensor, geometry, name=name, where=where):
             yield f"{prefix}self_attn.{projection}.{end}", part
     elif rest in ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias"):
-        yield from _gate_and_up(prefix + "mlp.", tensor, end=rest.rpartition(".")[2], name=name, where=where)
+        yield from _gate_and_up(
+            prefix + "mlp.", tensor, end=rest.rpartition(".")[2], name=name, where=where
+        )
     elif rest == "mlp.shared_experts.linear_fc1.weight":
-        yield from _gate_and_up(prefix + "mlp.shared_expert.", tensor, end="weight", name=name, where=where)
+        yield from _gate_and_up(
+            prefix + "mlp.shared_expert.", tensor, end="weight", name=name, where=where
+        )
     elif (expert := _expert_of(rest)) is not None:
         if expert.matrix == "linear_fc2":
             yield f"{prefix}mlp.experts.{expert.number}.down_proj.weight", tensor
         else:
-            yield from _gate_and_up(f"{prefix}mlp.experts.{expert.number}.", tensor, end="weight", name=name, where=where)
+            yield from _gate_and_up(
+                f"{prefix}mlp.experts.{expert.number}.",
+                tensor,
+                end="weight",
+                name=name,
+                where=where,
+            )
     else:
-        raise LayoutError(f"{where}: {name} is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and their MoE).")
+        raise LayoutError(
+            f"{where}: {name} is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and "
+            "their MoE)."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +314,16 @@ def _unpadded(name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path)
     if name not in _PADDED or tensor.shape[0] == geometry.vocab_size:
         return tensor
     if tensor.shape[0] < geometry.vocab_size:
-        raise DamagedFileError(f"{where}: {name} has {tensor.shape[0]} rows, but the config has a vocabulary of {geometry.vocab_size}.")
+        raise DamagedFileError(
+            f"{where}: {name} has {tensor.shape[0]} rows, but the config has a vocabulary of "
+            f"{geometry.vocab_size}."
+        )
     return Rows(tensor, ((0, geometry.vocab_size),))
 
 
-def split_qkv(tensor: LazyTensor, geometry: Geometry, *, name: str, where: Path) -> Iterator[tuple[str, LazyTensor]]:
+def split_qkv(
+    tensor: LazyTensor, geometry: Geometry, *, name: str, where: Path
+) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the three projections out of rows that are grouped per query group.
 
     A size that is no whole head is refused.
@@ -257,23 +332,40 @@ def split_qkv(tensor: LazyTensor, geometry: Geometry, *, name: str, where: Path)
     rows = (per_group + 2) * d
     if tensor.shape[0] != geometry.num_groups * rows:
         raise DamagedFileError(
-            f"{where}: {name} has {tensor.shape[0]} rows, but {geometry.num_heads} heads in {geometry.num_groups} groups of {d} "
+            f"{where}: {name} has {tensor.shape[0]} rows, but {geometry.num_heads} heads in "
+            f"{geometry.num_groups} groups of {d} "
             f"make {geometry.num_groups * rows}: is this the model's config?"
         )
-    bounds = {"q_proj": (0, per_group * d), "k_proj": (per_group * d, (per_group + 1) * d), "v_proj": ((per_group + 1) * d, rows)}
+    bounds = {
+        "q_proj": (0, per_group * d),
+        "k_proj": (per_group * d, (per_group + 1) * d),
+        "v_proj": ((per_group + 1) * d, rows),
+    }
     for projection, (low, high) in bounds.items():
-        yield projection, Rows(tensor, tuple((g * rows + low, g * rows + high) for g in range(geometry.num_groups)))
+        yield (
+            projection,
+            Rows(
+                tensor, tuple((g * rows + low, g * rows + high) for g in range(geometry.num_groups))
+            ),
+        )
 
 
-def _gate_and_up(prefix: str, tensor: LazyTensor, *, end: str, name: str, where: Path) -> Iterator[tuple[str, LazyTensor]]:
+def _gate_and_up(
+    prefix: str, tensor: LazyTensor, *, end: str, name: str, where: Path
+) -> Iterator[tuple[str, LazyTensor]]:
     rows = tensor.shape[0]
     if rows % 2:
-        raise DamagedFileError(f"{where}: {name} has {rows} rows, but a gate and an up projection of one size are expected.")
+        raise DamagedFileError(
+            f"{where}: {name} has {rows} rows, but a gate and an up projection of one size are "
+            "expected."
+        )
     yield f"{prefix}gate_proj.{end}", Rows(tensor, ((0, rows // 2),))
     yield f"{prefix}up_proj.{end}", Rows(tensor, ((rows // 2, rows),))
 
 
-EXPERT = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+EXPERT = re.compile(
+    r"decoder\.layers\.(\d+)\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight"
+)
 """(layer, expert, matrix) of an expert's weight, with global numbers."""
 _OF_A_LAYER = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 _Names = tuple[str, ...]
@@ -282,7 +374,16 @@ _ATTENTION: _Names = ("linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
 _MLP: _Names = ("linear_fc1", "linear_fc2", "router", "experts", "shared_experts")
 _SHARED_EXPERTS: _Names = ("gate_weight", "linear_fc1", "linear_fc2")
 _PARTS: _Names = ("weight", "bias", "adapter")
-_ADAPTERS: _Names = ("adapter_q", "adapter_k", "adapter_v", "adapter_up", "adapter_gate", "linear_in", "linear_out", "weight")
+_ADAPTERS: _Names = (
+    "adapter_q",
+    "adapter_k",
+    "adapter_v",
+    "adapter_up",
+    "adapter_gate",
+    "linear_in",
+    "linear_out",
+    "weight",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,9 +391,13 @@ class Order:
     """Differences between the ways to build the same layer."""
 
     norm_is_inside: bool
-    """The norm before attention is part of TransformerEngine's linear layer, and not the layer's first module."""
+    """The norm before attention is part of TransformerEngine's linear layer, and not the layer's
+    first module.
+    """
     is_grouped: bool
-    """All experts' first matrices come before their second ones; otherwise an expert comes after the other."""
+    """All experts' first matrices come before their second ones; otherwise an expert comes after
+    the other.
+    """
 
     @classmethod
     def every(cls, *, with_experts: bool) -> "Iterator[Order]":
@@ -318,13 +423,20 @@ def _position(name: str, order: Order) -> tuple[int, ...]:
         return (2,)
     if expert := _OF_A_LAYER.fullmatch(name):
         number, matrix = int(expert[1]), int(expert[2] == "linear_fc2")
-        return (3, _MLP.index("experts"), *((matrix, number) if order.is_grouped else (number, matrix)))
+        return (
+            3,
+            _MLP.index("experts"),
+            *((matrix, number) if order.is_grouped else (number, matrix)),
+        )
     part, *rest = name.split(".")
     is_attention = part == "self_attention"
     modules = [_ATTENTION if is_attention else _MLP]
     modules += [_SHARED_EXPERTS] if "shared_experts" in rest else []
     known = (*modules, _PARTS, _ADAPTERS, _ADAPTERS)
-    return (1 if is_attention else 3, *(_index(names, piece) for names, piece in zip(known, rest, strict=False)))
+    return (
+        1 if is_attention else 3,
+        *(_index(names, piece) for names, piece in zip(known, rest, strict=False)),
+    )
 
 
 def _index(names: _Names, name: str) -> int:

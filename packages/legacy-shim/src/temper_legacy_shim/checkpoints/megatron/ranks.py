@@ -20,15 +20,25 @@ from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
-_ADAPTER = re.compile(r".+\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.adapter\.(?:adapter_\w+\.)?linear_(in|out)\.weight")
-_COLUMNS = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias", "output_layer.weight", "linear_fc1.bias")
+_ADAPTER = re.compile(
+    r".+\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.adapter\.(?:adapter_\w+\.)?linear_(in|out)\.weight"
+)
+_COLUMNS = (
+    "word_embeddings.weight",
+    "linear_qkv.weight",
+    "linear_qkv.bias",
+    "output_layer.weight",
+    "linear_fc1.bias",
+)
 _GATED = re.compile(r".+\.linear_fc1\.(?:weight\d*|bias)")
 _TELLING_BYTES = 8
 """Different bytes that a row has to have before two that are equal count as copies."""
 EMBEDDING = "embedding.word_embeddings.weight"
 _NORMS = ("layernorm.weight", "layer_norm_weight")
 _NORMS_OF_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
-"""Older Megatron did not add their gradients over tensor-parallel ranks, so they drift apart in a sound run."""
+"""Older Megatron did not add their gradients over tensor-parallel ranks, so they drift apart in a
+sound run.
+"""
 _ROWS = re.compile(r".+\.(?:linear_proj|linear_fc2)\.weight\d*")
 
 
@@ -80,13 +90,20 @@ def merge_chunks(chunks: Chunks, *, where: Path) -> dict[str, LazyTensor]:
     """
     num_virtual = {len(of_rank) for of_rank in chunks.values()}
     if len(num_virtual) != 1:
-        raise DamagedFileError(f"{where}: ranks hold {sorted(num_virtual)} virtual stages: the files are not of one save.")
+        raise DamagedFileError(
+            f"{where}: ranks hold {sorted(num_virtual)} virtual stages: the files are not of one "
+            "save."
+        )
     merged: dict[str, LazyTensor] = {}
     first_layer = 0
     # Layers go round the stages once per virtual stage.
     for virtual in range(num_virtual.pop()):
         for pp in sorted({key[0] for key in chunks}):
-            by_rank = {(ep, tp): of_rank[virtual] for (stage, ep, tp), of_rank in chunks.items() if stage == pp}
+            by_rank = {
+                (ep, tp): of_rank[virtual]
+                for (stage, ep, tp), of_rank in chunks.items()
+                if stage == pp
+            }
             stage = _Stage(by_rank=by_rank, num_layers=_count_layers(next(iter(by_rank.values()))))
             for name, tensor in _merge_stage(stage, first_layer=first_layer, where=where).items():
                 merged.setdefault(name, tensor)  # the last stage repeats tied embeddings
@@ -108,7 +125,10 @@ def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
     result = []
     for part in parts:
         if not isinstance(part, dict) or not part:
-            raise DamagedFileError(f"{path} holds a {type(part).__name__} where a mapping of names to tensors should be.")
+            raise DamagedFileError(
+                f"{path} holds a {type(part).__name__} where a mapping of names to tensors should "
+                "be."
+            )
         tensors: dict[str, LazyTensor] = {}
         for key, node in part.items():
             if reader.is_tensor(node) and not str(key).endswith("_extra_state"):
@@ -121,7 +141,7 @@ def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
 def _with_expert_ranks(
     chunks: dict[tuple[int, int, int], list[dict[str, LazyTensor]]],
 ) -> dict[tuple[int, int, int], list[dict[str, LazyTensor]]]:
-    """Read stage suffixes as expert ranks if each of them has the tensors next to the first and last layer."""
+    """Read stage suffixes as expert ranks if each has both the first and the last layer."""
     stages = {key[0] for key in chunks}
     if len(stages) < 2 or any(key[1] for key in chunks):
         return chunks
@@ -137,16 +157,24 @@ def is_of_expert(name: str) -> bool:
 
 
 def _check_all_ranks(ranks: set[Position], *, where: Path) -> None:
-    """Check that every stage has all tensor and expert ranks, or one of each if experts are spread over tensor ranks."""
+    """Check that each stage has all tensor and expert ranks.
+
+    If experts are spread over tensor ranks, it has one file of each.
+    """
     sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
-    required = {(pp, ep, tp) for pp in range(sizes[0]) for ep in range(sizes[1]) for tp in range(sizes[2])}
-    if sizes[2] % sizes[1] == 0 and ranks == {(pp, tp // (sizes[2] // sizes[1]), tp) for pp, _, tp in required}:
+    required = {
+        (pp, ep, tp) for pp in range(sizes[0]) for ep in range(sizes[1]) for tp in range(sizes[2])
+    }
+    if sizes[2] % sizes[1] == 0 and ranks == {
+        (pp, tp // (sizes[2] // sizes[1]), tp) for pp, _, tp in required
+    }:
         return
     missing = sorted(required - ranks)
     if missing:
         pp, ep, tp = missing[0]
         raise LayoutError(
-            f"{where} lacks the file of tensor rank {tp}, stage {pp}, expert rank {ep} (sizes {sizes[2]}, {sizes[0]}, {sizes[1]}): copy "
+            f"{where} lacks the file of tensor rank {tp}, stage {pp}, expert rank {ep} (sizes "
+            f"{sizes[2]}, {sizes[0]}, {sizes[1]}): copy "
             "every rank's folder here."
         )
 
@@ -158,25 +186,44 @@ def _check_no_copies(chunks: Chunks, *, where: Path) -> None:
     """
     seen: dict[tuple[int, int, bytes], tuple[int, LazyTensor]] = {}
     for (pp, ep, tp), of_rank in sorted(chunks.items()):
-        local = next((tensor for chunk in of_rank for name, tensor in chunk.items() if name.endswith("linear_qkv.weight")), None)
+        local = next(
+            (
+                tensor
+                for chunk in of_rank
+                for name, tensor in chunk.items()
+                if name.endswith("linear_qkv.weight")
+            ),
+            None,
+        )
         row = b"" if local is None or not local.shape[0] else local.read(0, 1).tobytes()
         if local is None or len(set(row)) < _TELLING_BYTES:  # such as zeros
             continue
         other, same = seen.setdefault((pp, ep, row), (tp, local))
         if other != tp and is_equal(same, local):
-            raise DamagedFileError(f"{where}: the files of tensor ranks {other} and {tp} of stage {pp} hold the same: one is a copy.")
+            raise DamagedFileError(
+                f"{where}: the files of tensor ranks {other} and {tp} of stage {pp} hold the same: "
+                "one is a copy."
+            )
 
 
 def _check_stage_order(chunks: Chunks, *, where: Path) -> None:
     """Check that only the first stage embeds tokens and only the last one has the final norm."""
     last = max(pp for pp, _, _ in chunks)
     for (pp, _, tp), of_rank in sorted(chunks.items()):
-        for name, expected, stage in ((EMBEDDING, "first", 0), ("decoder.final_layernorm.weight", "last", last)):
+        for name, expected, stage in (
+            (EMBEDDING, "first", 0),
+            ("decoder.final_layernorm.weight", "last", last),
+        ):
             holds = any(name in chunk for chunk in of_rank)
             # The last stage repeats tied embeddings.
-            if holds and pp != stage and not (name == EMBEDDING and pp == last and EMBEDDING in chunks[0, 0, tp][0]):
+            if (
+                holds
+                and pp != stage
+                and not (name == EMBEDDING and pp == last and EMBEDDING in chunks[0, 0, tp][0])
+            ):
                 raise DamagedFileError(
-                    f"{where}: {name} is in stage {pp}, but belongs to the {expected}: are folders of stages swapped? Copy them again."
+                    f"{where}: {name} is in stage {pp}, but belongs to the {expected}: are folders "
+                    "of stages swapped? Copy them again."
                 )
 
 
@@ -190,8 +237,15 @@ def _check_norms(chunks: Chunks, *, where: Path) -> None:
                     continue
                 first_tp, first = firsts.setdefault((pp, virtual, name), (tp, tensor))
                 if not is_equal(first, tensor):
-                    ranks = f"tensor ranks {first_tp} and {tp}" if tp != first_tp else f"expert ranks 0 and {ep}"
-                    raise DamagedFileError(f"{where}: {name} differs between {ranks} of stage {pp}: the files are not of one save.")
+                    ranks = (
+                        f"tensor ranks {first_tp} and {tp}"
+                        if tp != first_tp
+                        else f"expert ranks 0 and {ep}"
+                    )
+                    raise DamagedFileError(
+                        f"{where}: {name} differs between {ranks} of stage {pp}: the files are not "
+                        "of one save."
+                    )
 
 
 def _count_layers(tensors: Mapping[str, LazyTensor]) -> int:
@@ -200,13 +254,18 @@ def _count_layers(tensors: Mapping[str, LazyTensor]) -> int:
 
 
 def _merge_stage(stage: _Stage, *, first_layer: int, where: Path) -> dict[str, LazyTensor]:
-    """Merge a stage: experts from the tensor ranks that have them, the rest from one file per tensor rank."""
+    """Merge a stage.
+
+    Experts from the tensor ranks that have them, the rest from one file per tensor rank.
+    """
     shared = {tp: of_rank for (_, tp), of_rank in sorted(stage.by_rank.items(), reverse=True)}
     merged = _merge_ranks({tp: shared[tp] for tp in sorted(shared)}, experts=False, where=where)
     for ep in sorted({ep for ep, _ in stage.by_rank}):
         ranks = {tp: stage.by_rank[ep, tp] for tp in sorted(shared) if (ep, tp) in stage.by_rank}
         own = _merge_ranks(ranks, experts=True, where=where)
-        num_local = 1 + max((int(match[2]) for name in own if (match := _EXPERT.fullmatch(name))), default=-1)
+        num_local = 1 + max(
+            (int(match[2]) for name in own if (match := _EXPERT.fullmatch(name))), default=-1
+        )
         for name, tensor in own.items():
             expert = _EXPERT.fullmatch(name)
             assert expert is not None, "only experts were asked for"
@@ -219,7 +278,9 @@ def _split_layer_name(name: str, first_layer: int) -> str:
     return f"{layer[1]}{int(layer[2]) + first_layer}{layer[3]}" if layer else name
 
 
-def _merge_ranks(ranks: Mapping[int, Mapping[str, LazyTensor]], *, experts: bool, where: Path) -> dict[str, LazyTensor]:
+def _merge_ranks(
+    ranks: Mapping[int, Mapping[str, LazyTensor]], *, experts: bool, where: Path
+) -> dict[str, LazyTensor]:
     """Return the experts' tensors of these tensor ranks, or all others."""
     first_rank, first = next(iter(ranks.items()))
     merged: dict[str, LazyTensor] = {}
@@ -229,9 +290,12 @@ def _merge_ranks(ranks: Mapping[int, Mapping[str, LazyTensor]], *, experts: bool
         absent = next((tp for tp, of_rank in ranks.items() if name not in of_rank), None)
         if absent is not None:
             raise DamagedFileError(
-                f"{where}: tensor rank {absent} has no {name}, which rank {first_rank} has: the files are not of one save."
+                f"{where}: tensor rank {absent} has no {name}, which rank {first_rank} has: the "
+                "files are not of one save."
             )
-        merged[name] = merge_tensor_ranks(name, [of_rank[name] for of_rank in ranks.values()], where=where)
+        merged[name] = merge_tensor_ranks(
+            name, [of_rank[name] for of_rank in ranks.values()], where=where
+        )
     return merged
 
 
@@ -245,13 +309,18 @@ def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -
         return parts[0]
     dims = {len(part.shape) for part in parts}
     if len(dims) != 1 or len({part.dtype for part in parts}) != 1:
-        raise DamagedFileError(f"{where}: {name} differs in dimensions or dtype between tensor ranks: the files are not of one save.")
+        raise DamagedFileError(
+            f"{where}: {name} differs in dimensions or dtype between tensor ranks: the files are "
+            "not of one save."
+        )
     adapter = _ADAPTER.fullmatch(name)
     if adapter:
         if _is_gated(name, adapter):
             return _side_by_side_halves(name, parts, where=where)
         is_row_parallel = adapter[1] in ("linear_proj", "linear_fc2")
-        return _joined(name, parts, dim=1 if is_row_parallel and adapter[2] == "in" else 0, where=where)
+        return _joined(
+            name, parts, dim=1 if is_row_parallel and adapter[2] == "in" else 0, where=where
+        )
     if _GATED.fullmatch(name):
         return _side_by_side_halves(name, parts, where=where)
     if _ROWS.fullmatch(name):
@@ -260,7 +329,10 @@ def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -
     if name.endswith(_COLUMNS) and not is_value_head:
         return _joined(name, parts, dim=0, where=where)
     if len({part.shape for part in parts}) != 1:
-        raise DamagedFileError(f"{where}: {name} should be the same on every tensor rank, but has shapes {[p.shape for p in parts]}.")
+        raise DamagedFileError(
+            f"{where}: {name} should be the same on every tensor rank, but has shapes "
+            f"{[p.shape for p in parts]}."
+        )
     return parts[0]
 
 
@@ -279,7 +351,9 @@ def part_of(name: str, full: LazyTensor, *, rank: int, num_ranks: int) -> LazyTe
         if rows % (2 * num_ranks):
             return None
         half, size = rows // 2, rows // (2 * num_ranks)
-        return Rows(full, ((rank * size, (rank + 1) * size), (half + rank * size, half + (rank + 1) * size)))
+        return Rows(
+            full, ((rank * size, (rank + 1) * size), (half + rank * size, half + (rank + 1) * size))
+        )
     if _ROWS.fullmatch(name):
         return _columns(full, rank=rank, num_ranks=num_ranks)
     is_value_head = name == "output_layer.weight" and rows == 1
@@ -290,7 +364,7 @@ def part_of(name: str, full: LazyTensor, *, rank: int, num_ranks: int) -> LazyTe
 
 
 def _is_gated(name: str, adapter: re.Match[str]) -> bool:
-    """Return whether an adapter's half has gate rows above up rows on each rank, as the matrix next to it."""
+    """Check if an adapter's half has the gate rows above the up rows on each rank."""
     return adapter[1] == "linear_fc1" and adapter[2] == "out" and ".adapter.adapter_" not in name
 
 
@@ -302,7 +376,10 @@ def _columns(full: LazyTensor, *, rank: int, num_ranks: int) -> LazyTensor | Non
 def _joined(name: str, parts: Sequence[LazyTensor], *, dim: int, where: Path) -> LazyTensor:
     others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
     if len(others) != 1 or any(len(part.shape) <= dim for part in parts):
-        raise DamagedFileError(f"{where}: the parts of {name} have shapes {[p.shape for p in parts]}, which do not fit side by side.")
+        raise DamagedFileError(
+            f"{where}: the parts of {name} have shapes {[p.shape for p in parts]}, which do not "
+            "fit side by side."
+        )
     return concatenated(parts, dim=dim)
 
 
@@ -310,8 +387,14 @@ def _side_by_side_halves(name: str, parts: Sequence[LazyTensor], *, where: Path)
     """Join parts with gate rows above up rows; the full matrix has all gate rows first."""
     full = _joined(name, parts, dim=0, where=where)
     if any(part.shape[0] % 2 for part in parts):
-        raise DamagedFileError(f"{where}: {name} has parts of {[p.shape[0] for p in parts]} rows, but gate and up halves are expected.")
+        raise DamagedFileError(
+            f"{where}: {name} has parts of {[p.shape[0] for p in parts]} rows, but gate and up "
+            "halves are expected."
+        )
     starts = [sum(part.shape[0] for part in parts[:i]) for i in range(len(parts))]
     gates = [(start, start + part.shape[0] // 2) for start, part in zip(starts, parts, strict=True)]
-    ups = [(start + part.shape[0] // 2, start + part.shape[0]) for start, part in zip(starts, parts, strict=True)]
+    ups = [
+        (start + part.shape[0] // 2, start + part.shape[0])
+        for start, part in zip(starts, parts, strict=True)
+    ]
     return Rows(full, (*gates, *ups))

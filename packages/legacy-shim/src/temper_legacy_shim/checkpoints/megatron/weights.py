@@ -34,16 +34,22 @@ def read(
     base = {name: tensor for name, tensor in named.items() if MARK not in name}
     adapter = None
     if any(MARK in name for name in named):
-        adapter = read_adapter(named, geometry, where=role.path, accepts_missing_layers=accepts_partial_adapter)
+        adapter = read_adapter(
+            named, geometry, where=role.path, accepts_missing_layers=accepts_partial_adapter
+        )
     elif accepts_partial_adapter:
-        raise UsageError("--partial-adapter has no effect: this checkpoint has no adapter of Megatron's.")
+        raise UsageError(
+            "--partial-adapter has no effect: this checkpoint has no adapter of Megatron's."
+        )
     weights = parameter_names.to_hf(base, geometry, where=role.path)
     if role.rank_files:
         _check_last_stage(weights, geometry, where=role.path / "model")
     return weights, adapter
 
 
-def _check_transformer_config(role: Role, config: Mapping[str, object], geometry: Geometry, *, source: str) -> None:
+def _check_transformer_config(
+    role: Role, config: Mapping[str, object], geometry: Geometry, *, source: str
+) -> None:
     """Refuse a config of another model than the one that Megatron ran; shapes alone often fit both.
 
     Raises:
@@ -65,18 +71,22 @@ def _check_transformer_config(role: Role, config: Mapping[str, object], geometry
     for name, (key, value) in expected.items():
         if saved.get(name) is not None and value is not None and saved[name] != value:
             raise UsageError(
-                f"{path} has {name} = {saved[name]}, but {source} has {key} = {value}: give --hf-config, the folder of the model that "
+                f"{path} has {name} = {saved[name]}, but {source} has {key} = {value}: give "
+                "--hf-config, the folder of the model that "
                 "was trained."
             )
 
 
-def _check_last_stage(weights: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> None:
+def _check_last_stage(
+    weights: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path
+) -> None:
     """Check that the last stage was copied, which no file name shows."""
     layers = {int(match[1]) for match in map(_HF_LAYER.match, weights) if match}
     missing = sorted(set(range(geometry.num_layers)) - layers)
     if missing:
         raise LayoutError(
-            f"{where} has {len(layers)} of {geometry.num_layers} layers, none of number {missing[0]}: copy every stage's folders here; "
+            f"{where} has {len(layers)} of {geometry.num_layers} layers, none of number "
+            f"{missing[0]}: copy every stage's folders here; "
             "on several nodes each holds its own."
         )
 
@@ -101,7 +111,9 @@ def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
     return tensors
 
 
-_NO_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler|lr_scheduler")
+_NO_WEIGHT = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler|lr_scheduler"
+)
 """Names of what a distributed checkpoint holds next to weights."""
 
 
@@ -119,11 +131,15 @@ def model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
             continue
         if not short.startswith(("decoder.", "embedding.", "output_layer.")):
             raise LayoutError(
-                f"the distributed checkpoint has {name}, which is of no model that is known here (Llama, Mistral, Qwen 2 and 3, and their "
+                f"the distributed checkpoint has {name}, which is of no model that is known here "
+                "(Llama, Mistral, Qwen 2 and 3, and their "
                 "MoE): images, further heads and other architectures can't be converted."
             )
         if short in result:
-            raise DamagedFileError(f"the distributed checkpoint has {short} twice (as {name}): which one counts can't be known.")
+            raise DamagedFileError(
+                f"the distributed checkpoint has {short} twice (as {name}): which one counts can't "
+                "be known."
+            )
         result[short] = tensor
     return result
 
@@ -133,7 +149,13 @@ _NAME = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<module>.+)\.adapter\.(?:adapter_(?P<part>\w+)\.)?linear_(?P<side>in|out)\.weight"
 )
 _PLAIN = {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": "mlp.down_proj"}
-_PARTS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj"}
+_PARTS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +165,13 @@ class _Position:
     part: str | None
 
 
-def read_adapter(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path, accepts_missing_layers: bool) -> Adapter:
+def read_adapter(
+    tensors: Mapping[str, LazyTensor],
+    geometry: Geometry,
+    *,
+    where: Path,
+    accepts_missing_layers: bool,
+) -> Adapter:
     """Return the adapter of a whole model.
 
     Args:
@@ -162,50 +190,77 @@ def read_adapter(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where
             continue
         match = _NAME.fullmatch(name)
         if match is None:
-            raise LayoutError(f"{where}: {name} is of no adapter that is known here (LoRA and canonical LoRA of Megatron-Bridge).")
+            raise LayoutError(
+                f"{where}: {name} is of no adapter that is known here (LoRA and canonical LoRA of "
+                "Megatron-Bridge)."
+            )
         if match["layer"] is not None:
-            position = _Position(layer=int(match["layer"]), module=match["module"], part=match["part"])
+            position = _Position(
+                layer=int(match["layer"]), module=match["module"], part=match["part"]
+            )
             halves.setdefault(position, {})[match["side"]] = tensor
         else:
             for layer in range(tensor.shape[0]):
-                halves.setdefault(_Position(layer=layer, module=match["module"], part=match["part"]), {})[match["side"]] = Element(
-                    tensor, layer
-                )
-    _check_layers({position.layer for position in halves}, geometry, where=where, accepts_missing=accepts_missing_layers)
+                halves.setdefault(
+                    _Position(layer=layer, module=match["module"], part=match["part"]), {}
+                )[match["side"]] = Element(tensor, layer)
+    _check_layers(
+        {position.layer for position in halves},
+        geometry,
+        where=where,
+        accepts_missing=accepts_missing_layers,
+    )
     pairs: dict[str, Pair] = {}
     for position, sides in halves.items():
         if sides.keys() != {"in", "out"}:
             raise DamagedFileError(
-                f"{where}: the adapter of layer {position.layer}'s {position.module} lacks half: a file is of another save."
+                f"{where}: the adapter of layer {position.layer}'s {position.module} lacks half: a "
+                "file is of another save."
             )
         for module, up in _parts(position, sides["out"], geometry, where=where).items():
             pairs[f"model.layers.{position.layer}.{module}"] = Pair(down=sides["in"], up=up)
     return Adapter(pairs=pairs)
 
 
-def _check_layers(layers: set[int], geometry: Geometry, *, where: Path, accepts_missing: bool) -> None:
+def _check_layers(
+    layers: set[int], geometry: Geometry, *, where: Path, accepts_missing: bool
+) -> None:
     surplus = sorted(layer for layer in layers if layer >= geometry.num_layers)
     if surplus:
-        raise DamagedFileError(f"{where}: there is an adapter of layer {surplus[0]}, but the config has {geometry.num_layers} layers.")
+        raise DamagedFileError(
+            f"{where}: there is an adapter of layer {surplus[0]}, but the config has "
+            f"{geometry.num_layers} layers."
+        )
     missing = sorted(set(range(geometry.num_layers)) - layers)
     if missing and not accepts_missing:
         raise DamagedFileError(
-            f"{where}: layers {missing[0]} to {missing[-1]} ({len(missing)} of {geometry.num_layers}) have no adapter in the files. Under "
-            "virtual pipelining 0.7 saved the first chunk's adapters only alone;  --partial-adapter converts what is there."
+            f"{where}: layers {missing[0]} to {missing[-1]} ({len(missing)} of "
+            f"{geometry.num_layers}) have no adapter in the files. Under "
+            "virtual pipelining 0.7 saved the first chunk's adapters only alone;  "
+            "--partial-adapter converts what is there."
         )
 
 
-def _parts(position: _Position, up: LazyTensor, geometry: Geometry, *, where: Path) -> dict[str, LazyTensor]:
+def _parts(
+    position: _Position, up: LazyTensor, geometry: Geometry, *, where: Path
+) -> dict[str, LazyTensor]:
     if position.part is not None:
         if position.part not in _PARTS:
-            raise LayoutError(f"{where}: adapter_{position.part} of {position.module} is not known here.")
+            raise LayoutError(
+                f"{where}: adapter_{position.part} of {position.module} is not known here."
+            )
         return {_PARTS[position.part]: up}
     if position.module in _PLAIN:
         return {_PLAIN[position.module]: up}
     if position.module == "self_attention.linear_qkv":
-        rows = split_qkv(up, geometry, name=f"the adapter of layer {position.layer}'s linear_qkv", where=where)
+        rows = split_qkv(
+            up, geometry, name=f"the adapter of layer {position.layer}'s linear_qkv", where=where
+        )
         return {f"self_attn.{projection}": part for projection, part in rows}
     if position.module == "mlp.linear_fc1":
         half = up.shape[0] // 2
-        return {"mlp.gate_proj": Rows(up, ((0, half),)), "mlp.up_proj": Rows(up, ((half, 2 * half),))}
+        return {
+            "mlp.gate_proj": Rows(up, ((0, half),)),
+            "mlp.up_proj": Rows(up, ((half, 2 * half),)),
+        }
     raise LayoutError(f"{where}: an adapter on {position.module} is not known here.")

@@ -1,7 +1,9 @@
-"""Writing the engine's checkpoint format (torch's distributed one) from lazy tensors, a chunk in memory at a time, without a process group.
+"""Write torch's distributed checkpoint format from lazy tensors.
 
-A large checkpoint is written in groups of tensors, each a small checkpoint that is finished for itself; ``join`` makes one of them by
-moving their data files and writing one description.
+One chunk is in memory at a time, and no process group is needed.
+
+A large checkpoint is written in groups of tensors, each a small checkpoint that is finished for
+itself; ``join`` makes one of them by moving their data files and writing one description.
 """
 
 import warnings
@@ -34,7 +36,7 @@ A single row may be larger.
 
 
 def grouped(tensors: Mapping[str, LazyTensor], *, max_bytes: int) -> list[dict[str, LazyTensor]]:
-    """Return the tensors in their order, so many to a group that none is above a size, but for a tensor that is larger by itself."""
+    """Group tensors in order, up to a size; a larger tensor forms a group alone."""
     groups: list[dict[str, LazyTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -47,7 +49,9 @@ def grouped(tensors: Mapping[str, LazyTensor], *, max_bytes: int) -> list[dict[s
     return groups
 
 
-def write_group(folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> tuple[str, ...]:
+def write_group(
+    folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Progress
+) -> tuple[str, ...]:
     """Write ``DATA`` and its description.
 
     Args:
@@ -67,14 +71,21 @@ def write_group(folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Pr
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         planner = _LazyPlanner(tensors, progress=progress)
         try:
-            save(_shells(tensors), storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+            save(
+                _shells(tensors),
+                storage_writer=FileSystemWriter(folder),
+                planner=planner,
+                no_dist=True,
+            )
         except CheckpointException as error:
             # torch wraps what stopped it, and its archive writer wraps that of the disk once more.
             raise next((_root(failure) for failure, _ in error.failures.values()), error) from None
     return tuple(planner.with_nan)
 
 
-def join(folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]) -> dict[Path, str]:
+def join(
+    folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]
+) -> dict[Path, str]:
     """Make one checkpoint of several, whose data files are moved into it.
 
     Args:
@@ -95,7 +106,11 @@ def join(folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]
         name = f"__{number}_0.distcp"
         for (tensor, offset), (_, start, length) in DistCheckpoint(group).positions.items():
             position = _StorageInfo(relative_path=name, offset=start, length=length)
-            results.append(WriteResult(index=indices[tensor, offset or ()], size_in_bytes=length, storage_data=position))
+            results.append(
+                WriteResult(
+                    index=indices[tensor, offset or ()], size_in_bytes=length, storage_data=position
+                )
+            )
         moved[group / DATA] = name
     folder.mkdir()
     for source, name in moved.items():
@@ -108,7 +123,10 @@ def join(folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]
 
 def _shells(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
     """Return the tensors without content."""
-    return {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta") for name, tensor in tensors.items()}
+    return {
+        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta")
+        for name, tensor in tensors.items()
+    }
 
 
 def _root(error: BaseException) -> BaseException:
@@ -128,7 +146,9 @@ class _ChunkPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan the chunks of every tensor, in order."""
         plan = super().create_local_plan()
-        self.plan = replace(plan, items=[chunk for item in plan.items for chunk in self._chunks(item)])
+        self.plan = replace(
+            plan, items=[chunk for item in plan.items for chunk in self._chunks(item)]
+        )
         return self.plan
 
     def _chunks(self, item: WriteItem) -> Iterator[WriteItem]:
@@ -142,7 +162,11 @@ class _ChunkPlanner(DefaultSavePlanner):
             offsets = torch.Size((start, *(0 for _ in inner)))
             chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((stop - start, *inner)))
             data = TensorWriteData(chunk=chunk, properties=full.properties, size=full.size)
-            yield WriteItem(index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
+            yield WriteItem(
+                index=MetadataIndex(item.index.fqn, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=data,
+            )
 
 
 class _LazyPlanner(_ChunkPlanner):
@@ -158,11 +182,14 @@ class _LazyPlanner(_ChunkPlanner):
         """Return the content of one chunk."""
         part = self._tensors[write_item.index.fqn]
         if write_item.type == WriteItemType.SHARD and write_item.tensor_data is not None:
-            start, count = write_item.tensor_data.chunk.offsets[0], write_item.tensor_data.chunk.sizes[0]
+            start, count = (
+                write_item.tensor_data.chunk.offsets[0],
+                write_item.tensor_data.chunk.sizes[0],
+            )
             part = Rows(part, ((start, start + count),))
         self._progress(num_bytes(part))
-        # torch's writer keeps the last chunk of every name until its file is complete, for another format. What it has written is freed
-        # here, which only a storage of torch's own allows.
+        # torch's writer keeps the last chunk of every name until its file is complete, for another
+        # format. What it has written is freed here, which only a storage of torch's own allows.
         self._written.untyped_storage().resize_(0)
         content = as_torch(part)
         if _is_spoilt(content):

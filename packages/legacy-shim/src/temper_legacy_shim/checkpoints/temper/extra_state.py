@@ -1,4 +1,4 @@
-"""Schedule, random-number states and data cursor of old checkpoints, read without executing them."""
+"""Read schedule, random states and data cursor of old checkpoints, without executing them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,20 +46,36 @@ def read_extra(role: Role) -> OldExtra:
             steps.add(schedule["last_epoch"])
         if isinstance(states, dict):
             reader = TensorReader(archive, rank=rank)
-            result = {d: reader.plain(states[d], key=f"rng of {d}") for d in ("cpu", "cuda") if reader.is_tensor(states.get(d))}
+            result = {
+                d: reader.plain(states[d], key=f"rng of {d}")
+                for d in ("cpu", "cuda")
+                if reader.is_tensor(states.get(d))
+            }
             if result:
                 random_states[rank] = result
     carried: list[str] = []
     left: list[str] = []
     if len(steps) == 1:
-        carried.append(f"the schedule's counter ({next(iter(steps))} steps; its shape is the new configuration's)")
+        carried.append(
+            f"the schedule's counter ({next(iter(steps))} steps; its shape is the new "
+            "configuration's)"
+        )
     elif steps or role.fsdp_files.get("extra_state") or role.dist_folders or role.rank_files:
-        left.append(f"schedule: the files say {sorted(steps) or 'nothing'} about its steps, so that it goes on from the number of updates")
+        left.append(
+            f"schedule: the files say {sorted(steps) or 'nothing'} about its steps, so that it "
+            "goes on from the number of updates"
+        )
     if random_states:
         carried.append(f"torch's random-number states of {len(random_states)} ranks")
-        left.append("random-number states of numpy and Python: engines and trainer draw from seeds and counters, and keep none")
+        left.append(
+            "random-number states of numpy and Python: engines and trainer draw from seeds and "
+            "counters, and keep none"
+        )
     if _has_megatron_random_states(role):
-        left.append("random-number states of Megatron: they belong to its own parallel ranks, and engines draw from seeds and counters")
+        left.append(
+            "random-number states of Megatron: they belong to its own parallel ranks, and engines "
+            "draw from seeds and counters"
+        )
     left += [*_data_cursors(role)]
     return OldExtra(
         num_schedule_steps=next(iter(steps)) if len(steps) == 1 else None,
@@ -75,7 +91,9 @@ def _megatron_steps(role: Role) -> set[int]:
     In ``common.pt`` since 0.4.1, before in its own file.
     """
     steps: set[int] = set()
-    for path in [folder / "common.pt" for folder in role.dist_folders] + sorted(role.path.glob("*/*scheduler*.pt")):
+    for path in [folder / "common.pt" for folder in role.dist_folders] + sorted(
+        role.path.glob("*/*scheduler*.pt")
+    ):
         value = Archive(path).value() if path.is_file() else None
         schedule = value.get("lr_scheduler", value) if isinstance(value, dict) else None
         if isinstance(schedule, dict) and isinstance(schedule.get("num_steps"), int):
@@ -86,7 +104,11 @@ def _megatron_steps(role: Role) -> set[int]:
 def _has_megatron_random_states(role: Role) -> bool:
     if any((role.path / "rng_states").glob("*.pt")):
         return True
-    return any(name.startswith("rng_state") for folder in role.dist_folders for name in DistCheckpoint(folder).other_names)
+    return any(
+        name.startswith("rng_state")
+        for folder in role.dist_folders
+        for name in DistCheckpoint(folder).other_names
+    )
 
 
 def _data_cursors(role: Role) -> list[str]:
@@ -104,14 +126,23 @@ def _data_cursors(role: Role) -> list[str]:
 
 
 def _cursor(path: Path) -> str:
-    begin = "data cursor: the new trainer orders data by (seed, epoch), so an old position has no equal"
+    begin = (
+        "data cursor: the new trainer orders data by (seed, epoch), so an old position has no equal"
+    )
     try:
         value = Archive(path).value()
     except UnsafeFileError as error:
         if error.expected != _LOADER:
             raise
-        return f"{begin}; {path.name} is a pickled data loader, which is neither executed nor read on"
+        return (
+            f"{begin}; {path.name} is a pickled data loader, which is neither executed nor read on"
+        )
     except ShimError as error:
         return f"{begin}; {error}"
-    given = {name: value[name] for name in _CURSOR if name in value} if isinstance(value, dict) else {}
-    return f"{begin}; {path.name} says {', '.join(f'{name} = {count}' for name, count in given.items()) or 'nothing of use'}"
+    given = (
+        {name: value[name] for name in _CURSOR if name in value} if isinstance(value, dict) else {}
+    )
+    return (
+        f"{begin}; {path.name} says "
+        f"{', '.join(f'{name} = {count}' for name, count in given.items()) or 'nothing of use'}"
+    )

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import torch
 
-from temper_engine_api.checkpoint import ENGINE_PART, ManifestInfo, begin_checkpoint, report_part, write_json
+from temper_engine_api.checkpoint import (
+    ENGINE_PART,
+    ManifestInfo,
+    begin_checkpoint,
+    report_part,
+    write_json,
+)
 from temper_engine_api.errors import TemperError
 from temper_legacy_shim.checkpoints import receipt as receipts
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DESCRIPTION, DistCheckpoint
@@ -19,8 +25,20 @@ from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck
 from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.model import OldModel, Sources, described
-from temper_legacy_shim.checkpoints.plan import Job, Options, check_nan, companions, nan_note, recorded
-from temper_legacy_shim.checkpoints.receipt import Receipt, source_files, source_record, tool_version
+from temper_legacy_shim.checkpoints.plan import (
+    Job,
+    Options,
+    check_nan,
+    companions,
+    nan_note,
+    recorded,
+)
+from temper_legacy_shim.checkpoints.receipt import (
+    Receipt,
+    source_files,
+    source_record,
+    tool_version,
+)
 from temper_legacy_shim.checkpoints.staging import Staging, check_space, fingerprint
 from temper_legacy_shim.checkpoints.temper.dcp import DATA, grouped, join, write_group
 from temper_legacy_shim.checkpoints.temper.extra_state import OldExtra
@@ -55,42 +73,73 @@ def plan_step(model: OldModel, options: Options) -> StepPlan:
     """Decide what is written.
 
     Raises:
-        UsageError: no engine can continue from such a checkpoint, or something that no file says is missing.
+        UsageError: no engine can continue from such a checkpoint, or something that no file says is
+            missing.
     """
     if options.dtype is not None:
         raise UsageError("--dtype has no effect with --to temper: masters and moments are float32.")
     state = resumable(model)
     full = state.model if model.adapter is None else model
-    return StepPlan(state=state, config=described(full, dtype="float32"), tensors=state.tensors(), copies=companions(state.model))
+    return StepPlan(
+        state=state,
+        config=described(full, dtype="float32"),
+        tensors=state.tensors(),
+        copies=companions(state.model),
+    )
 
 
-def write_temper(job: Job, model: OldModel, options: Options, sources: Sources, *, progress: Callable[[str, int, int], None]) -> Receipt:
+def write_temper(
+    job: Job,
+    model: OldModel,
+    options: Options,
+    sources: Sources,
+    *,
+    progress: Callable[[str, int, int], None],
+) -> Receipt:
     """Write a step directory below the output, with its manifest, and the receipt next to it.
 
     Raises:
         ShimError: says what was wrong; nothing is at the output then.
     """
     plan = plan_step(model, options)
-    with Staging(job.out, fingerprint=_fingerprint(job.role, plan, options)) as staging, _names_check(plan, model, options) as names:
+    with (
+        Staging(job.out, fingerprint=_fingerprint(job.role, plan, options)) as staging,
+        _names_check(plan, model, options) as names,
+    ):
         check_space(staging.folder.parent, plan.num_bytes - staging.num_kept_bytes)
-        groups = _write_groups(staging, plan, progress=names.watched(progress) if names else progress)
+        groups = _write_groups(
+            staging, plan, progress=names.watched(progress) if names else progress
+        )
         with_nan = [name for files in groups.values() for file in files for name in file.with_nan]
         check_nan(with_nan, options)
         directory, tensor_files = _join(staging.folder, job, plan, groups)
-        paths = [str(path.relative_to(staging.folder)) for path in sorted(directory.rglob("*")) if path.is_file()]
+        paths = [
+            str(path.relative_to(staging.folder))
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        ]
         files = [tensor_files.get(path) or staging.adopt(path) for path in paths]
         compared, not_compared = names.outcome() if names else ((), ())
-        made = replace(_receipt(job, plan, recorded(options, sources), files), verified=(_read_back(directory, plan.tensors), *compared))
+        made = replace(
+            _receipt(job, plan, recorded(options, sources), files),
+            verified=(_read_back(directory, plan.tensors), *compared),
+        )
         made = replace(made, notes=(*made.notes, *not_compared, *nan_note(with_nan)))
         staging.produce_text(receipts.NAME, made.to_json())
         staging.commit()
     return made
 
 
-def _names_check(plan: StepPlan, model: OldModel, options: Options) -> AbstractContextManager[NamesCheck | None]:
+def _names_check(
+    plan: StepPlan, model: OldModel, options: Options
+) -> AbstractContextManager[NamesCheck | None]:
     if not options.checks_names or model.adapter is not None:
         return nullcontext()
-    weights = {name.partition(".")[2]: t for name, t in plan.tensors.items() if name.startswith(("parameter.", "buffer."))}
+    weights = {
+        name.partition(".")[2]: t
+        for name, t in plan.tensors.items()
+        if name.startswith(("parameter.", "buffer."))
+    }
     return NamesCheck(json.dumps(plan.config), weights, head=plan.state.model.head)
 
 
@@ -98,16 +147,23 @@ def _fingerprint(role: Role, plan: StepPlan, options: Options) -> str:
     sources = {*source_files(role), *(path for path in role.path.rglob("*") if path.is_file())}
     return fingerprint(
         {
-            "sources": [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(sources)],
+            "sources": [
+                (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+                for path in sorted(sources)
+            ],
             "options": asdict(options),
-            "tensors": {name: (tensor.shape, tensor.dtype.name) for name, tensor in plan.tensors.items()},
+            "tensors": {
+                name: (tensor.shape, tensor.dtype.name) for name, tensor in plan.tensors.items()
+            },
             "config": plan.config,
             "tool": tool_version(),
         }
     )
 
 
-def _write_groups(staging: Staging, plan: StepPlan, *, progress: Callable[[str, int, int], None]) -> dict[Path, list[WrittenFile]]:
+def _write_groups(
+    staging: Staging, plan: StepPlan, *, progress: Callable[[str, int, int], None]
+) -> dict[Path, list[WrittenFile]]:
     """Return the tensors in groups, each of which is finished for itself.
 
     What a stopped run wrote stays; files by folder.
@@ -123,7 +179,9 @@ def _write_groups(staging: Staging, plan: StepPlan, *, progress: Callable[[str, 
     for number, tensors in enumerate(grouped(plan.tensors, max_bytes=_GROUP_BYTES)):
         relative = f"{_GROUPS}/{number}"
 
-        def write(folder: Path, tensors: Mapping[str, LazyTensor] = tensors, relative: str = relative) -> list[WrittenFile]:
+        def write(
+            folder: Path, tensors: Mapping[str, LazyTensor] = tensors, relative: str = relative
+        ) -> list[WrittenFile]:
             with_nan = write_group(folder, tensors, progress=report)
             return [
                 written_file(folder / DATA, relative=f"{relative}/{DATA}", with_nan=with_nan),
@@ -131,14 +189,18 @@ def _write_groups(staging: Staging, plan: StepPlan, *, progress: Callable[[str, 
             ]
 
         before = done
-        written[staging.folder / relative] = staging.produce_folder(relative, (DATA, DESCRIPTION), write)
+        written[staging.folder / relative] = staging.produce_folder(
+            relative, (DATA, DESCRIPTION), write
+        )
         if done == before:
             report(sum(num_bytes(tensor) for tensor in tensors.values()))
     return written
 
 
-def _join(root: Path, job: Job, plan: StepPlan, groups: Mapping[Path, Sequence[WrittenFile]]) -> tuple[Path, dict[str, WrittenFile]]:
-    """Return the step's directory, and what is known of its files of tensors, by path in the output."""
+def _join(
+    root: Path, job: Job, plan: StepPlan, groups: Mapping[Path, Sequence[WrittenFile]]
+) -> tuple[Path, dict[str, WrittenFile]]:
+    """Return the step directory, and size and checksum of its tensor files by path."""
     state = plan.state
     try:
         with begin_checkpoint(root, job.role.step or 0) as transaction:
@@ -148,10 +210,21 @@ def _join(root: Path, job: Job, plan: StepPlan, groups: Mapping[Path, Sequence[W
             written = [f"dcp/{name}" for name in (*moved.values(), DESCRIPTION)]
             written += _write_random(part, state.extra)
             written += _write_description(part, plan)
-            counters = {"num_updates": state.num_updates, "num_nonfinite_updates": 0, "consecutive_skips": 0}
-            counters["num_schedule_steps"] = state.num_updates if state.extra.num_schedule_steps is None else state.extra.num_schedule_steps
+            counters = {
+                "num_updates": state.num_updates,
+                "num_nonfinite_updates": 0,
+                "consecutive_skips": 0,
+            }
+            counters["num_schedule_steps"] = (
+                state.num_updates
+                if state.extra.num_schedule_steps is None
+                else state.extra.num_schedule_steps
+            )
             written.append(write_json(part, "progress.json", counters))
-            info = ManifestInfo(topology={"world_size": job.role.world_size}, config_hash=f"converted by {tool_version()}")
+            info = ManifestInfo(
+                topology={"world_size": job.role.world_size},
+                config_hash=f"converted by {tool_version()}",
+            )
             directory = transaction.commit({ENGINE_PART: [report_part(part, written)]}, info=info)
     except TemperError as error:
         raise OutputError(f"the step directory could not be written: {error}") from error
@@ -170,7 +243,10 @@ def _write_random(part: Path, extra: OldExtra) -> list[str]:
     written = []
     for rank, states in extra.random_states.items():
         (part / "random").mkdir(exist_ok=True)
-        torch.save({device: as_torch(tensor) for device, tensor in states.items()}, part / "random" / f"rank_{rank}.pt")
+        torch.save(
+            {device: as_torch(tensor) for device, tensor in states.items()},
+            part / "random" / f"rank_{rank}.pt",
+        )
         written.append(f"random/rank_{rank}.pt")
     return written
 
@@ -190,23 +266,40 @@ def _read_back(directory: Path, tensors: Mapping[str, LazyTensor]) -> str:
     result = DistCheckpoint(directory / ENGINE_PART / "dcp").tensors
     for name, tensor in tensors.items():
         if name not in result or result[name].shape != tensor.shape:
-            raise VerificationError(f"{directory} lacks {name} with shape {tensor.shape} after writing: convert again.")
+            raise VerificationError(
+                f"{directory} lacks {name} with shape {tensor.shape} after writing: convert again."
+            )
     if len(result) != len(tensors):
-        raise VerificationError(f"{directory} holds {len(result)} tensors instead of {len(tensors)}: convert again.")
-    return f"{len(tensors)} tensors found again in the step directory with their shapes; its manifest has every checksum"
+        raise VerificationError(
+            f"{directory} holds {len(result)} tensors instead of {len(tensors)}: convert again."
+        )
+    return (
+        f"{len(tensors)} tensors found again in the step directory with their shapes; its "
+        "manifest has every checksum"
+    )
 
 
-def _receipt(job: Job, plan: StepPlan, options: dict[str, object], files: list[WrittenFile]) -> Receipt:
+def _receipt(
+    job: Job, plan: StepPlan, options: dict[str, object], files: list[WrittenFile]
+) -> Receipt:
     state = plan.state
     model_type = "language_model" if state.model.head == "language_model" else "value_model"
     around = "converted or the base model" if state.model.adapter is None else "base model"
-    notes = [*state.model.notes, f"load it with an engine of model_type {model_type} whose model.path is the {around}"]
+    notes = [
+        *state.model.notes,
+        f"load it with an engine of model_type {model_type} whose model.path is the {around}",
+    ]
     if not state.moments:
-        notes.append("it holds moments of 0 and counts of 0 updates, so the optimizer starts anew from these weights")
+        notes.append(
+            "it holds moments of 0 and counts of 0 updates, so the optimizer starts anew from "
+            "these weights"
+        )
     if state.settings:
         kept = ", ".join(f"{name} {value}" for name, value in state.settings.items())
         vectors = "decayed vectors too" if state.decays_vectors else "did not decay vectors"
-        notes.append(f"the old optimizer had {kept}, and {vectors}: set these in the new configuration")
+        notes.append(
+            f"the old optimizer had {kept}, and {vectors}: set these in the new configuration"
+        )
     return Receipt(
         source=source_record(job.role),
         target="temper",

@@ -1,8 +1,12 @@
-"""Resumable state: an old role as a step directory that an engine's ``load_checkpoint`` reads, or as the portable training state.
+"""Resumable state.
 
-Inside is what the FSDP engine writes: float32 master weights, both moments and update counts under Hugging Face names, each rank's torch
-random-number state, and the counters of updates and of the schedule. The same tensors, one parameter at a time, are the portable state
-(``training_state``) that every engine's ``load_state`` takes.
+An old role as a step directory that an engine's ``load_checkpoint`` reads, or as the portable
+training state.
+
+Inside is what the FSDP engine writes: float32 master weights, both moments and update counts under
+Hugging Face names, each rank's torch random-number state, and the counters of updates and of the
+schedule. The same tensors, one parameter at a time, are the portable state (``training_state``)
+that every engine's ``load_state`` takes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,11 +24,29 @@ from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32
 from temper_legacy_shim.checkpoints.files.lazy import Cast, InMemory, LazyTensor
 from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 from temper_legacy_shim.checkpoints.fsdp import rank_files
-from temper_legacy_shim.checkpoints.fsdp.moments import OldMoments, OldOptimizer, is_buffer, read_optimizer, read_trained_leaves
+from temper_legacy_shim.checkpoints.fsdp.moments import (
+    OldMoments,
+    OldOptimizer,
+    is_buffer,
+    read_optimizer,
+    read_trained_leaves,
+)
 from temper_legacy_shim.checkpoints.fsdp.rank_files import check_is_next_to_weights
-from temper_legacy_shim.checkpoints.huggingface.joined_experts import joined, joined_counts, split, to_memory_name
-from temper_legacy_shim.checkpoints.megatron.flat_moments import has_flat_optimizer, read_flat_optimizer
-from temper_legacy_shim.checkpoints.megatron.megatron_moments import check_masters, read_megatron_adapter_optimizer, read_megatron_optimizer
+from temper_legacy_shim.checkpoints.huggingface.joined_experts import (
+    joined,
+    joined_counts,
+    split,
+    to_memory_name,
+)
+from temper_legacy_shim.checkpoints.megatron.flat_moments import (
+    has_flat_optimizer,
+    read_flat_optimizer,
+)
+from temper_legacy_shim.checkpoints.megatron.megatron_moments import (
+    check_masters,
+    read_megatron_adapter_optimizer,
+    read_megatron_optimizer,
+)
 from temper_legacy_shim.checkpoints.model import CLASSIFIER, LANGUAGE_HEAD, OldModel
 from temper_legacy_shim.checkpoints.temper.extra_state import OldExtra, read_extra
 from temper_legacy_shim.errors import LayoutError, UsageError
@@ -64,8 +86,11 @@ class ResumableState:
         buffers = {name: tensor for name, tensor in weights.items() if is_buffer(name)}
         result = {f"parameter.{name}": tensor for name, tensor in joined(trained).items()}
         result |= {f"buffer.{to_memory_name(name)}": tensor for name, tensor in buffers.items()}
-        # Without old moments they begin at 0, as a new optimizer's do: an engine loads no step directory without any.
-        first: dict[str, LazyTensor] = {name: _Zeros(tensor.shape) for name, tensor in trained.items()}
+        # Without old moments they begin at 0, as a new optimizer's do: an engine loads no step
+        # directory without any.
+        first: dict[str, LazyTensor] = {
+            name: _Zeros(tensor.shape) for name, tensor in trained.items()
+        }
         second = dict(first)
         for name, kept in self.moments.items():
             first[name], second[name] = _as_float32(kept.first), _as_float32(kept.second)
@@ -96,29 +121,59 @@ def resumable(model: OldModel) -> ResumableState:
         UsageError: no engine can continue from such a checkpoint.
     """
     if model.head == "reward_model":
-        raise UsageError(f"{model.role.path} has a score head without a bias, which no engine's value or reward model has: use --to hf.")
+        raise UsageError(
+            f"{model.role.path} has a score head without a bias, which no engine's value or reward "
+            "model has: use --to hf."
+        )
     if f"{CLASSIFIER}.weight" in model.weights:
-        raise UsageError(f"{model.role.path} has a head called {CLASSIFIER}, which no engine's value model has: use --to hf.")
+        raise UsageError(
+            f"{model.role.path} has a head called {CLASSIFIER}, which no engine's value model has: "
+            "use --to hf."
+        )
     if model.adapter is not None:
         return _resumable_adapter(model, model.adapter)
     optimizer, why_not = _optimizer(model)
     extra = read_extra(model.role)
-    names = {name: _TRL_HEAD.get(name, name) for name in model.weights if not (model.head == "trl_value_model" and name == LANGUAGE_HEAD)}
-    weights = {new: _as_float32(optimizer.masters.get(old, model.weights[old])) for old, new in names.items()}
-    moments = {new: optimizer.moments[old] for old, new in names.items() if old in optimizer.moments}
-    carried = ["weights, as float32 masters" + (", the optimizer's own" if optimizer.masters else "")]
+    names = {
+        name: _TRL_HEAD.get(name, name)
+        for name in model.weights
+        if not (model.head == "trl_value_model" and name == LANGUAGE_HEAD)
+    }
+    weights = {
+        new: _as_float32(optimizer.masters.get(old, model.weights[old]))
+        for old, new in names.items()
+    }
+    moments = {
+        new: optimizer.moments[old] for old, new in names.items() if old in optimizer.moments
+    }
+    carried = [
+        "weights, as float32 masters" + (", the optimizer's own" if optimizer.masters else "")
+    ]
     if moments:
         carried.append(f"both moments and the update counts of {len(moments)} parameters")
-    absent = [] if not moments else [new for new in weights if new not in moments and not is_buffer(new)]
+    absent = (
+        [] if not moments else [new for new in weights if new not in moments and not is_buffer(new)]
+    )
     if absent:
         why_not = (
             *why_not,
-            f"moments of {len(absent)} parameters that were never updated, such as {absent[0]}: they begin at 0",
+            (
+                f"moments of {len(absent)} parameters that were never updated, such as "
+                f"{absent[0]}: "
+                "they begin at 0"
+            ),
         )
     if moments:
-        why_not = (*why_not, *_uneven(_update_counts([new for new in weights if not is_buffer(new)], moments)))
+        why_not = (
+            *why_not,
+            *_uneven(_update_counts([new for new in weights if not is_buffer(new)], moments)),
+        )
     return ResumableState(
-        model=replace(model, weights=weights, head="value_model" if model.head == "trl_value_model" else model.head),
+        model=replace(
+            model,
+            weights=weights,
+            head="value_model" if model.head == "trl_value_model" else model.head,
+        ),
         moments=moments,
         settings=optimizer.settings,
         decays_vectors=optimizer.decays_vectors,
@@ -134,39 +189,73 @@ def _update_counts(names: Iterable[str], moments: Mapping[str, OldMoments]) -> d
 
 
 def _uneven(counts: Mapping[str, int]) -> list[str]:
-    """Describe what is lost if an engine counts experts' updates together, which the old optimizer counted separately."""
+    """Describe the loss if an engine has one update count for all experts.
+
+    The old optimizer counted the updates of each expert.
+    """
     together = joined_counts(counts)
     fewer = [name for name, count in counts.items() if count < together[to_memory_name(name)]]
     if not fewer:
         return []
-    return [f"update counts of {len(fewer)} experts' matrices, such as {fewer[0]}: a layer's experts go on with the largest of theirs"]
+    return [
+        (
+            f"update counts of {len(fewer)} experts' matrices, such as {fewer[0]}: a layer's "
+            "experts "
+            "go on with the largest of theirs"
+        )
+    ]
 
 
 def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
     """Return the state of an adapter and a critic's head: an engine does not save the base."""
     weights = adapter_weights(adapter, model)
-    below = {name: tensor for name, tensor in weights.items() if not _is_of_head(name.removeprefix(PEFT_PREFIX))}
+    below = {
+        name: tensor
+        for name, tensor in weights.items()
+        if not _is_of_head(name.removeprefix(PEFT_PREFIX))
+    }
     optimizer = OldOptimizer(moments={})
     extra = read_extra(model.role)
     carried, why_not = ["the adapter's weights, as float32 masters"], [*extra.not_carried]
     try:
         optimizer = adapter_optimizer(model, weights)
         carried[0] += ", the optimizer's own" if optimizer.masters else ""
-        carried.append(f"both moments and the update counts of {len(optimizer.moments.keys() & below.keys())} parameters")
+        carried.append(
+            f"both moments and the update counts of {len(optimizer.moments.keys() & below.keys())} "
+            "parameters"
+        )
     except LayoutError as error:
         why_not.insert(0, f"optimizer moments: {error}")
-    notes = [*model.notes, f"resume it with lora.rank {adapter.rank} and the lora.alpha of the old run around the same base model"]
+    notes = [
+        *model.notes,
+        (
+            f"resume it with lora.rank {adapter.rank} and the lora.alpha of the old run around the "
+            "same base model"
+        ),
+    ]
     head = _extra_head(model, adapter)
     if head:
         carried.append("the value head, as float32")
-        notes.append("an engine trains the value head whole beside the adapter: what the old run's adapter had added to it is part of it")
-        why_not.append("moments of the value head, which the old run did not train itself: they begin at 0")
+        notes.append(
+            "an engine trains the value head whole beside the adapter: what the old run's adapter "
+            "had added to it is part of it"
+        )
+        why_not.append(
+            "moments of the value head, which the old run did not train itself: they begin at 0"
+        )
     if len({id(pair.down) for pair in adapter.pairs.values()}) < len(adapter.pairs):
-        notes.append("q, k and v shared one A, and so did gate and up: each goes on with a copy of it and of its moments")
+        notes.append(
+            "q, k and v shared one A, and so did gate and up: each goes on with a copy of it and "
+            "of its moments"
+        )
     return ResumableState(
         model=replace(
             model,
-            weights={name: _as_float32(optimizer.masters.get(name, tensor)) for name, tensor in below.items()} | head,
+            weights={
+                name: _as_float32(optimizer.masters.get(name, tensor))
+                for name, tensor in below.items()
+            }
+            | head,
             notes=tuple(notes),
         ),
         moments={name: kept for name, kept in optimizer.moments.items() if name in below},
@@ -184,11 +273,14 @@ def _extra_head(model: OldModel, adapter: Adapter) -> dict[str, LazyTensor]:
     Raises:
         UsageError: the adapter has one, but the checkpoint not what it is added to.
     """
-    head = {name: _as_float32(tensor) for name, tensor in model.weights.items() if _is_of_head(name)}
+    head = {
+        name: _as_float32(tensor) for name, tensor in model.weights.items() if _is_of_head(name)
+    }
     pairs = {module: pair for module, pair in adapter.pairs.items() if _is_of_head(f"{module}.")}
     if pairs and not head:
         raise UsageError(
-            f"{model.role.path} has an adapter of the value head, but not the head itself, without which no run continues: start again."
+            f"{model.role.path} has an adapter of the value head, but not the head itself, without "
+            "which no run continues: start again."
         )
     full = merged(head, replace(adapter, pairs=pairs))
     return {f"{PEFT_PREFIX}{_TRL_HEAD.get(name, name)}": tensor for name, tensor in full.items()}
@@ -227,7 +319,9 @@ def training_state(model: OldModel) -> Iterator[TrainingState]:
     """
     state = resumable(model)
     if not state.moments:
-        raise UsageError(f"{model.role.path} has no moments to go on from: {'; '.join(state.not_carried)}.")
+        raise UsageError(
+            f"{model.role.path} has no moments to go on from: {'; '.join(state.not_carried)}."
+        )
     for name, tensor in state.model.weights.items():
         if not is_buffer(name):
             kept = state.moments.get(name)
@@ -242,7 +336,9 @@ def training_state(model: OldModel) -> Iterator[TrainingState]:
 
 
 def read_training_state(directory: Path) -> Iterator[TrainingState]:
-    """Yield the portable training state from what ``--to temper`` wrote, or an FSDP engine's step directory, without torch.distributed.
+    """Yield the portable training state of a step directory, without torch.distributed.
+
+    The directory is an FSDP engine's or the output of ``--to temper``.
 
     Experts come one by one, by the names that files have.
 
@@ -251,11 +347,21 @@ def read_training_state(directory: Path) -> Iterator[TrainingState]:
     """
     tensors = DistCheckpoint(find_step(directory) / ENGINE_PART / "dcp").tensors
     if not any(name.startswith("first_moment.") for name in tensors):
-        raise LayoutError(f"{directory} holds weights without moments: load them with load_checkpoint of an engine without optimizer.")
+        raise LayoutError(
+            f"{directory} holds weights without moments: load them with load_checkpoint of an "
+            "engine without optimizer."
+        )
     for key, tensor in tensors.items():
         kind, _, name = key.partition(".")
         if kind == "parameter":
-            sides = (split(name, each) for each in (tensor, tensors[f"first_moment.{name}"], tensors[f"second_moment.{name}"]))
+            sides = (
+                split(name, each)
+                for each in (
+                    tensor,
+                    tensors[f"first_moment.{name}"],
+                    tensors[f"second_moment.{name}"],
+                )
+            )
             count = int(as_torch(tensors[f"update_count.{name}"]))
             for (part, master), (_, first), (_, second) in zip(*sides, strict=True):
                 yield TrainingState(
@@ -276,11 +382,14 @@ def adapter_weights(adapter: Adapter, model: OldModel) -> dict[str, LazyTensor]:
     Raises:
         UsageError: of a kind that no engine trains.
     """
-    tables = [module for module, pair in adapter.pairs.items() if pair.is_embedding or module == "lm_head"]
+    tables = [
+        module for module, pair in adapter.pairs.items() if pair.is_embedding or module == "lm_head"
+    ]
     others = [*tables, *adapter.full, *(["biases"] if adapter.lacks_biases else [])]
     if others:
         raise UsageError(
-            f"{model.role.path} trained {', '.join(others[:3])} next to its linear layers below the head, which no "
+            f"{model.role.path} trained {', '.join(others[:3])} next to its linear layers below "
+            "the head, which no "
             "engine resumes: use --to peft or --to hf and start a new run from it."
         )
     result: dict[str, LazyTensor] = {}
@@ -300,7 +409,10 @@ def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> Old
     if role.dist_folders:
         read = read_megatron_adapter_optimizer(model)
         if read.moments.keys() != weights.keys():
-            raise LayoutError(f"the optimizer keeps moments of {len(read.moments)} tensors, but the adapter has {len(weights)}")
+            raise LayoutError(
+                f"the optimizer keeps moments of {len(read.moments)} tensors, but the adapter has "
+                f"{len(weights)}"
+            )
         check_masters(read.masters, weights)
         return read
     if "optim" not in role.fsdp_files:
@@ -311,7 +423,10 @@ def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> Old
     read = read_trained_leaves(role, raw, leaves=leaves)
     moments = {_peft_name(key): kept for key, kept in read.moments.items()}
     if moments.keys() != weights.keys():
-        raise LayoutError(f"the optimizer keeps moments of {len(moments)} tensors, but the adapter has {len(weights)}")
+        raise LayoutError(
+            f"the optimizer keeps moments of {len(moments)} tensors, but the adapter has "
+            f"{len(weights)}"
+        )
     return OldOptimizer(moments=moments, settings=read.settings)
 
 

@@ -1,4 +1,7 @@
-"""A translation being made: builders read the old configuration through it and put new settings and findings into it."""
+"""A translation being made.
+
+Builders read the old configuration through it and put new settings and findings into it.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +24,11 @@ Level = Literal["person", "hazard", "refused", "note"]
 @cache
 def messages() -> dict[str, tuple[Level, str]]:
     """Read the level and text of each finding from data/messages.tsv, by name."""
-    text = resources.files("temper_legacy_shim.configs").joinpath("data/messages.tsv").read_text(encoding="utf-8")
+    text = (
+        resources.files("temper_legacy_shim.configs")
+        .joinpath("data/messages.tsv")
+        .read_text(encoding="utf-8")
+    )
     rows = (line.split("\t") for line in text.splitlines()[1:])
     return {name: (cast("Level", level), message) for name, level, message in rows}
 
@@ -66,7 +73,11 @@ class Draft:
         sources = self.old.sources(*old)
         is_requested = bool(sources)
         loss = self.settings.get("algorithm.policy_loss.name")
-        if not is_requested and not group and is_our_default(key, value, policy_loss="ppo" if loss is None else loss.value):
+        if (
+            not is_requested
+            and not group
+            and is_our_default(key, value, policy_loss="ppo" if loss is None else loss.value)
+        ):
             return
         comment = self._comment(old, is_requested=is_requested, rule=rule)
         self.settings[key] = Setting(
@@ -76,7 +87,9 @@ class Draft:
             rule=rule,
             old_keys=tuple(old),
             sources=tuple(index for index in sources if index >= 0),
-            is_verbatim=verbatim and len(sources) == 1 and all(self.old.is_complete(key) for key in old),
+            is_verbatim=verbatim
+            and len(sources) == 1
+            and all(self.old.is_complete(key) for key in old),
             comment=comment,
             is_group=group,
             is_number=number,
@@ -85,7 +98,11 @@ class Draft:
     def _comment(self, old: Sequence[str], *, is_requested: bool, rule: str) -> str:
         keys = [key for key in old if self.old.is_set(key)] if is_requested else list(old)
         shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
-        what = shown if is_requested else f"default of {self.old.version}" + (f": {shown}" if shown else "")
+        what = (
+            shown
+            if is_requested
+            else f"default of {self.old.version}" + (f": {shown}" if shown else "")
+        )
         return f"{what} [{rule}]"
 
     def find(self, name: str, /, *old: str, **values: object) -> None:
@@ -111,7 +128,14 @@ class Draft:
         """Record why an old key has no counterpart in this configuration."""
         self.drop_reasons[key] = reason
 
-    def copy(self, new: str, old: str, *, rule: str, expected: Literal["number", "text", "switch", "any"] = "any") -> None:
+    def copy(
+        self,
+        new: str,
+        old: str,
+        *,
+        rule: str,
+        expected: Literal["number", "text", "switch", "any"] = "any",
+    ) -> None:
         """Copy a value; do nothing if the old tree has none."""
         value = self.old.get(old)
         if value is None:
@@ -123,7 +147,9 @@ class Draft:
                 return
             result = self.number(old)
             if result is not None or _is_shell(value):
-                self.put(new, value if result is None else result, rule=rule, old=[old], verbatim=True)
+                self.put(
+                    new, value if result is None else result, rule=rule, old=[old], verbatim=True
+                )
             return
         self.put(new, value, rule=rule, old=[old], verbatim=True)
 
@@ -141,7 +167,10 @@ class Draft:
         return value
 
     def _resolve_environment(self, key: str, value: str) -> str:
-        """Return the default of ``${oc.env:NAME,default}``, as a script's ``${NAME:-default}`` is read; other texts as they are."""
+        """Replace ``${oc.env:NAME,default}`` by its default; return other texts unchanged.
+
+        A script's ``${NAME:-default}`` is read in the same way.
+        """
         match = _FROM_ENVIRONMENT.fullmatch(value.strip())
         if match is None:
             return value

@@ -31,8 +31,19 @@ def put_source(draft: Draft, *, new: str, old: str) -> bool:
     if any(path.endswith(".json") for path in paths):
         draft.find("data-files.json", old)
     single = not isinstance(draft.old.get(old), list)
-    draft.put(f"{new}.paths", list(paths), rule="data-files", old=[old], verbatim=not single and paths == draft.old.get(old))
-    draft.put(f"{new}.kind", sorted(kinds)[-1] if len(kinds) == 1 else "parquet", rule="data-kind", old=[old])
+    draft.put(
+        f"{new}.paths",
+        list(paths),
+        rule="data-files",
+        old=[old],
+        verbatim=not single and paths == draft.old.get(old),
+    )
+    draft.put(
+        f"{new}.kind",
+        sorted(kinds)[-1] if len(kinds) == 1 else "parquet",
+        rule="data-kind",
+        old=[old],
+    )
     return True
 
 
@@ -45,16 +56,32 @@ def build_rl_data(draft: Draft) -> None:
         sources.append("data.eval")
     else:
         draft.explain_drop(
-            "data.val_files", "trainer.test_freq and trainer.val_before_train turn evaluation off, so the files are never read"
+            "data.val_files",
+            "trainer.test_freq and trainer.val_before_train turn evaluation off, so the files are "
+            "never read",
         )
     for source in sources:
         draft.put(
-            f"{source}.prompt_key", draft.text("data.prompt_key") or "prompt", rule="prompt-key", old=["data.prompt_key"], verbatim=True
+            f"{source}.prompt_key",
+            draft.text("data.prompt_key") or "prompt",
+            rule="prompt-key",
+            old=["data.prompt_key"],
+            verbatim=True,
         )
-        draft.put(f"{source}.answer_key", "reward_model.ground_truth", rule="answer-key", old=["data.reward_model_key"])
+        draft.put(
+            f"{source}.answer_key",
+            "reward_model.ground_truth",
+            rule="answer-key",
+            old=["data.reward_model_key"],
+        )
         source_key = draft.text("data.reward_fn_key") or "data_source"
         messages = [draft.text("data.prompt_key") or "prompt"] * reads_messages(draft)
-        draft.put(f"{source}.extra_keys", [source_key, "extra_info", *messages], rule="reward-columns", old=["data.reward_fn_key"])
+        draft.put(
+            f"{source}.extra_keys",
+            [source_key, "extra_info", *messages],
+            rule="reward-columns",
+            old=["data.reward_fn_key"],
+        )
     apply_rules(draft, "max-rows", "prompt-length")
     _overlong(draft)
     apply_rules(draft, "shuffle", "seed")
@@ -63,7 +90,9 @@ def build_rl_data(draft: Draft) -> None:
 
 def evaluates(draft: Draft) -> bool:
     """Return whether the old trainer ever looked at its held-out prompts."""
-    before = draft.switch("trainer.val_before_train") or not draft.old.has("trainer.val_before_train")
+    before = draft.switch("trainer.val_before_train") or not draft.old.has(
+        "trainer.val_before_train"
+    )
     return before or draft.frequency(evaluation_key(draft)) > 0
 
 

@@ -1,4 +1,7 @@
-"""Adapters: which of the two old families of keys the release's engine read, and with which alpha."""
+"""Adapters.
+
+Which of the two old families of keys the release's engine read, and with which alpha.
+"""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.roles import OldRole, is_megatron
@@ -22,7 +25,11 @@ def build_lora(draft: Draft, role: OldRole) -> None:
     rank, other = draft.integer(read) or 0, draft.integer(unread) or 0
     if other > 0:
         _unread(draft, read=read, unread=unread, rank=rank, other=other)
-    path_key = f"{role.model}.lora.adapter_path" if is_megatron(draft) else f"{role.model}.lora_adapter_path"
+    path_key = (
+        f"{role.model}.lora.adapter_path"
+        if is_megatron(draft)
+        else f"{role.model}.lora_adapter_path"
+    )
     path, engine = draft.text(path_key), f"{role.engine}.lora"
     if path:
         draft.put(f"{engine}.path", path, rule="lora-path", old=[path_key], verbatim=True)
@@ -66,13 +73,24 @@ def _modules(draft: Draft, role: OldRole, engine: str) -> None:
     value = draft.old.get(key)
     targets = _names(value)
     if targets is not None:
-        draft.put(f"{engine}.target_modules", targets, rule="lora-targets", old=[key], verbatim=targets == value)
+        draft.put(
+            f"{engine}.target_modules",
+            targets,
+            rule="lora-targets",
+            old=[key],
+            verbatim=targets == value,
+        )
     dropout = f"{prefix}dropout"
     if is_megatron(draft) and draft.number(dropout):
         draft.copy(f"{engine}.dropout", dropout, rule="lora-dropout", expected="number")
     excluded = draft.old.get(f"{prefix}exclude_modules")
     if excluded:
-        draft.put(f"{engine}.exclude_modules", _names(excluded), rule="lora-excludes", old=[f"{prefix}exclude_modules"])
+        draft.put(
+            f"{engine}.exclude_modules",
+            _names(excluded),
+            rule="lora-excludes",
+            old=[f"{prefix}exclude_modules"],
+        )
 
 
 def _names(value: Plain) -> Plain:

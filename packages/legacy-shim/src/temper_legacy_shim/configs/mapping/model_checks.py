@@ -17,7 +17,9 @@ from temper_legacy_shim.configs.reading.config_values import Plain
 NEUTRAL: tuple[Plain, ...] = (None, False, 0, "", [], {})
 """Values that switch nothing on."""
 
-_FIELD = re.compile(r"(actor_rollout_ref\.model|critic\.model|model)\.override_config\.(model_config\.)?(?P<field>.+)")
+_FIELD = re.compile(
+    r"(actor_rollout_ref\.model|critic\.model|model)\.override_config\.(model_config\.)?(?P<field>.+)"
+)
 _POSITIONS = "max_position_embeddings"
 _OF_THE_MACHINE = ("attn_implementation", "use_cache", "torch_dtype")
 """Fields of the computation, which do not change the model."""
@@ -37,12 +39,14 @@ def find_model_fields(draft: Draft) -> None:
 
 
 def _find_positions(draft: Draft, key: str) -> None:
-    """Report a question if the model's limit is known to be too low for the run's samples, else a note."""
+    """Ask if the model's position limit is below the longest sample; else report a note."""
     lengths = (draft.integer("data.max_prompt_length"), draft.integer("data.max_response_length"))
     longest = sum(length for length in lengths if length is not None)
     limit = config_json(draft.text("actor_rollout_ref.model.path")).get(_POSITIONS)
     if isinstance(limit, int) and limit < longest:
-        draft.find("override-positions", key, value=draft.old.get(key), limit=limit, longest=longest)
+        draft.find(
+            "override-positions", key, value=draft.old.get(key), limit=limit, longest=longest
+        )
 
 
 def find_template_arguments(draft: Draft) -> None:
@@ -61,47 +65,73 @@ def config_json(model: str) -> dict[str, object]:
     try:
         file = Path(os.path.expandvars(model)).expanduser() / "config.json"
         fields = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError, RuntimeError):  # no name of a file here, or damaged: temper-train --check says so
+    except (OSError, ValueError, RuntimeError):
+        # Not the name of a file here, or a damaged file: temper-train --check reports it.
         return {}
     return fields if isinstance(fields, dict) else {}
 
 
 _WORDS = (
-    "vl[am]?", "omni", "o-2_6", "minicpm-?[vo]", "janus", "ovis", "ui-?tars", "gui-(owl|r1|actor)", "pi0", "vision", "visual", "video",
-    "audio", "speech", "asr", "tts", "ocr", "r1-?v", "aria", "eagle-?2(\\.5)?", "blip-?", "step-?3", "points-reader", "points-1\\.5",
-    "florence-?", "fuyu", "bagel", "emu-?[23]", "n?vila", "chameleon", "xgen-mm", "mm-(eureka|r1)", "qwen-image", "keye", "sa2va",
+    "vl[am]?", "omni", "o-2_6", "minicpm-?[vo]", "janus", "ovis", "ui-?tars", "gui-(owl|r1|actor)",
+    "pi0", "vision", "visual", "video", "audio", "speech", "asr", "tts", "ocr", "r1-?v", "aria",
+    "eagle-?2(\\.5)?", "blip-?", "step-?3", "points-reader", "points-1\\.5", "florence-?", "fuyu",
+    "bagel", "emu-?[23]", "n?vila", "chameleon", "xgen-mm", "mm-(eureka|r1)", "qwen-image", "keye",
+    "sa2va",
 )  # fmt: skip
-"""Between letters they mean nothing (``reveal``, ``VLarge``, ``vllm``); digits, signs and the ends may stand around them."""
+"""Between letters they mean nothing (``reveal``, ``VLarge``, ``vllm``); digits, signs and the ends
+may stand around them.
+"""
 _FAMILIES = (
-    "llava", "intern-?vl", "qwen-?vl", "deepseek-?vl", "pixtral", "paligemma", "medgemma", "gemma-?3n", "gemma-?4(?![\\db])", "smolvlm",
-    "idefics", "molmo", "openvla", "longvila", "multimodal", "instructblip", "moondream", "xcomposer", "cogvlm", "cogagent", "mllama",
-    "ultravox", "whisper", "voxtral", "videollama", "videochat", "perception-lm", "nvlm", "qvq", "onevision", "kosmos", "mplug", "olmocr",
-    "salmonn", "cosmos-reason", "kimi-?k2\\.[5-9]", "qwen-?3[._][5-9](?![\\d.]*b)", "llama-?4(?![\\db])", "llama-?3\\.2-(11|90)b",
-    "gemma-?3-(4|12|27)b", "mistral-small-(3\\.[1-9]|4(?!\\d)|[^/]*-250[3-9])", "magistral-small-(2509|25[1-9]\\d|1\\.2)",
-    "devstral-small-2-", "ministral-3(?![\\db])", "mistral-medium-3", "mistral-large-3(?!\\d)", "glm-?4v", "-4\\.\\dv(?![a-z\\d])",
+    "llava", "intern-?vl", "qwen-?vl", "deepseek-?vl", "pixtral", "paligemma", "medgemma",
+    "gemma-?3n", "gemma-?4(?![\\db])", "smolvlm", "idefics", "molmo", "openvla", "longvila",
+    "multimodal", "instructblip", "moondream", "xcomposer", "cogvlm", "cogagent", "mllama",
+    "ultravox", "whisper", "voxtral", "videollama", "videochat", "perception-lm", "nvlm", "qvq",
+    "onevision", "kosmos", "mplug", "olmocr", "salmonn", "cosmos-reason", "kimi-?k2\\.[5-9]",
+    "qwen-?3[._][5-9](?![\\d.]*b)", "llama-?4(?![\\db])", "llama-?3\\.2-(11|90)b",
+    "gemma-?3-(4|12|27)b", "mistral-small-(3\\.[1-9]|4(?!\\d)|[^/]*-250[3-9])",
+    "magistral-small-(2509|25[1-9]\\d|1\\.2)", "devstral-small-2-", "ministral-3(?![\\db])",
+    "mistral-medium-3", "mistral-large-3(?!\\d)", "glm-?4v", "-4\\.\\dv(?![a-z\\d])",
     "\\db?-?v(?![a-z\\d])",
 )  # fmt: skip
-_NAMES = re.compile(rf"(?<![a-z])({'|'.join(_WORDS)})\d*(?![a-z])|{'|'.join(_FAMILIES)}", re.IGNORECASE)
-_PATHS = ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain", "critic.model.path")
+_NAMES = re.compile(
+    rf"(?<![a-z])({'|'.join(_WORDS)})\d*(?![a-z])|{'|'.join(_FAMILIES)}", re.IGNORECASE
+)
+_PATHS = (
+    "actor_rollout_ref.model.path",
+    "model.path",
+    "model.partial_pretrain",
+    "critic.model.path",
+)
 _KEYS = ("data.image_key", "data.video_key", "data.audio_key")
 _SETTINGS = re.compile(
     r"mm_preprocessor|limit_images|vision_tower|limit_mm_per_prompt|mm_processor|return_multi_modal_inputs|image_patch_size|freeze_vision"
 )
 _DATA = re.compile(
-    r"geo3k|geometry3k|llava|vqa|deepeyes|mm-eureka|multimodal|screenspot|infigui|libero|coco|refcoco|mathvista", re.IGNORECASE
+    r"geo3k|geometry3k|llava|vqa|deepeyes|mm-eureka|multimodal|screenspot|infigui|libero|coco|refcoco|mathvista",
+    re.IGNORECASE,
 )
 
 _PARTS = re.compile(
     r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual|(mm_vision|mm_audio)_tower"
 )
 """Blocks of a config.json that describe an encoder of images, video or sound."""
-_OTHER_PARTS = ("thinker_config", "talker_config", "img_processor", "audio_processor", "num_mel_bins")
-_CLASSES = re.compile(r"VL(?![a-z])|VLM|Vision|Audio|Speech|Image|Video|Omni|Multimodal|Llava|Whisper|MiniCPM[VO]$")
-_TYPES = re.compile(r"(?<![a-z])vl(?![a-z])|qwen_?vl|internvl|llava|omni|whisper|minicpm[vo]$|\dv(?![a-z])")
+_OTHER_PARTS = (
+    "thinker_config",
+    "talker_config",
+    "img_processor",
+    "audio_processor",
+    "num_mel_bins",
+)
+_CLASSES = re.compile(
+    r"VL(?![a-z])|VLM|Vision|Audio|Speech|Image|Video|Omni|Multimodal|Llava|Whisper|MiniCPM[VO]$"
+)
+_TYPES = re.compile(
+    r"(?<![a-z])vl(?![a-z])|qwen_?vl|internvl|llava|omni|whisper|minicpm[vo]$|\dv(?![a-z])"
+)
 
 
 def find_images(draft: Draft) -> None:
-    """Report a question for every sign of images, video or sound in model, config.json, data and settings."""
+    """Ask about every sign of images, video or sound in model, config.json, data and settings."""
     signs = list(_signs(draft))
     if signs:
         draft.find("images", names="; ".join(dict.fromkeys(signs)))
@@ -115,13 +145,21 @@ def _signs(draft: Draft) -> Iterator[str]:
         elif part := part_of_folder(model):
             yield f"the model is {model}, whose config.json says {part}"
     yield from (f"{key} is set" for key in _KEYS if draft.old.is_set(key) and draft.text(key))
-    files = " ".join(text for key in ("data.train_files", "data.val_files", "data.path") if (text := _text(draft, key)))
+    files = " ".join(
+        text
+        for key in ("data.train_files", "data.val_files", "data.path")
+        if (text := _text(draft, key))
+    )
     if _DATA.search(files):
         yield f"the data are {files[:80]}"
     if _DATA.search(draft.config_name):
         yield f"the configuration is {draft.config_name}"
     # A limit or a cache of 0 is what a run of text says too.
-    given = [key for key in draft.old.origin if _SETTINGS.search(key) and draft.text(key) not in ("", "0", "0.0")]
+    given = [
+        key
+        for key in draft.old.origin
+        if _SETTINGS.search(key) and draft.text(key) not in ("", "0", "0.0")
+    ]
     if given:
         yield f"{', '.join(given[:3])} {'is' if len(given) == 1 else 'are'} set"
 
@@ -148,7 +186,9 @@ def _part(fields: Mapping[str, object]) -> str:
         return f"model_type {model_type}"
     classes = fields.get("architectures")
     for name in map(str, classes if isinstance(classes, list) else ()):
-        if _CLASSES.search(name) or (name.endswith("ForConditionalGeneration") and "text_config" in fields):
+        if _CLASSES.search(name) or (
+            name.endswith("ForConditionalGeneration") and "text_config" in fields
+        ):
             return name
     return ""
 
@@ -157,7 +197,10 @@ _LAYERS = "has linear, sparse, chunked or state-space layers"
 _EXPERTS = "has experts whose weights the engine can neither load nor send to the sampler"
 _SINKS = "has attention sinks"
 _LOGITS = "caps or scales its logits"
-_MEGATRON = "is none of the models that MegatronEngine trains (Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama 2 and 3, Mistral)"
+_MEGATRON = (
+    "is none of the models that MegatronEngine trains (Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama 2 "
+    "and 3, Mistral)"
+)
 
 _DISTILLED = re.compile(r"distill", re.IGNORECASE)
 """Such as DeepSeek-R1-Distill-Qwen-7B: a Qwen or Llama under the name of its teacher."""
@@ -170,11 +213,17 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         _LAYERS,
     ),
     (r"deepseek[-_]?(v3[._]2|v4)", "deepseek_v32|deepseek_v4", _LAYERS),
-    (r"deepseek[-_]?(v2|v3|r1|coder[-_]v2)|moonlight|kimi[-_]?k2", "deepseek_v[23]|kimi_k2", _EXPERTS),
+    (
+        r"deepseek[-_]?(v2|v3|r1|coder[-_]v2)|moonlight|kimi[-_]?k2",
+        "deepseek_v[23]|kimi_k2",
+        _EXPERTS,
+    ),
     (r"mixtral|glm[-_]?4[._][5-9]|minimax[-_]?m2", "mixtral|glm4_moe\\w*|minimax_m2", _EXPERTS),
     (r"gemma[-_]?2(?!\d)|command[-_]?[ar](?![a-z])|aya[-_]", "gemma2|cohere\\d?", _LOGITS),
 )
-"""Models that FSDPEngine refuses in a run with a sampler: patterns of names and of model types, and the reason."""
+"""Models that FSDPEngine refuses in a run with a sampler: patterns of names and of model types, and
+the reason.
+"""
 _NOT_MEGATRON = (
     r"gemma|phi[-_]?[34]|olmoe?|glm[-_]?4|smollm|exaone|granite|internlm|baichuan|mimo[-_]|seed[-_]oss|qwen[-_]?(1[._]5|2)[-_](moe|57b)",
     "gemma\\w*|phi3|olmo\\w*|glm\\w*|smollm3|exaone\\w*|granite\\w*|qwen2_moe|mimo|seed_oss",
@@ -186,7 +235,11 @@ def find_refused_models(draft: Draft) -> None:
     engine = "MegatronEngine" if draft.old.family.endswith("megatron") else "FSDPEngine"
     for key, model, reason in _refused(draft, is_megatron=engine == "MegatronEngine"):
         draft.report(
-            "hazard", "model-path", f"{engine} refuses the model {model}: it {reason}. See docs/models.md for those that it trains.", key
+            "hazard",
+            "model-path",
+            f"{engine} refuses the model {model}: it {reason}. See docs/models.md for those that "
+            "it trains.",
+            key,
         )
 
 
@@ -197,6 +250,10 @@ def _refused(draft: Draft, *, is_megatron: bool) -> Iterator[tuple[str, str, str
         rows = (*_REFUSED, (*_NOT_MEGATRON, _MEGATRON)) if is_megatron else _REFUSED
         name = "" if _DISTILLED.search(model) else model.rstrip("/").rpartition("/")[2]
         for names, types, reason in rows:
-            if re.fullmatch(types, model_type) if model_type else re.search(rf"(?<![a-z])(?:{names})(?![a-z])", name, re.IGNORECASE):
+            if (
+                re.fullmatch(types, model_type)
+                if model_type
+                else re.search(rf"(?<![a-z])(?:{names})(?![a-z])", name, re.IGNORECASE)
+            ):
                 yield key, model, reason
                 break

@@ -1,4 +1,7 @@
-"""PPO and its relatives: GRPO, DAPO, the entropy recipe, one-step-off and fully asynchronous runs, on FSDP and Megatron."""
+"""PPO and its relatives.
+
+GRPO, DAPO, the entropy recipe, one-step-off and fully asynchronous runs, on FSDP and Megatron.
+"""
 
 from temper_legacy_shim.configs.mapping.batches import build_batches, explain_unused
 from temper_legacy_shim.configs.mapping.builder import Draft
@@ -21,7 +24,13 @@ def build_ppo(draft: Draft) -> None:
     Roles last, since the algorithm decides which exist.
     """
     if is_megatron(draft):
-        draft.put("model_engine", "megatron", rule="model-engine", old=["actor_rollout_ref.actor.strategy"], group=True)
+        draft.put(
+            "model_engine",
+            "megatron",
+            rule="model-engine",
+            old=["actor_rollout_ref.actor.strategy"],
+            group=True,
+        )
     if needs_critic(draft):
         draft.put("critic", "value_model", rule="critic", group=True)
     build_rl_data(draft)
@@ -39,7 +48,10 @@ def build_ppo(draft: Draft) -> None:
         build_role(draft, REF)
     else:
         without = "no KL coefficient is above 0, so there is no reference policy"
-        draft.explain_drop("actor_rollout_ref.ref", "there is no reference model of its own" if needs_ref(draft) else without)
+        draft.explain_drop(
+            "actor_rollout_ref.ref",
+            "there is no reference model of its own" if needs_ref(draft) else without,
+        )
     build_rollout(draft)
     build_selection(draft)
     build_turns(draft)

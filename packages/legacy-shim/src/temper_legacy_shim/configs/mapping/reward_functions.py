@@ -36,23 +36,45 @@ def reads_messages(draft: Draft) -> bool:
     """
     block = scoring_model(draft)
     was_served = draft.since("v0.7.1") or draft.switch("reward_model.use_reward_loop")
-    return bool(block) and (was_served or draft.old.get("reward_model.model.input_tokenizer") is not None)
+    return bool(block) and (
+        was_served or draft.old.get("reward_model.model.input_tokenizer") is not None
+    )
 
 
 def _model(draft: Draft, block: str) -> None:
     """Set a reward model with a score head, which scored without a function."""
-    key = next((key for key in (f"{block}.model_path", "reward_model.model.path") if draft.text(key)), "")
+    key = next(
+        (key for key in (f"{block}.model_path", "reward_model.model.path") if draft.text(key)), ""
+    )
     if not key:
         draft.find("reward-model.unnamed", f"{block}.enable", block=block)
         return
     old = [f"{block}.enable", key]
-    draft.put("reward.function", "temper_legacy_shim.old_reward_models:by_model", rule="reward-model", old=old)
-    draft.put("reward.arguments.path", draft.text(key), rule="reward-model", old=[key], verbatim=True)
+    draft.put(
+        "reward.function",
+        "temper_legacy_shim.old_reward_models:by_model",
+        rule="reward-model",
+        old=old,
+    )
+    draft.put(
+        "reward.arguments.path", draft.text(key), rule="reward-model", old=[key], verbatim=True
+    )
     messages = (draft.text("data.prompt_key") or "prompt") if reads_messages(draft) else None
-    draft.put("reward.arguments.messages_key", messages, rule="reward-model", old=["reward_model.model.input_tokenizer"])
+    draft.put(
+        "reward.arguments.messages_key",
+        messages,
+        rule="reward-model",
+        old=["reward_model.model.input_tokenizer"],
+    )
     longest = draft.integer("reward_model.max_length")
     if longest is not None:
-        draft.put("reward.arguments.max_tokens", longest, rule="reward-model", old=["reward_model.max_length"], verbatim=True)
+        draft.put(
+            "reward.arguments.max_tokens",
+            longest,
+            rule="reward-model",
+            old=["reward_model.max_length"],
+            verbatim=True,
+        )
     draft.find("reward-model.unsharded", key, value=draft.text(key))
 
 
@@ -72,20 +94,45 @@ def _function(draft: Draft) -> None:
         if path and path.lower() not in ("null", "none"):
             name = draft.text(f"{block}.name") or "compute_score"
             old = [f"{block}.path", f"{block}.name"]
-            draft.put("reward.function", "temper_legacy_shim.old_rewards:from_file", rule="reward-file", old=old)
-            draft.put("reward.arguments.path", path, rule="reward-file", old=[f"{block}.path"], verbatim=True)
+            draft.put(
+                "reward.function",
+                "temper_legacy_shim.old_rewards:from_file",
+                rule="reward-file",
+                old=old,
+            )
+            draft.put(
+                "reward.arguments.path",
+                path,
+                rule="reward-file",
+                old=[f"{block}.path"],
+                verbatim=True,
+            )
             draft.put("reward.arguments.name", name, rule="reward-file", old=[f"{block}.name"])
             kwargs = draft.old.get(f"{block}.reward_kwargs")
             if isinstance(kwargs, dict):
                 for key, value in kwargs.items():
                     if not isinstance(value, list | dict):
-                        draft.put(f"reward.arguments.{key}", value, rule="reward-file", old=[f"{block}.reward_kwargs.{key}"], verbatim=True)
+                        draft.put(
+                            f"reward.arguments.{key}",
+                            value,
+                            rule="reward-file",
+                            old=[f"{block}.reward_kwargs.{key}"],
+                            verbatim=True,
+                        )
             return
-    draft.put("reward.function", "temper_legacy_shim.old_rewards:by_data_source", rule="reward-default", old=[])
+    draft.put(
+        "reward.function",
+        "temper_legacy_shim.old_rewards:by_data_source",
+        rule="reward-default",
+        old=[],
+    )
 
 
 def _manager(draft: Draft) -> None:
-    key = next((key for key in MANAGER_KEYS if draft.old.is_set(key)), next((key for key in MANAGER_KEYS if draft.old.has(key)), ""))
+    key = next(
+        (key for key in MANAGER_KEYS if draft.old.is_set(key)),
+        next((key for key in MANAGER_KEYS if draft.old.has(key)), ""),
+    )
     name = draft.text(key) or "naive"
     if name not in _MANAGERS:
         draft.find("reward-manager", key, name=name)
@@ -93,7 +140,10 @@ def _manager(draft: Draft) -> None:
 
 def _overlong(draft: Draft) -> None:
     """Set DAPO's soft penalty of long completions."""
-    positions = [f"{block}.overlong_buffer_cfg" for block in KWARGS] + ["reward_model.overlong_buffer", "reward.overlong_buffer"]
+    positions = [f"{block}.overlong_buffer_cfg" for block in KWARGS] + [
+        "reward_model.overlong_buffer",
+        "reward.overlong_buffer",
+    ]
     block = next((position for position in positions if draft.switch(f"{position}.enable")), "")
     if not block:
         for position in positions:
@@ -105,9 +155,17 @@ def _overlong(draft: Draft) -> None:
     if penalty == 0:
         draft.explain_drop(block, "its penalty_factor is 0, so long completions lost nothing")
         return
-    draft.put("reward.shaping.overlong.buffer_tokens", tokens, rule="overlong", old=[f"{block}.len", f"{block}.enable"])
     draft.put(
-        "reward.shaping.overlong.penalty", float(penalty if penalty is not None else 1.0), rule="overlong", old=[f"{block}.penalty_factor"]
+        "reward.shaping.overlong.buffer_tokens",
+        tokens,
+        rule="overlong",
+        old=[f"{block}.len", f"{block}.enable"],
+    )
+    draft.put(
+        "reward.shaping.overlong.penalty",
+        float(penalty if penalty is not None else 1.0),
+        rule="overlong",
+        old=[f"{block}.penalty_factor"],
     )
     for key in (f"{parent}.max_resp_len" for parent in KWARGS):
         longest, response = draft.integer(key), draft.integer("data.max_response_length")

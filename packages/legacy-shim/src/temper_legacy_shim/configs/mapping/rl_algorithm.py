@@ -71,7 +71,9 @@ def build_algorithm(draft: Draft) -> None:
     elif name == "reinforce_plus_plus":
         apply_rules(draft, "gamma")
     else:
-        draft.explain_drop("algorithm.gamma", f"{name} weighs whole completions and has no discount")
+        draft.explain_drop(
+            "algorithm.gamma", f"{name} weighs whole completions and has no discount"
+        )
     if name != "gae":
         draft.explain_drop("algorithm.lam", f"only gae has it; the estimator is {name}")
 
@@ -80,11 +82,25 @@ def _advantage(draft: Draft) -> str:
     old, key = advantage(draft), "algorithm.adv_estimator"
     n = completions_per_prompt(draft)
     if only_distills(draft):
-        reason = "only teachers say what is better (use_task_rewards is false), so no advantage is estimated from rewards"
+        reason = (
+            "only teachers say what is better (use_task_rewards is false), so no advantage is "
+            "estimated from rewards"
+        )
         draft.explain_drop(key, reason)
         draft.explain_drop("algorithm.norm_adv_by_std_in_grpo", reason)
-        draft.put("algorithm.advantage.name", "reinforce_plus_plus", rule="distillation", old=["distillation.enabled"])
-        draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n"], verbatim=True)
+        draft.put(
+            "algorithm.advantage.name",
+            "reinforce_plus_plus",
+            rule="distillation",
+            old=["distillation.enabled"],
+        )
+        draft.put(
+            "algorithm.group_size",
+            n,
+            rule="group-size",
+            old=["actor_rollout_ref.rollout.n"],
+            verbatim=True,
+        )
         return "distill"
     new_word = _ADVANTAGES.get(old)
     if new_word is None:
@@ -100,9 +116,17 @@ def _advantage(draft: Draft) -> str:
         draft.copy("algorithm.advantage.scale_by_std", norm[0], rule="advantage", expected="switch")
     elif new_word == "optimal_token_baseline":
         _report_token_baseline(draft, old)
-    draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n", "rollout.n"], verbatim=True)
+    draft.put(
+        "algorithm.group_size",
+        n,
+        rule="group-size",
+        old=["actor_rollout_ref.rollout.n", "rollout.n"],
+        verbatim=True,
+    )
     if not norm:
-        draft.explain_drop("algorithm.norm_adv_by_std_in_grpo", f"only grpo has it; the estimator is {old}")
+        draft.explain_drop(
+            "algorithm.norm_adv_by_std_in_grpo", f"only grpo has it; the estimator is {old}"
+        )
     return new_word
 
 
@@ -110,18 +134,25 @@ def _report_token_baseline(draft: Draft, old: str) -> None:
     """Report how the optimal token baseline differs from the old one."""
     draft.find("advantage.estimated-energy", "algorithm.adv_estimator", old=old)
     if draft.text(f"{CORRECTION}.rollout_is"):
-        draft.find("advantage.unweighted-energy", "algorithm.adv_estimator", f"{CORRECTION}.rollout_is", old=old)
+        draft.find(
+            "advantage.unweighted-energy",
+            "algorithm.adv_estimator",
+            f"{CORRECTION}.rollout_is",
+            old=old,
+        )
     has_turns = draft.switch("actor_rollout_ref.rollout.multi_turn.enable")
     if has_turns and old == "optimal_token_baseline":
         draft.find("advantage.trained-positions", "algorithm.adv_estimator", old=old)
 
 
 def _single_estimator(draft: Draft, new_word: str, *, old: str, key: str) -> str:
-    """Return the estimator of a run that draws one completion a prompt, which nothing can be compared with."""
+    """Return the estimator of a run with one completion per prompt, which has no group."""
     if new_word not in _BARE_SINGLE:
         draft.find("advantage.group-of-one", key, "actor_rollout_ref.rollout.n", old=old)
         return new_word
-    draft.find("advantage.bare-reward", key, "actor_rollout_ref.rollout.n", old=old, new_word=new_word)
+    draft.find(
+        "advantage.bare-reward", key, "actor_rollout_ref.rollout.n", old=old, new_word=new_word
+    )
     return BARE_REWARD
 
 
@@ -135,14 +166,25 @@ def _clip(draft: Draft) -> None:
     if draft.old.is_set(full) and full not in (low, high):
         draft.explain_drop(
             full,
-            f"{draft.old.version} did not read it: clip_ratio_low and clip_ratio_high are set, by default to 0.2, and win (since v0.4.0)",
+            f"{draft.old.version} did not read it: clip_ratio_low and clip_ratio_high are set, by "
+            "default to 0.2, and win (since v0.4.0)",
         )
         value, took = draft.old.get(full), draft.old.get(low)
         if value != took:
-            draft.find("clip-ratio-ignored", full, value=value, took=took, value_2=draft.old.get(high))
-    if updates_per_step(draft) == 1 and kl_coefs(draft)[1] == 0 and not takes_sampler_logprobs(draft):
+            draft.find(
+                "clip-ratio-ignored", full, value=value, took=took, value_2=draft.old.get(high)
+            )
+    if (
+        updates_per_step(draft) == 1
+        and kl_coefs(draft)[1] == 0
+        and not takes_sampler_logprobs(draft)
+    ):
         for key in (low, high, full, f"{ACTOR}.clip_ratio_c"):
-            draft.explain_drop(key, "a step makes one update, so the policy's ratio is always 1 and nothing is ever clipped")
+            draft.explain_drop(
+                key,
+                "a step makes one update, so the policy's ratio is always 1 and nothing is ever "
+                "clipped",
+            )
         return
     if not has_clip(draft):
         for key in (low, high, full):
@@ -169,7 +211,9 @@ def _dual_clip(draft: Draft) -> None:
     if bound <= 1:
         draft.find("dual-clip", key, bound=bound)
         return
-    draft.put("algorithm.policy_loss.dual_clip", float(bound), rule="dual-clip", old=[key], verbatim=True)
+    draft.put(
+        "algorithm.policy_loss.dual_clip", float(bound), rule="dual-clip", old=[key], verbatim=True
+    )
 
 
 def _aggregation(draft: Draft) -> None:
@@ -183,7 +227,9 @@ def _aggregation(draft: Draft) -> None:
     if new_word == "sequence_mean_token_sum_norm":
         factor = draft.integer(f"{ACTOR}.loss_scale_factor")
         horizon = factor if factor is not None else draft.integer("data.max_response_length")
-        keys = [f"{ACTOR}.loss_scale_factor"] if factor is not None else ["data.max_response_length"]
+        keys = (
+            [f"{ACTOR}.loss_scale_factor"] if factor is not None else ["data.max_response_length"]
+        )
         draft.put("algorithm.horizon", horizon, rule="horizon", old=keys, verbatim=True)
 
 
@@ -214,8 +260,18 @@ def _kl_reward(draft: Draft, coef: float) -> None:
     if draft.text(f"{block}.type") == "adaptive":
         target = draft.number(f"{block}.target_kl")
         horizon = draft.integer(f"{block}.horizon")
-        draft.put("algorithm.kl_target", float(target or 0.1), rule="kl-controller", old=[f"{block}.target_kl", f"{block}.type"])
-        draft.put("algorithm.kl_horizon", horizon or 10_000, rule="kl-controller", old=[f"{block}.horizon"])
+        draft.put(
+            "algorithm.kl_target",
+            float(target or 0.1),
+            rule="kl-controller",
+            old=[f"{block}.target_kl", f"{block}.type"],
+        )
+        draft.put(
+            "algorithm.kl_horizon",
+            horizon or 10_000,
+            rule="kl-controller",
+            old=[f"{block}.horizon"],
+        )
     else:
         for name in ("target_kl", "horizon"):
             draft.explain_drop(f"{block}.{name}", "the controller is fixed and does not read it")
@@ -247,11 +303,20 @@ def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
 
 
 def _reference(draft: Draft) -> None:
-    """Set the reference: an adapter without its own base uses the actor with the adapter disabled."""
+    """Set the reference.
+
+    An adapter without its own base uses the actor with the adapter disabled.
+    """
     if draft.settings.get("actor.engine.lora.rank") or draft.settings.get("actor.engine.lora.path"):
         draft.put("algorithm.kl_reference", "disabled_adapter", rule="kl-reference", old=[])
         return
-    draft.put("ref", "frozen", rule="reference", old=[f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"], group=True)
+    draft.put(
+        "ref",
+        "frozen",
+        rule="reference",
+        old=[f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"],
+        group=True,
+    )
 
 
 def has_ref_role(draft: Draft) -> bool:
@@ -279,7 +344,11 @@ _LOSSES = {
 
 def build_policy_loss(draft: Draft) -> None:
     """Set ``algorithm.policy_loss`` and the keys of that loss."""
-    key = f"{_ACTOR}.loss_mode" if draft.old.is_set(f"{_ACTOR}.loss_mode") else f"{_ACTOR}.policy_loss.loss_mode"
+    key = (
+        f"{_ACTOR}.loss_mode"
+        if draft.old.is_set(f"{_ACTOR}.loss_mode")
+        else f"{_ACTOR}.policy_loss.loss_mode"
+    )
     old = draft.text(key) or "vanilla"
     new_word = _LOSSES.get(old)
     if new_word is None:
@@ -288,16 +357,46 @@ def build_policy_loss(draft: Draft) -> None:
     draft.put("algorithm.policy_loss.name", new_word, rule="policy-loss", old=[key])
     block = key.rpartition(".")[0]
     if new_word == "clip_cov":
-        draft.copy("algorithm.policy_loss.fraction", f"{block}.clip_cov_ratio", rule="covariance", expected="number")
-        draft.copy("algorithm.policy_loss.min_covariance", f"{block}.clip_cov_lb", rule="covariance", expected="number")
-        draft.copy("algorithm.policy_loss.max_covariance", f"{block}.clip_cov_ub", rule="covariance", expected="number")
+        draft.copy(
+            "algorithm.policy_loss.fraction",
+            f"{block}.clip_cov_ratio",
+            rule="covariance",
+            expected="number",
+        )
+        draft.copy(
+            "algorithm.policy_loss.min_covariance",
+            f"{block}.clip_cov_lb",
+            rule="covariance",
+            expected="number",
+        )
+        draft.copy(
+            "algorithm.policy_loss.max_covariance",
+            f"{block}.clip_cov_ub",
+            rule="covariance",
+            expected="number",
+        )
     if new_word == "kl_cov":
-        draft.copy("algorithm.policy_loss.fraction", f"{block}.kl_cov_ratio", rule="covariance", expected="number")
-        draft.copy("algorithm.policy_loss.kl_cov_coef", f"{block}.ppo_kl_coef", rule="covariance", expected="number")
+        draft.copy(
+            "algorithm.policy_loss.fraction",
+            f"{block}.kl_cov_ratio",
+            rule="covariance",
+            expected="number",
+        )
+        draft.copy(
+            "algorithm.policy_loss.kl_cov_coef",
+            f"{block}.ppo_kl_coef",
+            rule="covariance",
+            expected="number",
+        )
     if new_word == "sapo":
         apply_rules(draft, "sapo")
     if new_word == "dppo":
-        draft.put("algorithm.policy_loss.divergence", old.removeprefix("dppo_"), rule="policy-loss", old=[key])
+        draft.put(
+            "algorithm.policy_loss.divergence",
+            old.removeprefix("dppo_"),
+            rule="policy-loss",
+            old=[key],
+        )
 
 
 def has_clip(draft: Draft) -> bool:
@@ -310,4 +409,6 @@ def clip_bounds(draft: Draft) -> tuple[str, str]:
     """Return the keys that the release read its bounds from."""
     low, high = f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"
     full = f"{_ACTOR}.clip_ratio"
-    return (low if draft.old.get(low) is not None else full), (high if draft.old.get(high) is not None else full)
+    return (low if draft.old.get(low) is not None else full), (
+        high if draft.old.get(high) is not None else full
+    )

@@ -8,7 +8,9 @@ ONE_STEP_OFF = "one_step_off"
 
 def advantage(draft: Draft) -> str:
     """Return the old estimator; gae if no one said."""
-    return draft.text("algorithm.adv_estimator").removeprefix("AdvantageEstimator.").lower() or "gae"
+    return (
+        draft.text("algorithm.adv_estimator").removeprefix("AdvantageEstimator.").lower() or "gae"
+    )
 
 
 def needs_critic(draft: Draft) -> bool:
@@ -40,7 +42,11 @@ def evaluation_key(draft: Draft) -> str:
 
     The first asynchronous trainers evaluated in their sampler.
     """
-    return "rollout.test_freq" if is_async(draft) and not draft.since("v0.7.1") else "trainer.test_freq"
+    return (
+        "rollout.test_freq"
+        if is_async(draft) and not draft.since("v0.7.1")
+        else "trainer.test_freq"
+    )
 
 
 def updates_per_schedule_step(draft: Draft) -> int | None:
@@ -48,12 +54,15 @@ def updates_per_schedule_step(draft: Draft) -> int | None:
 
     None if it counted RL steps.
 
-    Between two weight syncs an asynchronous trainer called its workers several times, and each call was
-    one step of the schedule. All these calls are one RL step here.
+    Between two weight syncs an asynchronous trainer called its workers several times, and each call
+    was one step of the schedule. All these calls are one RL step here.
     """
     if not is_async(draft):
         return None
-    batches, passes = draft.integer("async_training.require_batches"), draft.integer("actor_rollout_ref.actor.ppo_epochs")
+    batches, passes = (
+        draft.integer("async_training.require_batches"),
+        draft.integer("actor_rollout_ref.actor.ppo_epochs"),
+    )
     return max(1, batches or 1) * max(1, passes or 1)
 
 
@@ -69,7 +78,9 @@ def is_dapo(draft: Draft) -> bool:
 
 def only_distills(draft: Draft) -> bool:
     """Return whether teachers alone said what is better, and no reward."""
-    return draft.switch("distillation.enabled") and not draft.switch("distillation.distillation_loss.use_task_rewards")
+    return draft.switch("distillation.enabled") and not draft.switch(
+        "distillation.distillation_loss.use_task_rewards"
+    )
 
 
 FILTER = "algorithm.filter_groups"
@@ -90,17 +101,25 @@ def is_second_trainer(draft: Draft) -> bool:
 
     Other programs have trainers of their own.
     """
-    is_main = draft.old.entry.rpartition(".")[2] in ("", "ppo", "main_ppo") and not is_async(draft) and not is_one_step_off(draft)
+    is_main = (
+        draft.old.entry.rpartition(".")[2] in ("", "ppo", "main_ppo")
+        and not is_async(draft)
+        and not is_one_step_off(draft)
+    )
     return is_main and not is_dapo(draft) and draft.switch(_SECOND_TRAINER)
 
 
 def takes_sampler_logprobs(draft: Draft) -> bool:
-    """Return whether the ratio of the policy loss was to the sampler's log-probs, and not to the trainer's own."""
+    """Check if the ratio of the policy loss had the sampler's log-probs as denominator."""
     if is_async(draft) and not draft.since("v0.7.1"):
-        return draft.switch("async_training.use_rollout_log_probs") and not draft.switch("async_training.compute_prox_log_prob")
+        return draft.switch("async_training.use_rollout_log_probs") and not draft.switch(
+            "async_training.compute_prox_log_prob"
+        )
     if is_dapo(draft) or (is_one_step_off(draft) and not draft.since("v0.7.0")):
         return False  # their trainers measured the trainer's log-probs in any case
-    return draft.switch(f"{CORRECTION}.bypass_mode") or draft.switch(f"{CORRECTION}.use_policy_gradient")
+    return draft.switch(f"{CORRECTION}.bypass_mode") or draft.switch(
+        f"{CORRECTION}.use_policy_gradient"
+    )
 
 
 def kl_in_loss(draft: Draft) -> bool:
@@ -121,7 +140,14 @@ def kl_in_reward(draft: Draft) -> bool:
 def kl_coefs(draft: Draft) -> tuple[float, float]:
     """Return the coefficients (loss, reward); 0 without a term."""
     loss = draft.number("actor_rollout_ref.actor.kl_loss_coef") if kl_in_loss(draft) else 0.0
-    key = next((key for key in ("algorithm.kl_ctrl.kl_coef", "critic.kl_ctrl.kl_coef") if draft.old.has(key)), "algorithm.kl_ctrl.kl_coef")
+    key = next(
+        (
+            key
+            for key in ("algorithm.kl_ctrl.kl_coef", "critic.kl_ctrl.kl_coef")
+            if draft.old.has(key)
+        ),
+        "algorithm.kl_ctrl.kl_coef",
+    )
     reward = draft.number(key) if kl_in_reward(draft) else 0.0
     return float(loss or 0.0), float(reward or 0.0)
 
@@ -136,7 +162,9 @@ def updates_per_step(draft: Draft) -> int:
     result = 1
     for key in ("batching.num_mini_batches", "batching.num_passes"):
         setting = draft.settings.get(key)
-        result *= int(setting.value) if setting is not None and isinstance(setting.value, int) else 1
+        result *= (
+            int(setting.value) if setting is not None and isinstance(setting.value, int) else 1
+        )
     return result
 
 
@@ -145,7 +173,8 @@ def prompts_of_step(draft: Draft) -> tuple[int | None, list[str]]:
     if is_async(draft):
         return _async_prompts(draft)
     if is_dapo(draft) and not filters_groups(draft) and draft.old.has("data.gen_batch_size"):
-        key = "data.gen_batch_size"  # that recipe's data loader goes by it, and without the filter nothing is left out
+        # That recipe's data loader goes by it, and without the filter nothing is left out.
+        key = "data.gen_batch_size"
         return draft.integer(key), [key]
     prompts = draft.integer("data.train_batch_size")
     if prompts is not None and prompts < 1:
@@ -156,7 +185,11 @@ def prompts_of_step(draft: Draft) -> tuple[int | None, list[str]]:
 
 def _async_prompts(draft: Draft) -> tuple[int | None, list[str]]:
     """Return the prompts between two weight syncs, which are one step here."""
-    keys = ["actor_rollout_ref.actor.ppo_mini_batch_size", "async_training.require_batches", "async_training.trigger_parameter_sync_step"]
+    keys = [
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "async_training.require_batches",
+        "async_training.trigger_parameter_sync_step",
+    ]
     mini = draft.integer(keys[0])
     if mini is None:
         return None, []
@@ -164,14 +197,22 @@ def _async_prompts(draft: Draft) -> tuple[int | None, list[str]]:
 
 
 def num_weight_syncs(draft: Draft) -> tuple[int | None, list[str]]:
-    """Return the weight syncs of an asynchronous run, which are its steps here, and the keys that say so."""
+    """Return the weight syncs of an asynchronous run, and the keys that set them.
+
+    A weight sync is a step of the new run.
+    """
     key = "rollout.total_rollout_steps"
     rollouts, (prompts, keys) = draft.integer(key), prompts_of_step(draft)
-    return (None if rollouts is None or prompts is None else max(1, rollouts // prompts)), [key, *keys]
+    return (None if rollouts is None or prompts is None else max(1, rollouts // prompts)), [
+        key,
+        *keys,
+    ]
 
 
 SWITCH, MODE = "trainer.use_v1", "trainer.v1.trainer_mode"
-_SYNC_LOOP = "loop=sync here samples with the newest weights, scores, and updates, one after the other"
+_SYNC_LOOP = (
+    "loop=sync here samples with the newest weights, scores, and updates, one after the other"
+)
 
 
 def build_generation(draft: Draft) -> None:
@@ -182,10 +223,16 @@ def build_generation(draft: Draft) -> None:
     written = "written" if draft.old.is_set(SWITCH) else "the default"
     mode = draft.text(MODE) or "sync"
     if not draft.switch(SWITCH):
-        given = f"{SWITCH}=False ({written}) ran the trainer that main_ppo had before v0.9.0 (main_ppo_v0)"
+        given = (
+            f"{SWITCH}=False ({written}) ran the trainer that main_ppo had before v0.9.0 "
+            "(main_ppo_v0)"
+        )
         draft.find("trainer-generation.first", SWITCH, given=given)
     elif mode == "sync":
-        given = f"{SWITCH}=True ({written}) ran the second trainer, with {MODE}=sync: batches went through TransferQueue"
+        given = (
+            f"{SWITCH}=True ({written}) ran the second trainer, with {MODE}=sync: batches went "
+            "through TransferQueue"
+        )
         draft.find("trainer-generation.second", SWITCH, given=given)
     else:
         _ahead(draft, mode)

@@ -21,7 +21,9 @@ def build_rollout(draft: Draft) -> None:
 def _sampling(draft: Draft) -> None:
     apply_rules(draft, "temperature", "top-p", "top-k")
     _lengths(draft, "sampling.max_tokens")
-    given = "do_sample is false" if draft.old.get(f"{BLOCK}.do_sample") is False else "temperature is 0"
+    given = (
+        "do_sample is false" if draft.old.get(f"{BLOCK}.do_sample") is False else "temperature is 0"
+    )
     if given.startswith("do_sample") or draft.number(f"{BLOCK}.temperature") == 0:
         key = f"{BLOCK}.{given.partition(' ')[0]}"
         draft.find("greedy", key, given=given)
@@ -31,7 +33,11 @@ def _sampling(draft: Draft) -> None:
 
 def _lengths(draft: Draft, key: str) -> None:
     own = f"{BLOCK}.response_length"
-    old = own if draft.old.is_set(own) and not draft.old.is_set("data.max_response_length") else "data.max_response_length"
+    old = (
+        own
+        if draft.old.is_set(own) and not draft.old.is_set("data.max_response_length")
+        else "data.max_response_length"
+    )
     draft.copy(key, old, rule="response-length", expected="number")
 
 
@@ -47,7 +53,10 @@ def _eval_sampling(draft: Draft) -> None:
         apply_rules(draft, "eval-top-p", "eval-top-k")
     else:
         for name in ("temperature", "top_p", "top_k"):
-            draft.explain_drop(f"{block}.{name}", "evaluation was greedy (val_kwargs.do_sample is false), so it was not read")
+            draft.explain_drop(
+                f"{block}.{name}",
+                "evaluation was greedy (val_kwargs.do_sample is false), so it was not read",
+            )
     _lengths(draft, f"{new}.max_tokens")
     count = draft.integer(f"{block}.n")
     if count is not None and count > 1:
@@ -79,7 +88,13 @@ def _refuse_truncated(draft: Draft) -> None:
     if temperature in (None, 1) or (top_p in (None, 1) and top_k <= 0):
         return
     draft.find(
-        "truncated-sampling", f"{BLOCK}.temperature", f"{BLOCK}.top_p", f"{BLOCK}.top_k", temperature=temperature, top_p=top_p, top_k=top_k
+        "truncated-sampling",
+        f"{BLOCK}.temperature",
+        f"{BLOCK}.top_p",
+        f"{BLOCK}.top_k",
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
     )
 
 
@@ -87,13 +102,31 @@ def _vllm(draft: Draft) -> None:
     new = "rollout.vllm"
     world, keys = _rollout_world(draft)
     size, pipeline = _server_size(draft, world=world)
-    draft.put(f"{new}.tensor_parallel_size", size, rule="rollout-tp", old=[f"{BLOCK}.tensor_model_parallel_size"])
+    draft.put(
+        f"{new}.tensor_parallel_size",
+        size,
+        rule="rollout-tp",
+        old=[f"{BLOCK}.tensor_model_parallel_size"],
+    )
     if world is not None and world // (size * pipeline) > 1:
-        draft.put("rollout.num_replicas", world // (size * pipeline), rule="rollout-replicas", old=keys)
+        draft.put(
+            "rollout.num_replicas", world // (size * pipeline), rule="rollout-replicas", old=keys
+        )
     apply_rules(draft, "rollout-memory", "rollout-batched", "rollout-length", "rollout-sequences")
-    apply_rules(draft, "rollout-eager", "rollout-chunked", "rollout-prefix", "rollout-dtype", "canary")
-    sleeps = draft.switch(f"{BLOCK}.free_cache_engine") and not is_async(draft) and not is_one_step_off(draft)
-    draft.put(f"{new}.sleep_level", 1 if sleeps else 0, rule="rollout-sleep", old=[f"{BLOCK}.free_cache_engine"])
+    apply_rules(
+        draft, "rollout-eager", "rollout-chunked", "rollout-prefix", "rollout-dtype", "canary"
+    )
+    sleeps = (
+        draft.switch(f"{BLOCK}.free_cache_engine")
+        and not is_async(draft)
+        and not is_one_step_off(draft)
+    )
+    draft.put(
+        f"{new}.sleep_level",
+        1 if sleeps else 0,
+        rule="rollout-sleep",
+        old=[f"{BLOCK}.free_cache_engine"],
+    )
 
 
 def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
@@ -102,7 +135,10 @@ def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
     One GPU where it shares them with the trainer's workers.
     """
     key = f"{BLOCK}.tensor_model_parallel_size"
-    size, pipeline = draft.integer(key) or 1, draft.integer(f"{BLOCK}.pipeline_model_parallel_size") or 1
+    size, pipeline = (
+        draft.integer(key) or 1,
+        draft.integer(f"{BLOCK}.pipeline_model_parallel_size") or 1,
+    )
     if size * pipeline == 1 or is_async(draft) or is_one_step_off(draft):
         return size, pipeline
     draft.find("rollout-tp", key, size=size, detail=world or "as many", detail_2=size * pipeline)
@@ -112,7 +148,10 @@ def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
 def _rollout_world(draft: Draft) -> tuple[int | None, list[str]]:
     """Return GPUs of the sampler: its own if the trainer has others."""
     if draft.old.has("rollout.n_gpus_per_node"):
-        nodes, gpus = draft.integer("rollout.nnodes") or 1, draft.integer("rollout.n_gpus_per_node") or 0
+        nodes, gpus = (
+            draft.integer("rollout.nnodes") or 1,
+            draft.integer("rollout.n_gpus_per_node") or 0,
+        )
         return (nodes * gpus) or None, ["rollout.nnodes", "rollout.n_gpus_per_node"]
     return world_size(draft), list(CLUSTER_KEYS)
 
@@ -123,4 +162,6 @@ def _loop(draft: Draft) -> None:
     elif is_async(draft):
         draft.put("loop", "async", rule="fully-async")
     if is_one_step_off(draft) or is_async(draft):
-        draft.put("rollout.pool", "rollout", rule="rollout-pool", old=["actor_rollout_ref.hybrid_engine"])
+        draft.put(
+            "rollout.pool", "rollout", rule="rollout-pool", old=["actor_rollout_ref.hybrid_engine"]
+        )

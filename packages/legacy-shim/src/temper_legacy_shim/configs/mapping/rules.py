@@ -14,7 +14,14 @@ from typing import cast
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
-from temper_legacy_shim.configs.reading.trees import Family, all_keys, default_tree, families_of, known_keys, versions
+from temper_legacy_shim.configs.reading.trees import (
+    Family,
+    all_keys,
+    default_tree,
+    families_of,
+    known_keys,
+    versions,
+)
 from temper_legacy_shim.configs.translation import Disposition
 
 
@@ -40,9 +47,12 @@ class Rule:
     id: str
     """Its name, which reports and comments of a YAML show."""
     programs: tuple[str, ...]
-    """Kinds of program it holds for: ppo, sft (second generation), sft1 (first), generation, evaluation."""
+    """Kinds of program it holds for: ppo, sft (second generation), sft1 (first), generation,
+    evaluation.
+    """
     old: str
-    """Old keys: ``{a,b}`` is either, ``*`` one part of a key, ``**`` the rest of it where a release had
+    """Old keys: ``{a,b}`` is either, ``*`` one part of a key, ``**`` the rest of it where a release
+    had
     that key, ``***`` any rest: blocks whose entries went on to another library."""
     versions: str
     """Releases it is about; empty is all."""
@@ -63,7 +73,9 @@ class Rule:
     ``TAG:PATH:LINE``, apart by ``; ``. See rule_sources.
     """
     test: str
-    """A translation that shows it, which the tests repeat: ``RELEASE ENTRY OLD... => DISPOSITION FINDING... NEW...``; see rules_page."""
+    """A translation that shows it, which the tests repeat: ``RELEASE ENTRY OLD... => DISPOSITION
+    FINDING... NEW...``; see rules_page.
+    """
 
 
 @cache
@@ -72,13 +84,19 @@ def rules() -> tuple[Rule, ...]:
 
     The first one that matches counts, and one without a wildcard before those with one.
     """
-    text = resources.files("temper_legacy_shim.configs").joinpath("data/rules.tsv").read_text(encoding="utf-8")
+    text = (
+        resources.files("temper_legacy_shim.configs")
+        .joinpath("data/rules.tsv")
+        .read_text(encoding="utf-8")
+    )
     _, *rows = (line.split("\t") for line in text.splitlines())
     return tuple(map(_parse_row, rows))
 
 
 def _parse_row(row: list[str]) -> Rule:
-    name, programs, old, releases, new, settings, disposition, reason, prs, hazard, source, test = row
+    name, programs, old, releases, new, settings, disposition, reason, prs, hazard, source, test = (
+        row
+    )
     executed = tuple(map(_parse_setting, filter(None, settings.split(" ; "))))
     return Rule(
         id=name,
@@ -124,7 +142,11 @@ def _index(program: str) -> tuple[dict[str, Rule], tuple[_Pattern, ...]]:
             continue
         for key in alternatives(rule.old):
             if "*" in key:
-                patterns.append(_Pattern(matches=_pattern(key), is_open="**" not in key or "***" in key, rule=rule))
+                patterns.append(
+                    _Pattern(
+                        matches=_pattern(key), is_open="**" not in key or "***" in key, rule=rule
+                    )
+                )
             else:
                 exact.setdefault(key, rule)
     return exact, tuple(patterns)
@@ -134,7 +156,11 @@ def _index(program: str) -> tuple[dict[str, Rule], tuple[_Pattern, ...]]:
 def _known() -> frozenset[str]:
     """Return every key and block that a default tree ever had."""
     leaves = known_keys()
-    blocks = {".".join(parts[:count]) for parts in (key.split(".") for key in leaves) for count in range(1, len(parts))}
+    blocks = {
+        ".".join(parts[:count])
+        for parts in (key.split(".") for key in leaves)
+        for count in range(1, len(parts))
+    }
     return frozenset(leaves | blocks)
 
 
@@ -144,11 +170,14 @@ def find_rule(program: str, key: str) -> Rule | None:
     if key in exact:
         return exact[key]
     is_known = key in _known()
-    return next((item.rule for item in patterns if (item.is_open or is_known) and item.matches.match(key)), None)
+    return next(
+        (item.rule for item in patterns if (item.is_open or is_known) and item.matches.match(key)),
+        None,
+    )
 
 
 def is_block(key: str) -> bool:
-    """Return whether some release had a block of that name, which may be given or taken away as one value."""
+    """Check if a release has a block of this name, which can be set or deleted as a value."""
     return key in _known() and key not in known_keys()
 
 
@@ -181,12 +210,18 @@ def alternatives(text: str) -> list[str]:
             begin = at + 1
     rest = alternatives(text[at + 1 :])
     return list(
-        itertools.chain.from_iterable([text[:start] + inner + after for inner in alternatives(part) for after in rest] for part in parts)
+        itertools.chain.from_iterable(
+            [text[:start] + inner + after for inner in alternatives(part) for after in rest]
+            for part in parts
+        )
     )
 
 
 def _pattern(key: str) -> re.Pattern[str]:
-    """Compile a pattern: ``a.**`` matches a.b and a.b.c, and a itself if it is a block set as one value."""
+    """Compile a pattern.
+
+    ``a.**`` matches a.b and a.b.c, and a itself if it is a block set as one value.
+    """
     text = re.escape(key).replace(r"\*\*\*", "\0").replace(r"\*\*", "\0").replace(r"\*", "[^.]+")
     if text.endswith("\\.\0"):
         text = text[:-3] + r"(\..+)?"
@@ -213,13 +248,17 @@ def sources_of(rule: Rule) -> list[str]:
 
 @cache
 def tree_sources(rule: Rule) -> tuple[str, ...]:
-    """Return the files whose composed defaults have keys that fall under the rule, with the first and the last release."""
+    """List the default files with keys of the rule, with their first and last release."""
     out = []
     for family, (program, file) in _FILES.items():
         if program not in rule.programs:
             continue
         own = _keys(family, program).get(rule.id, frozenset())
-        having = [version for version in versions() if family in families_of(version) and own & default_tree(version, family).keys()]
+        having = [
+            version
+            for version in versions()
+            if family in families_of(version) and own & default_tree(version, family).keys()
+        ]
         if having:
             out.append(f"{file} {having[0]}" + (f" to {having[-1]}" if len(having) > 1 else ""))
     return tuple(out)
@@ -239,12 +278,15 @@ def _keys(family: Family, program: str) -> dict[str, frozenset[str]]:
 _NO_BLOCKS: Mapping[str, str] = MappingProxyType({})
 
 
-def apply_rules(draft: Draft, *names: str, blocks: Mapping[str, str] = _NO_BLOCKS, old: str = "") -> None:
+def apply_rules(
+    draft: Draft, *names: str, blocks: Mapping[str, str] = _NO_BLOCKS, old: str = ""
+) -> None:
     """Set the new keys of these rows, in their order.
 
-    Converters: ``number`` and ``any`` copy; ``number or X`` sets X if the release has no such key; ``switch`` is a boolean, ``count``
-    the same as 0 or 1; ``size`` is 1 if unset; ``at least 0``, ``above 0`` (else nothing), ``integer`` (if set) and ``frequency`` are
-    whole numbers; ``value X`` is constant; ``a=x b=y else=z`` translates words.
+    Converters: ``number`` and ``any`` copy; ``number or X`` sets X if the release has no such key;
+    ``switch`` is a boolean, ``count`` the same as 0 or 1; ``size`` is 1 if unset; ``at least 0``,
+    ``above 0`` (else nothing), ``integer`` (if set) and ``frequency`` are whole numbers; ``value
+    X`` is constant; ``a=x b=y else=z`` translates words.
 
     Args:
         draft: read and written.
@@ -270,7 +312,13 @@ def _apply(draft: Draft, new: str, old: str, *, rule: str, setting: RuleSetting)
         return
     value, is_set, is_verbatim = _convert(draft, old, converter, is_on="on by default" in options)
     if is_set:
-        draft.put(new, value, rule=rule, old=[old] if old else [], verbatim=is_verbatim or "verbatim" in options)
+        draft.put(
+            new,
+            value,
+            rule=rule,
+            old=[old] if old else [],
+            verbatim=is_verbatim or "verbatim" in options,
+        )
 
 
 def _convert(draft: Draft, old: str, converter: str, *, is_on: bool) -> tuple[Plain, bool, bool]:

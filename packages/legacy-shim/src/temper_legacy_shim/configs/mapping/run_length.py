@@ -30,20 +30,43 @@ def build_run(draft: Draft) -> None:
 
 def build_length(draft: Draft) -> None:
     """Set the run's length in steps if given, else in epochs."""
-    steps, epochs = draft.integer("trainer.total_training_steps"), draft.integer("trainer.total_epochs")
+    steps, epochs = (
+        draft.integer("trainer.total_training_steps"),
+        draft.integer("trainer.total_epochs"),
+    )
     if steps is not None and steps > 0:
-        draft.put("run.total_steps", steps, rule="total-steps", old=["trainer.total_training_steps"], verbatim=True)
-        draft.explain_drop("trainer.total_epochs", "trainer.total_training_steps is set and ends the run")
+        draft.put(
+            "run.total_steps",
+            steps,
+            rule="total-steps",
+            old=["trainer.total_training_steps"],
+            verbatim=True,
+        )
+        draft.explain_drop(
+            "trainer.total_epochs", "trainer.total_training_steps is set and ends the run"
+        )
         if epochs is not None:
             _epochs_may_end_first(draft, steps=steps, epochs=epochs)
         return
     if epochs is None:
         return
-    draft.put("run.total_epochs", max(1, epochs), rule="total-epochs", old=["trainer.total_epochs"], verbatim=True)
+    draft.put(
+        "run.total_epochs",
+        max(1, epochs),
+        rule="total-epochs",
+        old=["trainer.total_epochs"],
+        verbatim=True,
+    )
 
 
 def _epochs_may_end_first(draft: Draft, *, steps: int, epochs: int) -> None:
-    draft.find("total-steps", "trainer.total_training_steps", "trainer.total_epochs", steps=steps, epochs=epochs)
+    draft.find(
+        "total-steps",
+        "trainer.total_training_steps",
+        "trainer.total_epochs",
+        steps=steps,
+        epochs=epochs,
+    )
 
 
 def _async_length(draft: Draft) -> None:
@@ -72,7 +95,9 @@ def build_habits(draft: Draft) -> None:
     if folder:
         old = ["trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"]
         is_own = "trainer.default_local_dir" in draft.old.origin
-        draft.put("run.dir", folder, rule="run-dir", old=old[:1] if is_own else old, verbatim=is_own)
+        draft.put(
+            "run.dir", folder, rule="run-dir", old=old[:1] if is_own else old, verbatim=is_own
+        )
     _trackers(draft)
 
 
@@ -82,15 +107,24 @@ def _resume(draft: Draft) -> None:
         draft.find("resume-path", "trainer.resume_from_path", path=path)
         return
     if mode != "disable" and draft.old.is_set("trainer.default_local_dir"):
-        draft.find("resume", "trainer.default_local_dir", value=draft.text("trainer.default_local_dir"))
-    draft.put("run.resume", "never" if mode in ("disable", "never") else "auto", rule="resume", old=["trainer.resume_mode"])
+        draft.find(
+            "resume", "trainer.default_local_dir", value=draft.text("trainer.default_local_dir")
+        )
+    draft.put(
+        "run.resume",
+        "never" if mode in ("disable", "never") else "auto",
+        rule="resume",
+        old=["trainer.resume_mode"],
+    )
 
 
 def _trackers(draft: Draft) -> None:
     value = draft.old.get("trainer.logger")
     if isinstance(value, str) and value.strip().startswith("["):
         value = parse_value(value)[0]
-    words = [str(item) for item in (value if isinstance(value, list) else [value]) if item is not None]
+    words = [
+        str(item) for item in (value if isinstance(value, list) else [value]) if item is not None
+    ]
     trackers: list[Plain] = ["jsonl", *(word for word in words if word in _TRACKERS)]
     draft.put("run.trackers", trackers, rule="trackers", old=["trainer.logger"])
     others = [word for word in words if word not in _TRACKERS and word not in ("console", "file")]

@@ -43,13 +43,23 @@ def _filter(draft: Draft) -> None:
     if is_second_trainer(draft):
         rounds = 0  # it warns and continues
         draft.explain_drop(
-            key, f"the second trainer of {draft.old.version} ignored it with a warning, and sampled until the batch was full"
+            key,
+            f"the second trainer of {draft.old.version} ignored it with a warning, and sampled "
+            "until the batch was full",
         )
     old = [f"{FILTER}.enable"] if is_second_trainer(draft) else [key, f"{FILTER}.enable"]
-    draft.put(f"{new}.max_rounds", rounds if rounds > 0 else _MANY_ROUNDS, rule="filter-groups", old=old)
+    draft.put(
+        f"{new}.max_rounds", rounds if rounds > 0 else _MANY_ROUNDS, rule="filter-groups", old=old
+    )
     each = draft.integer("data.gen_batch_size")
     if each is not None and each > 1:
-        draft.put(f"{new}.prompts_per_round", each, rule="gen-batch", old=["data.gen_batch_size"], verbatim=True)
+        draft.put(
+            f"{new}.prompts_per_round",
+            each,
+            rule="gen-batch",
+            old=["data.gen_batch_size"],
+            verbatim=True,
+        )
     metric = draft.text(f"{FILTER}.metric")
     if not metric and is_second_trainer(draft):
         draft.find("filter-groups.no-metric", f"{FILTER}.metric")
@@ -61,7 +71,13 @@ def _filter(draft: Draft) -> None:
     draft.put(f"{new}.on", on, rule="filter-groups", old=[f"{FILTER}.metric"])
 
 
-_METRICS = {"acc": "score", "score": "score", "seq_reward": "reward", "seq_final_reward": "reward", "reward": "reward"}
+_METRICS = {
+    "acc": "score",
+    "score": "score",
+    "seq_reward": "reward",
+    "seq_final_reward": "reward",
+    "reward": "reward",
+}
 """Comparison of groups by old metric.
 
 The second trainer's ``reward`` is the sum of rewards with penalties, before KL.
@@ -81,7 +97,12 @@ def _reweight(draft: Draft) -> None:
     if target is None:
         draft.find("pf-ppo", f"{block}.reweight_method", block=block, method=method)
         return
-    draft.put(f"{new}.method", target, rule="pf-ppo", old=[f"{block}.reweight_method", "algorithm.use_pf_ppo"])
+    draft.put(
+        f"{new}.method",
+        target,
+        rule="pf-ppo",
+        old=[f"{block}.reweight_method", "algorithm.use_pf_ppo"],
+    )
     if target == "power":
         draft.copy(f"{new}.exponent", f"{block}.weight_pow", rule="pf-ppo", expected="number")
 
@@ -96,7 +117,10 @@ def _first_correction(draft: Draft) -> None:
     level, mode = draft.text(f"{block}_level") or "token", draft.text(f"{block}_mode") or "truncate"
     high, low = draft.number(f"{block}_threshold"), draft.number(f"{block}_threshold_lower")
     if draft.old.get(f"{block}_threshold") is None:
-        draft.explain_drop(block, f"without rollout_is_threshold, which is null, {draft.old.version} corrected nothing")
+        draft.explain_drop(
+            block,
+            f"without rollout_is_threshold, which is null, {draft.old.version} corrected nothing",
+        )
         return
     _veto(draft, f"{block}_veto_threshold")
     if level not in ("token", "sequence"):
@@ -108,7 +132,9 @@ def _first_correction(draft: Draft) -> None:
         return
     _put(draft, "truncate_at", None, f"{block}_mode")
     low = low if low is not None else (1 / high if high else None)
-    _reject(draft, RATIO_RULES[level], (low, high), f"{block}_threshold", f"{block}_threshold_lower")
+    _reject(
+        draft, RATIO_RULES[level], (low, high), f"{block}_threshold", f"{block}_threshold_lower"
+    )
 
 
 def _correction(draft: Draft) -> None:
@@ -132,7 +158,7 @@ def _correction(draft: Draft) -> None:
 
 
 def _weights(draft: Draft, level: str) -> None:
-    """Set truncated weights, or for a threshold ``LOW_HIGH`` weights that are 0 outside of it (IcePop)."""
+    """Set truncated weights; a threshold ``LOW_HIGH`` sets weights to 0 outside (IcePop)."""
     key = f"{CORRECTION}.rollout_is_threshold"
     _put(draft, "level", level, f"{CORRECTION}.rollout_is")
     pair = _pair(draft.old.get(key))
@@ -144,7 +170,9 @@ def _weights(draft: Draft, level: str) -> None:
     if draft.switch(f"{CORRECTION}.rollout_is_batch_normalize"):
         _put(draft, "self_normalize", True, f"{CORRECTION}.rollout_is_batch_normalize")
         if level == "sequence":
-            draft.find("correction.sequence-normalization", f"{CORRECTION}.rollout_is_batch_normalize")
+            draft.find(
+                "correction.sequence-normalization", f"{CORRECTION}.rollout_is_batch_normalize"
+            )
 
 
 def _bypass(draft: Draft, weighs: str) -> None:
@@ -154,14 +182,21 @@ def _bypass(draft: Draft, weighs: str) -> None:
         keys = ["async_training.use_rollout_log_probs", "async_training.compute_prox_log_prob"]
         loss = "ppo_clip"
     else:
-        loss = draft.text(loss_key) or ("reinforce" if draft.switch(f"{CORRECTION}.use_policy_gradient") else "ppo_clip")
+        loss = draft.text(loss_key) or (
+            "reinforce" if draft.switch(f"{CORRECTION}.use_policy_gradient") else "ppo_clip"
+        )
     if loss == "ppo_clip":
         _put(draft, "proximal", "rollout", *keys)
         _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
         if weighs:
-            draft.explain_drop(f"{CORRECTION}.rollout_is", "the objective's own ratio is to the sampler, and is the correction")
+            draft.explain_drop(
+                f"{CORRECTION}.rollout_is",
+                "the objective's own ratio is to the sampler, and is the correction",
+            )
         return
-    draft.find("correction.loss-type", key, loss_key, f"{CORRECTION}.use_policy_gradient", loss=loss)
+    draft.find(
+        "correction.loss-type", key, loss_key, f"{CORRECTION}.use_policy_gradient", loss=loss
+    )
 
 
 RATIO_RULES = {"token": "ratio_token", "sequence": "ratio_sum", "geometric": "ratio_mean"}
@@ -178,7 +213,11 @@ def _reject(draft: Draft, rule: str, bounds: tuple[float | None, float | None], 
 
 def _rejection(draft: Draft, *, rejects: str) -> None:
     """Translate each of the rules, which are separated by commas, as their thresholds may be."""
-    keys = (f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold", f"{CORRECTION}.rollout_rs_threshold_lower")
+    keys = (
+        f"{CORRECTION}.rollout_rs",
+        f"{CORRECTION}.rollout_rs_threshold",
+        f"{CORRECTION}.rollout_rs_threshold_lower",
+    )
     names = [name.strip() for name in rejects.split(",") if name.strip()]
     for name, (low, high) in zip(names, _bounds(draft, count=len(names)), strict=True):
         rule = _rule(name)
@@ -197,7 +236,10 @@ def _rejection(draft: Draft, *, rejects: str) -> None:
 
 
 def _rule(name: str) -> str | None:
-    """Return the rule of an old name such as ``seq_mean_k3`` or ``sequence``; None if there is none."""
+    """Return the rule of an old name such as ``seq_mean_k3`` or ``sequence``.
+
+    None if there is none.
+    """
     parts = re.fullmatch(r"(?:token|seq_(sum|mean|max))_(k[123])", name)
     if parts is None:
         return RATIO_RULES.get(name)
@@ -213,7 +255,8 @@ def _inverse(bound: float | None) -> float | None:
 def _bounds(draft: Draft, *, count: int) -> list[tuple[float | None, float | None]]:
     """Return (lower, upper) for each of ``count`` rules.
 
-    A threshold is 2.0, ``0.6_1.6``, a pair of keys, or one of these for each rule with commas between them; a single one is for all rules.
+    A threshold is 2.0, ``0.6_1.6``, a pair of keys, or one of these for each rule with commas
+    between them; a single one is for all rules.
     """
     value = draft.old.get(f"{CORRECTION}.rollout_rs_threshold")
     low = draft.number(f"{CORRECTION}.rollout_rs_threshold_lower")

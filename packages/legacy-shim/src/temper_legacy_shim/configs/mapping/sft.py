@@ -1,4 +1,7 @@
-"""Supervised fine-tuning of both old generations: columns of questions and answers, and conversations on engines."""
+"""Supervised fine-tuning of both old generations.
+
+Columns of questions and answers, and conversations on engines.
+"""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import put_source
@@ -57,7 +60,12 @@ def _lengths(draft: Draft, role: OldRole) -> None:
     apply_rules(draft, "prompts-per-step")
     apply_rules(draft, "prompt-length", old="data.max_length")
     cut = draft.text("data.truncation") or "error"
-    draft.put("data.overlong_prompts", "error" if cut == "error" else "drop", rule="overlong-prompts", old=["data.truncation"])
+    draft.put(
+        "data.overlong_prompts",
+        "error" if cut == "error" else "drop",
+        rule="overlong-prompts",
+        old=["data.truncation"],
+    )
     if cut != "error":
         draft.find("overlong-prompts.demonstrations", "data.truncation", cut=cut)
     longest = draft.integer("data.max_length")
@@ -66,7 +74,11 @@ def _lengths(draft: Draft, role: OldRole) -> None:
 
 
 def _tokens(draft: Draft, role: OldRole, *, longest: int) -> None:
-    sharing = (draft.integer("engine.context_parallel_size") or 1) if is_megatron(draft) else sequence_parallel(draft, role)
+    sharing = (
+        (draft.integer("engine.context_parallel_size") or 1)
+        if is_megatron(draft)
+        else sequence_parallel(draft, role)
+    )
     if draft.switch("data.use_dynamic_bsz"):
         budget = (draft.integer("data.max_token_len_per_gpu") or longest) * sharing
         old = ["data.max_token_len_per_gpu", *(ulysses_keys(role) if sharing > 1 else [])]
@@ -78,30 +90,56 @@ def _tokens(draft: Draft, role: OldRole, *, longest: int) -> None:
 
 def _micro(draft: Draft, role: OldRole) -> int:
     """Return the demonstrations of a micro-batch on one rank."""
-    full, each = draft.integer("data.micro_batch_size"), draft.integer("data.micro_batch_size_per_gpu")
+    full, each = (
+        draft.integer("data.micro_batch_size"),
+        draft.integer("data.micro_batch_size_per_gpu"),
+    )
     if full is None or not draft.old.is_set("data.micro_batch_size"):
         return max(1, each or 1)
     ranks = data_parallel(draft, role)
     if ranks is None:
         return max(1, full)
     if full % ranks:
-        draft.find("micro-batch-global.demonstrations", "data.micro_batch_size", full=full, ranks=ranks, detail=max(1, full // ranks))
+        draft.find(
+            "micro-batch-global.demonstrations",
+            "data.micro_batch_size",
+            full=full,
+            ranks=ranks,
+            detail=max(1, full // ranks),
+        )
     return max(1, full // ranks)
 
 
 def _columns(draft: Draft) -> None:
-    for new, column, fields in (("prompt_key", "prompt_key", "prompt_dict_keys"), ("answer_key", "response_key", "response_dict_keys")):
+    for new, column, fields in (
+        ("prompt_key", "prompt_key", "prompt_dict_keys"),
+        ("answer_key", "response_key", "response_dict_keys"),
+    ):
         key, inner = draft.text(f"data.{column}"), draft.old.get(f"data.{fields}")
-        names = [str(name) for name in inner] if isinstance(inner, list) else [str(inner)] if inner else []
+        names = (
+            [str(name) for name in inner]
+            if isinstance(inner, list)
+            else [str(inner)]
+            if inner
+            else []
+        )
         if len(names) > 1:
             draft.find("sft-columns", f"data.{fields}", fields=fields, names=names)
         path = ".".join([key, *names[:1]])
-        draft.put(f"data.train.{new}", path, rule="sft-columns", old=[f"data.{column}", f"data.{fields}"])
+        draft.put(
+            f"data.train.{new}", path, rule="sft-columns", old=[f"data.{column}", f"data.{fields}"]
+        )
     apply_rules(draft, "sft-chat")
 
 
 def _messages(draft: Draft, key: str) -> None:
-    draft.put("data.train.messages_key", draft.text(key) or "messages", rule="sft-messages", old=[key], verbatim=True)
+    draft.put(
+        "data.train.messages_key",
+        draft.text(key) or "messages",
+        rule="sft-messages",
+        old=[key],
+        verbatim=True,
+    )
     if draft.text("data.tools_key") and draft.old.is_set("data.tools_key"):
         draft.find("sft-tools", "data.tools_key")
 

@@ -1,6 +1,9 @@
-"""Our own defaults of every key that a translation may set, so that a value is written out exactly where it differs.
+"""Defaults of the trainer for every key that a translation can set.
 
-The trainer is not needed to translate, so they stand here a second time; a test compares them with the trainer's.
+A translation writes a value only where it differs from these.
+
+The trainer is not needed to translate, so they stand here a second time; a test compares them with
+the trainer's.
 """
 
 from temper_legacy_shim.configs.reading.config_values import Plain
@@ -158,16 +161,31 @@ DEFAULTS: dict[str, Plain] = {
     "generate.file": "completions.jsonl",
     **{f"{role}.num_workers": 1 for role in _ROLES},
     **{f"{role}.pool": "train" for role in _ROLES},
-    **{f"{role}.engine.{key}": value for role in _ROLES for block in (_ENGINE, _FSDP, _MEGATRON) for key, value in block.items()},
-    **{f"{role}.engine.{key}": value for role in ("actor", "critic") for key, value in _OPTIMIZER.items()},
+    **{
+        f"{role}.engine.{key}": value
+        for role in _ROLES
+        for block in (_ENGINE, _FSDP, _MEGATRON)
+        for key, value in block.items()
+    },
+    **{
+        f"{role}.engine.{key}": value
+        for role in ("actor", "critic")
+        for key, value in _OPTIMIZER.items()
+    },
     "critic.engine.optimizer.lr": 1e-5,
 }
 """Defaults by dotted key; other keys are always written."""
 
 
-_CLIPS: dict[Plain, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "gmpo": (0.4, 0.4), "dppo": (0.15, 0.15)}
+_CLIPS: dict[Plain, tuple[float, float]] = {
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 4.0),
+    "gmpo": (0.4, 0.4),
+    "dppo": (0.15, 0.15),
+}
 LOSS_DEFAULTS: dict[Plain, dict[str, Plain]] = {
-    loss: {"algorithm.policy_loss.clip_low": low, "algorithm.policy_loss.clip_high": high} for loss, (low, high) in _CLIPS.items()
+    loss: {"algorithm.policy_loss.clip_low": low, "algorithm.policy_loss.clip_high": high}
+    for loss, (low, high) in _CLIPS.items()
 }
 """Defaults of policy losses where they differ from those of ppo, by the name of the loss."""
 
@@ -175,4 +193,8 @@ LOSS_DEFAULTS: dict[Plain, dict[str, Plain]] = {
 def is_our_default(key: str, value: Plain, *, policy_loss: Plain = "ppo") -> bool:
     """Return whether leaving the key out means the same."""
     defaults = DEFAULTS | LOSS_DEFAULTS.get(policy_loss, {})
-    return key in defaults and defaults[key] == value and isinstance(value, bool) == isinstance(defaults[key], bool)
+    return (
+        key in defaults
+        and defaults[key] == value
+        and isinstance(value, bool) == isinstance(defaults[key], bool)
+    )

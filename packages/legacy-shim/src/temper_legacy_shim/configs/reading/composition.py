@@ -1,4 +1,7 @@
-"""Overrides laid on their own release's default tree, under Hydra's rules: what took effect, from which token, and what was refused."""
+"""Overrides laid on their own release's default tree, under Hydra's rules.
+
+What took effect, from which token, and what was refused.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +57,13 @@ def _text(value: str, key: str, tree: Mapping[str, Plain], depth: int) -> Plain:
         result = _lookup(value[begin + 2 : end], key, tree, depth)
         if begin == 0 and end == len(value) - 1 and not isinstance(result, Unresolved):
             return result
-        text = value[begin : end + 1] if isinstance(result, Unresolved) else "null" if result is None else str(result)
+        text = (
+            value[begin : end + 1]
+            if isinstance(result, Unresolved)
+            else "null"
+            if result is None
+            else str(result)
+        )
         parts += [value[at:begin], text]
         at = end + 1
         if sum(map(len, parts)) > _MAX_LENGTH:
@@ -83,7 +92,11 @@ def _lookup(inner: str, key: str, tree: Mapping[str, Plain], depth: int) -> "Pla
             return result
         if not comma:
             return None
-        return resolve(default.strip(), key, tree, depth + 1) if "${" in default else parse_value(default.strip())[0]
+        return (
+            resolve(default.strip(), key, tree, depth + 1)
+            if "${" in default
+            else parse_value(default.strip())[0]
+        )
     return UNRESOLVED
 
 
@@ -98,10 +111,16 @@ def _node(target: str, key: str, tree: Mapping[str, Plain], depth: int) -> "Plai
         target = ".".join([*parent, target.lstrip(".")])
     if target in tree:
         return resolve(tree[target], target, tree, depth + 1)
-    below = {name.removeprefix(f"{target}."): value for name, value in tree.items() if name.startswith(f"{target}.")}
+    below = {
+        name.removeprefix(f"{target}."): value
+        for name, value in tree.items()
+        if name.startswith(f"{target}.")
+    }
     if not below:
         return UNRESOLVED
-    return {name: resolve(value, f"{target}.{name}", tree, depth + 1) for name, value in below.items()}
+    return {
+        name: resolve(value, f"{target}.{name}", tree, depth + 1) for name, value in below.items()
+    }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,7 +151,10 @@ class OldConfig:
         """Return the value that took effect; a block comes as a mapping."""
         if key in self.tree:
             return resolve(self.tree[key], key, self.tree)
-        below: Plain = {name[len(key) + 1 :]: resolve(self.tree[name], name, self.tree) for name in self.below(key)}
+        below: Plain = {
+            name[len(key) + 1 :]: resolve(self.tree[name], name, self.tree)
+            for name in self.below(key)
+        }
         return below or self._find_in_block(key, default)
 
     def _find_in_block(self, key: str, default: Plain) -> Plain:
@@ -148,7 +170,9 @@ class OldConfig:
 
     def below(self, key: str) -> list[str]:
         """Return the leaves of a block."""
-        return [name for name in self.tree if name.startswith(f"{key}.")] if key in self.blocks else []
+        return (
+            [name for name in self.tree if name.startswith(f"{key}.")] if key in self.blocks else []
+        )
 
     def has(self, key: str) -> bool:
         """Return whether the tree holds it, as a leaf or a block."""
@@ -172,16 +196,26 @@ class OldConfig:
         return any(self.sources(key) for key in keys)
 
     def is_complete(self, key: str) -> bool:
-        """Return whether the value is one that was set, and not a text around another key's (``checkpoints/${trainer.project_name}``)."""
+        """Check that the value was set alone, and not as part of a longer text.
+
+        ``checkpoints/${trainer.project_name}`` is such a text.
+        """
         value = self.tree.get(key)
-        return key in self.origin or not isinstance(value, str) or "${" not in value or _ONE_KEY.fullmatch(value) is not None
+        return (
+            key in self.origin
+            or not isinstance(value, str)
+            or "${" not in value
+            or _ONE_KEY.fullmatch(value) is not None
+        )
 
     def sources(self, *keys: str) -> tuple[int, ...]:
-        """Return the tokens that gave these keys their values, through one interpolation at most."""
+        """Return the tokens that set these keys, following at most one interpolation."""
         result: list[int] = []
         for key in keys:
             if key in self.blocks:
-                result += [index for name, index in self.origin.items() if name.startswith(f"{key}.")]
+                result += [
+                    index for name, index in self.origin.items() if name.startswith(f"{key}.")
+                ]
             elif key in self.origin:
                 result.append(self.origin[key])
             else:
@@ -199,7 +233,10 @@ class OldConfig:
 
 
 def compose(old: OldConfig, overrides: Sequence[Override]) -> None:
-    """Apply overrides in order; what Hydra would have refused is noted, and applied all the same, since what was meant is clear."""
+    """Apply overrides in order.
+
+    What Hydra would have refused is noted, and applied all the same, since what was meant is clear.
+    """
     last: dict[str, int] = {}
     for override in overrides:
         if override.kind != "set":
@@ -216,7 +253,9 @@ def compose(old: OldConfig, overrides: Sequence[Override]) -> None:
         complaint = _complaint(old, override)
         if complaint is not None:
             old.refused.setdefault(override.index, complaint)
-        if not (key in old.blocks and override.is_no_block):  # a fork's own: the release's keys stay what they are
+        if not (
+            key in old.blocks and override.is_no_block
+        ):  # a fork's own: the release's keys stay what they are
             assign(old, key, override.value, override.index)
 
 
@@ -300,10 +339,20 @@ def _complaint(old: OldConfig, override: Override) -> str | None:
     return f"{old.version} has no key {key}"
 
 
-def old_config(*, version: str, family: str, entry: str, defaults: Mapping[str, Plain]) -> OldConfig:
+def old_config(
+    *, version: str, family: str, entry: str, defaults: Mapping[str, Plain]
+) -> OldConfig:
     """Return the release's defaults as a tree to compose overrides on."""
     blocks = dict(_counted(tuple(defaults)))
-    return OldConfig(version=version, family=family, entry=entry, tree=dict(defaults), defaults=dict(defaults), origin={}, blocks=blocks)
+    return OldConfig(
+        version=version,
+        family=family,
+        entry=entry,
+        tree=dict(defaults),
+        defaults=dict(defaults),
+        origin={},
+        blocks=blocks,
+    )
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,8 @@
-"""Old YAML files: a user's own with ``defaults:``, a resolved dump, or a copy of an old default file; many of them in a folder."""
+"""Old YAML files.
+
+A user's own with ``defaults:``, a resolved dump, or a copy of an old default file; many of them in
+a folder.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -64,9 +68,13 @@ def find_files(path: Path) -> list[Path]:
         UsageError: there is none.
     """
     if path.is_dir():
-        result = sorted(item for item in path.rglob("*") if item.suffix in _SUFFIXES and item.is_file())
+        result = sorted(
+            item for item in path.rglob("*") if item.suffix in _SUFFIXES and item.is_file()
+        )
         if not result:
-            raise UsageError(f"{path} holds no YAML file: give a file or a folder with old configurations.")
+            raise UsageError(
+                f"{path} holds no YAML file: give a file or a folder with old configurations."
+            )
         return result
     if not path.exists():
         raise UsageError(f"{path} is not there: give a YAML file or a folder with some.")
@@ -88,7 +96,12 @@ def read_old_file(path: Path) -> OldFile:
     if own and not _BASES[own].startswith("verl.trainer."):
         entry = own  # a recipe's own file, whatever it builds on
     return OldFile(
-        path=path, values=result.values, entry=entry, groups=result.groups, parts=tuple(result.parts), missing=tuple(result.missing)
+        path=path,
+        values=result.values,
+        entry=entry,
+        groups=result.groups,
+        parts=tuple(result.parts),
+        missing=tuple(result.missing),
     )
 
 
@@ -144,18 +157,33 @@ def refuse_other_systems(old: OldFile) -> None:
     """
     system = other_system(old.values)
     if system:
-        raise UsageError(f"{old.path} is a configuration of {system} and not of verl, so nothing of it is translated.")
-    if old.values and not old.entry and not old.parts and not old.missing and not has_known_key(old.values):
         raise UsageError(
-            f"{old.path} has no key of any verl release ({', '.join(list(old.values)[:4])}): give the configuration that the old run "
+            f"{old.path} is a configuration of {system} and not of verl, so nothing of it is "
+            "translated."
+        )
+    if (
+        old.values
+        and not old.entry
+        and not old.parts
+        and not old.missing
+        and not has_known_key(old.values)
+    ):
+        raise UsageError(
+            f"{old.path} has no key of any verl release ({', '.join(list(old.values)[:4])}): give "
+            "the configuration that the old run "
             "was started with."
         )
 
 
 def with_missing(translation: Translation, old: OldFile) -> Translation:
-    """Return the translation with what its file builds on and no one found, which a person has to decide about."""
-    stated = tuple(Finding(level="person", rule=DEFAULTS_LIST, message=f"{sentence}.") for sentence in old.missing)
-    return replace(translation, findings=(*stated, *translation.findings)) if stated else translation
+    """Add a question for each file that the translated file needs and that was not found."""
+    stated = tuple(
+        Finding(level="person", rule=DEFAULTS_LIST, message=f"{sentence}.")
+        for sentence in old.missing
+    )
+    return (
+        replace(translation, findings=(*stated, *translation.findings)) if stated else translation
+    )
 
 
 def old_files(path: Path) -> list[OldFile]:
@@ -193,22 +221,34 @@ def _load(path: Path) -> dict[str, Plain] | list[str]:
         text = path.read_text(encoding="utf-8")
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise DamagedFileError(f"{path} is not YAML: {' '.join(str(error).split())}. Fix it there.") from error
+        raise DamagedFileError(
+            f"{path} is not YAML: {' '.join(str(error).split())}. Fix it there."
+        ) from error
     except (OSError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise DamagedFileError(f"{path} can't be read ({type(error).__name__}: {error}): a YAML text file is expected.") from error
+        raise DamagedFileError(
+            f"{path} can't be read ({type(error).__name__}: {error}): a YAML text file is expected."
+        ) from error
     if tree is None:
         return {}
-    if isinstance(tree, list) and tree and all(isinstance(item, str) and _OVERRIDE.match(item) for item in tree):
+    if (
+        isinstance(tree, list)
+        and tree
+        and all(isinstance(item, str) and _OVERRIDE.match(item) for item in tree)
+    ):
         return tree
     if not isinstance(tree, dict):
-        raise DamagedFileError(f"{path} is a {type(tree).__name__}, but an old configuration is a mapping of keys.")
+        raise DamagedFileError(
+            f"{path} is a {type(tree).__name__}, but an old configuration is a mapping of keys."
+        )
     return {str(key): _plain(value) for key, value in tree.items()}
 
 
 def _load_mapping(path: Path) -> dict[str, Plain]:
     loaded = _load(path)
     if isinstance(loaded, list):
-        raise DamagedFileError(f"{path} is a list, but a file of a defaults list is a mapping of keys.")
+        raise DamagedFileError(
+            f"{path} is a list, but a file of a defaults list is a mapping of keys."
+        )
     return loaded
 
 
@@ -232,5 +272,17 @@ def _number(text: str) -> Plain:
 
 def is_old(values: Mapping[str, Plain]) -> bool:
     """Return whether a file looks like an old configuration at all."""
-    blocks = {"actor_rollout_ref", "trainer", "critic", "optim", "rollout", "reward_model", "algorithm", "engine", "custom_reward_function"}
-    return bool(blocks & values.keys()) or any(key.startswith("data.") for key in flatten(dict(values)))
+    blocks = {
+        "actor_rollout_ref",
+        "trainer",
+        "critic",
+        "optim",
+        "rollout",
+        "reward_model",
+        "algorithm",
+        "engine",
+        "custom_reward_function",
+    }
+    return bool(blocks & values.keys()) or any(
+        key.startswith("data.") for key in flatten(dict(values))
+    )

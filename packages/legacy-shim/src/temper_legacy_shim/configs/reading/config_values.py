@@ -1,4 +1,7 @@
-"""Plain values of old configurations: what a tree holds, how Hydra's override grammar spells it, how it is written back."""
+"""Plain values of old configurations.
+
+What a tree holds, how Hydra's override grammar spells it, how it is written back.
+"""
 
 import json
 import math
@@ -8,12 +11,15 @@ from collections.abc import Mapping
 Plain = str | int | float | bool | None | list["Plain"] | dict[str, "Plain"]
 
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*(_[0-9]+)*)\Z")
-_FLOAT = re.compile(r"[+-]?(([0-9]+(_[0-9]+)*\.[0-9_]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+|inf|nan)\Z", re.IGNORECASE)
+_FLOAT = re.compile(
+    r"[+-]?(([0-9]+(_[0-9]+)*\.[0-9_]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+|inf|nan)\Z",
+    re.IGNORECASE,
+)
 _BARE = re.compile(r"[A-Za-z_./~][A-Za-z0-9_./~@%+-]*\Z")
 
 
 def parse_value(text: str) -> tuple[Plain, str | None]:
-    """Return the value of what stands after ``=``, and why Hydra would have refused to read it, if so.
+    """Parse the value of an override, and return Hydra's complaint if it has one.
 
     Text that is no value of Hydra's grammar (an open quote, ``<placeholder>``) is taken as a
     string, since what it meant is clear enough.
@@ -46,7 +52,9 @@ class _Reader:
         value = self._value(closers="")
         self._space()
         if self.at < len(self.text):
-            raise _NotHydraError(f"Hydra cannot read {self.text[self.at :]!r} at the end of the value")
+            raise _NotHydraError(
+                f"Hydra cannot read {self.text[self.at :]!r} at the end of the value"
+            )
         return value
 
     def _space(self) -> None:
@@ -158,7 +166,9 @@ class _Reader:
             if character in "[]{}'\"" and closers:
                 raise _NotHydraError(f"Hydra takes no bare {character} in a value: quote it")
             if character == "," and not closers:
-                raise _NotHydraError("a bare comma gives several values (a sweep): write [a,b], or quote the text")
+                raise _NotHydraError(
+                    "a bare comma gives several values (a sweep): write [a,b], or quote the text"
+                )
             self.at += 2 if character == "\\" and self.at + 1 < len(self.text) else 1
         text = self.text[start : self.at].strip()
         if not text:
@@ -213,7 +223,7 @@ def flatten(tree: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
 
 
 def hydra_text(value: Plain) -> str:
-    """Return a value as it is written after ``=`` on a command line of Hydra, before the shell's own quoting."""
+    """Write a value as an override of Hydra, before the shell's quoting."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -235,9 +245,18 @@ def yaml_text(value: Plain) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(yaml_text(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{yaml_text(name)}: {yaml_text(item)}" for name, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{yaml_text(name)}: {yaml_text(item)}" for name, item in value.items())
+            + "}"
+        )
     if isinstance(value, str):
-        is_plain = _BARE.match(value) and isinstance(scalar(value), str) and value.lower() not in _YAML_WORDS and value != "~"
+        is_plain = (
+            _BARE.match(value)
+            and isinstance(scalar(value), str)
+            and value.lower() not in _YAML_WORDS
+            and value != "~"
+        )
         return value if is_plain else json.dumps(value, ensure_ascii=True)
     return "null" if value is None else "true" if value else "false"
 
@@ -255,7 +274,9 @@ def from_environment(value: Plain, *, is_number: bool) -> Plain:
         return [from_environment(item, is_number=is_number) for item in value]
     if not isinstance(value, str):
         return value
-    read = SHELL_VARIABLE.sub(lambda result: f"${{oc.env:{result['braced'] or result['bare']}}}", value)
+    read = SHELL_VARIABLE.sub(
+        lambda result: f"${{oc.env:{result['braced'] or result['bare']}}}", value
+    )
     return f"${{oc.decode:{read}}}" if is_number and read != value else read
 
 

@@ -2,7 +2,8 @@
 
 Which files it builds on, in which order, and below which block each of them lands.
 
-A file comes in; one tree of values comes out, with the old package's own file that lies below them all. What the list names and no folder
+A file comes in; one tree of values comes out, with the old package's own file that lies below them
+all. What the list names and no folder
 holds is said: nothing is left out silently.
 """
 
@@ -20,7 +21,18 @@ _NAME = re.compile(r"\$\{(\w+)\}")
 _ENGINE_GROUPS = ("model_engine", "engine", "optim")
 _OLD_GROUPS = frozenset(
     (
-        *(*_ENGINE_GROUPS, "actor", "algorithm", "critic", "data", "distillation", "model", "npu_profile", "profiler", "ref"),
+        *(
+            *_ENGINE_GROUPS,
+            "actor",
+            "algorithm",
+            "critic",
+            "data",
+            "distillation",
+            "model",
+            "npu_profile",
+            "profiler",
+            "ref",
+        ),
         *("reward", "reward_manager", "reward_model", "rollout", "trainer"),
     )
 )
@@ -55,7 +67,9 @@ class _Position:
     """Files that led here."""
 
 
-def compose_file(path: Path, *, load: Callable[[Path], dict[str, Plain]], bases: Mapping[str, str]) -> Composed:
+def compose_file(
+    path: Path, *, load: Callable[[Path], dict[str, Plain]], bases: Mapping[str, str]
+) -> Composed:
     """Compose a file by its defaults list as Hydra does.
 
     Args:
@@ -70,7 +84,9 @@ def compose_file(path: Path, *, load: Callable[[Path], dict[str, Plain]], bases:
 
 
 class _Composer:
-    def __init__(self, path: Path, load: Callable[[Path], dict[str, Plain]], bases: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, load: Callable[[Path], dict[str, Plain]], bases: Mapping[str, str]
+    ) -> None:
         self._path, self._load, self._bases = path, load, bases
         self._out = Composed()
         self._roots: list[Path] = [path.parent]
@@ -102,14 +118,25 @@ class _Composer:
             self._out.values = merged(self._out.values, _nested(position.package, own))
 
     def _follow(self, path: Path, entry: "_Entry", position: _Position, *, above_own: bool) -> None:
-        """Load one entry of a list: a neighboring file, one of a search folder, or the old package's own."""
-        choice = self._overridden.get(entry.group.lstrip("/"), entry.choice) if entry.group else entry.choice
+        """Load one entry of a list.
+
+        A neighboring file, one of a search folder, or the old package's own.
+        """
+        choice = (
+            self._overridden.get(entry.group.lstrip("/"), entry.choice)
+            if entry.group
+            else entry.choice
+        )
         choice = _NAME.sub(lambda match: self._out.groups.get(match[1], match[0]), choice)
         self._note_group(entry, choice, position)
         name = f"{entry.group}/{choice}" if entry.group else choice
-        location = posixpath.normpath(name.lstrip("/") if name.startswith("/") else posixpath.join(position.folder, name))
+        location = posixpath.normpath(
+            name.lstrip("/") if name.startswith("/") else posixpath.join(position.folder, name)
+        )
         last = location.rpartition("/")[2]
-        result = next((file for root in self._roots if (file := root / f"{location}.yaml").is_file()), None)
+        result = next(
+            (file for root in self._roots if (file := root / f"{location}.yaml").is_file()), None
+        )
         is_base = not entry.group and last in self._bases
         if is_base and self._out.base == "":
             self._out.base = last
@@ -117,24 +144,41 @@ class _Composer:
             self._not_there(path, entry, name, choice, is_base=is_base, above_own=above_own)
             return
         if result.resolve() in position.seen:
-            raise DamagedFileError(f"{result} builds on itself through its defaults list: take one of the entries out.")
+            raise DamagedFileError(
+                f"{result} builds on itself through its defaults list: take one of the entries out."
+            )
         self._out.parts.append(result)
         inner = self._load(result)
         package = _package(entry, header=_header(result), position=position)
-        self._lay(result, inner, _Position(folder=posixpath.dirname(location), package=package, seen=(*position.seen, result.resolve())))
+        self._lay(
+            result,
+            inner,
+            _Position(
+                folder=posixpath.dirname(location),
+                package=package,
+                seen=(*position.seen, result.resolve()),
+            ),
+        )
 
     def _note_group(self, entry: "_Entry", choice: str, position: _Position) -> None:
         """Record the engine: groups choose it at the top level, not below another block."""
         name = entry.group.lstrip("/")
-        if name in _ENGINE_GROUPS and not position.folder and entry.package in (None, "_global_", name):
+        if (
+            name in _ENGINE_GROUPS
+            and not position.folder
+            and entry.package in (None, "_global_", name)
+        ):
             self._out.groups[name] = choice
 
-    def _not_there(self, path: Path, entry: "_Entry", name: str, choice: str, *, is_base: bool, above_own: bool) -> None:
+    def _not_there(
+        self, path: Path, entry: "_Entry", name: str, choice: str, *, is_base: bool, above_own: bool
+    ) -> None:
         """Record a missing file; the old package's own files are in its releases' trees."""
         if is_base:
             if above_own:
                 self._out.missing.append(
-                    f"the defaults list of {path.name} has {name} after _self_, so that its defaults won over the values of the file: "
+                    f"the defaults list of {path.name} has {name} after _self_, so that its "
+                    "defaults won over the values of the file: "
                     "put _self_ last if the values were meant, or take out those that had no effect"
                 )
         elif posixpath.normpath(entry.group.lstrip("/")).rpartition("/")[2] in _OLD_GROUPS:
@@ -142,7 +186,8 @@ class _Composer:
                 self._out.groups.setdefault("model_engine", "megatron")
         elif not entry.is_optional:
             self._out.missing.append(
-                f"the defaults list of {path.name} names {name}, which lies neither beside it nor in a folder of its hydra.searchpath "
+                f"the defaults list of {path.name} names {name}, which lies neither beside it nor "
+                "in a folder of its hydra.searchpath "
                 "that was found: its values are missing; put the file there, and translate again"
             )
 
@@ -169,7 +214,10 @@ def _entries(tree: Mapping[str, Plain]) -> list[_Entry]:
 
 
 def _read(item: Plain) -> Iterator[_Entry]:
-    """Yield entries of ``name``, ``name@package``, ``{[override] [optional] group[@package]: choices}``; null chooses nothing."""
+    """Yield entries of ``name``, ``name@package``, ``{[override] [optional] group[@package].
+
+    Choices}``; null chooses nothing.
+    """
     if isinstance(item, Mapping) and len(item) == 1:
         ((given, chosen),) = item.items()
     else:
@@ -204,7 +252,11 @@ def _package(entry: _Entry, *, header: str | None, position: _Position) -> str:
     if given == "_here_":
         given = ""
     if given is None and header is not None:
-        given = f"_global_.{header.removeprefix('_global_').lstrip('.')}".rstrip(".") if header != "_group_" else group
+        given = (
+            f"_global_.{header.removeprefix('_global_').lstrip('.')}".rstrip(".")
+            if header != "_group_"
+            else group
+        )
     package = group if given is None else given.replace("_group_", group)
     full = ".".join(part for part in (position.package, package) if part)
     return full.rpartition("_global_")[2].lstrip(".") if "_global_" in full else full
@@ -234,8 +286,14 @@ def _search_folders(tree: Mapping[str, Plain], path: Path) -> list[Path]:
         if "://" in text:  # pkg://: inside an installed package
             continue
         text = text.removeprefix("//")
-        bases = [Path("/")] if text.startswith("/") else [path.parent, *path.resolve().parent.parents[:_MAX_LEVELS_UP]]
-        folder = next((base / text for base in bases if "$" not in text and (base / text).is_dir()), None)
+        bases = (
+            [Path("/")]
+            if text.startswith("/")
+            else [path.parent, *path.resolve().parent.parents[:_MAX_LEVELS_UP]]
+        )
+        folder = next(
+            (base / text for base in bases if "$" not in text and (base / text).is_dir()), None
+        )
         out += [folder] if folder is not None else []
     return out
 
@@ -245,5 +303,7 @@ def merged(below: dict[str, Plain], above: dict[str, Plain]) -> dict[str, Plain]
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
-        out[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        out[key] = (
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return out

@@ -57,7 +57,9 @@ class Launch:
     family: Family
     entry: str
     configs: tuple[str, ...] = ()
-    """Configurations of the entry's own that its release composes on that tree; see ``trees.own_configs``."""
+    """Configurations of the entry's own that its release composes on that tree; see
+    ``trees.own_configs``.
+    """
     foreign: str = ""
     """Reason why this program has no counterpart; empty if it has one."""
     config_name: str = ""
@@ -68,11 +70,14 @@ class Launch:
     """Reason why tree and strategy contradict each other; empty if they do not."""
 
 
-def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Override], given: dict[str, Plain]) -> Launch:
-    """Return the program of an entry point (module or file), its config name, and what the overrides say about engines.
+def launch_of(
+    entry: str, *, config_name: str | None, overrides: Sequence[Override], given: dict[str, Plain]
+) -> Launch:
+    """Find the program of an entry point from its module or file, config name and overrides.
 
     Args:
-        entry: ``verl.trainer.main_ppo``, ``recipe/dapo/main_dapo.py``, or a bare kind: ppo, sft, generation, evaluation.
+        entry: ``verl.trainer.main_ppo``, ``recipe/dapo/main_dapo.py``, or a bare kind: ppo, sft,
+            generation, evaluation.
         config_name: of Hydra; None takes the one among the overrides, or the entry's own.
         overrides: of the command line.
         given: leaves of the user's own file.
@@ -81,30 +86,47 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
     name = name.removesuffix(".yaml").rpartition("/")[2]
     path = _module(entry)
     program = _program(path, overrides, given)
-    engine = _group(overrides, "model_engine") or _group(overrides, "engine") or str(given.get("model_engine") or "")
+    engine = (
+        _group(overrides, "model_engine")
+        or _group(overrides, "engine")
+        or str(given.get("model_engine") or "")
+    )
     is_megatron = (
         "megatron" in name
         or name.startswith("on_policy_distill")
         or engine in _MEGATRON_ENGINES
         or given.get("actor_rollout_ref.actor.strategy") == "megatron"
     )
-    foreign = f"the training engine {engine} has no counterpart here" if engine in _FOREIGN_ENGINES else ""
-    if "automodel" in path or any(f".{part}." in f".{path}." or f"main_{part}" in path for part in FOREIGN_TRAINERS):
+    foreign = (
+        f"the training engine {engine} has no counterpart here"
+        if engine in _FOREIGN_ENGINES
+        else ""
+    )
+    if "automodel" in path or any(
+        f".{part}." in f".{path}." or f"main_{part}" in path for part in FOREIGN_TRAINERS
+    ):
         foreign = foreign or f"{entry} is a trainer of its own, which has no counterpart here"
     if path == "verl.trainer.main":
-        foreign = f"{entry} is the entry of EasyR1, whose configuration is of another kind (config=FILE, worker.*)"
+        foreign = (
+            f"{entry} is the entry of EasyR1, whose configuration is of another kind "
+            "(config=FILE, worker.*)"
+        )
     contradiction = ""
     if "megatron" not in path and _given_strategy(overrides) == "megatron" and program == "ppo":
         if not is_megatron and name in ("", "ppo_trainer") and not given:
             contradiction = (
-                "actor_rollout_ref.actor.strategy is megatron, but the configuration that the overrides are composed on is that of FSDP, "
-                "and would have failed: name the one that was meant (--config-name ppo_megatron_trainer), or take the strategy out"
+                "actor_rollout_ref.actor.strategy is megatron, but the configuration that the "
+                "overrides are composed on is that of FSDP, "
+                "and would have failed: name the one that was meant (--config-name "
+                "ppo_megatron_trainer), or take the strategy out"
             )
         is_megatron = True
     return Launch(
         program=program,
         # The program with servers was composed on the tree of main_ppo.
-        family=_family("ppo" if path.endswith("main_generation_server") else program, is_megatron=is_megatron),
+        family=_family(
+            "ppo" if path.endswith("main_generation_server") else program, is_megatron=is_megatron
+        ),
         entry=path,
         configs=_configs_of(path, name, is_megatron=is_megatron) if program == "ppo" else (),
         foreign=foreign,
@@ -124,13 +146,19 @@ def _configs_of(path: str, name: str, *, is_megatron: bool) -> tuple[str, ...]:
     result = []
     for part, config in _OWN_CONFIGS:
         if part in path or part in name:
-            names = (f"{config}_megatron_trainer", f"{config}_trainer", config) if is_megatron else (f"{config}_trainer", config)
+            names = (
+                (f"{config}_megatron_trainer", f"{config}_trainer", config)
+                if is_megatron
+                else (f"{config}_trainer", config)
+            )
             result += [next(each for each in names if each in own_configs())]
     return tuple(result)
 
 
 _KINDS = ("", "ppo", "sft", "sft1", "generation", "evaluation")
-_PROGRAMS = re.compile(r"main(_\w+)?|fsdp_sft_trainer|sft_trainer(_ray)?|generation|evaluation|generate|fully_async_main|\w+_trainer")
+_PROGRAMS = re.compile(
+    r"main(_\w+)?|fsdp_sft_trainer|sft_trainer(_ray)?|generation|evaluation|generate|fully_async_main|\w+_trainer"
+)
 """Last parts of the entries of all releases and recipes."""
 _HOMES = ("verl", "recipe", "examples", "tests")
 _CONFIGS = re.compile(
@@ -140,13 +168,13 @@ _CONFIGS = re.compile(
 
 
 def is_program(entry: str) -> bool:
-    """Return whether an entry can be one that the old releases had, a fork's copy of it included."""
+    """Check if a release of verl, or a copy of it in a fork, has this entry point."""
     path = _module(entry)
     return path in _KINDS or _PROGRAMS.fullmatch(path.rpartition(".")[2]) is not None
 
 
 def is_config(name: str) -> bool:
-    """Return whether the old releases have a configuration of that name, which needs no file of the user's."""
+    """Check if a release of verl has a configuration of this name."""
     stem = name.removesuffix(".yaml").rpartition("/")[2]
     return stem in own_configs() or _CONFIGS.fullmatch(stem) is not None
 
@@ -164,8 +192,12 @@ def _module(entry: str) -> str:
 
 
 def _is_fork(path: str) -> bool:
-    """Return whether a module or file lies outside the old packages, wherever those were checked out."""
-    return path not in _KINDS and "." in path and not any(part in _HOMES for part in path.split(".")[:-1])
+    """Check if a module or file is outside the old packages, wherever they were cloned."""
+    return (
+        path not in _KINDS
+        and "." in path
+        and not any(part in _HOMES for part in path.split(".")[:-1])
+    )
 
 
 def _program(path: str, overrides: Sequence[Override], given: dict[str, Plain]) -> Program:
@@ -199,12 +231,23 @@ def _family(program: Program, *, is_megatron: bool) -> Family:
 
 
 def _flag(overrides: Sequence[Override], names: tuple[str, ...]) -> str | None:
-    result = [str(override.value) for override in overrides if override.kind == "flag" and override.key in names and override.value]
+    result = [
+        str(override.value)
+        for override in overrides
+        if override.kind == "flag" and override.key in names and override.value
+    ]
     return next((name for name in result if "$" not in name), None)
 
 
 def _group(overrides: Sequence[Override], name: str) -> str:
-    return next((str(item.value) for item in reversed(overrides) if item.kind == "set" and item.key == name), "")
+    return next(
+        (
+            str(item.value)
+            for item in reversed(overrides)
+            if item.kind == "set" and item.key == name
+        ),
+        "",
+    )
 
 
 def _given_strategy(overrides: Sequence[Override]) -> str:
@@ -238,8 +281,20 @@ SYSTEMS = (
     System(
         name="TRL",
         some=(
-            *("model_name_or_path", "dataset_name", "output_dir", "learning_rate", "per_device_train_batch_size"),
-            *("gradient_accumulation_steps", "num_train_epochs", "num_generations", "max_prompt_length", "max_completion_length"),
+            *(
+                "model_name_or_path",
+                "dataset_name",
+                "output_dir",
+                "learning_rate",
+                "per_device_train_batch_size",
+            ),
+            *(
+                "gradient_accumulation_steps",
+                "num_train_epochs",
+                "num_generations",
+                "max_prompt_length",
+                "max_completion_length",
+            ),
             *("use_vllm", "torch_dtype", "dtype", "beta", "report_to", "trust_remote_code"),
         ),
         at_least=3,
@@ -253,8 +308,21 @@ SYSTEMS = (
     System(
         name="OpenRLHF",
         some=(
-            *("pretrain", "reward_pretrain", "remote_rm_url", "actor_num_nodes", "actor_num_gpus_per_node", "vllm_num_engines"),
-            *("rollout_batch_size", "micro_rollout_batch_size", "micro_train_batch_size", "train_batch_size", "prompt_data"),
+            *(
+                "pretrain",
+                "reward_pretrain",
+                "remote_rm_url",
+                "actor_num_nodes",
+                "actor_num_gpus_per_node",
+                "vllm_num_engines",
+            ),
+            *(
+                "rollout_batch_size",
+                "micro_rollout_batch_size",
+                "micro_train_batch_size",
+                "train_batch_size",
+                "prompt_data",
+            ),
             *("prompt_max_len", "generate_max_len", "zero_stage", "init_kl_coef"),
         ),
         at_least=3,
@@ -268,12 +336,18 @@ def other_system(values: Mapping[str, Plain]) -> str:
     if "actor_rollout_ref" in values:
         return ""
     for system in SYSTEMS:
-        if all(name in values for name in system.needs) and sum(name in values for name in system.some) >= system.at_least:
+        if (
+            all(name in values for name in system.needs)
+            and sum(name in values for name in system.some) >= system.at_least
+        ):
             return system.name
     return ""
 
 
 def has_known_key(values: Mapping[str, Plain]) -> bool:
-    """Return whether a configuration has a key, or a whole block of keys, that any release of verl had."""
+    """Check if a configuration has a key or block of any release of verl."""
     known = known_keys()
-    return any(key in known or any(name.startswith(f"{key}.") for name in known) for key in flatten(dict(values)))
+    return any(
+        key in known or any(name.startswith(f"{key}.") for name in known)
+        for key in flatten(dict(values))
+    )

@@ -1,4 +1,7 @@
-"""Command-line tokens of the old systems, read by Hydra's grammar: what each sets, adds or deletes."""
+"""Command-line tokens of the old systems, read by Hydra's grammar.
+
+What each sets, adds or deletes.
+"""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +13,10 @@ from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
 Prefix = Literal["", "+", "++", "~"]
 
 _OVERRIDE = re.compile(r"(\+\+|\+|~)?\s*([A-Za-z_/@$][^\s=]*)\s*(?:=(.*))?\Z", re.DOTALL)
-_FLAG = re.compile(r"--?(config-name|cn|config-path|cp|config-dir|cd|multirun|m|cfg|job|hydra-help|info|package)(?:=(.*))?\Z", re.DOTALL)
+_FLAG = re.compile(
+    r"--?(config-name|cn|config-path|cp|config-dir|cd|multirun|m|cfg|job|hydra-help|info|package)(?:=(.*))?\Z",
+    re.DOTALL,
+)
 _TAKES_VALUE = ("config-name", "cn", "config-path", "cp", "config-dir", "cd", "cfg", "package")
 
 
@@ -22,7 +28,9 @@ class Override:
     """Its place among the tokens."""
     text: str
     kind: Literal["set", "flag", "rest", "unreadable"]
-    """set: an override of Hydra; flag: an option of Hydra's own; rest: the shell's remaining arguments; unreadable: none of these."""
+    """set: an override of Hydra; flag: an option of Hydra's own; rest: the shell's remaining
+    arguments; unreadable: none of these.
+    """
     prefix: Prefix = ""
     """+ adds a key, ++ adds or sets one, ~ deletes one."""
     key: str = ""
@@ -36,7 +44,13 @@ class Override:
     def is_no_block(self) -> bool:
         """True if it sets one value, which cannot stand for a block of keys."""
         refers = isinstance(self.value, str) and "${" in self.value
-        return self.kind == "set" and self.prefix != "~" and self.value is not None and not isinstance(self.value, dict) and not refers
+        return (
+            self.kind == "set"
+            and self.prefix != "~"
+            and self.value is not None
+            and not isinstance(self.value, dict)
+            and not refers
+        )
 
     @property
     def has_value(self) -> bool:
@@ -50,7 +64,9 @@ def read_overrides(tokens: Sequence[str]) -> list[Override]:
     flag: str | None = None
     for index, token in enumerate(tokens):
         if flag is not None:
-            result.append(Override(index=index, text=token, kind="flag", key=flag, value=token.strip("'\"")))
+            result.append(
+                Override(index=index, text=token, kind="flag", key=flag, value=token.strip("'\""))
+            )
             flag = None
             continue
         override = _read(index, token)
@@ -70,7 +86,20 @@ def _read(index: int, token: str) -> Override:
         return Override(index=index, text=token, kind="flag", key=flag[1], value=value)
     match = _OVERRIDE.match(text)
     if match is None or (match[3] is None and match[1] != "~"):
-        return Override(index=index, text=token, kind="unreadable", complaint="this is no override: KEY=VALUE is expected")
+        return Override(
+            index=index,
+            text=token,
+            kind="unreadable",
+            complaint="this is no override: KEY=VALUE is expected",
+        )
     prefix: Prefix = match[1] or ""  # type: ignore[assignment]
     value, complaint = (None, None) if match[3] is None else parse_value(match[3])
-    return Override(index=index, text=token, kind="set", prefix=prefix, key=match[2], value=value, complaint=complaint)
+    return Override(
+        index=index,
+        text=token,
+        kind="set",
+        prefix=prefix,
+        key=match[2],
+        value=value,
+        complaint=complaint,
+    )

@@ -12,7 +12,15 @@ from typing import Any, Literal, get_args
 from temper_legacy_shim.configs.reading.config_values import Plain
 from temper_legacy_shim.errors import UsageError
 
-Family = Literal["ppo_fsdp", "ppo_megatron", "sft_columns", "sft_fsdp", "sft_megatron", "generation", "evaluation"]
+Family = Literal[
+    "ppo_fsdp",
+    "ppo_megatron",
+    "sft_columns",
+    "sft_fsdp",
+    "sft_megatron",
+    "generation",
+    "evaluation",
+]
 """Default trees: PPO on FSDP or Megatron.
 
 SFT of the first generation (columns) and of the second (on engines); generation; evaluation.
@@ -28,7 +36,11 @@ MAIN = "main"
 
 @cache
 def _packed() -> dict[str, Plain]:
-    text = resources.files("temper_legacy_shim.configs").joinpath("data/trees.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("temper_legacy_shim.configs")
+        .joinpath("data/trees.json")
+        .read_text(encoding="utf-8")
+    )
     packed: dict[str, Plain] = json.loads(text)
     return packed
 
@@ -49,23 +61,32 @@ def known_version(text: str) -> str:
     A version between two known releases has the trees of the earlier one.
 
     Raises:
-        UsageError: The text is no version, or a version before v0.2 or after the newest known release.
+        UsageError: The text is no version, or a version before v0.2 or after the newest known
+            release.
     """
     if text.strip() == MAIN:
         return MAIN
     match = _VERSION.match(text.strip())
     known = [version for version in versions() if version != MAIN]
     if match is None:
-        raise UsageError(f"{text!r} is no version: give one such as v0.7.1, from {known[0]} to {known[-1]}, or {MAIN}.")
+        raise UsageError(
+            f"{text!r} is no version: give one such as v0.7.1, from {known[0]} to {known[-1]}, or "
+            f"{MAIN}."
+        )
     expected = _number(match)
     if expected < _parsed(known[0]):
-        raise UsageError(f"{text} is older than the oldest known release: give one from {known[0]} to {known[-1]}, or {MAIN}.")
+        raise UsageError(
+            f"{text} is older than the oldest known release: give one from {known[0]} to "
+            f"{known[-1]}, or {MAIN}."
+        )
     newest = _parsed(known[-1])
     is_line = match[3] is None and match[4] is None  # v0.4 means the last of its line
     if (expected[:2] > newest[:2]) if is_line else (expected > newest):
         raise UsageError(
-            f"{text} is newer than the newest release that is known here, {known[-1]}: keys and defaults may have changed. Update "
-            f"temper-legacy-shim, or give --from-version {known[-1]} to translate it as that release."
+            f"{text} is newer than the newest release that is known here, {known[-1]}: keys and "
+            "defaults may have changed. Update "
+            f"temper-legacy-shim, or give --from-version {known[-1]} to translate it as that "
+            "release."
         )
     last = (*expected[:2], 99, 99) if is_line else expected
     return [version for version in known if _parsed(version) <= last][-1]
@@ -85,7 +106,11 @@ def described(version: str) -> str:
     commits = _packed()["commits"]
     assert isinstance(commits, dict)
     commit = commits.get(version)
-    return f"{version} (commit {commit['commit']} of {commit['date']})" if isinstance(commit, dict) else version
+    return (
+        f"{version} (commit {commit['commit']} of {commit['date']})"
+        if isinstance(commit, dict)
+        else version
+    )
 
 
 def _number(match: re.Match[str]) -> tuple[int, int, int, int]:
@@ -125,7 +150,10 @@ def default_tree(version: str, family: Family) -> dict[str, Plain]:
     """
     if family not in families_of(version):
         had = ", ".join(families_of(version))
-        raise UsageError(f"{version} had no configuration of the kind {family}: it had {had}. Give another version.")
+        raise UsageError(
+            f"{version} had no configuration of the kind {family}: it had {had}. Give another "
+            "version."
+        )
     return dict(_tree(version, family))
 
 

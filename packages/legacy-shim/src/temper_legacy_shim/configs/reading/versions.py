@@ -1,4 +1,7 @@
-"""The release that a configuration was written for: given, or the one whose tree takes it, with the evidence."""
+"""The release that a configuration was written for.
+
+Given, or the one whose tree takes it, with the evidence.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -7,14 +10,25 @@ from temper_legacy_shim.configs.mapping.trainer_defaults import DEFAULTS
 from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
 from temper_legacy_shim.configs.reading.entry_points import GROUPS, Program
 from temper_legacy_shim.configs.reading.overrides import Override
-from temper_legacy_shim.configs.reading.trees import Family, composed_tree, families_of, releases_of, versions
+from temper_legacy_shim.configs.reading.trees import (
+    Family,
+    composed_tree,
+    families_of,
+    releases_of,
+    versions,
+)
 from temper_legacy_shim.configs.translation import Setting
 
 _MOST_SHOWN = 4
 
 
 def infer_version(
-    overrides: Sequence[Override], *, family: Family, program: Program, configs: tuple[str, ...], given: dict[str, Plain]
+    overrides: Sequence[Override],
+    *,
+    family: Family,
+    program: Program,
+    configs: tuple[str, ...],
+    given: dict[str, Plain],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the releases that refuse the fewest keys, oldest first, and why.
 
@@ -28,12 +42,17 @@ def infer_version(
         given: leaves of the user's own file.
     """
     candidates = releases_with(family, configs)
-    counts = {version: _refusals(overrides, given, version=version, family=family, configs=configs) for version in candidates}
+    counts = {
+        version: _refusals(overrides, given, version=version, family=family, configs=configs)
+        for version in candidates
+    }
     fewest = min(len(keys) for keys in counts.values())
     best = [version for version in candidates if len(counts[version]) == fewest]
     taken = best[-1]
     evidence = [
-        f"{best[0]} to {taken} take its keys; the newest counts" if len(best) > 1 else f"only {taken} takes its keys",
+        f"{best[0]} to {taken} take its keys; the newest counts"
+        if len(best) > 1
+        else f"only {taken} takes its keys",
     ]
     if fewest:
         evidence.append(f"even {taken} refuses {', '.join(sorted(counts[taken])[:_MOST_SHOWN])}")
@@ -44,7 +63,11 @@ def infer_version(
 def releases_with(family: Family, configs: tuple[str, ...]) -> list[str]:
     """Return the releases that have a tree and all further configurations, oldest first."""
     having = [set(releases_of(config)) for config in configs]
-    return [version for version in versions() if family in families_of(version) and all(version in each for each in having)]
+    return [
+        version
+        for version in versions()
+        if family in families_of(version) and all(version in each for each in having)
+    ]
 
 
 def _bounds(counts: dict[str, set[str]], best: list[str], candidates: list[str]) -> list[str]:
@@ -60,7 +83,12 @@ def _bounds(counts: dict[str, set[str]], best: list[str], candidates: list[str])
 
 
 def _refusals(
-    overrides: Sequence[Override], given: dict[str, Plain], *, version: str, family: Family, configs: tuple[str, ...]
+    overrides: Sequence[Override],
+    given: dict[str, Plain],
+    *,
+    version: str,
+    family: Family,
+    configs: tuple[str, ...],
 ) -> set[str]:
     """Return the keys that the release's tree does not take in the way they are written."""
     leaves, blocks = _shape(version, family, configs)
@@ -78,22 +106,42 @@ def _refusals(
 
 
 @cache
-def _shape(version: str, family: Family, configs: tuple[str, ...]) -> tuple[dict[str, Plain], frozenset[str]]:
+def _shape(
+    version: str, family: Family, configs: tuple[str, ...]
+) -> tuple[dict[str, Plain], frozenset[str]]:
     leaves = composed_tree(version, family, configs)
-    blocks = {".".join(parts[:count]) for parts in (key.split(".") for key in leaves) for count in range(1, len(parts))}
+    blocks = {
+        ".".join(parts[:count])
+        for parts in (key.split(".") for key in leaves)
+        for count in range(1, len(parts))
+    }
     return leaves, frozenset(blocks)
 
 
 _BEHAVIOUR = (
-    *("algorithm.", "sampling.", "run.eval_sampling.", "run.total_", "data.shuffle", "data.overlong_prompts", "use_legacy_worker_impl"),
+    *(
+        "algorithm.",
+        "sampling.",
+        "run.eval_sampling.",
+        "run.total_",
+        "data.shuffle",
+        "data.overlong_prompts",
+        "use_legacy_worker_impl",
+    ),
     *("batching.prompts_per_step", "batching.num_"),
-    *(f"{role}.engine.{block}." for role in ("actor", "critic") for block in ("optimizer", "schedule", "lora")),
+    *(
+        f"{role}.engine.{block}."
+        for role in ("actor", "critic")
+        for block in ("optimizer", "schedule", "lora")
+    ),
 )
 """Keys, or their beginnings, that carry what a run learns; how fast it runs is not among them."""
 
 
-def other_meanings(taken: Mapping[str, Setting], others: Mapping[str, Mapping[str, Setting]]) -> list[str]:
-    """Return one clause for each stretch of releases that would have meant something else, oldest first.
+def other_meanings(
+    taken: Mapping[str, Setting], others: Mapping[str, Mapping[str, Setting]]
+) -> list[str]:
+    """Describe each range of releases that gives the keys another meaning, oldest first.
 
     Args:
         taken: the settings of the release that counts.
@@ -106,13 +154,19 @@ def other_meanings(taken: Mapping[str, Setting], others: Mapping[str, Mapping[st
             stretches[-1][0].append(release)
         else:
             stretches.append(([release], difference))
-    return [f"{_named(releases)} would have meant {difference}" for releases, difference in stretches if difference]
+    return [
+        f"{_named(releases)} would have meant {difference}"
+        for releases, difference in stretches
+        if difference
+    ]
 
 
 def _difference(taken: Mapping[str, Setting], other: Mapping[str, Setting]) -> str:
     keys = [key for key in dict.fromkeys((*other, *taken)) if key.startswith(_BEHAVIOUR)]
     pairs = [(key, _shown(other, key), _shown(taken, key)) for key in keys]
-    return ", ".join(f"{key}={others} (here {target})" for key, others, target in pairs if others != target)
+    return ", ".join(
+        f"{key}={others} (here {target})" for key, others, target in pairs if others != target
+    )
 
 
 def _shown(settings: Mapping[str, Setting], key: str) -> str:
