@@ -134,7 +134,7 @@ def deprecated_class(cls: ClassT) -> ClassT:
 
 
 def _is_warned_by_subclass(actual: type, cls: type) -> bool:
-    """Return whether a class between the two has a record of its own, whose warning is enough."""
+    """Check if a class between the two has a record, so that it warns instead."""
     return any(
         "__deprecation__" in vars(base) for base in actual.__mro__[: actual.__mro__.index(cls)]
     )

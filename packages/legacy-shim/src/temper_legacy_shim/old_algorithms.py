@@ -19,9 +19,9 @@ EPSILON = 1e-8
 
 
 def bare_reward(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
-    """Return each completion's own reward as its advantage.
+    """Return the reward of each completion as the advantage.
 
-    What the old group estimators did where a prompt had one completion.
+    The old group estimators did this if a prompt had a single completion.
 
     Args:
         rewards: [B].

@@ -36,7 +36,7 @@ def exists(path: str) -> bool:
 
 
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False) -> None:
-    """Create a folder with its parents; a remote one may exist already."""
+    """Create a folder with parents; a remote folder may already exist."""
     if not name.startswith(_REMOTE):
         os.makedirs(name, mode=mode, exist_ok=exist_ok)
         return
@@ -76,7 +76,7 @@ def copy_to_local(
     Args:
         src: Local path, name on a hub, or remote path.
         cache_dir: Takes downloads.
-        filelock: Has no effect: downloads of several processes go to folders of their own.
+        filelock: No effect: each process downloads to a separate folder.
         verbose: Log what is downloaded.
         ignored: Further arguments of later releases.
     """
@@ -145,7 +145,7 @@ def postprocess_data(
     left_pad: bool = True,
     truncation: Truncation = "error",
 ) -> tuple[Tensor, Tensor]:
-    """Pad or cut token IDs and their mask [B, L] to one length.
+    """Pad or cut token IDs and mask [B, L] to a fixed length.
 
     Raises:
         NotImplementedError: They are longer, and truncation is error.
@@ -194,7 +194,7 @@ def tokenize_and_postprocess_data(
 
 
 def collate_fn(data_list: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Stack the tensors of rows, and put their other values into arrays of objects."""
+    """Stack the tensors of rows, and collect other values in object arrays."""
     import numpy as np
     import torch
 

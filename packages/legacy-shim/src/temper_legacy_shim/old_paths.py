@@ -96,7 +96,7 @@ MODULES: dict[str, dict[str, str]] = {
     f"{PACKAGE}.workers.critic.dp_critic": _CRITIC,
     f"{PACKAGE}.workers.critic.megatron_critic": _MEGATRON_CRITIC,
 }
-"""Names of each old module and their location here: ``module:name``."""
+"""Names of each old module, with the location here: ``module:name``."""
 
 
 class OldModule(ModuleType):

@@ -51,9 +51,9 @@ def score_with_model(
         messages_key: field of the row with the chat messages, which go through the model's own chat
             template; None scores the prompt's text with the completion behind it as they are, for a
             model that shares the policy's template.
-        max_tokens: what is longer loses its end, as it did.
+        max_tokens: longer texts lose the end, as in the old code.
         dtype: bfloat16, float16 or float32.
-        device: None takes a GPU if there is one.
+        device: None takes a GPU if available.
 
     Raises:
         UsageError: no such model, one without a score head, or a row without messages.

@@ -93,7 +93,7 @@ class ToolResponse:
     """Refused: video is out of scope."""
 
     def is_empty(self) -> bool:
-        """Return whether there is nothing to say."""
+        """Check if the response is empty."""
         return not (self.text or self.image or self.video)
 
 
@@ -199,7 +199,7 @@ class HermesTools:
         self._given: Mapping[str, object] = {}
 
     def reset(self, prompt: Prompt) -> None:
-        """Take what the row has for its tools, the old ``extra_info.tools_kwargs``."""
+        """Return the row's arguments for tools, the old ``extra_info.tools_kwargs``."""
         info = prompt.extra.get(INFO)
         given = info.get("tools_kwargs") if isinstance(info, Mapping) else None
         self._given = given if isinstance(given, Mapping) else {}
@@ -244,7 +244,7 @@ class HermesTools:
 
 
 async def _called(tool: _Tool, arguments: object, *, given: object) -> str:
-    """Return one call from its beginning to its end.
+    """Run a tool call from creation to release.
 
     Releases of before 0.6 took what the row gives by name, later ones as ``create_kwargs``.
     """
@@ -358,7 +358,7 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 class _ToolLoop:
-    """One event loop for all tools of a process, as the old agent loop had.
+    """The event loop for all tools of a process, as in the old agent loop.
 
     A tool's calls never run at the same instant.
     """

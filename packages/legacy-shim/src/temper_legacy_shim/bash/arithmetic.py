@@ -46,7 +46,7 @@ def calculate(
 
     Args:
         text: the expression.
-        read: the text of a variable, None for one that is unset; raises UnknownNumber.
+        read: returns the text of a variable, None if it is unset; raises UnknownNumber.
         write: assigns a variable.
         depth: how many variables whose value is an expression led here.
 

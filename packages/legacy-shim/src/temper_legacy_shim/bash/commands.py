@@ -237,7 +237,7 @@ def _run_other(
     span: Span,
     stdin: Text | None,
 ) -> None:
-    """Record an external command as one that would run, and compute its output if that is known."""
+    """Record an external command, and compute its output if the inputs are known."""
     reading = shell.reading
     given = stdin if stdin is not None else shell.stdin
     failure = reading.hooks.explain_failure(fields)
@@ -274,7 +274,7 @@ def _run_other(
 
 
 def _started_shell(shell: Shell, environment: tuple[tuple[str, Text], ...]) -> Shell:
-    """Return another bash: it knows what was exported, and no functions."""
+    """Start another shell with the exported variables and without functions."""
     child = shell.fork()
     child.functions, child.captured = {}, None
     exported = {

@@ -40,7 +40,7 @@ def test_fields(shell: Shell, fields: list[Field]) -> Truth:
 
 
 class _FieldParser:
-    """The grammar of ``[``: what is an operator depends on how many arguments there are."""
+    """The grammar of ``[``: the number of arguments determines which words are operators."""
 
     def __init__(self, shell: Shell, texts: list[Text]) -> None:
         self.shell, self.texts, self.at = shell, texts, 0

@@ -59,7 +59,7 @@ def _run_item(shell: Shell, item: Item) -> None:
         for operator, pipeline in item.pipelines:
             if operator:
                 truth = shell.status if shell.status is None else shell.status == 0
-                # What a run alone would know is taken as success, except tests, which were decided.
+                # Unknown statuses count as success, except those of tests, which were decided.
                 is_true = True if truth is None else truth
                 if is_true != (operator == "&&"):
                     continue
@@ -99,7 +99,7 @@ def _run_pipes(shell: Shell, pipeline: Pipeline) -> None:
 
 
 def run_command(shell: Shell, command: Command, *, is_tested: bool = False) -> None:
-    """Run one command and leave its status in the shell."""
+    """Run a command and store the status in the shell."""
     shell.reading.step()
     match command:
         case Simple():
@@ -166,7 +166,7 @@ def _test_status(shell: Shell, command: Test, *, is_decided: bool) -> int | None
 def truth_status(shell: Shell, truth: Truth, span: Span, *, is_decided: bool) -> int | None:
     """Return a test's status.
 
-    Decided now where a list continues by it, and later by what asks for it otherwise.
+    The test is decided now if a list depends on it, else at the first use.
     """
     if truth.value is not None and not truth.is_assumed:
         return int(not truth.value)

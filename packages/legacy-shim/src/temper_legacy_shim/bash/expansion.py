@@ -53,7 +53,7 @@ def expand_words(shell: Shell, words: tuple[Word, ...] | list[Word]) -> list[Fie
 
 
 def expand_text(shell: Shell, word: Word | None, *, source: str | None = None) -> Text:
-    """Return the value of a word where nothing is split.
+    """Expand a word without splitting.
 
     Assignments, redirections, heredocs, subjects of ``case``.
     """

@@ -153,7 +153,7 @@ class Words:
         return DoubleQuoted(parts or (Literal("", is_quoted=True),))
 
     def _ansi_quoted(self) -> Literal:
-        """Read ``$'...'`` after its opening quote."""
+        """Read ``$'...'`` after the opening quote."""
         start, out = self.at, []
         self.at += 1
         while (char := self.peek()) != "'":
@@ -229,7 +229,7 @@ class Words:
         return Substitution(program, self.text[start : self.at])
 
     def _arithmetic(self) -> Arithmetic | None:
-        """Read ``$((...))``; return None if its parentheses close separately.
+        """Read ``$((...))``; return None if the parentheses close separately.
 
         A substitution of a subshell.
         """
@@ -368,7 +368,7 @@ class Words:
 
 
 def _joined(parts: list[Part]) -> tuple[Part, ...]:
-    """Return the adjacent literals of one kind as one."""
+    """Join adjacent literals of the same kind."""
     out: list[Part] = []
     for part in parts:
         last = out[-1] if out else None

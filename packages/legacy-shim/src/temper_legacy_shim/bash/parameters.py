@@ -26,7 +26,7 @@ _DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
 def value(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Fragment]:
     """Return the value of a parameter that is no list.
 
-    Parts of a default where they split on their own.
+    Parts of a default are separate words if they split.
     """
     if part.operator == "bad":
         shell.reading.note(
@@ -120,7 +120,7 @@ def _elements_of(variable: Variable) -> dict[int | str, Field]:
 
 
 def element_text(shell: Shell, variable: Variable, index: str) -> Text | None:
-    """Return one element by its subscript; an unknown subscript gives an unknown text."""
+    """Return the element at a subscript; an unknown subscript gives an unknown text."""
     if variable.is_associative:
         field = (variable.elements or {}).get(index.strip("\"'"))
         return None if field is None else field.text
@@ -253,7 +253,7 @@ def _with_default(
 def _operand(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Fragment]:
     """Return the word of a default.
 
-    One value with the parameter's source, or fragments where it splits.
+    Return a value with the parameter's source, or fragments if it splits.
     """
     word = part.operands[0] if in_quotes else with_tilde(part.operands[0])
     parts = shell.interpreter.expand_fragments(shell, word, in_quotes=in_quotes)

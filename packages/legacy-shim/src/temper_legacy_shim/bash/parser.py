@@ -1,6 +1,6 @@
 """The grammar of bash: from a text to a ``Program``.
 
-What bash itself would refuse as a syntax error is a ``ScriptError`` with its line.
+A syntax error of bash is a ``ScriptError`` with the line.
 """
 
 import re

@@ -1,6 +1,6 @@
 """State of a shell during reading: variables in scopes, positional parameters, functions, limits.
 
-``Shell`` is one (sub)shell; all shells of a reading share one ``Reading``, which records commands,
+``Shell`` is a (sub)shell. All shells of a script share a ``Reading``, which records commands,
 notes and decisions.
 """
 
@@ -87,7 +87,7 @@ class ReaderHooks:
     """Knowledge of the caller about commands that are not the shell's own."""
 
     explain_failure: Callable[[Sequence[Field]], str | None] = lambda fields: None
-    """Return a note if a command is to be read as one that fails, None for all others."""
+    """Return a note if a command must be treated as failed, else None."""
     is_launch_text: Callable[[str], bool] = lambda text: False
     """Return True for text that is read as a script although the script only writes it."""
 
@@ -141,9 +141,9 @@ class Event:
     item: Span
     """The pipelines around it, up to ``;``, ``&`` or the end of the line."""
     stdin: Text | None
-    """A heredoc, where it has one."""
+    """Text of the heredoc, if the command has one."""
     is_inner: bool
-    """Inside ``bash -c``, ``eval`` or a heredoc: its own text is not in the script's."""
+    """True inside ``bash -c``, ``eval`` or a heredoc, where the text is not the script's."""
     is_written: bool = False
     """True inside text that the script writes to a file or submits to a scheduler, which may run it
     later.
@@ -175,13 +175,13 @@ class Reading:
     """Variables given from outside, which the script may overwrite."""
     hooks: ReaderHooks = field(default_factory=ReaderHooks)
     passes_guards: bool = False
-    """Go on after ``exit`` with an error, as if its condition had not held."""
+    """Continue after ``exit`` with an error, as if the condition had been false."""
     events: list[Event] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
     """Sentences for a person, with the line of each."""
     free: dict[str, bool] = field(default_factory=dict)
-    """Variables that are read and never assigned; whether one is read without a default."""
+    """Variables that are used but never assigned; True if any use has no default."""
     executed: set[int] = field(default_factory=set)
     """Positions of the executed assignments."""
     num_arguments: int = 0
@@ -258,7 +258,7 @@ class Reading:
 
 
 class Shell:
-    """One shell: the script's own, a subshell, or a function's view of it."""
+    """A shell: the script's, a subshell, or a function's view of either."""
 
     def __init__(self, reading: Reading, interpreter: Interpreter) -> None:
         self.reading = reading
@@ -278,7 +278,7 @@ class Shell:
         """
         self.stdin: Text | None = None
         self.pending: Truth | None = None
-        """A test whose answer is not certain, for what asks for its status."""
+        """A test with an uncertain result, for the code that uses the status."""
         self.forks = 0
         for name, value in reading.settings.items():
             if name.isdigit():

@@ -116,7 +116,7 @@ class Field:
     source: str
     """Spelling in the script; None for literal characters."""
     at: int = -1
-    """Position in the script; -1 if it was not written as one word."""
+    """Position in the script; -1 if the text is not a single word there."""
 
 
 @dataclass(slots=True)

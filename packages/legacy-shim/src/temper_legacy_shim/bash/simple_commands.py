@@ -28,7 +28,7 @@ class SimpleCommands(Words):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._after_bodies: dict[int, int] = {}
-        """Where a line that opened heredocs ends: where their bodies end."""
+        """End of a line with heredocs: the end of the last heredoc."""
 
     def simple(self) -> Simple:
         """Return a command with its assignments, arguments and redirections."""

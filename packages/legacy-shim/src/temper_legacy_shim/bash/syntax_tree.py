@@ -1,6 +1,6 @@
 """The tree of a shell script.
 
-Every node knows where it stands in the text, so that a writer can leave all else as it was.
+Every node has positions in the text, so that a writer can keep the rest unchanged.
 
 A position is an offset in the text that was parsed; `end` is one past the last character.
 """
@@ -81,7 +81,7 @@ class Word:
     span: Span
 
     def literal(self) -> str | None:
-        """Return its text if nothing in it is quoted or expanded.
+        """Return the text if no part is quoted or expanded.
 
         Reserved words are recognized by it.
         """

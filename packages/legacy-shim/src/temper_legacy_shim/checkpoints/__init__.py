@@ -59,11 +59,11 @@ def open_checkpoint(
     lora_alpha: float | None = None,
     num_updates: int | None = None,
 ) -> OldModel:
-    """Return one model of an old checkpoint, as lazy tensors under Hugging Face names.
+    """Return a model of an old checkpoint, as lazy tensors with Hugging Face names.
 
     Args:
         path: a run, a step or a role directory.
-        role: which one, if there are several.
+        role: the role to read; required if there are several.
         step: of a run; its tracker's by default.
         hf_config: folder of config.json, for layouts that have none and need it.
         base_model: folder of the base, for checkpoints of an adapter alone.

@@ -70,11 +70,11 @@ class Adapter:
     extra: Mapping[str, LazyTensor] = field(default_factory=dict)
     """Other tensors of PEFT's file by name: trained biases, and embedding weights."""
     alpha: float | None = None
-    """Numerator of the scale; None where no file says it and no one gave it."""
+    """Numerator of the scale; None if neither a file nor the user gives it."""
     alpha_from: str = ""
     """File that holds alpha."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """PEFT's own configuration where there is one."""
+    """PEFT's configuration, if the checkpoint has it."""
 
     @property
     def rank(self) -> int:
@@ -82,7 +82,7 @@ class Adapter:
 
     @property
     def has_transposed(self) -> bool:
-        """True if any of its modules keeps its weight transposed."""
+        """True if any module stores a transposed weight."""
         return any(pair.is_transposed for pair in self.pairs.values())
 
     @property
@@ -134,7 +134,7 @@ class Adapter:
 def split(
     tensors: Mapping[str, LazyTensor], *, where: Path
 ) -> tuple[dict[str, LazyTensor], Adapter | None]:
-    """Return a model's own weights under Hugging Face names, and its adapter if it has one.
+    """Split tensors into base weights with Hugging Face names, and the adapter, if any.
 
     Raises:
         DamagedFileError: half a pair is missing, or there are several adapters.
@@ -181,7 +181,7 @@ def split(
 
 
 def exported(tensors: Mapping[str, LazyTensor], *, where: Path) -> Adapter | None:
-    """Return the adapter in PEFT's own file, which also holds what was trained next to it.
+    """Read the adapter from PEFT's file, with the modules that were trained next to it.
 
     None if there is none.
 
@@ -231,7 +231,7 @@ def _pair(module: str, sides: Mapping[str, LazyTensor], *, table: bool, where: P
 
 
 def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
-    """Return the adapter with its alpha from where it hides.
+    """Add the alpha to the adapter, from any file that has it.
 
     The user, lora_adapter/, or the metadata of 0.8.0.
 
@@ -286,7 +286,7 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
 
 
 def around(adapter: Adapter, *, model_type: object) -> Adapter:
-    """Return the adapter with its pairs as that kind of model keeps their weights.
+    """Transpose the adapter's pairs if the model stores transposed weights.
 
     Shapes do not tell, and ``fan_in_fan_out`` PEFT corrects.
     """
@@ -369,7 +369,7 @@ def peft_tensors(adapter: Adapter) -> dict[str, LazyTensor]:
 def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[str, object]:
     """Return PEFT's configuration.
 
-    Its own where the checkpoint has one, else made from the tensors.
+    From the checkpoint if possible, else derived from the tensors.
 
     Raises:
         UsageError: no alpha.
@@ -430,7 +430,7 @@ _MOST_REPEATS, _MOST_EXPRESSIONS, _LONGEST_NAME = 2, 64, 256
 def matching(patterns: Iterable[str], module: str, *, source: str) -> str | None:
     """Return the first pattern that a module's name matches as PEFT matches it.
 
-    Whole, or from one of its dots on.
+    A full name, or a suffix that starts after a dot.
 
     Args:
         patterns: keys of ``alpha_pattern``.

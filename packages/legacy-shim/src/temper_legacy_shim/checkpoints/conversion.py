@@ -34,7 +34,7 @@ from temper_legacy_shim.errors import OutputError
 def convert(
     job: Job, options: Options, sources: Sources, *, progress: Progress | None = None
 ) -> Receipt:
-    """Convert one role; the output appears whole, with its receipt, or not at all.
+    """Convert a role; the output with the receipt is complete, or it does not exist.
 
     Raises:
         ShimError: says what was wrong; nothing is at the output then, and a second run takes up

@@ -1,4 +1,4 @@
-"""Find the old layout of a directory by its files, never by its name only.
+"""Find the old layout of a directory from the files in it, never from the name alone.
 
 A *run* has steps, a *step* has roles (actor, critic), a *role* has the files of one model;
 supervised runs have no role level, and in runs of 0.1 each role has its steps.
@@ -21,7 +21,7 @@ _FSDP_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _ADAPTER_FILE = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?_adapter\.pt")
 _FIRST_ROLES = ("actor", "critic")
-"""Roles of 0.1, each in a folder with its own steps."""
+"""Roles of 0.1, each in a folder with separate steps."""
 _DESCRIPTIONS = ("huggingface", "hf_config_and_tokenizer", "model/huggingface", ".")
 """Folders that may hold a role's Hugging Face files."""
 
@@ -110,11 +110,11 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
 
     Args:
         path: any of the three.
-        step: of a run; None takes the one its tracker names.
+        step: the step to take; None takes the step in the tracker file.
         role: only this one.
 
     Raises:
-        LayoutError: there is none; says what is there instead.
+        LayoutError: no layout matches; the message lists the files that were found.
     """
     path = Path(path)
     if not os.path.isdir(path):  # also for a name that no disk takes
@@ -146,7 +146,7 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
 def _roles_of_step(path: Path) -> list[Role]:
     """Return the roles of a step.
 
-    Folders of converted output count only if nothing else is there.
+    Folders of converted output count only if no other is present.
     """
     children = (
         _role_at(child)

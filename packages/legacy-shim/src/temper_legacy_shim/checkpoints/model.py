@@ -1,6 +1,6 @@
 """One role of an old checkpoint as a model.
 
-Lazy weights under Hugging Face names, its adapter, its config, and what is worth telling.
+It has lazy weights with Hugging Face names, adapter, config and notes.
 """
 
 from collections.abc import Container, Mapping
@@ -54,7 +54,7 @@ class Sources:
     accepts_partial_adapter: bool = False
     """Convert an adapter that lacks layers."""
     num_updates: int | None = None
-    """Updates that the optimizer had made, where no file says it."""
+    """Updates of the optimizer, if no file has the number."""
 
     def __post_init__(self) -> None:
         if self.lora_alpha is not None and not is_alpha(self.lora_alpha):
@@ -83,7 +83,7 @@ class OldModel:
     """
     adapter: Adapter | None
     config: Mapping[str, object] | None
-    """config.json; None where there is none."""
+    """config.json, or None."""
     config_folder: Path | None
     """The folder of config and tokenizer files."""
     head: str
@@ -96,7 +96,7 @@ class OldModel:
 
 
 def read_model(role: Role, sources: Sources) -> OldModel:
-    """Read names, shapes and places of everything a role holds; no tensor is read yet.
+    """Find names, shapes and positions of all tensors of a role, without loading them.
 
     Raises:
         ShimError: the role can't be read; says which file and key.
@@ -189,7 +189,7 @@ def _with_tied_head(
 def _with_full(
     base: Mapping[str, LazyTensor], full: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Return the base with what was trained whole in its place.
+    """Replace the base's modules by those that were trained in full.
 
     The head of a critic stands for that of the language model.
     """

@@ -20,14 +20,14 @@ _REMEDY = "the files are not of one save; copy every rank's file of one step her
 
 
 def check_one_save(role: Role) -> tuple[str, ...]:
-    """Compare what the FSDP files of all ranks say about their writer and their step.
+    """Compare the torch versions and step counts of all ranks' FSDP files.
 
     Returns:
         A note for each optimizer file that is damaged: it could not be compared, and weights alone
         do not need it.
 
     Raises:
-        DamagedFileError: files contradict each other; names both and what they say.
+        DamagedFileError: two files differ; the message has both and the values.
         UnsafeFileError: an optimizer file asks for a name that no checkpoint needs.
     """
     for kind in ("model", "extra_state"):

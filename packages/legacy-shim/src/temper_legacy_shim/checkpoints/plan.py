@@ -1,6 +1,6 @@
 """Plan of a conversion.
 
-Tensors by file, texts and copies, from names and shapes before any read.
+It assigns tensors to files and lists texts and copies, from names and shapes alone.
 """
 
 import json
@@ -267,7 +267,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One role and where it goes."""
+    """A role and the output folder."""
 
     role: Role
     out: Path
@@ -287,7 +287,7 @@ def plan_jobs(
 
 
 def recorded(options: Options, sources: Sources) -> dict[str, object]:
-    """Return the options and what was given next to the checkpoint, as the receipt has them."""
+    """Return the options and additional inputs, in the form of the receipt."""
     return {**asdict(options), **sources.recorded()}
 
 

@@ -2,7 +2,7 @@
 
 Source, content carried and not carried, and a checksum of every file.
 
-Where it came from, what was carried, what could not be, and a checksum of every file.
+It lists the source, the converted and the omitted parts, and checksums of all files.
 """
 
 import json

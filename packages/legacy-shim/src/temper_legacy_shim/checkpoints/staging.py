@@ -99,7 +99,7 @@ class Staging:
             for record in content["files"]:
                 file = WrittenFile(**{**record, "with_nan": tuple(record["with_nan"])})
                 path = self.folder / file.path
-                # Its content too: what was damaged meanwhile is written again.
+                # Also the content: files that were damaged meanwhile are written again.
                 if (
                     path.is_file()
                     and path.stat().st_size == file.num_bytes
@@ -117,7 +117,7 @@ class Staging:
     def produce(self, relative: str, write: Callable[[Path], WrittenFile]) -> WrittenFile:
         """Return one file.
 
-        What an earlier run finished, or what ``write`` makes of a draft's path.
+        It is the file of an earlier run, or is created by ``write``.
         """
         if relative in self._finished:
             return self._finished[relative]
@@ -139,7 +139,7 @@ class Staging:
     ) -> list[WrittenFile]:
         """Return the files that mean something only together.
 
-        All of what an earlier run finished, or what ``write`` makes in a draft folder.
+        They are the files of an earlier run, or are created by ``write`` in a draft folder.
 
         Args:
             relative: path of the folder in the output.
@@ -248,7 +248,7 @@ def check_space(folder: Path, needed: int) -> None:
     """Refuse to begin what the disk can't hold.
 
     Raises:
-        OutputError: says what is needed and what is free.
+        OutputError: too little space; the message has the required and the free size.
     """
     free = shutil.disk_usage(folder).free
     if needed + _SPARE_BYTES > free:

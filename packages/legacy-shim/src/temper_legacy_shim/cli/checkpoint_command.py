@@ -195,7 +195,7 @@ def verify(
 ) -> None:
     """Check a converted checkpoint against its receipt.
 
-    Every file, its size, its checksum, its tensors.
+    Check size, checksum and tensors of every file.
     """
     _require_extra()
     from rich.console import Console

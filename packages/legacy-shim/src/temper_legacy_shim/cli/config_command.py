@@ -186,7 +186,7 @@ def _is_path(text: str) -> bool:
 
 
 def _write(results: list[tuple[str, "Translation"]], out: Path) -> dict[str, Path]:
-    """Return one YAML for each input that has one.
+    """Return the YAML text of each translated input.
 
     A name that is taken is an error before anything is written.
     """

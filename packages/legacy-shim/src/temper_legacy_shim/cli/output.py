@@ -1,6 +1,6 @@
 """Tables on the command line.
 
-As wide as the terminal where there is one, and with every word where the output goes elsewhere.
+Tables fit the terminal. Output to a file or pipe is never cut.
 """
 
 from collections.abc import Iterable, Sequence

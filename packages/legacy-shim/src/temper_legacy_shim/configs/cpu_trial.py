@@ -60,7 +60,7 @@ def make_cpu_trial(translation: Translation) -> Translation:
 
 
 def _small(setting: Setting) -> Setting:
-    """Return a setting with a smaller number where a trial needs one."""
+    """Return a setting, with a smaller number if a trial needs it."""
     most = {
         "batching.num_mini_batches": PROMPTS // 2,
         "batching.num_passes": 1,

@@ -1,4 +1,4 @@
-"""Explain one old key: its history in the old trees, and the rule for it."""
+"""Explain an old key: the history in the old trees, and the rule."""
 
 import difflib
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def explain_key(text: str) -> Explanation:
     """Look a key up.
 
     Raises:
-        UsageError: no release had it and no rule names it; says which keys are near.
+        UsageError: the key is unknown to all releases and rules; the message has similar keys.
     """
     key = text.strip().lstrip("+~").partition("=")[0].strip()
     if not key:

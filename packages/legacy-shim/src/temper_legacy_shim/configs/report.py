@@ -1,6 +1,6 @@
 """Report a translation: as plain values, as table rows, as a YAML file, and token by token.
 
-The report of a token names its rule and its new keys, or the reason why it has none.
+The report of a token has the rule and the new keys, or the reason for their absence.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,7 +89,7 @@ def plain_report(translation: Translation) -> dict[str, Plain]:
 def summary_lines(translations: Sequence[Translation], *, next_step: str) -> list[str]:
     """Return what a user can act on.
 
-    How much was translated, what differs, what to decide, the next command.
+    The number of translated settings, differences, decisions, and the next command.
     """
     tokens = [token for each in translations for token in each.tokens]
     translated = sum(bool(token.new_keys) for token in tokens)
@@ -229,7 +229,7 @@ def _to_file_name(setting: Setting) -> Plain:
 
 
 def _block(settings: Mapping[str, Setting]) -> list[str]:
-    """Return the nested blocks in the order in which their first value was put."""
+    """Return the nested blocks, in the order of the first value of each."""
     return _lines(sorted(settings.items(), key=lambda item: _position(item[0], settings)))
 
 
@@ -337,14 +337,14 @@ def _report(
 
 
 def _is_about(finding: Finding, key: str) -> bool:
-    """Return whether a finding names a key, or one in the block that the key is."""
+    """Check if a finding is about a key, or about a key in that block."""
     return any(old == key or old.startswith(f"{key}.") for old in finding.old_keys)
 
 
 def _translate_block(
     draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]
 ) -> TokenReport:
-    """Return a block that was given, or taken away, as one value: by the rules of its keys."""
+    """Report a block that was set or deleted as a value, by the rules of the keys in it."""
     if token.is_no_block:
         return _made(
             token,

@@ -1,6 +1,6 @@
 """The translation from beginning to end.
 
-Read, compose on the release's own tree, build, account for every token.
+The steps: read, compose on the default tree, build settings, account for every token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ _BUILDERS: dict[Program, Callable[[Draft], None]] = {
     "evaluation": build_evaluation,
 }
 _USUAL: Mapping[str, tuple[Plain, ...]] = {"trainer.device": ("cuda", "auto")}
-"""Values that ask for what there is anyway."""
+"""Values that request the existing behavior."""
 _WEIGHTS = {"person": 0, "refused": 1, "hazard": 2, "note": 3}
 
 
@@ -131,7 +131,7 @@ def translate(
 def _source(
     tokens: Sequence[Override], *, launch: Launch, version: str | None, given: dict[str, Plain]
 ) -> tuple[Source, tuple[str, ...]]:
-    """Return the source, and the releases that accept its keys if none was given."""
+    """Return the source, and the possible releases if none was given."""
     program = "sft" if launch.program == "sft1" else launch.program
     candidates: tuple[str, ...] = ()
     if version is None:
@@ -253,7 +253,7 @@ def _losses(draft: Draft, tokens: Sequence[Override], reports: Sequence[TokenRep
 
 
 def _written(draft: Draft) -> tuple[Setting, ...]:
-    """Return the groups first; nothing if there is no counterpart at all."""
+    """Return the settings, groups first; nothing without a counterpart."""
     if any(
         finding.level == "person" and finding.rule in ("images", "foreign")
         for finding in draft.findings

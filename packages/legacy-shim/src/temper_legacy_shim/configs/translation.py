@@ -68,7 +68,7 @@ class Setting:
     old_keys: tuple[str, ...]
     """Old keys that it comes from."""
     sources: tuple[int, ...]
-    """The tokens among them, by index; empty where all were defaults or came from a file."""
+    """Indices of the tokens among them; empty if all are defaults or from a file."""
     is_verbatim: bool
     """True if it is the unchanged value of one source, so that a script may keep the raw text."""
     comment: str
@@ -115,7 +115,7 @@ class Finding:
     rule: str
     """The rule that found it."""
     message: str
-    """One or two sentences: what, why, what to do."""
+    """One or two sentences: the fact, the reason, the action."""
     old_keys: tuple[str, ...] = ()
     """Old keys that it comes from."""
 
@@ -136,7 +136,7 @@ class Source:
 
     @property
     def release(self) -> str:
-        """The release with its evidence, and whether it was inferred."""
+        """The release with the evidence, and True if it was inferred."""
         how = "" if self.is_given else "inferred: "
         return f"{described(self.version)} ({how}{'; '.join(self.evidence)})"
 
@@ -155,11 +155,11 @@ class Translation:
     findings: tuple[Finding, ...]
     """Findings, most severe first."""
     unmapped: Mapping[str, Plain] = field(default_factory=dict)
-    """Keys of no release that we know, with their values: a fork's own. Nothing was guessed."""
+    """Keys and values that no known release has, such as a fork's. Nothing was guessed."""
 
     @property
     def outcome(self) -> Outcome:
-        """The worst of what was found."""
+        """The highest level of all findings."""
         if any(finding.level == "person" for finding in self.findings):
             return Outcome.PERSON
         is_changed = any(setting.is_pinned for setting in self.settings) or any(

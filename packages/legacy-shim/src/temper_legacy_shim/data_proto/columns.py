@@ -57,7 +57,7 @@ class Columns(dict[str, Tensor]):
         """Return the column of that name.
 
         Raises:
-            KeyError: there is none; the sentence names those there are.
+            KeyError: the column does not exist; the message lists the columns.
         """
         return cast("Tensor", self[name])
 
@@ -94,7 +94,7 @@ class Columns(dict[str, Tensor]):
         return Columns({name: self.column(name) for name in names}, num_rows=self.num_rows)
 
     def split(self, size: SupportsIndex) -> "list[Columns]":
-        """Return the pieces of ``size`` rows, the last one shorter if it does not divide."""
+        """Split into pieces of ``size`` rows; the last may be shorter."""
         step = int(size)
         return [self.rows(slice(first, first + step)) for first in range(0, self.num_rows, step)]
 
@@ -232,7 +232,7 @@ def is_same(a: object, b: object) -> bool:
 
 
 FORMAT = "temper.DataProto/1"
-"""Begins every state and file; another one is refused."""
+"""Start of every state and file; other data is rejected."""
 
 State = tuple[str, "dict[str, PackedTensor] | None", int, dict[str, Array], dict[str, object]]
 PackedTensor = tuple[str, tuple[int, ...], "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"]
@@ -329,7 +329,7 @@ def _unpack_tensor(packed: PackedTensor) -> Tensor:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise BatchError(f"a packed tensor claims the dtype {name!r}, which torch does not have.")
-    # What arrives through shared memory is read-only, and torch needs memory of its own.
+    # Arrays in shared memory are read-only, and torch needs writable memory.
     return torch.from_numpy(np.array(data, dtype=np.uint8)).view(dtype).reshape(shape)
 
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 Slice = slice
 """The builtin, which the method of that name hides inside the class."""
 Index = Sequence[int] | Tensor | Array
-"""Rows by number, or a mask of all rows."""
+"""Row indices, or a mask of all rows."""
 Settings = dict[str, object]
 """Options and metrics that travel next to the rows."""
 
@@ -155,7 +155,7 @@ class DataProto:
         return self[Slice(start, end, step)]
 
     def select_idxs(self, idxs: Index) -> "DataProto":
-        """Return the rows by index, or by a mask of all rows."""
+        """Select rows by index, or by a mask of all rows."""
         index = torch.as_tensor(idxs) if len(idxs) else torch.empty(0, dtype=torch.long)
         batch = None if self.batch is None else self.batch.rows(index)
         chosen = index.numpy()
@@ -194,7 +194,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> "DataProto":
-        """Take columns and settings out of this batch into another one."""
+        """Move columns and settings of this batch to a new batch."""
         taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         for name in batch_keys:
             assert self.batch is not None
@@ -219,7 +219,7 @@ class DataProto:
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
-        """Add another batch's columns and settings to this one, which is returned.
+        """Add another batch's columns and settings in place, and return this batch.
 
         Raises:
             BatchError: a name is in both with different contents, or the lengths differ; this batch
@@ -233,7 +233,7 @@ class DataProto:
         return self
 
     def split(self, split_size: int) -> "list[DataProto]":
-        """Return the pieces of ``split_size`` rows, the last one shorter if it does not divide."""
+        """Split into pieces of ``split_size`` rows; the last may be shorter."""
         if split_size < 1:
             raise BatchError(f"split_size is {split_size}, but must be at least 1.")
         return [self[first : first + split_size] for first in range(0, len(self), split_size)]
@@ -277,7 +277,7 @@ class DataProto:
         )
 
     def reorder(self, indices: Tensor) -> None:
-        """Put the rows in another order, in place."""
+        """Reorder the rows in place."""
         other = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
 
@@ -356,7 +356,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str) -> "DataProto":
-        """Read what ``save_to_disk`` wrote.
+        """Load a file of ``save_to_disk``.
 
         Raises:
             BatchError: something else, such as a pickle of the older generation, which is not

@@ -55,7 +55,7 @@ class Effort(StrEnum):
     NONE = "none"
     """Nothing: the result means the same."""
     REVIEW = "review"
-    """Read the report: old defaults are written out, or there are hazards."""
+    """Read the report: it has pinned defaults or hazards."""
     DECIDE = "decide"
     """Answer the blockers first."""
     REWRITE = "rewrite"
@@ -173,7 +173,7 @@ def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
 def _configs(folder: Path, paths: list[Path], *, version: str | None) -> list[Step]:
     """Return the old configurations among YAML files.
 
-    What another one builds on is a part of that one.
+    Files that another file includes are not listed separately.
     """
     from temper_legacy_shim.configs.reading.config_files import drop_included_files, read_if_old
 
@@ -320,9 +320,9 @@ def _script(
 
 
 def _checkpoint(folder: Path, directory: Path, names: list[str], files: list[str]) -> Step | None:
-    """Return a run or a step by its names.
+    """Describe a run or a step from file names.
 
-    What is inside is read if the converters are installed.
+    The content is examined if the converters are installed.
     """
     is_run = _TRACKER in files or any(_STEP.fullmatch(name) for name in names)
     if not (is_run or any(_RANK_FILE.fullmatch(name) for name in files)):

@@ -1,6 +1,6 @@
 """Carry out one step of a plan.
 
-Into a new folder, with nothing of the project changed and nothing overwritten.
+The output is a new folder; the project is not changed.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ def carry_out(step: Step, folder: Path, out: Path, *, version: str | None = None
         version: as the plan was made with.
 
     Returns:
-        What was done, or why nothing was, in one sentence.
+        The result, or the reason for skipping, in a sentence.
 
     Raises:
         ShimError: it could not be done; what other steps wrote stays.

@@ -1,4 +1,4 @@
-"""Change the old imports of one file, and nothing else in it: every blank and comment stays.
+"""Change the old imports of a file; all other text, blanks and comments stay.
 
 The standard library's parser says where each name is, and only those places of the text are
 replaced. A concrete syntax tree (libcst) took 2.1 s of CPU for a file of 65 KB, because it visits
@@ -38,7 +38,7 @@ class Remark:
     new: str
     """``module.name``; empty where it has no successor."""
     what_to_do: str
-    """Empty where nothing is left to do."""
+    """Empty if no work is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class _Text:
         return self.text[start:end]
 
     def before(self, node: ast.stmt) -> str:
-        """Return what is in front of a node on its line."""
+        """Return the text before a node on the same line."""
         return self.text[self._starts[node.lineno - 1] : self.span(node)[0]]
 
     def replace(self, start: int, end: int, new: str) -> None:
@@ -149,7 +149,7 @@ class _Changer:
         self._renamed: dict[str, str] = {}
         """Old full names whose uses get this name."""
         self._full: dict[str, dict[str, None]] = {}
-        """Modules imported whole, with the full names of what is used of them."""
+        """Imported modules, with the full names of the attributes in use."""
 
     def change(self, tree: ast.Module) -> None:
         """Look at every import and every use, then replace both."""
@@ -245,7 +245,7 @@ class _Changer:
     def _change_block(self, block: Sequence[ast.stmt]) -> None:
         """Replace the imports of a block.
 
-        Statements that share a line with a new one get lines of their own.
+        Statements on the same line as a new statement get separate lines.
         """
         for line in _on_one_line(block):
             changed = [
@@ -339,7 +339,7 @@ class _Changer:
         return bool(stays) or not uses
 
     def _without(self, node: _ImportNode, gone: Sequence[ast.alias]) -> str:
-        """Return an import without some of its names, otherwise as it is written."""
+        """Remove names from an import statement, and keep the rest as it is."""
         start, end = self.text.span(node)
         part = _Text(self.text.text[start:end])
         spans = [(first - start, last - start) for first, last in map(self.text.span, node.names)]

@@ -37,7 +37,7 @@ class _Scope:
 
 @dataclass(slots=True, kw_only=True)
 class CodeNames:
-    """Names in one file."""
+    """Names in a file."""
 
     uses: list[tuple[ast.Name | ast.Attribute, str]]
     """Expressions with the old name that they stand for; of ``a.b.c`` every part, the longest
@@ -50,7 +50,7 @@ class CodeNames:
 
 
 def names_in(tree: ast.Module) -> CodeNames:
-    """Return the names of a file, each looked up in its scope."""
+    """Resolve the names of a file by scope."""
     collector = _Collector()
     collector.visit_block(tree, _Scope(parent=None))
     names = CodeNames(uses=[], all=collector.all, fixed=collector.fixed, texts=collector.texts)

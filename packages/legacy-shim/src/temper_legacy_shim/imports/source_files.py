@@ -1,6 +1,6 @@
 """Python files of a project.
 
-Which ones mention the old package, what they become, and writing them in place without losing one.
+Find those that mention the old package, change them, and write them in place safely.
 """
 
 import difflib
@@ -34,7 +34,7 @@ _SKIPPED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRemark:
-    """One old name in a file, or why the file was not read."""
+    """An old name in a file, or the reason why the file was skipped."""
 
     line: int
     old: str
@@ -146,7 +146,7 @@ def write_in_place(change: FileChange) -> None:
     """Replace a file's content, completely or not at all; its mode stays.
 
     Raises:
-        OutputError: it changed since it was read, or can't be written.
+        OutputError: the file changed meanwhile, or cannot be written.
     """
     try:
         if change.path.read_bytes() != change.before:

@@ -1,6 +1,6 @@
 """Old names and their successors.
 
-Temper's own, and the deprecated ones of this package for a time of transition.
+A successor is Temper's, or a deprecated class of this package for the transition.
 """
 
 from dataclasses import dataclass
@@ -277,7 +277,7 @@ def successor_of(name: str, *, keeps_legacy: bool) -> Successor | None:
 
 
 def is_module(name: str) -> bool:
-    """Return whether an old full name is that of a module with successors of its own."""
+    """Check if an old full name is a module with successors."""
     return name in MODULES or any(each.startswith(f"{name}.") for each in _SYNC_LOOP)
 
 

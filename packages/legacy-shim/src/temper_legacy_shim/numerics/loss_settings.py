@@ -17,9 +17,9 @@ class RolloutCorrectionSettings:
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean."""
     rollout_rs: str | None = None
-    """Names of rejection rules, separated by commas; None rejects nothing."""
+    """Rejection rules, separated by commas; None does not reject."""
     rollout_rs_threshold: str | float | None = None
-    """One bound for all rules, or one each, separated by commas."""
+    """A bound for all rules, or a bound for each, separated by commas."""
     bypass_mode: bool = False
     """True if old_log_probs are the sampler's."""
     loss_type: str = "ppo_clip"

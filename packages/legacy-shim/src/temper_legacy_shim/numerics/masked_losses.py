@@ -27,7 +27,7 @@ def masked_sum(values: Tensor, mask: Tensor, *, dim: int | None = None) -> Tenso
 
 
 def masked_mean(values: Tensor, mask: Tensor, *, dim: int | None = None) -> Tensor:
-    """Return the mean of the entries where the mask is not 0; 0 if there is none."""
+    """Compute the mean of entries with a nonzero mask; 0 if all are masked."""
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(values, mask, dim=dim) / (count + EPSILON)
 
@@ -43,7 +43,7 @@ def aggregate(loss: Tensor, mask: Tensor, mode: str) -> Tensor:
             the mean over rows by the padded width W.
 
     Returns:
-        []; NaN with a gradient of zero where nothing is counted.
+        []; NaN with zero gradient if all entries are masked.
     """
     if mode == "token-mean":
         return masked_sum(loss, mask) / mask.sum()

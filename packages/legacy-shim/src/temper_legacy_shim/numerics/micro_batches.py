@@ -18,7 +18,7 @@ QUADRATIC_FROM = 24576
 class _Part:
     """A set of rows and its cost.
 
-    Compared as the old code breaks ties: cost, number of rows, rows.
+    The order is that of the old code: cost, number of rows, rows.
     """
 
     cost: int
@@ -56,7 +56,7 @@ def rows_by_count(num_rows: int, *, size: int) -> list[list[int]]:
 def rows_by_tokens(
     lengths: Sequence[int], *, max_tokens: int, multiple: int = 1
 ) -> list[list[int]]:
-    """Return the rows of each micro-batch, so that their costs are even.
+    """Balance the cost of micro-batches, and return the rows of each.
 
     ``max_tokens`` decides the number, and is no hard cap.
 

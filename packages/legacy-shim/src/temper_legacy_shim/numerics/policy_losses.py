@@ -1,4 +1,4 @@
-"""The old policy losses by their old names, with the metrics that each reports.
+"""The old policy losses by old name, with the metrics of each.
 
 Formulas in the notation rho = exp(log p - log p_old), advantage A; every mean is over the
 micro-batch at hand.

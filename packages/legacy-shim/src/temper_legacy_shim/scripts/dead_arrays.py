@@ -38,7 +38,7 @@ class DeadArray:
     is_single: bool
     """It may be the only command of a body, which must not become empty."""
     is_own_line: bool
-    """Nothing but a comment shares its lines."""
+    """True if only comments are on the same lines."""
     is_executed: bool
     """The reading came by; otherwise it stands in a branch that was not taken."""
     elements: tuple[ArrayElement, ...]
@@ -62,9 +62,9 @@ def find_dead_arrays(
         text: the script.
         rewritten: what no longer stands as it was: from the program that started Python to the end
             of its arguments.
-        tokens: where the overrides of these commands were written.
-        executed: where the assignments stand that were carried out.
-        kept: what stands there instead.
+        tokens: positions of the overrides of these commands.
+        executed: positions of executed assignments.
+        kept: the replacement at each position.
     """
     result = _with_overrides(list(_assignments(program, is_top=True)))
     used = {
@@ -117,7 +117,7 @@ def _with_overrides(result: list[_Match]) -> list[_Match]:
 def _read_by_none_but(
     names: set[str], result: list[_Match], text: str, rewritten: list[Span]
 ) -> set[str]:
-    """Return the names that only rewritten commands and assignments of each other read."""
+    """Find names that only rewritten commands, or assignments to such names, use."""
     while True:
         own = [each.span for each in result if each.name in names]
         left = {name for name in names if not _is_read(name, text, rewritten + own)}

@@ -50,7 +50,7 @@ class NewArgument:
     source: str
     """Text in the new script."""
     at: int
-    """Position of its token in the script; -1 without one."""
+    """Position of the token in the script, or -1."""
     comment: str
     """Origin of its value."""
 
@@ -65,7 +65,7 @@ class TranslatedLaunch:
     unknowns: dict[str, str]
     """Names that stood for unknown parts while translating, and how the shell writes those."""
     own_config: Path | None
-    """The user's own YAML that it builds on, where it was found."""
+    """The user's YAML file that the launch includes, if it was found."""
 
     @property
     def persons(self) -> list[Finding]:
@@ -73,7 +73,7 @@ class TranslatedLaunch:
         return [finding for finding in self.translation.findings if finding.level == "person"]
 
     def missing_config(self) -> str:
-        """Return the sentence about a configuration of the user's own that was not found.
+        """Describe a configuration file of the user that was not found.
 
         Empty if none is missing.
         """
@@ -93,7 +93,7 @@ class TranslatedLaunch:
         return bool(self.translation.settings)
 
     def readable(self, sentence: str) -> str:
-        """Return a sentence of the translation with the shell's own words for what is unknown."""
+        """Replace unknown values in a sentence by the shell's expressions."""
         for name, source in self.unknowns.items():
             sentence = sentence.replace(f"${{{name}}}", source)
         return sentence
@@ -109,7 +109,7 @@ def translate_launch(
     """Translate one launch.
 
     Args:
-        launch: as it was read.
+        launch: the launch in the script.
         options: what the user says.
         folder: of the script, around which the user's own configuration is looked for.
         literal_keys: keys whose value is written out although the script's own token would do.
@@ -257,7 +257,7 @@ def _expanded(text: Text) -> str:
 def _opened(text: Text) -> Iterator[Piece]:
     """Yield the pieces, but in place of a variable that holds a list what the list is made of.
 
-    Its items are what is translated.
+    The items are translated.
     """
     for piece in text.pieces:
         inside = Text(piece.inner).shown().strip()
@@ -339,7 +339,7 @@ def _quote_in_list(old: Override) -> str:
 
 
 def _with_sources(value: str, unknowns: dict[str, str]) -> Text:
-    """Return a new token whose names for unknown parts are the shell's own words again."""
+    """Replace unknown parts of a new token by the shell's expressions."""
     if not unknowns:
         return literal(value)
     pieces = []

@@ -51,7 +51,7 @@ class Override:
     """``key=value`` as the trainer gets it."""
     source: str
     at: int
-    """Position in the script; -1 if it was not written as one word."""
+    """Position in the script; -1 if the text is not a single word there."""
     key: str
     """Key with ``+`` or ``~``; empty for arguments that are no override, such as ``"$@"``."""
 

@@ -79,7 +79,7 @@ def migrate_script(
     script = rewrite(reading, launches)
     different = _different(script.text, reading, launches, settings or {})
     if different:
-        # A token does not mean the same where the new command stands: its value is written out.
+        # The text has a different value at the new command, so the old value is written.
         launches = _translated(reading.launches, options, folder, literal_keys=frozenset(different))
         script = rewrite(reading, launches)
         for key in _different(script.text, reading, launches, settings or {}):
@@ -207,7 +207,7 @@ def kept_fixed(
 
     Args:
         reading: of the old script.
-        launches: its launches with their translations.
+        launches: the launches with translations.
         settings: variables that the user said; they are what they are.
         options: of the translation.
         folder: of the script.

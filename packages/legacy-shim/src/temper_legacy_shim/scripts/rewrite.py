@@ -1,4 +1,4 @@
-"""The new script: the old one with its launches replaced, everything else as it was."""
+"""Rewrite a script: replace the launches, and keep everything else."""
 
 from dataclasses import dataclass, field
 
@@ -282,7 +282,7 @@ def _dropped_lines(text: str, each: TranslatedLaunch, seen: set[int]) -> list[st
 def _left_unchanged(text: str, each: TranslatedLaunch, problem: str) -> str:
     """Return the comment above a launch that a person has to rewrite.
 
-    With the new command if there is one.
+    The new command is included, if it exists.
     """
     indent = _indent(text, each.launch.item.start)
     lines = [f"# temper-migrate: needs a person: {problem}"]
@@ -337,7 +337,7 @@ class Comments:
     above: tuple[str, ...]
     """Whole lines, without indentation."""
     extra: str
-    """After it on its line; empty where there is none."""
+    """The comment after the token on the same line, or empty."""
 
 
 def comments_at(text: str, start: int, length: int) -> Comments:

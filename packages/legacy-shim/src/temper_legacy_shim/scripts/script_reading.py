@@ -1,6 +1,6 @@
 """Read a script.
 
-The commands it would run by default, and what else it could run where its text does not decide.
+The result has the commands by default, and those of undecided branches.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class ScriptReading:
     notes: dict[str, int]
     """Notes for the user, with lines."""
     free: dict[str, bool]
-    """Variables that the script reads and never assigns; whether one is read without a default."""
+    """Variables that are used but never assigned; True if any use has no default."""
     executed: frozenset[int]
     """Positions of the executed assignments."""
     num_arguments: int

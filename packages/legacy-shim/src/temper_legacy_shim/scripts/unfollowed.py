@@ -29,7 +29,7 @@ def find_unfollowed(
 ) -> tuple[list[str], list[str]]:
     """Return sentences about commands that may start an old trainer.
 
-    What must be decided, and what could not be looked at.
+    Questions, and the parts that could not be examined.
 
     Args:
         reading: Of the script.
@@ -110,7 +110,7 @@ def _script_name(field: Field) -> str:
 def _find_script(called: str, folder: Path | None) -> Path | None:
     """Return the file of a called script.
 
-    The part of its path that only a run knows is this script's folder or one above it.
+    An unknown start of the path is this script's folder or a parent.
     """
     if folder is None:
         return None
@@ -220,7 +220,7 @@ def only_named(text: str) -> list[str]:
 def _simple_commands(program: Program) -> Iterator[Simple]:
     """Yield every one below the program, however deep.
 
-    On a stack of its own, since nesting may exceed Python's.
+    It runs in a thread with a large stack, because nesting may exceed Python's limit.
     """
     left: list[object] = [program]
     while left:

@@ -237,7 +237,7 @@ _MODULES = {
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
 }
-"""Megatron's names of what an adapter may lie next to it, and Hugging Face's."""
+"""Megatron's names of modules that an adapter can target, and Hugging Face's."""
 
 _NO_OVERRIDE: Values = {
     "recompute_granularity": None,
@@ -266,7 +266,7 @@ def build_megatron_config(
         model: ``model`` block: path, trust_remote_code, LoRA.
         megatron: ``megatron`` block: sizes of the layout, precision, offloading, overrides.
         optim: ``optim`` block; None for a frozen model.
-        role: the role's own block, for its strategy.
+        role: the role's block, for the strategy.
         model_type: the head.
         keeps_old_schedule: the worker sets every learning rate itself, so that the engine's
             schedule is constant.
@@ -407,7 +407,7 @@ def _megatron_optimizer(optim: Values) -> OptimizerSpec:
     return OptimizerSpec(
         lr=given.lr,
         weight_decay=given.weight_decay,
-        # Megatron takes 0 for "never"; betas never reached its optimizer, whose own are these.
+        # Megatron takes 0 for "never". Betas never reached the optimizer, whose defaults are these.
         betas=(0.9, 0.999),
         clip_grad_norm=float(cast("float", clip)) or None if clip is not None else None,
         max_consecutive_skips=NEVER,

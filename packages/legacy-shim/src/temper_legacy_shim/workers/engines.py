@@ -1,6 +1,6 @@
 """Turn the arguments of an old class into an engine.
 
-One as it is, or one around a Hugging Face model.
+The engine is given, or is built around a Hugging Face model.
 """
 
 import shutil
@@ -26,7 +26,7 @@ NEVER = 10**9
 
 
 class Adopted:
-    """An engine, and the user's own model where there is one.
+    """An engine, and the user's model, if given.
 
     It lends its weights and gets them back.
     """
@@ -94,7 +94,7 @@ def adopt(
     engine_name: str,
     configure: ConfigureEngine,
 ) -> Adopted:
-    """Return an engine for what an old constructor was given. Collective.
+    """Return an engine for the arguments of an old constructor. Collective.
 
     Args:
         module: an initialized engine, or a plain Hugging Face model.

@@ -177,7 +177,7 @@ class MegatronActor(_OnMegatron, PPOActor):
 
         Args:
             dataloader: what ``make_minibatch_iterator`` gives.
-            enable_mtp: refused where set; there are no multi-token predictors.
+            enable_mtp: rejected if True, because multi-token prediction is not available.
 
         Returns:
             Metrics by their old names, a list each with an entry for each micro-batch or update, on

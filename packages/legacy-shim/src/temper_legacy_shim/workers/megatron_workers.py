@@ -43,7 +43,7 @@ class MegatronPPOActor(MegatronActor):
     Args:
         config: the old actor config, its sizes already divided by the number of data-parallel
             ranks.
-        model_config: not read; the engine knows its model.
+        model_config: not used, because the engine has the model.
         hf_config: not read either.
         tf_config: not read either.
         actor_module: an initialized Megatron engine, or a plain Hugging Face model, which an engine

@@ -35,7 +35,7 @@ class OnEngine(ABC):
     model_type: ClassVar[ModelType]
     """The head that it trains."""
     _adopted: Adopted
-    """The engine, and what it was made from; set by the class after its configuration."""
+    """The engine and its source; set by the class after configuration."""
 
     def __init__(self, config: object, *, numerics: Numerics) -> None:
         if numerics not in ("legacy", "temper"):
@@ -47,7 +47,7 @@ class OnEngine(ABC):
 
     @abstractmethod
     def configure(self, values: Mapping[str, object]) -> None:
-        """Take a config's values for the updates to come; what the engine was built with stays."""
+        """Apply a config's values to later updates; settings of the engine do not change."""
 
     def _adopt(
         self,
@@ -56,7 +56,7 @@ class OnEngine(ABC):
         *,
         grad_clip: float | None,
     ) -> Adopted:
-        """Return an engine for what the constructor was given. Collective."""
+        """Return an engine for the arguments of the constructor. Collective."""
         return adopt(
             module,
             optimizer,
@@ -72,7 +72,7 @@ class OnEngine(ABC):
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Ranks that share one sequence; each brings its tokens to a budget."""
+        """Ranks that share a sequence; each adds a token budget."""
         return self.engine.topology.sp.size * self.engine.topology.cp.size
 
     @property
@@ -84,7 +84,7 @@ class OnEngine(ABC):
     def _optimizer_step(self) -> float:
         """Take one optimizer step, and return the gradient norm before clipping.
 
-        A non-finite one changes nothing.
+        A non-finite gradient norm skips the update.
         """
         return self.engine.optimizer_step()
 
@@ -146,7 +146,7 @@ def compute_outputs(
 def single_forward(
     micro_batch: Mapping[str, Tensor], *, temperature: float, trained_by: str
 ) -> DataProto:
-    """Return one micro-batch as a batch that is answered in one piece.
+    """Return a micro-batch as a batch that is processed in a single piece.
 
     Args:
         micro_batch: input_ids, attention_mask, position_ids, responses.
@@ -200,7 +200,7 @@ def _number(data: DataProto, name: str) -> int:
 
 
 def empty_batch(like: SequenceBatch) -> SequenceBatch:
-    """Return one dummy token: what a rank runs while the others still have a micro-batch."""
+    """Return a dummy token, which a rank runs while other ranks have a micro-batch."""
     plan = MiniBatchPlan(ranks=(RankPlan(micro_batches=((),)),))
     return build_packed_batch(like, plan=plan, rank=0, denominators=count_denominators(like))
 

@@ -39,13 +39,13 @@ class MicroBatch:
     """One micro-batch of an update."""
 
     data: DataProto
-    """Its rows; one that is not trained where there are none."""
+    """Rows of the micro-batch; a single untrained row if it is empty."""
     rows: Rows
     """The same laid end to end."""
     scale: float
     """Factor of its loss in the update's."""
     is_only_update: bool
-    """True if its update is the only one of the call."""
+    """True if the call makes a single update."""
     is_empty: bool
     """True if this rank has no rows left and only joins collectives."""
 
@@ -127,7 +127,7 @@ class PPOActor(OnEngine):
         return outputs
 
     def update_policy(self, data: DataProto) -> dict[str, object]:
-        """Train on the batch: ppo_epochs passes over its mini-batches, one optimizer step each.
+        """Train on the batch: ppo_epochs passes over mini-batches, with an optimizer step each.
 
         Args:
             data: as for ``compute_log_prob`` with response_mask, old_log_probs and advantages, and

@@ -92,7 +92,7 @@ class PPOCritic(OnEngine):
         )
 
     def update_critic(self, data: DataProto) -> dict[str, object]:
-        """Train on the batch: ppo_epochs passes over its mini-batches, one optimizer step each.
+        """Train on the batch: ppo_epochs passes over mini-batches, with an optimizer step each.
 
         Args:
             data: responses, input_ids, attention_mask, position_ids, response_mask, values,
@@ -128,7 +128,7 @@ class PPOCritic(OnEngine):
     def _train(
         self, part: DataProto, *, metrics: dict[str, object], scale: float, is_empty: bool
     ) -> float:
-        """Return one micro-batch forward and back; returns its loss before scaling."""
+        """Run a micro-batch forward and backward, and return the loss before scaling."""
         rows = read_rows(part)
         result: dict[str, float] = {}
         losses = [0.0]

@@ -227,7 +227,7 @@ class PolicyWorker(RoleWorker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return the ref_log_prob [B, W] of the reference policy.
 
-        Its own model, or the actor without its adapter.
+        It is a separate model, or the actor without the adapter.
         """
         if self.ref_policy is None:
             if self.actor is None or self.actor.engine.config.lora.rank == 0:

@@ -17,7 +17,7 @@ class Rows:
     """B rows of an old batch in both layouts."""
 
     sequences: SequenceBatch
-    """The rows without their padding; sample ids are row numbers."""
+    """The rows without padding; sample ids are row numbers."""
     position: Tensor
     """[T] int64: which of the B * W cells of the grid each token fills; -1 for tokens of the
     prompt.
@@ -145,7 +145,7 @@ class PaddedPart:
     temperature: float
 
     def data(self, *, columns: Sequence[str], batch: PackedBatch) -> DataProto:
-        """Return the old batch with these columns besides its own."""
+        """Return the old batch with additional columns."""
         missing = set(columns) - self.kept.columns.keys()
         if missing:
             raise BatchError(
@@ -193,7 +193,7 @@ def pad_part(part: PackedBatch, *, full_rows: bool = False) -> PaddedPart:
             answer; otherwise it begins at the first trained token.
 
     Raises:
-        BatchError: nothing but dummies, or rows of different temperatures.
+        BatchError: only dummies, or rows of different temperatures.
     """
     keep = torch.nonzero(~part.is_dummy)[:, 0]
     if not len(keep):

@@ -150,7 +150,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
             metrics = (
                 cast("ActorRolloutRefWorker", self._worker).update_actor(data).meta_info["metrics"]
             )
-        # The trainer says what a schedule counts; the old worker counted its calls.
+        # The trainer determines the schedule's steps; the old worker counted calls.
         self._engine.num_schedule_steps = steps + int(self._advances_per_update or is_last_of_step)
         report = self._engine.last_update
         assert report is not None

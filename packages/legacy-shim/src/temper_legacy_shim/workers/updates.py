@@ -21,9 +21,9 @@ class SplitSettings:
     """Sizes per rank, as the old workers had them after dividing by the number of ranks."""
 
     ppo_mini_batch_size: int
-    """Rows of one update on this rank."""
+    """Rows of an update on this rank."""
     ppo_micro_batch_size_per_gpu: int | None = None
-    """Rows of one micro-batch; needed unless use_dynamic_bsz."""
+    """Rows of a micro-batch; required unless use_dynamic_bsz is set."""
     use_dynamic_bsz: bool = False
     """Cut micro-batches by tokens."""
     ppo_max_token_len_per_gpu: int = 16384
@@ -31,7 +31,7 @@ class SplitSettings:
     ppo_epochs: int = 1
     """Passes over the batch."""
     ulysses_sequence_parallel_size: int = 1
-    """Ranks that share one sequence; each brings its tokens to the budget."""
+    """Ranks that share a sequence; each adds a token budget."""
     micro_batch_multiple: int = 1
     """Divisor of the number of dynamic micro-batches."""
 
@@ -69,7 +69,7 @@ class SplitSettings:
 
 
 def mini_batches(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -> list[DataProto]:
-    """Return the consecutive rows, one mini-batch an update.
+    """Yield consecutive rows, a mini-batch for each update.
 
     Raises:
         BatchError: ranks would make different numbers of updates and wait for each other for ever.
@@ -86,7 +86,7 @@ def mini_batches(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -
 
 
 def matched(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[list[int]]:
-    """Return the micro-batches, with empty ones at the end where another rank has more.
+    """Return the micro-batches, with empty ones at the end if another rank has more.
 
     Passes are collective.
     """

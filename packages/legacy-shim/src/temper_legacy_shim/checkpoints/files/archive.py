@@ -94,7 +94,7 @@ class FileBytes:
                 self._handle = None
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        """Close, also at the interpreter's end, when this module's own names are gone."""
+        """Close the file; works at interpreter exit, when the module's globals are gone."""
         if self._handle is not None:
             close(self._handle)
 

@@ -2,7 +2,7 @@
 
 An inert ``.metadata``, and chunks inside ``.distcp`` files.
 
-Needs neither torch nor Megatron, and reads a chunk when its rows are asked for.
+Neither torch nor Megatron is needed. A chunk is read when it is used.
 """
 
 import math
@@ -32,13 +32,13 @@ from temper_legacy_shim.checkpoints.files.tensors import (
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 DESCRIPTION = ".metadata"
-"""The file that says what lies where."""
+"""Index file of the format."""
 _METADATA = ("Metadata", "MCoreMetadata")
 """torch's, and Megatron's own of 0.15."""
 
 
 class DistCheckpoint:
-    """One folder: lazy tensors by name, and the names of what is no tensor."""
+    """A folder: lazy tensors by name, and the names of other entries."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class DistCheckpoint:
 
     @cached_property
     def tensors(self) -> dict[str, LazyTensor]:
-        """Every tensor by its name; nothing is read yet.
+        """All tensors by name, not loaded yet.
 
         Raises:
             DamagedFileError: a chunk is missing, or lies outside its tensor.
@@ -106,7 +106,7 @@ class DistCheckpoint:
 
     @property
     def other_names(self) -> list[str]:
-        """Names of what is stored as bytes, such as random-number states."""
+        """Names of entries that are stored as bytes, such as random-number states."""
         return [
             str(name)
             for name, node in self._entries.items()
@@ -193,7 +193,7 @@ class DistCheckpoint:
 
 
 class _Chunk:
-    """A tensor saved into a stretch of a larger file; found there at its first read."""
+    """A tensor in a part of a larger file; the part is located at first use."""
 
     def __init__(
         self, folder: Path, position: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype

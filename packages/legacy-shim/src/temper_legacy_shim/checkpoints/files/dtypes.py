@@ -1,4 +1,4 @@
-"""Element types by their names in torch, in safetensors and in numpy, and casts between them.
+"""Element types of torch, safetensors and numpy by name, and casts between them.
 
 Numpy has no bfloat16 and no float8: their elements travel as unsigned integers of the same width,
 and only casts look inside, with the bfloat16 of ml_dtypes.
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from temper_legacy_shim.errors import UsageError
 
 Block = NDArray[np.generic]
-"""Rows of a tensor in the container of its dtype."""
+"""Rows of a tensor, as numpy stores the dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Tensors that are not read yet: where their rows come from, and what becomes of them on the way.
+"""Lazy tensors: the source of the rows, and the operations on them.
 
 Every tensor is read in blocks of rows (slices along its first dimension), so that an operation on
 it never needs more memory than a few blocks, whatever its size.
@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 
 class LazyTensor(Protocol):
-    """A tensor whose rows are read when they are asked for."""
+    """A tensor that loads rows when they are used."""
 
     @property
     def shape(self) -> Shape:
@@ -97,13 +97,13 @@ class Stored:
     dtype: Dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows, read by position."""
+        """Load the rows by position."""
         block = np.empty((stop - start, *self.shape[1:]), self.dtype.container)
         self.read_into(start, block)
         return block
 
     def read_into(self, start: int, block: Block) -> None:
-        """Read rows from `start` on into an existing contiguous block."""
+        """Load rows from `start` on into an existing contiguous block."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.num_bytes
         if block.nbytes:
             self.file.read_into(
@@ -220,7 +220,7 @@ class Assembled:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of another tensor, in an order of their own."""
+    """Selected rows of a tensor, in any order."""
 
     source: LazyTensor
     """[R, ...]."""
@@ -277,7 +277,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Element:
-    """One entry of a tensor along its first dimension, such as one layer of stacked layers."""
+    """An entry of a tensor along dimension 0, such as a layer of stacked layers."""
 
     source: LazyTensor
     """[N, ...]."""
@@ -293,7 +293,7 @@ class Element:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows of this entry; the entry is read whole, being one row of the source."""
+        """Return the rows of this entry; the full entry is loaded as a row of the source."""
         inner = self._stored
         if inner is not None:
             return inner.read(start, stop)
@@ -302,7 +302,7 @@ class Element:
 
     @cached_property
     def _stored(self) -> LazyTensor | None:
-        """The same entry of what the source is made of, where that can be read by rows."""
+        """The same entry of the parts of the source, if they can be loaded by rows."""
         source = self.source
         if isinstance(source, Stored):
             stride = math.prod(source.shape[1:]) * source.dtype.num_bytes

@@ -181,7 +181,7 @@ class _Machine:
         return getattr(self, f"_op_{name}", None) or partial(self._refuse, name)
 
     def run(self, data: bytes) -> bool:
-        """Run every opcode; whether the last one was met.
+        """Run all opcodes, and return True if STOP was reached.
 
         ``pickletools.genops`` and a call for each opcode take twice as long.
         """

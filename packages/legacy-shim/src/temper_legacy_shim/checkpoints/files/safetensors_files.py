@@ -60,7 +60,7 @@ def plan_shards(
 
     Args:
         tensors: by name.
-        max_bytes: of tensors in a file; a larger tensor has a file of its own.
+        max_bytes: maximum size of a file; a larger tensor gets a separate file.
         stem: ``model`` or ``adapter_model``.
     """
     groups: list[dict[str, LazyTensor]] = [{}]
@@ -111,7 +111,7 @@ def write(
 ) -> WrittenFile:
     """Write one file.
 
-    It lies on the disk when this returns, and every byte was read back and compared.
+    On return, the file is on disk, and every byte was compared.
 
     Args:
         path: a new file.
@@ -121,7 +121,7 @@ def write(
 
     Raises:
         DamagedFileError: a source is shorter than it says.
-        VerificationError: what is read back is not what was written.
+        VerificationError: the file on disk differs from the written bytes.
         OSError: the disk is full.
     """
     with_nan: dict[str, None] = {}
@@ -166,7 +166,7 @@ class _ReadBlock:
 def _read_ahead(
     tensors: Mapping[str, LazyTensor], readers: ThreadPoolExecutor
 ) -> Generator[_ReadBlock, None, None]:
-    """Yield every block of every tensor in order; the next ones are read and cast meanwhile."""
+    """Yield all blocks of all tensors in order, while the next blocks are loaded and cast."""
     waiting: deque[Future[_ReadBlock]] = deque()
     for name, tensor in tensors.items():
         for start, stop in spans(tensor):
@@ -231,7 +231,7 @@ def _named(digest: Digest) -> str:
 
 
 def _update_with(path: Path, digest: Digest) -> None:
-    """Hash a file that one thread reads while another one hashes."""
+    """Hash a file; a thread loads the next block meanwhile."""
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(file.read, _HASHED_BYTES)
         while data := ahead.result():
@@ -285,7 +285,7 @@ class _HashingWriter:
             self._flushed.result()
 
     def put(self, data: bytes | memoryview) -> None:
-        """Queue a block; raises what an earlier one met."""
+        """Queue a block; raise the exception of an earlier block."""
         if self._error is not None:
             raise self._error
         self._queue.put(data)

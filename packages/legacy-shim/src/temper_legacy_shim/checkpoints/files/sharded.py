@@ -74,7 +74,7 @@ def assemble(key: str, entries: Mapping[int, Entry], *, where: str) -> LazyTenso
 
 
 def _replicated(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> LazyTensor:
-    """Return one copy of what every rank holds.
+    """Return a single copy of a replicated tensor.
 
     That they are equal is checked for what is small.
     """
@@ -103,7 +103,7 @@ def is_equal(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 def check_replica(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> None:
-    """Refuse replicas of one shard whose first rows differ.
+    """Reject replicas of a shard if the first rows differ.
 
     Args:
         key: the tensor's name, for errors.
@@ -114,7 +114,7 @@ def check_replica(key: str, entries: Mapping[int, LazyTensor], *, where: str) ->
         DamagedFileError: they differ, so the ranks are of different steps.
     """
     (first_rank, first), (rank, entry) = entries.items()
-    # An update changes nearly every element, so a few rows tell; all of them would double what is
+    # An update changes nearly all elements, so a few rows suffice; all of them would double what is
     # read.
     rows = min(
         num_rows(first.shape),

@@ -7,7 +7,7 @@ from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, read_all
 
 
 def as_torch(tensor: LazyTensor) -> Tensor:
-    """Read a whole tensor into memory of its own, in its own dtype."""
+    """Load a full tensor to new memory, without a cast."""
     block = read_all(tensor)
     dtype: torch.dtype = getattr(torch, tensor.dtype.name)
     # Elements that numpy has no type for travel as unsigned integers of the same width.

@@ -1,6 +1,6 @@
 """Optimizer moments of old FSDP checkpoints, by Hugging Face name.
 
-What FSDP2 numbers, and what FSDP1 keeps in nameless flat shards.
+FSDP2 numbers parameters; FSDP1 stores flat shards without names.
 
 FSDP2 numbers the model's parameters in order. FSDP1 numbers its units: one flat vector for the root
 and one for each decoder layer (and, with an adapter, one for each trained leaf), every parameter of
@@ -325,7 +325,7 @@ def _matching_units(
 
 
 def _wrappings(parameters: Sequence[str]) -> Iterable[list[list[str]]]:
-    """Return Decoder layers as units, which was the default, or everything in one unit."""
+    """Return the possible units: decoder layers, the default, or the full model."""
     yield _group_by_layer(parameters)
     yield [list(parameters)]
 
@@ -336,7 +336,7 @@ def is_buffer(name: str) -> bool:
 
 
 def _group_by_layer(names: Sequence[str]) -> list[list[str]]:
-    """Return the root's own parameters, then each layer's, each followed by its trained leaves.
+    """Return the root's parameters, then each layer's, each followed by trained leaves.
 
     The order in which units are met.
     """

@@ -1,6 +1,6 @@
 """Weights of FSDP checkpoints.
 
-Every rank's file, read lazily, each key put together from its shards.
+The files of all ranks are loaded lazily, and shards are joined by key.
 """
 
 import math
@@ -116,7 +116,7 @@ class RankCounts:
 def read_counts(path: Path, *, rank: int) -> RankCounts:
     """Read update counts and settings of any optimizer's file.
 
-    Nothing of one that has no such form.
+    None for another form.
 
     Raises:
         DamagedFileError: the file is damaged.
@@ -273,7 +273,7 @@ def joined(
     """Return the vectors of one number, of the ranks that have it, end to end.
 
     Raises:
-        DamagedFileError: one is no vector, or of another dtype.
+        DamagedFileError: a shard is not a vector, or has a different dtype.
     """
     parts = flat_parts(role, ranks, order, number=number, side=side)
     if len({part.dtype for part in parts}) != 1:

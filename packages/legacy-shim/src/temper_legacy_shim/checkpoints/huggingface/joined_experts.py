@@ -60,7 +60,7 @@ def _position_of(name: str) -> _Position | None:
 
 
 def to_memory_name(name: str) -> str:
-    """Return the name in transformers' model since 5.0 of what a file names so.
+    """Rename a tensor of a file to the name in transformers' model since 5.0.
 
     That of the joined tensor, of an expert's matrix.
     """
@@ -81,10 +81,10 @@ def as_mixtral_s_files(name: str) -> str:
 
 
 def joined(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors by their names in memory, what belongs together as one.
+    """Join the tensors of a file to those of the model in memory, by name.
 
     Raises:
-        DamagedFileError: an expert is missing, or has another shape than its relatives.
+        DamagedFileError: an expert is missing, or has a shape that differs from the others.
     """
     result: dict[str, LazyTensor] = {}
     experts: dict[str, dict[tuple[int, int], LazyTensor]] = {}
@@ -122,7 +122,7 @@ def _stacked(name: str, parts: Mapping[tuple[int, int], LazyTensor]) -> LazyTens
 
 
 def joined_counts(counts: Mapping[str, int]) -> dict[str, int]:
-    """Update counts by names in memory: of one tensor, the largest of its experts'."""
+    """Update counts by names in memory: the maximum over the experts of a tensor."""
     result: dict[str, int] = {}
     for name, count in counts.items():
         result[to_memory_name(name)] = max(count, result.get(to_memory_name(name), 0))
@@ -130,7 +130,7 @@ def joined_counts(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def split(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield a tensor by its names in files: what is joined as its parts, anything else as it is."""
+    """Yield a tensor by names in files: joined experts in parts, others unchanged."""
     match = _JOINED.fullmatch(name)
     if match is None:
         yield name, tensor

@@ -36,7 +36,7 @@ def check_logits(directory: Path, plan: Plan) -> str:
     """Compare logits of random tokens.
 
     Returns:
-        What was verified, for the receipt.
+        The sentence about the comparison, for the receipt.
 
     Raises:
         VerificationError: a weight was not taken, or logits differ.

@@ -1,6 +1,6 @@
 """Hugging Face model directories as a source.
 
-Safetensors and torch's own files, by their index, lazily.
+Safetensors and torch files are loaded lazily, by index.
 """
 
 import json

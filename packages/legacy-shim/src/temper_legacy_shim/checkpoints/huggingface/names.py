@@ -59,7 +59,7 @@ _NOT_COMPARED = "not verified: names were not compared with transformers' model"
 
 
 class NamesCheck:
-    """One comparison. Entering starts its process, and leaving ends it, whatever it has found."""
+    """A comparison in a process, which starts on entry and ends on exit."""
 
     def __init__(self, config: str, tensors: Mapping[str, LazyTensor], *, head: str) -> None:
         """Store the arguments; the check starts on entry.
@@ -104,7 +104,7 @@ class NamesCheck:
         """Wait for the comparison.
 
         Returns:
-            For the receipt, sentences about what was verified, and notes about why nothing could
+            Sentences for the receipt about the verified parts, and notes on why nothing could
             be.
 
         Raises:
@@ -167,7 +167,7 @@ def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Sha
 
     Mixtral saves other names than it has.
 
-    Where transformers could not say the latter, experts may have any names.
+    If transformers could not determine the latter, experts may have any names.
     """
     all_expected = [{name: tuple(shape) for name, shape in names.items()} for names in answered]
     faults = min(
@@ -218,7 +218,7 @@ def _faults(
 
 
 def _expert_kinds(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return the names of expert matrices without their numbers, by expert module."""
+    """List expert matrices by name without numbers, for each expert module."""
     kinds: dict[str, set[str]] = {}
     for match in filter(None, map(_EXPERTS.fullmatch, names)):
         kinds.setdefault(match[1], set()).add(_NUMBER.sub("", match[2]))

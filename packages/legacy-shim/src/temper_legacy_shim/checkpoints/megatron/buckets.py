@@ -75,7 +75,7 @@ class _Layout:
 
 
 class _DoesNotFitError(Exception):
-    """A layout is another one; tried and passed over."""
+    """The layout does not match; the next is tried."""
 
 
 def read_buckets(
@@ -293,7 +293,7 @@ def _take(
 
 @dataclass(frozen=True)
 class _WithPadding:
-    """A table with rows behind its own that no one knows."""
+    """A table with unknown rows at the end."""
 
     source: LazyTensor
     num_rows: int

@@ -35,7 +35,7 @@ _OVERWRITTEN = (
     "copy every rank's file into optim/"
 )
 _SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Tied over two stages, each is a bucket of its own."""
+"""Weights that two stages share have separate buckets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def _named(
 ) -> list[dict[str, dict[str, LazyTensor]]]:
     """Return one rank's tensors by chunk, name and kind.
 
-    Distributed experts have their own optimizer.
+    Distributed experts have a separate optimizer.
     """
     shared = next((state[0] for state in states if state and state[0] is not None), None)
     if shared is None:
@@ -170,7 +170,7 @@ def _experts(
 ) -> list[dict[str, dict[str, LazyTensor]]]:
     """Return an expert rank's, from whichever file has masters that round to its weights.
 
-    Their names tell data-parallel ranks alone.
+    The file names contain only the data-parallel rank.
     """
     if not chunks:
         return []
@@ -200,7 +200,7 @@ def _cut_all(
 def _optimizers(path: Path) -> list[list[_Buffer] | None]:
     """Return the buffers of each optimizer that a file may hold.
 
-    None of one whose state another rank wrote.
+    None if a different rank wrote the state.
     """
     archive = Archive(path)
     reader = TensorReader(archive)
@@ -295,7 +295,7 @@ def is_master(master: LazyTensor, weight: LazyTensor, *, num_rows: int | None = 
     Args:
         master: of the weight's shape.
         weight: what it should round to.
-        num_rows: how many of the weight's rows are known; None is all.
+        num_rows: number of known rows of the weight; None for all.
     """
     rounded = Cast(master, weight.dtype) if master.dtype != weight.dtype else master
     last = weight.shape[0] if num_rows is None else num_rows

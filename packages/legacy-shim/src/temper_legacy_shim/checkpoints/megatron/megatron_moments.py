@@ -93,7 +93,7 @@ def _geometry(model: OldModel) -> Geometry:
 def _group_by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
     """Return states in model space by kind and Megatron's name.
 
-    Empty if the optimizer was saved in another form.
+    Empty if the optimizer has a different format.
     """
     kinds: dict[str, dict[str, LazyTensor]] = {}
     for folder in model.role.dist_folders:
@@ -157,7 +157,7 @@ def _optimizer(model: OldModel, named: FullStates) -> OldOptimizer:
 
 
 def _count(step: object) -> int | None:
-    """Return a number of updates, which is a float where torch's own Adam counted."""
+    """Return the number of updates, which torch's Adam stores as a float."""
     if isinstance(step, int) or (isinstance(step, float) and step.is_integer()):
         return int(step)
     return None

@@ -1,6 +1,6 @@
 """Convert Megatron-Core's names and fused matrices to Hugging Face's.
 
-Full tensors in, full tensors out, nothing read.
+Input and output are full tensors, which are not loaded.
 
 Query, key and value rows are grouped per query group (its queries, then its key, then its value);
 ``linear_fc1`` is the gate above the up projection. Knows the llama-like decoders: Llama, Mistral,
@@ -175,7 +175,7 @@ def _gated_modules(own: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str]]:
 
 
 def _fused_qkv(parts: Sequence[LazyTensor], geometry: Geometry) -> LazyTensor:
-    """Return the rows per query group: its queries, its key, its value."""
+    """Return the rows of a query group: queries, key, value."""
     d, per_group = geometry.head_dim, geometry.num_heads // geometry.num_groups
     sizes, starts = (
         (per_group * d, d, d),
@@ -207,7 +207,7 @@ def _check_experts(converted: Mapping[str, LazyTensor], geometry: Geometry, *, w
 def unstacked(
     tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the layers one by one; a stacked name has no number after ``layers``.
+    """Yield single layers; a stacked name has no number after ``layers``.
 
     Raises:
         DamagedFileError: a stack has another number of layers than the config.
@@ -408,7 +408,7 @@ class Order:
 
 
 def sort_by_order(names: Iterable[str], order: Order) -> list[str]:
-    """Return a layer's parameters, by their names inside it, in the order of its modules.
+    """Return a layer's parameters by relative name, in module order.
 
     In a layer the norm, attention (where the output projection is made before that of queries, keys
     and values), another norm, and the MLP.
@@ -440,5 +440,5 @@ def _position(name: str, order: Order) -> tuple[int, ...]:
 
 
 def _index(names: _Names, name: str) -> int:
-    """Return the position of a name; unknown names come last, so that their layout does not fit."""
+    """Return the position of a name; unknown names are last, so that the layout does not fit."""
     return names.index(name) if name in names else len(names)

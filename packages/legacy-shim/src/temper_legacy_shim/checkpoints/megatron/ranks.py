@@ -112,7 +112,7 @@ def merge_chunks(chunks: Chunks, *, where: Path) -> dict[str, LazyTensor]:
 
 
 def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
-    """Return the chunks of one file, each flat: names to tensors.
+    """Return the chunks of a file, each as a flat mapping of names to tensors.
 
     Extra states of TransformerEngine are left out.
     """
@@ -300,7 +300,7 @@ def _merge_ranks(
 
 
 def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -> LazyTensor:
-    """Return one tensor from its tensor-parallel parts, by the kind of layer that its name says.
+    """Join the tensor-parallel parts of a tensor, by the layer type in the name.
 
     Raises:
         DamagedFileError: the parts do not fit.
@@ -384,7 +384,7 @@ def _joined(name: str, parts: Sequence[LazyTensor], *, dim: int, where: Path) ->
 
 
 def _side_by_side_halves(name: str, parts: Sequence[LazyTensor], *, where: Path) -> LazyTensor:
-    """Join parts with gate rows above up rows; the full matrix has all gate rows first."""
+    """Join parts that have gate above up rows; the full matrix has all gate rows first."""
     full = _joined(name, parts, dim=0, where=where)
     if any(part.shape[0] % 2 for part in parts):
         raise DamagedFileError(

@@ -1,4 +1,4 @@
-"""Weights and adapter of a role in one of Megatron's layouts, under Hugging Face names."""
+"""Load weights and adapter from Megatron's layouts, with Hugging Face names."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 def read(
     role: Role, config: Mapping[str, object], *, source: str, accepts_partial_adapter: bool
 ) -> tuple[dict[str, LazyTensor], Adapter | None]:
-    """Read the weights and the adapter in Megatron's files; empty and None if there are none.
+    """Load weights and adapter from Megatron's files; empty and None without such files.
 
     Args:
         role: of a Megatron layout.
@@ -50,7 +50,7 @@ def read(
 def _check_transformer_config(
     role: Role, config: Mapping[str, object], geometry: Geometry, *, source: str
 ) -> None:
-    """Refuse a config of another model than the one that Megatron ran; shapes alone often fit both.
+    """Reject a config of a model other than Megatron's; shapes alone often fit both.
 
     Raises:
         UsageError: a number differs; names both files and both values.
@@ -95,7 +95,7 @@ _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
-    """Return the base and adapter under Megatron's names, where its own files hold them.
+    """Return base and adapter with Megatron's names, from Megatron's files.
 
     Whole, layers perhaps stacked.
     """
@@ -114,7 +114,7 @@ def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
 _NO_WEIGHT = re.compile(
     r"(?:chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler|lr_scheduler"
 )
-"""Names of what a distributed checkpoint holds next to weights."""
+"""Names of entries next to the weights in a distributed checkpoint."""
 
 
 def model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -178,7 +178,7 @@ def read_adapter(
         tensors: whole, under Megatron's names; those of the base may be among them.
         geometry: of the model's config.
         where: for errors.
-        accepts_missing_layers: convert what is there where later layers have none.
+        accepts_missing_layers: convert the existing layers if later layers are missing.
 
     Raises:
         DamagedFileError: half a pair is missing, or layers have no adapter.

@@ -94,7 +94,7 @@ def join(
         tensors: those of all groups.
 
     Returns:
-        The names of the data files by where they lay; the description is next to them.
+        Return the new name of each data file; the metadata file is next to them.
     """
     planner = _ChunkPlanner(tensors)
     planner.set_up_planner(_shells(tensors), is_coordinator=True)
@@ -201,7 +201,7 @@ class _LazyPlanner(_ChunkPlanner):
 def _is_spoilt(content: Tensor) -> bool:
     """Return whether a tensor holds NaN or infinity.
 
-    Its extremes say it, and nothing of its size is allocated.
+    The extremes suffice, and no memory of that size is allocated.
     """
     if content.numel() == 0 or not content.is_floating_point():
         return False

@@ -29,7 +29,7 @@ class OldExtra:
 
 
 def read_extra(role: Role) -> OldExtra:
-    """Read a role's extra files and its step's data files.
+    """Load the extra files of a role and the data files of the step.
 
     Raises:
         ShimError: a file is damaged; what is merely of no use to an engine is reported instead.
@@ -88,7 +88,7 @@ def read_extra(role: Role) -> OldExtra:
 def _megatron_steps(role: Role) -> set[int]:
     """Read the step counts of Megatron's schedule.
 
-    In ``common.pt`` since 0.4.1, before in its own file.
+    It is in ``common.pt`` since 0.4.1, before in a separate file.
     """
     steps: set[int] = set()
     for path in [folder / "common.pt" for folder in role.dist_folders] + sorted(

@@ -58,7 +58,7 @@ class StepPlan:
     """Content of a step directory, decided before any read or write."""
 
     state: ResumableState
-    """State with what is carried and what is not."""
+    """State, with the converted and the omitted parts."""
     config: Mapping[str, object]
     tensors: Mapping[str, LazyTensor]
     copies: Mapping[str, Path]

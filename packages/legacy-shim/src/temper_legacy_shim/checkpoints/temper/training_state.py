@@ -268,7 +268,7 @@ def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
 
 
 def _extra_head(model: OldModel, adapter: Adapter) -> dict[str, LazyTensor]:
-    """Return a critic's head by an engine's names, with what an adapter of its own adds.
+    """Return a critic's head with the engine's names, merged with an adapter on it.
 
     Raises:
         UsageError: the adapter has one, but the checkpoint not what it is added to.
@@ -340,7 +340,7 @@ def read_training_state(directory: Path) -> Iterator[TrainingState]:
 
     The directory is an FSDP engine's or the output of ``--to temper``.
 
-    Experts come one by one, by the names that files have.
+    Experts are separate, with the names in files.
 
     Raises:
         LayoutError: it holds no moments.

@@ -42,7 +42,7 @@ def build_batches(draft: Draft) -> None:
     _check_ranks(draft, prompts=prompts)
     _check_critic(draft)
     passes = draft.integer("actor_rollout_ref.actor.ppo_epochs")
-    # A number below 1 is not what the new run makes, so its text may not stand there either.
+    # The new run raises a number below 1, so the old text must not be copied.
     is_other = passes is None or passes >= 1
     draft.put(
         "batching.num_passes",
@@ -140,7 +140,7 @@ def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
 
 
 def _check_critic(draft: Draft) -> None:
-    """Report a critic with its own mini-batches: all roles share them here."""
+    """Report a critic with separate mini-batches: all roles share them here."""
     if not needs_critic(draft):
         return
     mini, actor = draft.integer("critic.ppo_mini_batch_size"), draft.integer(ACTOR_MINI)
@@ -197,7 +197,7 @@ def _tokens(draft: Draft) -> None:
 
 
 def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, list[str]]:
-    """Return the tokens of a micro-batch of one data-parallel rank, and where that stands."""
+    """Return the tokens of a micro-batch on a data-parallel rank, and the keys that set them."""
     dynamic = f"{role.block}.use_dynamic_bsz"
     if draft.switch(dynamic):
         key = f"{role.block}.ppo_max_token_len_per_gpu"

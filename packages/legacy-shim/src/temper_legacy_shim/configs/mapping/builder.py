@@ -44,7 +44,7 @@ class Draft:
     cluster: Cluster | None
     """Cluster for configurations that do not contain one."""
     config_name: str = ""
-    """Hydra's, which may be a file of the user's own that no one gave us."""
+    """Hydra's config name, possibly a file of the user that was not given."""
     expanded: Mapping[str, str] = field(default_factory=dict)
     """Values that the script puts into shell variables, by old key."""
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Draft:
         """Add the finding of this name in data/messages.tsv.
 
         Args:
-            name: its rule, and a part after a dot where a rule has several messages.
+            name: the rule, and a part after a dot if the rule has several messages.
             old: keys that it is about; the first one is the message's {key}.
             values: the message's other placeholders, except {version}, the old release.
         """
@@ -183,7 +183,7 @@ class Draft:
         return int(value) if value is not None and abs(value) < 1e18 and value == value else None
 
     def frequency(self, key: str) -> int:
-        """Return every how many steps; 0 if there is none, and where the number is unknown.
+        """Return an interval in steps; 0 if it is not set or unknown.
 
         False and True are 0 and 1, as in Python.
         """

@@ -10,7 +10,7 @@ from temper_legacy_shim.configs.reading.config_values import Plain, from_home, p
 
 
 def paths_of(draft: Draft, key: str) -> list[str]:
-    """Return the files of an old key: a list, one path, or a list that was written as text."""
+    """Return the files of an old key: a list, a path, or a list in a string."""
     value = draft.old.get(key)
     if isinstance(value, str) and value.strip().startswith("["):
         value = parse_value(value.strip())[0]
@@ -21,7 +21,7 @@ def paths_of(draft: Draft, key: str) -> list[str]:
 
 
 def put_source(draft: Draft, *, new: str, old: str) -> bool:
-    """Return one source of files; whether there is one."""
+    """Set a data source; return False if there is none."""
     paths = paths_of(draft, old)
     if not paths:
         return False

@@ -59,7 +59,7 @@ def find_template_arguments(draft: Draft) -> None:
 
 
 def config_json(model: str) -> dict[str, object]:
-    """Return the config.json of a local model folder; empty if there is none that can be read."""
+    """Load the config.json of a local model folder; empty if that is impossible."""
     if not model:
         return {}
     try:

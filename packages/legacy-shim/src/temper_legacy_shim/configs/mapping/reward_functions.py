@@ -30,7 +30,7 @@ def scoring_model(draft: Draft) -> str:
 
 
 def reads_messages(draft: Draft) -> bool:
-    """Return whether the reward model has a chat template of its own.
+    """Check if the reward model has a separate chat template.
 
     Always, but in the old workers without an input_tokenizer.
     """

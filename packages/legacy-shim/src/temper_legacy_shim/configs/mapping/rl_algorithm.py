@@ -305,7 +305,7 @@ def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
 def _reference(draft: Draft) -> None:
     """Set the reference.
 
-    An adapter without its own base uses the actor with the adapter disabled.
+    For an adapter, the reference is the actor with the adapter disabled.
     """
     if draft.settings.get("actor.engine.lora.rank") or draft.settings.get("actor.engine.lora.path"):
         draft.put("algorithm.kl_reference", "disabled_adapter", rule="kl-reference", old=[])
@@ -320,7 +320,7 @@ def _reference(draft: Draft) -> None:
 
 
 def has_ref_role(draft: Draft) -> bool:
-    """Return whether the reference is a model of its own."""
+    """Check if the reference is a separate model."""
     return "ref" in draft.settings
 
 
@@ -406,7 +406,7 @@ def has_clip(draft: Draft) -> bool:
 
 
 def clip_bounds(draft: Draft) -> tuple[str, str]:
-    """Return the keys that the release read its bounds from."""
+    """Return the keys of the bounds that this release used."""
     low, high = f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"
     full = f"{_ACTOR}.clip_ratio"
     return (low if draft.old.get(low) is not None else full), (

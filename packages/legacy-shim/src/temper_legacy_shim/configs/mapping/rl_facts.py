@@ -27,7 +27,7 @@ def needs_critic(draft: Draft) -> bool:
 
 
 def completions_per_prompt(draft: Draft) -> int:
-    """Return rollout.n; a fully asynchronous run has it under its own block too."""
+    """Return rollout.n; a fully asynchronous run also has it in a separate block."""
     own = draft.integer("rollout.n") if is_async(draft) and draft.old.has("rollout.n") else None
     return max(1, own or draft.integer("actor_rollout_ref.rollout.n") or 1)
 
@@ -50,7 +50,7 @@ def evaluation_key(draft: Draft) -> str:
 
 
 def updates_per_schedule_step(draft: Draft) -> int | None:
-    """Return how many updates the old schedule counted as one step of its own.
+    """Return the number of updates per step of the old schedule.
 
     None if it counted RL steps.
 
@@ -99,7 +99,7 @@ def filters_groups(draft: Draft) -> bool:
 def is_second_trainer(draft: Draft) -> bool:
     """Return whether main_ppo ran the trainer that it has since v0.9.0.
 
-    Other programs have trainers of their own.
+    Other programs have different trainers.
     """
     is_main = (
         draft.old.entry.rpartition(".")[2] in ("", "ppo", "main_ppo")
@@ -130,7 +130,7 @@ def kl_in_loss(draft: Draft) -> bool:
 def kl_in_reward(draft: Draft) -> bool:
     """Return whether the reward carried a KL penalty.
 
-    Before v0.4.0 it did unless the loss had one.
+    Before v0.4.0 it had, unless the loss had a KL term.
     """
     if draft.since("v0.4.0"):
         return draft.switch("algorithm.use_kl_in_reward")
@@ -216,7 +216,7 @@ _SYNC_LOOP = (
 
 
 def build_generation(draft: Draft) -> None:
-    """Record the original trainer. Programs of the asynchronous recipes have one of their own."""
+    """Record the original trainer. Asynchronous recipes have different trainers."""
     is_main = draft.old.entry.rpartition(".")[2] in ("", "main_ppo")
     if SWITCH not in draft.old.defaults or not is_main or is_async(draft) or is_one_step_off(draft):
         return

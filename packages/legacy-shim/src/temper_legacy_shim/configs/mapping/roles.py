@@ -23,7 +23,7 @@ class OldRole:
     model: str
     """Its model block; the reference shares the actor's."""
     fsdp: tuple[str, ...]
-    """Its sharding blocks, the first one that is there counts."""
+    """Sharding blocks of the role; the first that exists counts."""
     is_trained: bool
     """True if it has an optimizer."""
     megatron: str = ""
@@ -144,7 +144,7 @@ def ulysses_keys(role: OldRole) -> list[str]:
 
 
 def data_parallel(draft: Draft, role: OldRole) -> int | None:
-    """Return the ranks with samples of their own."""
+    """Return the number of ranks with different samples."""
     world = world_size(draft)
     if world is None:
         return None
@@ -221,7 +221,7 @@ def _optimizer(draft: Draft, role: OldRole) -> None:
 
 
 def _another_optimizer(draft: Draft, role: OldRole) -> bool:
-    """Return whether another class than AdamW was asked for, which has no betas of its own here."""
+    """Check if an optimizer other than AdamW was requested; it has no betas here."""
     key = f"{role.optim}.optimizer"
     name, home = draft.text(key), draft.text(f"{role.optim}.optimizer_impl") or "torch.optim"
     if name.lower() in ("", "adamw", "adam"):
@@ -247,7 +247,7 @@ def _another_optimizer(draft: Draft, role: OldRole) -> bool:
 
 
 def _clip(draft: Draft, role: OldRole) -> None:
-    """Set the gradient clip: two old keys hold it, and each release reads another one."""
+    """Set the gradient clip from the key that the release used; there are two."""
     own, optim = f"{role.block}.grad_clip", f"{role.optim}.clip_grad"
     reads_own = not is_megatron(draft) and (not draft.since("v0.8.0") or draft.old.is_set(own))
     key = (
@@ -456,7 +456,7 @@ def _offload(draft: Draft, role: OldRole) -> None:
 
 
 def _policy(draft: Draft, role: OldRole, block: str) -> list[str]:
-    """Return FSDP2's own key for offloading, where the role trains with FSDP2.
+    """Return FSDP2's key for offloading, if the role uses FSDP2.
 
     Elsewhere it did nothing.
     """

@@ -132,7 +132,7 @@ def _vllm(draft: Draft) -> None:
 def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
     """Return GPUs of one server over tensors, and over layers.
 
-    One GPU where it shares them with the trainer's workers.
+    A server that shares GPUs with the trainer's workers gets a single GPU.
     """
     key = f"{BLOCK}.tensor_model_parallel_size"
     size, pipeline = (
@@ -146,7 +146,7 @@ def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
 
 
 def _rollout_world(draft: Draft) -> tuple[int | None, list[str]]:
-    """Return GPUs of the sampler: its own if the trainer has others."""
+    """Return the sampler's GPUs: separate ones if the trainer uses different GPUs."""
     if draft.old.has("rollout.n_gpus_per_node"):
         nodes, gpus = (
             draft.integer("rollout.nnodes") or 1,

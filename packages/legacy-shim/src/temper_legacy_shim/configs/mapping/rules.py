@@ -1,6 +1,6 @@
 """Read the table of rules, ``data/rules.tsv``, and set new keys by its executable rows.
 
-One row describes what becomes of a group of old keys, with the reason and the sources.
+A row describes the translation of a group of old keys, with the reason and the sources.
 """
 
 import itertools
@@ -57,7 +57,7 @@ class Rule:
     versions: str
     """Releases it is about; empty is all."""
     new: str
-    """New keys, apart by commas; the column is empty where `settings` names them."""
+    """New keys, separated by commas; empty if `settings` has them."""
     settings: tuple[RuleSetting, ...]
     """Executable settings; empty if Python code sets the keys, or none is set."""
     disposition: Disposition
@@ -82,7 +82,7 @@ class Rule:
 def rules() -> tuple[Rule, ...]:
     """Return every row, in the table's order.
 
-    The first one that matches counts, and one without a wildcard before those with one.
+    The first match counts. Rows without a wildcard come before rows with a wildcard.
     """
     text = (
         resources.files("temper_legacy_shim.configs")
@@ -291,8 +291,8 @@ def apply_rules(
     Args:
         draft: read and written.
         names: ids of rows.
-        blocks: blocks of one role, for rows that hold for several.
-        old: the old key to read instead of the row's own.
+        blocks: blocks of a role, for rows that apply to several roles.
+        old: the old key to use instead of the row's.
     """
     for name in names:
         rule = rule_named(name)
@@ -322,7 +322,7 @@ def _apply(draft: Draft, new: str, old: str, *, rule: str, setting: RuleSetting)
 
 
 def _convert(draft: Draft, old: str, converter: str, *, is_on: bool) -> tuple[Plain, bool, bool]:
-    """Return the value, whether there is one, and whether it may keep the old value's spelling."""
+    """Return the value, True if it is set, and True if it may keep the old spelling."""
     number = None
     if converter in ("size", "at least 0", "above 0", "integer"):
         number = draft.integer(old)

@@ -103,7 +103,7 @@ def _tools(draft: Draft, path: str) -> None:
 
 
 def _num_turns(draft: Draft) -> int:
-    """Return the completions of a rollout at most; 0 if there was no limit."""
+    """Return the maximum number of completions of a rollout; 0 for no limit."""
     counts = {key.rpartition(".")[2]: draft.integer(key) or 0 for key in _limits(draft)}
     others = counts.get("max_user_turns", 0)
     result = [

@@ -1,6 +1,6 @@
-"""Overrides laid on their own release's default tree, under Hydra's rules.
+"""Apply overrides to the default tree of a release, by Hydra's rules.
 
-What took effect, from which token, and what was refused.
+The result records effective values, the token of each, and rejected tokens.
 """
 
 import re
@@ -130,7 +130,7 @@ class OldConfig:
     version: str
     family: str
     entry: str
-    """The Python module that was started, or what kind of program it was."""
+    """The Python module that was started, or the type of program."""
     tree: dict[str, Plain]
     """Leaves by dotted key, interpolations unresolved; defaults included."""
     defaults: dict[str, Plain]
@@ -158,7 +158,7 @@ class OldConfig:
         return below or self._find_in_block(key, default)
 
     def _find_in_block(self, key: str, default: Plain) -> Plain:
-        """Return a leaf of a block that is as one value an interpolation of another block."""
+        """Return a leaf of a block whose value is an interpolation of another block."""
         outer = key
         while "." in outer:
             outer = outer.rpartition(".")[0]
@@ -235,7 +235,7 @@ class OldConfig:
 def compose(old: OldConfig, overrides: Sequence[Override]) -> None:
     """Apply overrides in order.
 
-    What Hydra would have refused is noted, and applied all the same, since what was meant is clear.
+    Overrides that Hydra would have rejected are recorded, and applied if the meaning is clear.
     """
     last: dict[str, int] = {}
     for override in overrides:
@@ -260,7 +260,7 @@ def compose(old: OldConfig, overrides: Sequence[Override]) -> None:
 
 
 def assign(old: OldConfig, key: str, value: Plain, index: int) -> None:
-    """Give a key a value: a mapping is laid over what is there, everything else replaces it."""
+    """Set a key: a mapping is merged with the existing value, other values replace it."""
     if isinstance(value, dict) and value:
         for name, item in flatten(value).items():
             assign(old, f"{key}.{name}", item, index)

@@ -25,13 +25,13 @@ DEFAULTS_LIST = "defaults-list"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldFile:
-    """One file as its user wrote it."""
+    """A file of the user, before composition."""
 
     path: Path
     values: dict[str, Plain]
     """Nested values, files of the user's own that it builds on included."""
     entry: str = ""
-    """The program that its defaults list names, as far as it says so."""
+    """The program, if the defaults list shows it."""
     groups: dict[str, str] = field(default_factory=dict)
     """Engine groups that its defaults list chooses."""
     overrides: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def read_old_file(path: Path) -> OldFile:
-    """Read one file, and the files of the user's own that its defaults list names.
+    """Load a file, and the user's files in the defaults list.
 
     Raises:
         DamagedFileError: it is not YAML, or no mapping, or builds on itself.
@@ -132,7 +132,7 @@ def translate_file(
 ) -> Translation:
     """Translate a file with overrides on top.
 
-    Arguments as of ``translate``, where what is empty is taken from the file.
+    The arguments are those of ``translate``; empty ones are taken from the file.
     """
     refuse_other_systems(old)
     given = {token.partition("=")[0] for token in overrides}
@@ -153,7 +153,7 @@ def refuse_other_systems(old: OldFile) -> None:
     """Refuse a file that is no configuration of verl.
 
     Raises:
-        UsageError: It is one of another system, or none of its keys was one of any release.
+        UsageError: The file belongs to another system, or has no key of any release.
     """
     system = other_system(old.values)
     if system:
@@ -189,11 +189,11 @@ def with_missing(translation: Translation, old: OldFile) -> Translation:
 def old_files(path: Path) -> list[OldFile]:
     """Return the file itself, or the old configurations below a folder.
 
-    What another one builds on is a part of that one.
+    Files that another file includes are not listed separately.
 
     Raises:
         UsageError: there is no YAML file.
-        DamagedFileError: one speaks of an old configuration, and can't be read.
+        DamagedFileError: a file mentions an old configuration, but cannot be parsed.
     """
     result = find_files(path)
     return (
@@ -204,7 +204,7 @@ def old_files(path: Path) -> list[OldFile]:
 
 
 def drop_included_files(result: Sequence[OldFile]) -> list[OldFile]:
-    """Drop files that another one builds on."""
+    """Drop files that another file includes."""
     parts = {part.resolve() for old in result for part in old.parts}
     return [old for old in result if old.path.resolve() not in parts]
 

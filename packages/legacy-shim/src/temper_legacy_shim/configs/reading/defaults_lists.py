@@ -36,7 +36,7 @@ _OLD_GROUPS = frozenset(
         *("reward", "reward_manager", "reward_model", "rollout", "trainer"),
     )
 )
-"""Groups of the old package, whose files are its releases' own trees."""
+"""Groups of the old package, which the default trees of the releases contain."""
 _MAX_LEVELS_UP = 6
 
 
@@ -75,7 +75,7 @@ def compose_file(
     Args:
         path: the file.
         load: reads one mapping from a YAML file.
-        bases: names of the old package's own files.
+        bases: files of the old package.
 
     Raises:
         DamagedFileError: a file builds on itself, or can't be read.
@@ -102,7 +102,7 @@ class _Composer:
         return self._out
 
     def _lay(self, path: Path, tree: dict[str, Plain], position: _Position) -> None:
-        """Lay a file, and what its list names, over what is there."""
+        """Merge a file and the files in the defaults list into the tree."""
         entries = _entries(tree)
         own = {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
         is_laid = False
@@ -120,7 +120,7 @@ class _Composer:
     def _follow(self, path: Path, entry: "_Entry", position: _Position, *, above_own: bool) -> None:
         """Load one entry of a list.
 
-        A neighboring file, one of a search folder, or the old package's own.
+        It is a neighboring file, a file of a search folder, or a file of the old package.
         """
         choice = (
             self._overridden.get(entry.group.lstrip("/"), entry.choice)
@@ -173,7 +173,7 @@ class _Composer:
     def _not_there(
         self, path: Path, entry: "_Entry", name: str, choice: str, *, is_base: bool, above_own: bool
     ) -> None:
-        """Record a missing file; the old package's own files are in its releases' trees."""
+        """Record a missing file; files of the old package are in the default trees."""
         if is_base:
             if above_own:
                 self._out.missing.append(
@@ -245,7 +245,7 @@ def _read(item: Plain) -> Iterator[_Entry]:
 def _package(entry: _Entry, *, header: str | None, position: _Position) -> str:
     """Return the block for a file's values.
 
-    What the entry says, else what the file says of itself, else its group.
+    The entry's package, else the package in the file's header, else the group.
     """
     group = (entry.group or posixpath.dirname(entry.choice)).lstrip("/").replace("/", ".")
     given = entry.package
@@ -299,7 +299,7 @@ def _search_folders(tree: Mapping[str, Plain], path: Path) -> list[Path]:
 
 
 def merged(below: dict[str, Plain], above: dict[str, Plain]) -> dict[str, Plain]:
-    """Return one tree laid over another."""
+    """Merge a tree into another."""
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)

@@ -46,7 +46,7 @@ FOREIGN_TRAINERS = (
     "r1_ascend",
     "sac",
 )
-"""Trainers of their own, whose losses or data have no counterpart."""
+"""Trainers with losses or data that have no counterpart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Launch:
     config_name: str = ""
     """The file that the composition began with."""
     is_fork: bool = False
-    """True if the entry is no module of the old releases and was taken for one."""
+    """True if the entry is a fork's module that replaces a module of a release."""
     contradiction: str = ""
     """Reason why tree and strategy contradict each other; empty if they do not."""
 
@@ -78,7 +78,7 @@ def launch_of(
     Args:
         entry: ``verl.trainer.main_ppo``, ``recipe/dapo/main_dapo.py``, or a bare kind: ppo, sft,
             generation, evaluation.
-        config_name: of Hydra; None takes the one among the overrides, or the entry's own.
+        config_name: Hydra's; None takes the name in the overrides, or the entry's default.
         overrides: of the command line.
         given: leaves of the user's own file.
     """
@@ -180,9 +180,9 @@ def is_config(name: str) -> bool:
 
 
 def config_named(config_name: str | None, overrides: Sequence[Override]) -> str:
-    """Return Hydra's config name, as an option of its own or among the overrides.
+    """Return Hydra's config name, from the option or from the overrides.
 
-    Empty if no one says one.
+    Empty if neither has it.
     """
     return config_name or _flag(overrides, ("config-name", "cn")) or ""
 

@@ -32,7 +32,7 @@ class Override:
     arguments; unreadable: none of these.
     """
     prefix: Prefix = ""
-    """+ adds a key, ++ adds or sets one, ~ deletes one."""
+    """+ adds a key, ++ adds or sets, ~ deletes."""
     key: str = ""
     """Dotted key or config group; for a flag, its name."""
     value: Plain = None

@@ -1,4 +1,4 @@
-"""The default tree of every old release: what a key was, where no one said otherwise.
+"""The default trees of all old releases, with the default value of each key.
 
 Facts, from ``data/trees.json``.
 """
@@ -47,7 +47,7 @@ def _packed() -> dict[str, Plain]:
 
 @cache
 def versions() -> tuple[str, ...]:
-    """Return every release with trees of its own, oldest first."""
+    """List all releases with a tree, oldest first."""
     result = _packed()["versions"]
     assert isinstance(result, list)
     return tuple(str(version) for version in result)
@@ -102,7 +102,7 @@ def _parsed(version: str) -> tuple[int, int, int, int]:
 
 
 def described(version: str) -> str:
-    """Return a release by its name; main with its commit and date."""
+    """Return the name of a release; main with commit and date."""
     commits = _packed()["commits"]
     assert isinstance(commits, dict)
     commit = commits.get(version)

@@ -135,7 +135,7 @@ _BEHAVIOUR = (
         for block in ("optimizer", "schedule", "lora")
     ),
 )
-"""Keys, or their beginnings, that carry what a run learns; how fast it runs is not among them."""
+"""Keys and prefixes that affect the result of training, not only the speed."""
 
 
 def other_meanings(
