@@ -294,7 +294,14 @@ def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) 
             )
         point = f"at step {error.step}" if error.checkpoint else "before the first checkpoint"
         return _fail(f"interrupted {point}, resume with: {command}", code=code)
-    print(_describe_end(result.directory, seconds=time.monotonic() - begin))
+    print(
+        _describe_end(
+            result.directory,
+            seconds=time.monotonic() - begin,
+            # An earlier start may have left a report, which is then behind metrics.jsonl.
+            has_report=loaded.config.run.report,
+        )
+    )
     return 0
 
 
@@ -304,7 +311,7 @@ def _write_start(loaded: LoadedConfig, options: argparse.Namespace, directory: P
     record_start(directory, command=redact_secrets(_format_command(options)))
 
 
-def _describe_end(directory: Path, *, seconds: float) -> str:
+def _describe_end(directory: Path, *, seconds: float, has_report: bool) -> str:
     """Return the last line of a run: its duration and result, the report and the model."""
     from temper_trainer.metrics.headline import describe_result, format_duration  # slow
 
@@ -312,7 +319,7 @@ def _describe_end(directory: Path, *, seconds: float) -> str:
     paths = {
         name: directory / file
         for name, file in (("report", "report.html"), ("model", "huggingface"))
-        if (directory / file).exists()
+        if (has_report or name != "report") and (directory / file).exists()
     }
     parts = [result or f"results in {directory}", *(f"{k} {path}" for k, path in paths.items())]
     return f"done in {format_duration(seconds)}: {'; '.join(parts)}"

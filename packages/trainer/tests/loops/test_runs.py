@@ -29,12 +29,13 @@ TINY = (
     "actor.engine.model.architecture.num_hidden_layers=2",
     "data.train.max_rows=64",
     "run.num_threads=1",
+    "run.report=false",
 )
 Rows = Callable[..., list[dict[str, float]]]
 
 
 def test_run_writes_all_documented_files(run: Run, tmp_path: Path) -> None:
-    result = run(tmp_path / "run")
+    result = run(tmp_path / "run", "run.report=true")
     left = {path.name for path in result.directory.iterdir()}
     assert {
         "metrics.jsonl",
@@ -440,7 +441,7 @@ def test_failing_run_writes_a_report_up_to_its_last_step(
     monkeypatch.setenv("TEMPER_TEST_MARKER", str(tmp_path / "marker"))
     service = "reward.function=temper_trainer_test_rewards:breaks_down"
     with pytest.raises(RewardFailureError):
-        run(tmp_path / "run", *SHORT_RUN, "run.total_steps=4", service)
+        run(tmp_path / "run", *SHORT_RUN, "run.report=true", "run.total_steps=4", service)
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     report = (tmp_path / "run" / "report.html").read_text()
     assert "<div>rl</div></td><td class=text><div>step</div></td><td class=number>2</td>" in report

@@ -26,6 +26,7 @@ TINY = (
     "batching.prompts_per_step=8",
     "run.num_threads=1",
     "data.max_prompt_tokens=32",
+    "run.report=false",
 )
 CHAT = (
     "{% for m in messages %}{{ m.role }} {{ m.content }}{% if m.role == 'assistant' "

@@ -221,6 +221,14 @@ def test_control_characters_of_completions_and_messages_are_escaped(tmp_path: Pa
     assert not set(text.getvalue()) & set("\x1b\x07\r\x9b\u202e")
 
 
+def test_report_can_be_turned_off(tmp_path: Path) -> None:
+    with RunLog(tmp_path, trackers=("jsonl",), progress=False, writes_report=False) as log:
+        log.log_metrics(1, {"reward/mean": 0.5}, phase="rl")
+        log.refresh_report()
+        assert log.report() is None
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
+
+
 def test_report_is_written_after_the_first_step(tmp_path: Path) -> None:
     log, _ = open_log(tmp_path)
     log.log_metrics(1, {"reward/mean": 0.5}, phase="rl")

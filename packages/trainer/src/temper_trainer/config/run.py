@@ -89,6 +89,10 @@ class RunConfig:
     """Number of completions in the printed table of samples."""
     table_every: NonNegativeInt = 20
     """Steps between printed tables of samples; 0 prints none."""
+    report: bool = True
+    """Write curves.png and report.html after the first step, then at most once a minute, and at the
+    end. `temper-train --report RUN_DIR` writes them at any time.
+    """
     num_threads: PositiveInt | None = None
     """CPU threads of torch per process; None is torch's default."""
     progress: bool = True

@@ -63,6 +63,7 @@ DIGEST_EXCLUDED_KEYS = (
     "run.eval_answer_pattern",
     "run.num_table_rows",
     "run.table_every",
+    "run.report",
     "run.num_threads",
     "run.progress",
     "run.trackers",

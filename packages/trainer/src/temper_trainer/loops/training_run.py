@@ -152,6 +152,7 @@ def _run_task(
             folder.root,
             trackers=config.run.trackers,
             progress=config.run.progress,
+            writes_report=config.run.report,
             resume_step=completed_steps if checkpoint else None,
             prometheus_port=config.run.prometheus_port,
             prometheus_address=config.run.prometheus_address,

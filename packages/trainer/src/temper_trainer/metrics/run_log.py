@@ -65,6 +65,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         *,
         trackers: Sequence[str],
         progress: bool,
+        writes_report: bool = True,
         resume_step: int | None = None,
         prometheus_port: int | None = None,
         prometheus_address: str = LOOPBACK,
@@ -76,6 +77,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             directory: The run folder; created if it is missing.
             trackers: Names from ``jsonl``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``.
             progress: Show progress bars if the output is a terminal.
+            writes_report: Write `curves.png` and `report.html`. False ignores requests to do so.
             resume_step: The last completed step. Rows of later steps are moved to
                 ``*.superseded-N.jsonl``. None starts from scratch and moves all existing rows. Rows
                 of a warm start stay until `progress_bar` of that phase moves them.
@@ -98,6 +100,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._report_lock = threading.Lock()
         self._reported_at: float | None = None
         self._report_interval_s = REPORT_INTERVAL_S
+        self._writes_report = writes_report
         done = -1 if resume_step is None else resume_step  # rows of step 0 are repeated, too
         has_moved = self._supersede(METRICS_FILE, after_step=done)
         self._supersede(SAMPLES_FILE, after_step=done)
@@ -198,7 +201,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def report(self) -> Path | None:
-        """Draw `curves.png` and write `report.html`; see `write_report`."""
+        """Draw `curves.png` and write `report.html`, unless turned off; see `write_report`."""
+        if not self._writes_report:
+            return None
         with self._report_lock:
             return write_report(self._directory)
 
