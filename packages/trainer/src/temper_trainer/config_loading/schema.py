@@ -1,6 +1,7 @@
 """The configuration's dataclasses as a tree of dotted keys, and conversions to plain values."""
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -48,8 +49,7 @@ def iterate_entries(
         engine_class: Class of the fields with the type EngineConfig.
         instance: Object of the class whose values are the defaults; None takes those of the class.
     """
-    # Resolved, because an annotation may be a string.
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = _resolve_hints(cls)
     for field in dataclasses.fields(cls):
         annotation = engine_class if hints[field.name] is EngineConfig else hints[field.name]
         # A new object each time: a caller may change the lists and mappings in it.
@@ -66,6 +66,13 @@ def iterate_entries(
             has_default=default is not MISSING,
             default=None if default is MISSING else default,
         )
+
+
+# A load asks for each dataclass about ten times, and resolving is slow.
+@functools.cache
+def _resolve_hints(cls: type) -> Mapping[str, object]:
+    """Return the types of all fields, also where an annotation is a string."""
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def find_block_class(annotation: object) -> type | None:
