@@ -78,8 +78,11 @@ from temper_engine_api.topology import Axis
             lambda: LoraSpec(rank=2, alpha=8.0, exclude_modules="*"),
             r"^lora.exclude_modules is '\*', which is not a regular expression: nothing",
         ),
-        (lambda: OptimizerSpec(lr=-1.0), r"optimizer.lr is -1.0, .*lr must be >= 0"),
-        (lambda: OptimizerSpec(betas=(0.9, 1.0)), r"betas \(0.9, 1.0\), but .*betas in \[0, 1\)"),
+        (lambda: OptimizerSpec(lr=-1.0), r"^optimizer.lr is -1.0, but must be at least 0"),
+        (
+            lambda: OptimizerSpec(betas=(0.9, 1.0)),
+            r"betas are \(0.9, 1.0\), .*betas in \[0, 1\)",
+        ),
         (lambda: OptimizerSpec(clip_grad_norm=0.0), r"clip_grad_norm is 0.0, but must be above 0"),
         (
             lambda: OptimizerSpec(max_consecutive_skips=-1),

@@ -198,14 +198,15 @@ class OptimizerSpec:
                 f"optimizer.betas is {self.betas}, but must be two numbers, for the first and the "
                 "second moment."
             )
-        if (
-            not 0 <= self.lr < math.inf
-            or not 0 < self.eps < math.inf
-            or not all(0 <= b < 1 for b in self.betas)
-        ):
+        if not 0 <= self.lr < math.inf:
             raise ConfigError(
-                f"optimizer.lr is {self.lr}, eps {self.eps} and betas {self.betas}, but lr must be "
-                ">= 0, eps > 0, and betas in [0, 1)."
+                f"optimizer.lr is {self.lr}, but must be at least 0 and finite: set a rate such as "
+                "1e-6."
+            )
+        if not 0 < self.eps < math.inf or not all(0 <= b < 1 for b in self.betas):
+            raise ConfigError(
+                f"optimizer.eps is {self.eps} and betas are {self.betas}, but eps must be above 0 "
+                "and finite, and betas in [0, 1): use 1e-8 and [0.9, 0.999] if in doubt."
             )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ConfigError(

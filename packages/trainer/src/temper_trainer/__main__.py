@@ -4,6 +4,7 @@ Failures that a user can fix are printed as a message without traceback.
 """
 
 import argparse
+import difflib
 import logging
 import os
 import shlex
@@ -122,7 +123,17 @@ class _Parser(argparse.ArgumentParser):
             _, separator, value = argument.partition("=")
             value = value if separator else argument[2:]
             message = message.replace(value, "<hidden>") if value else message
-        super().error(message)
+        super().error(message + self._suggest_flag())
+
+    def _suggest_flag(self) -> str:
+        """Return the flag that a misspelled one resembles, as the end of a message."""
+        known = list(self._option_string_actions)
+        for argument in self._arguments:
+            flag = argument.partition("=")[0]
+            if flag.startswith("--") and flag not in known:
+                near = difflib.get_close_matches(flag, known, n=1)
+                return f": did you mean {near[0]}?" if near else ": see temper-train --help"
+        return ""
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -192,6 +203,12 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
         return 0
     if options.report:
         return _report(Path(options.report))
+    is_default = options.config_dir is None and options.config_name == DEFAULT_CONFIG_NAME
+    if is_default and not options.overrides:
+        raise ConfigError(
+            "there are no settings, but a run needs at least data and a model: start with "
+            "temper-train experiment=quickstart, or see temper-train --help."
+        )
     loaded = load(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
     if options.print:
         print(format_config(loaded), end="")

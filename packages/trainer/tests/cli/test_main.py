@@ -126,6 +126,28 @@ def test_check_refuses_a_model_that_cannot_be_built_in_the_words_of_the_engine(
     assert str(of_the_run.value) in err
 
 
+@pytest.mark.parametrize("flags", [(), ("--check",)])
+def test_a_command_without_settings_names_one_that_runs(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    code, out, err = run(capsys, *flags)
+    assert (code, out) == (2, "")
+    assert "start with temper-train experiment=quickstart, or see temper-train --help." in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [("--chekc", "did you mean --check?"), ("--gpus=8", "see temper-train --help")],
+)
+def test_an_unknown_flag_gives_a_hint(
+    capsys: pytest.CaptureFixture[str], flag: str, hint: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["experiment=quickstart", flag])
+    assert caught.value.code == 2
+    assert f"unrecognized arguments: {flag}: {hint}" in capsys.readouterr().err
+
+
 def test_check_compares_the_headers_of_saved_weights_with_their_config(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

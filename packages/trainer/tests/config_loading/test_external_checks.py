@@ -563,7 +563,7 @@ def test_parquet_columns_are_compared_with_the_keys(there: list[str], tmp_path: 
 def test_file_without_rows_is_refused(there: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("\n")
     assert refusal(there) == (
-        f"data.train.paths names {tmp_path}/train.jsonl, which have no rows: give files with rows."
+        f"data.train.paths is [{tmp_path}/train.jsonl], which has no rows: give files with rows."
     )
 
 

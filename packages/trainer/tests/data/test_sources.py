@@ -91,7 +91,7 @@ def test_chat_messages_become_a_tuple(tmp_path: Path) -> None:
     ("line", "complaint"),
     [
         ('{"question": "1 + 1?"', "not a JSON object"),
-        ('["1 + 1?", "2"]', "expected an object with fields 'question' and 'answer'"),
+        ('["1 + 1?", "2"]', 'write each row as an object, as in {"question": '),
         ('{"question": "1 + 1?"}', "no field 'answer' among"),
         ('{"question": "1 + 1?", "answer": 2.5}', "must be text or an integer, but is float 2.5"),
         ('{"question": "1 + 1?", "answer": null}', "must be text or an integer, but is NoneType"),

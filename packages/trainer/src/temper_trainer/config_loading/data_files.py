@@ -94,8 +94,7 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
         and not any(rows.num_rows for rows in first_rows)
     ):
         yield (
-            f"{name}.paths names {', '.join(source.paths)}, which have no rows: give files with "
-            "rows."
+            f"{name}.paths is [{', '.join(source.paths)}], which has no rows: give files with rows."
         )
     if len(first_rows) == len(source.paths) and all(rows.is_complete for rows in first_rows):
         preferences = [row for rows in first_rows for row in rows.preferences]

@@ -116,7 +116,8 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, location: st
     if not isinstance(record, Mapping):
         raise DataError(
             f"{location}: expected an object with fields {config.prompt_key!r} and "
-            f"{config.answer_key!r}, but found {record!r:.80}."
+            f"{config.answer_key!r}, but found {record!r:.80}: write each row as an object, as in "
+            f'{{"{config.prompt_key}": "...", "{config.answer_key}": "..."}}.'
         )
     if config.messages_key is not None:
         return _build_conversation_row(

@@ -146,7 +146,7 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
                 except json.JSONDecodeError as error:
                     raise DataError(
                         f"{path}:{number}: not a JSON object ({error}): expected one object per "
-                        "line."
+                        "line. Correct or remove the line."
                     ) from error
     except UnicodeDecodeError as error:
         raise DataError(
