@@ -61,6 +61,8 @@ class Prompt:
     """File and line of its row, or the name of the data source, for messages."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Fields of the row listed in the source's ``extra_keys``, for reward functions."""
+    teacher_tokens: tuple[int, ...] = ()
+    """Token ids of the prompt that the policy gets as its own teacher; empty if it is the same."""
     route: str = ""
     """Value of the routing key, which selects a teacher."""
     reward: str = ""

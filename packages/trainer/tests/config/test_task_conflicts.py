@@ -94,6 +94,26 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
             "(distillation.objective reverse_kl) has no ratio to correct: use proximal=old",
         ),
         (
+            ("task=distill", "distillation.self_teacher=current"),
+            "data.train.teacher_prompt_key is not set: with the same prompt",
+        ),
+        (
+            (TEACHER, "distillation.self_teacher=ema"),
+            "distillation.self_teacher is ema and teachers.t is set",
+        ),
+        (
+            ("task=distill", "distillation.self_teacher=ema", *ON_RAY),
+            "runtime.kind is ray, where the average has no workers",
+        ),
+        (
+            ("data.train.teacher_prompt_key=solved",),
+            "data.train.teacher_prompt_key (command line) has no effect without",
+        ),
+        (
+            ("task=distill", "distillation.self_teacher={name: current, decay: 0.9}"),
+            "distillation.self_teacher.decay",
+        ),
+        (
             (TEACHER, "distillation.apply_as=reward"),
             "use: distillation.objective=reverse_kl_reward",
         ),

@@ -179,3 +179,16 @@ def test_string_prompt_can_be_a_user_message(tokenizer: PreTrainedTokenizerBase)
     )
     ([prompt], _) = encode_prompts([row(0, "one")], tokenizer, config)
     assert prompt.text == "[user] one two\n[assistant]"
+
+
+def test_teachers_prompt_is_formatted_like_the_prompt_and_has_the_same_limit(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    rows = [replace(row(0, "one"), teacher_prompt="three two one"), row(1, "four")]
+    prompts, _ = encode_prompts(rows, tokenizer, CONFIG)
+    assert tokenizer.decode(prompts[0].tokens) == "Q: one\n"
+    assert tokenizer.decode(prompts[0].teacher_tokens) == "Q: three two one\n"
+    assert prompts[1].teacher_tokens == ()
+    limit = len(prompts[0].tokens)
+    with pytest.raises(DataError, match="file:0: the teacher's prompt has"):
+        encode_prompts(rows, tokenizer, replace(CONFIG, max_prompt_tokens=limit))

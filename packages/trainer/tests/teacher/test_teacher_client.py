@@ -33,6 +33,7 @@ from temper_trainer.teacher.teacher_protocol import (
     assign_to_replicas,
 )
 from temper_trainer.teacher.token_map import TokenMap, build_token_map
+from temper_trainer.types import Prompt
 
 
 class CountingTeacher:
@@ -75,6 +76,13 @@ SPEC = TeacherSpec(
 )
 
 
+def route_to(*routes: str) -> list[Prompt]:
+    return [
+        Prompt(prompt_id=i, text="", tokens=(0,), answer="", route=route)
+        for i, route in enumerate(routes)
+    ]
+
+
 def two_samples() -> SequenceBatch:
     return from_sequences(
         [torch.tensor([1, 2, 3]), torch.tensor([4, 5])],
@@ -86,7 +94,7 @@ def two_samples() -> SequenceBatch:
 def test_each_sample_is_scored_by_the_teacher_of_its_route() -> None:
     teachers = {"math": CountingTeacher(), "code": CountingTeacher()}
     columns, metrics = TeacherClient(spec=SPEC, teachers=teachers).fetch_columns(
-        two_samples(), routes=["c", "m"]
+        two_samples(), prompts=route_to("c", "m")
     )
     assert columns[TEACHER_LOGPROBS].tolist() == pytest.approx([0.0, -0.2, -0.3, 0.0, -0.5])
     assert columns[TEACHER_WEIGHTS].tolist() == [0.0, 0.5, 0.5, 0.0, 1.0]
@@ -101,13 +109,13 @@ def test_route_without_a_teacher_is_named() -> None:
         spec=SPEC, teachers={"math": CountingTeacher(), "code": CountingTeacher()}
     )
     with pytest.raises(ConfigError, match=r"route 'poetry', but the teachers' routes are m, c"):
-        client.fetch_columns(two_samples(), routes=["m", "poetry"])
+        client.fetch_columns(two_samples(), prompts=route_to("m", "poetry"))
 
 
 def test_single_teacher_scores_every_route() -> None:
     spec = TeacherSpec(routes=(("t", "t"),), weights=(("t", 1.0),), top_k=0, timeout_s=9.0)
     columns, _ = TeacherClient(spec=spec, teachers={"t": CountingTeacher()}).fetch_columns(
-        two_samples(), routes=["", "x"]
+        two_samples(), prompts=route_to("", "x")
     )
     assert columns[TEACHER_WEIGHTS].tolist() == [0.0, 1.0, 1.0, 0.0, 1.0]
     assert TEACHER_TOP_LOGPROBS not in columns
@@ -120,7 +128,7 @@ def test_teacher_with_too_few_logprobs_is_an_error() -> None:
     with pytest.raises(
         TeacherError, match="teacher math returned 1 log-probs for request 0, but 2 were expected"
     ):
-        client.fetch_columns(two_samples(), routes=["m", "c"])
+        client.fetch_columns(two_samples(), prompts=route_to("m", "c"))
 
 
 @pytest.mark.parametrize("spoiled", ["logprobs", "top_logprobs"])
@@ -138,7 +146,7 @@ def test_teacher_with_nan_logprobs_is_an_error(spoiled: str) -> None:
         TeacherError,
         match="teacher code returned NaN for request 1: check its weights and its precision",
     ):
-        client.fetch_columns(two_samples(), routes=["m", "c"])
+        client.fetch_columns(two_samples(), prompts=route_to("m", "c"))
 
 
 def test_spec_of_the_client_does_not_grow_with_the_configuration() -> None:
@@ -217,8 +225,8 @@ def test_step_without_any_mapped_sample_is_an_error() -> None:
         token_maps={"math": nothing},
     )
     with pytest.raises(TeacherError, match="none of 2 completions could be translated"):
-        client.fetch_columns(two_samples(), routes=["m", "m"])
-    _, metrics = client.fetch_columns(two_samples(), routes=["m", "c"])
+        client.fetch_columns(two_samples(), prompts=route_to("m", "m"))
+    _, metrics = client.fetch_columns(two_samples(), prompts=route_to("m", "c"))
     assert (metrics["teacher/unmapped_samples"], metrics["teacher/code/samples"]) == (1.0, 1.0)
 
 
@@ -237,6 +245,23 @@ def test_failing_teacher_is_reported_while_another_one_hangs() -> None:
     )
     begin = time.monotonic()
     with pytest.raises(TeacherError, match="teacher math returned 1 log-probs"):
-        client.fetch_columns(two_samples(), routes=["m", "c"])
+        client.fetch_columns(two_samples(), prompts=route_to("m", "c"))
     assert time.monotonic() - begin < 30
     awaited.set()
+
+
+def test_teacher_reads_its_own_prompt_in_place_of_the_policys() -> None:
+    teacher = CountingTeacher()
+    spec = TeacherSpec(routes=(("t", "t"),), weights=(("t", 1.0),), top_k=2, timeout_s=9.0)
+    prompts = [
+        Prompt(prompt_id=0, text="", tokens=(1,), teacher_tokens=(7, 8, 9), answer=""),
+        Prompt(prompt_id=1, text="", tokens=(4,), answer=""),
+    ]
+    columns, _ = TeacherClient(spec=spec, teachers={"t": teacher}).fetch_columns(
+        two_samples(), prompts=prompts
+    )
+    assert [request.tokens for request in teacher.seen] == [(7, 8, 9, 2, 3), (4, 5)]
+    assert [request.first_position for request in teacher.seen] == [3, 1]
+    # The log-probs are those of the completion's tokens, at their positions in the sample.
+    assert columns[TEACHER_LOGPROBS].tolist() == pytest.approx([0.0, -0.2, -0.3, 0.0, -0.5])
+    assert columns[LOGPROB_AT_IDS].tolist() == [[0, 0], [3, 4], [4, 5], [0, 0], [6, 7]]

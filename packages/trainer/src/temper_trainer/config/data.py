@@ -52,6 +52,11 @@ class SourceConfig:
     """Field that selects the teacher of a row. arithmetic has one such field: operations (one or
     two).
     """
+    teacher_prompt_key: str | None = None
+    """Field with another prompt for distillation.self_teacher, such as one that contains the
+    solution: a string or chat messages, formatted like the prompt. arithmetic has one such field:
+    solved (the solution, then the problem).
+    """
     category_key: str | None = None
     """Held-out data only: field with the category of a problem, text or an integer; evaluations
     report each category. arithmetic has one such field: operations (one or two).
@@ -95,6 +100,11 @@ class SourceConfig:
                 raise ConfigError(
                     f"route_key is {self.route_key!r}, but must be operations for kind "
                     "arithmetic, which has the routes one and two."
+                )
+            if self.teacher_prompt_key not in (None, "solved"):
+                raise ConfigError(
+                    f"teacher_prompt_key is {self.teacher_prompt_key!r}, but must be solved for "
+                    "kind arithmetic: the solution, followed by the problem."
                 )
             if self.category_key not in (None, "operations"):
                 raise ConfigError(

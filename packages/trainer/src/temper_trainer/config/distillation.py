@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
@@ -11,8 +11,10 @@ from temper_trainer.settings.ranges import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    Range,
     check_ranges,
 )
+from temper_trainer.settings.variants import Variant, variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +46,49 @@ class TeacherConfig:
         check_ranges(self)
 
 
+class SelfTeacher(Variant):
+    """The policy itself as the teacher, given the prompt in ``data.train.teacher_prompt_key``.
+
+    That prompt may contain what the policy does not see, such as a solution. With teacher q, policy
+    p, prompt x, privileged prompt x' and a completion y of the policy:
+
+        divergence of p(y_t | x, y_<t) and sg(q(y_t | x', y_<t)) at each token t
+
+    An alternative is a class with the decorator ``variant(name)``; its fields are its settings.
+
+    Source: Zhao et al. 2026, "Self-Distilled Reasoner", arXiv:2601.18734.
+    """
+
+    __slots__ = ()
+
+
+@variant("current")
+class CurrentPolicy(SelfTeacher):
+    """The policy before the updates of the step (arXiv:2601.18734)."""
+
+
+@variant("ema")
+class EmaPolicy(SelfTeacher):
+    """Exponential moving average of the policy's weights: w = decay * w + (1 - decay) * policy.
+
+    It is updated after each step, kept in float32, and saved in checkpoints.
+
+    Source: Tarvainen and Valpola 2017, arXiv:1703.01780; for self-distillation Huebotter et al.
+    2026, arXiv:2601.20802.
+    """
+
+    decay: Annotated[float, Range(at_least=0, below=1)] = 0.99
+    """Fraction of the average that each step keeps. 0 is the policy after the last step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationConfig:
     """Loss or reward from the teachers' log-probs at the policy's own tokens."""
 
     objective: DistillationLoss = field(default_factory=ReverseKl)
     """Loss or reward of each trained token, from docs/distillation.md."""
+    self_teacher: SelfTeacher | None = None
+    """Use the policy itself as the teacher, in place of teachers. None uses teachers."""
     coef: PositiveFloat = 1.0
     """Weight of the distillation loss or reward."""
     clamp: PositiveFloat | None = None

@@ -1,17 +1,20 @@
 """The full configuration of a run, and the checks for settings that contradict each other."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import EngineConfig, LoraSpec, OffloadSpec
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.config.data import DataConfig, PreferenceKind
 from temper_trainer.config.distillation import (
+    CurrentPolicy,
     DistillationConfig,
+    EmaPolicy,
     TeacherConfig,
     find_teacher_conflicts,
 )
@@ -117,6 +120,27 @@ class TrainerConfig:
         if self.task != "dpo":
             return None
         return "pairs" if self.preference.is_paired else "labels"
+
+    @property
+    def has_teachers(self) -> bool:
+        """True if teachers score the completions: other models, or the policy itself."""
+        return bool(self.teachers) or self.distillation.self_teacher is not None
+
+    @property
+    def averaged_engine(self) -> EngineConfig | None:
+        """The engine of the policy's moving average; None if no teacher is one."""
+        if not isinstance(self.distillation.self_teacher, EmaPolicy):
+            return None
+        engine = self.actor.engine
+        return replace(
+            engine,
+            optimizer=None,
+            # In bf16, an average that changes by less than 0.4 % per step would not move.
+            precision=replace(engine.precision, compute="fp32", parameters="fp32"),
+            offload=OffloadSpec(),
+            # The exported weights of the actor contain its adapter.
+            lora=LoraSpec(),
+        )
 
     @property
     def generates_completions(self) -> bool:
@@ -385,8 +409,12 @@ def _find_overlong(
 
 def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
     """Yield settings that the task needs but are missing, or that it does not use."""
-    if config.task == "distill" and not config.teachers:
-        yield "task is distill, but there is no teacher: set teachers.NAME.engine.model.path."
+    if config.task == "distill" and not config.has_teachers:
+        yield (
+            "task is distill, but there is no teacher: set teachers.NAME.engine.model.path, or "
+            "distillation.self_teacher."
+        )
+    yield from _find_self_teacher_conflicts(config)
     if config.teachers and config.task not in ("rl", "distill"):
         yield (
             f"teachers are set in task {config.task}, which does not use them: remove them, or "
@@ -488,6 +516,40 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             source.route_key is not None for source in config.data.train_sources.values()
         ),
     )
+
+
+def _find_self_teacher_conflicts(config: TrainerConfig) -> Iterator[str]:
+    """Yield settings that contradict the policy as its own teacher."""
+    teacher = config.distillation.self_teacher
+    if teacher is None:
+        return
+    key = f"distillation.self_teacher is {teacher.name}"
+    if config.task not in ("rl", "distill"):
+        yield f"{key} in task {config.task}, which has no teachers: remove it."
+    if config.teachers:
+        yield (
+            f"{key} and teachers.{next(iter(config.teachers))} is set: completions have one "
+            "teacher, the policy itself or another model. Remove one of them."
+        )
+    without = [
+        name for name, each in config.data.train_sources.items() if each.teacher_prompt_key is None
+    ]
+    if without and isinstance(teacher, CurrentPolicy):
+        yield (
+            f"{key}, but {without[0]}.teacher_prompt_key is not set: with the same prompt, policy "
+            "and teacher are equal and nothing is learned. Set it to the field with the teacher's "
+            "prompt."
+        )
+    if config.use_legacy_worker_impl == "enable":
+        yield (
+            f"{key}, but use_legacy_worker_impl is enable, and the deprecated workers cannot be a "
+            "teacher: set it to disable."
+        )
+    if config.runtime.kind == "ray" and isinstance(teacher, EmaPolicy):
+        yield (
+            f"{key}, but runtime.kind is ray, where the average has no workers: set "
+            "runtime.kind=inline, or distillation.self_teacher=current."
+        )
 
 
 def _find_data_conflicts(config: TrainerConfig) -> Iterator[str]:

@@ -92,7 +92,7 @@ RULES = (
     ),
     Rule(
         keys=("distillation",),
-        applies=lambda config: not config.teachers,
+        applies=lambda config: not config.has_teachers,
         reason="without teachers: remove it, or set teachers.NAME.engine.model.path",
     ),
     Rule(
@@ -442,6 +442,12 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
         if name not in config.data.train_sources:
             yield _make_unconditional_rule(
                 (f"{name}.weight",), "with data that is not mixed with other sources: remove it"
+            )
+        if config.distillation.self_teacher is None or name not in config.data.train_sources:
+            yield _make_unconditional_rule(
+                (f"{name}.teacher_prompt_key",),
+                "without distillation.self_teacher, or with data that is not sampled to train on: "
+                "remove it",
             )
         if not config.teachers:
             yield _make_unconditional_rule(

@@ -137,6 +137,9 @@ def generate_arithmetic_rows(config: SourceConfig) -> list[Row]:
                 answer=solve(problem.steps),
                 solution=solve(demonstrated),
                 location=f"arithmetic[{config.split}] row {len(rows)}",
+                teacher_prompt=None
+                if config.teacher_prompt_key is None
+                else f"{solve(problem.steps)} {problem.question}",
                 route="" if config.route_key is None else _count_operations(problem),
                 category="" if config.category_key is None else _count_operations(problem),
                 reward=config.reward or ""

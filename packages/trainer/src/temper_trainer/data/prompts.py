@@ -155,12 +155,14 @@ def _check_tools(
 
 def _fits(prompt: Prompt, *, config: DataConfig) -> bool:
     """Return True if a prompt is short enough; raise if overlong prompts are an error."""
-    if len(prompt.tokens) <= config.max_prompt_tokens:
+    length = max(len(prompt.tokens), len(prompt.teacher_tokens))
+    if length <= config.max_prompt_tokens:
         return True
     if config.overlong_prompts == "drop":
         return False
+    kind = "prompt" if length == len(prompt.tokens) else "teacher's prompt"
     raise DataError(
-        f"{prompt.location}: the prompt has {len(prompt.tokens)} tokens, but "
+        f"{prompt.location}: the {kind} has {length} tokens, but "
         f"data.max_prompt_tokens is {config.max_prompt_tokens}: raise it, or set "
         "data.overlong_prompts to drop."
     )
@@ -188,33 +190,24 @@ def _encode(
         rows = [_to_user_message(row, config) for row in rows]
     texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in rows]
     _check_tools(rows, texts, tokenizer=tokenizer, config=config)
-    # A chat template writes the special tokens itself. For plain text the tokenizer adds its own,
-    # such as a BOS token.
-    plain = tokenizer(texts)["input_ids"]
-    bare = (
-        tokenizer(texts, add_special_tokens=False)["input_ids"]
-        if any(not isinstance(row.prompt, str) for row in rows)
-        else plain
-    )
     encoded = []
-    for row, question, text, with_special, without in zip(
-        rows, questions, texts, plain, bare, strict=True
+    for row, question, text, ids, teacher_ids in zip(
+        rows,
+        questions,
+        texts,
+        _tokenize(rows, texts, tokenizer),
+        _tokenize_teacher_prompts(rows, tokenizer, config),
+        strict=True,
     ):
-        ids = _strip_end_token(with_special, tokenizer) if isinstance(row.prompt, str) else without
-        if not ids:
-            raise DataError(
-                f"{row.location}: the prompt {text!r:.80} has no tokens, so there is nothing to "
-                "complete: the text is empty, or the tokenizer knows none of its words. Correct "
-                "the row, or use the tokenizer of the model."
-            )
         prompt = Prompt(
             prompt_id=row.row_id,
             text=text,
-            tokens=tuple(ids),
+            tokens=ids,
             answer=row.answer,
             question=question,
             location=row.location,
             extra=row.extra,
+            teacher_tokens=teacher_ids,
             route=row.route,
             category=row.category,
             reward=row.reward,
@@ -225,6 +218,48 @@ def _encode(
     if must_keep and not encoded:
         raise _all_overlong_error(len(rows), config=config)
     return encoded
+
+
+def _tokenize(
+    rows: Sequence[Row], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, ...]]:
+    """Return the token ids of the rows' prompts, given their texts."""
+    if not rows:
+        return []
+    # A chat template writes the special tokens itself. For plain text the tokenizer adds its own,
+    # such as a BOS token.
+    plain = tokenizer(list(texts))["input_ids"]
+    bare = (
+        tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        if any(not isinstance(row.prompt, str) for row in rows)
+        else plain
+    )
+    tokenized = []
+    for row, text, with_special, without in zip(rows, texts, plain, bare, strict=True):
+        ids = _strip_end_token(with_special, tokenizer) if isinstance(row.prompt, str) else without
+        if not ids:
+            raise DataError(
+                f"{row.location}: the prompt {text!r:.80} has no tokens, so there is nothing to "
+                "complete: the text is empty, or the tokenizer knows none of its words. Correct "
+                "the row, or use the tokenizer of the model."
+            )
+        tokenized.append(tuple(ids))
+    return tokenized
+
+
+def _tokenize_teacher_prompts(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> list[tuple[int, ...]]:
+    """Return the token ids of the teacher's prompts; empty where it is the row's prompt."""
+    indices = [i for i, row in enumerate(rows) if row.teacher_prompt is not None]
+    others = [replace(rows[i], prompt=rows[i].teacher_prompt or "") for i in indices]
+    if config.string_prompts == "user_message":
+        others = [_to_user_message(row, config) for row in others]
+    texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in others]
+    tokenized: list[tuple[int, ...]] = [()] * len(rows)
+    for i, ids in zip(indices, _tokenize(others, texts, tokenizer), strict=True):
+        tokenized[i] = ids
+    return tokenized
 
 
 def _to_user_message(row: Row, config: DataConfig) -> Row:

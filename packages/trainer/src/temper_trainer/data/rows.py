@@ -37,6 +37,8 @@ class Row:
     Equal to the answer, unless wrong demonstrations were generated on purpose."""
     location: str
     """File and line, or the name of the data source, for messages."""
+    teacher_prompt: str | tuple[ChatMessage, ...] | None = None
+    """Prompt of the policy as its own teacher; None if it is the same."""
     route: str = ""
     """Value of the field that the source's `route_key` names; selects a reward or teacher."""
     category: str = ""
@@ -60,11 +62,14 @@ class Row:
     @property
     def texts(self) -> tuple[str, ...]:
         """All texts of the row that are tokenized; a trained tokenizer learns from them."""
-        prompts = (
-            (self.prompt,)
-            if isinstance(self.prompt, str)
-            else tuple(message.content for message in self.prompt)
-        )
+        prompts = [
+            text
+            for prompt in (self.prompt, self.teacher_prompt)
+            if prompt is not None
+            for text in (
+                (prompt,) if isinstance(prompt, str) else (message.content for message in prompt)
+            )
+        ]
         return (*prompts, self.answer, self.solution)
 
 
@@ -137,6 +142,13 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, location: st
     prompt = _parse_prompt(
         get_field(record, config.prompt_key), location=f"{location}: field {config.prompt_key!r}"
     )
+    teacher_prompt = None
+    if config.teacher_prompt_key is not None:
+        key = config.teacher_prompt_key
+        _check_field(record, key, setting="teacher_prompt_key", location=location)
+        teacher_prompt = _parse_prompt(
+            get_field(record, key), location=f"{location}: field {key!r}"
+        )
     extra = {
         key: None if (value := get_field(record, key)) is ABSENT else value
         for key in config.extra_keys
@@ -152,6 +164,7 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, location: st
         answer=answer,
         solution=answer,
         location=location,
+        teacher_prompt=teacher_prompt,
         route=route,
         category=""
         if config.category_key is None

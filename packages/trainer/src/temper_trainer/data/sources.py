@@ -57,7 +57,14 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
         else (source.messages_key,)
     )
     fields += tuple(
-        key for key in (source.route_key, source.category_key, source.reward_key) if key is not None
+        key
+        for key in (
+            source.route_key,
+            source.category_key,
+            source.reward_key,
+            source.teacher_prompt_key,
+        )
+        if key is not None
     )
     # Numbered over all files, so that an id names one row of the source in every epoch.
     for i, (location, record) in enumerate(

@@ -114,7 +114,7 @@ def _add_teacher_reward(
     """Add each token's reward from the teachers; in task distill it replaces the advantages."""
     distillation = config.distillation
     objective = distillation.objective
-    if not config.teachers or not isinstance(objective, ReverseKlReward):
+    if not config.has_teachers or not isinstance(objective, ReverseKlReward):
         return advantages, {}
     reward = distillation.coef * compute_teacher_reward(
         samples.columns["old_logprobs"],

@@ -38,6 +38,7 @@ from temper_trainer.metrics.run_log import RunLog, SampleRow
 from temper_trainer.progress import Watchdog
 from temper_trainer.reward.scoring import RunningStats
 from temper_trainer.runtime.runtime_factory import Runtime
+from temper_trainer.runtime.self_teacher import AVERAGED_ROLE, update_average
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.types import DataCursor, Prompt, Rollout
 
@@ -101,6 +102,11 @@ def run_rl(
             readers = {name: role.read_part for name, role in components.roles.items()}
             checkpointer.read_roles(resume_from, roles=readers)
             log.print_line(f"continuing from step {state.step} ({resume_from})")
+        elif AVERAGED_ROLE in components.roles:
+            # The average starts at the policy, which may come from a warm start.
+            update_average(
+                components.roles[AVERAGED_ROLE], actor=components.roles["actor"], decay=0.0
+            )
         boundary.set_saved(state.step, resume_from)
         if state.step < config.run.total_steps:
             folder.supersede_model()
@@ -199,7 +205,7 @@ def _run_steps(
                 ),
             )
 
-        watch = LearningWatch(uses_rewards=not config.teachers)
+        watch = LearningWatch(uses_rewards=not config.has_teachers)
         for step in range(state.step + 1, run.total_steps + 1):
             # Made before the step, which moves the cursor of the data even if it fails.
             previous_state = make_state(step - 1)
@@ -332,7 +338,7 @@ def build_objectives(config: TrainerConfig, *, controllers: Controllers) -> dict
         old_is_current=not has_old_logprobs,
         entropy_coef=controllers.entropy.applied_coef,
     )
-    if config.teachers and not config.distillation.objective.is_reward:
+    if config.has_teachers and not config.distillation.objective.is_reward:
         actor = add_distillation_loss(
             actor if config.task == "rl" else None,
             config=config.distillation,

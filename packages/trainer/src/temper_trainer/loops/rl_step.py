@@ -33,6 +33,7 @@ from temper_trainer.batching.step_plan import (
     plan_step,
 )
 from temper_trainer.config.algorithm import AlgorithmConfig, ReweightConfig
+from temper_trainer.config.distillation import EmaPolicy
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.advantage_columns import add_advantages, replace_squares
 from temper_trainer.loops.interrupts import allow_stop_after_half_grace
@@ -43,6 +44,7 @@ from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.progress import StepTimer, advance_progress, track_progress
 from temper_trainer.reward.scoring import RunningStats
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.runtime.self_teacher import AVERAGED_ROLE, update_average
 from temper_trainer.runtime.worker_group import UpdateResult, WorkerGroup
 from temper_trainer.teacher.teacher_client import TeacherClient
 from temper_trainer.types import DataCursor, Rollout
@@ -235,6 +237,8 @@ def train_on_rollouts(
         update_metrics = update_roles(
             samples, plan, roles=roles, objectives=objectives, step=step, log=log
         )
+        if isinstance(self_teacher := config.distillation.self_teacher, EmaPolicy):
+            update_average(roles[AVERAGED_ROLE], actor=roles["actor"], decay=self_teacher.decay)
     entropy = update_metrics.get("policy/entropy", math.nan)
     # NaN if the objective reports no entropy or no update measured one. The controller would lower
     # its coefficient then, because NaN < target is False.
@@ -252,7 +256,7 @@ def needs_old_logprob_pass(config: TrainerConfig) -> bool:
 
     See `needs_old_logprobs`; a reward from teachers is computed from them, too.
     """
-    has_teacher_reward = bool(config.teachers) and config.distillation.objective.is_reward
+    has_teacher_reward = config.has_teachers and config.distillation.objective.is_reward
     return has_teacher_reward or needs_old_logprobs(config.algorithm, config.batching)
 
 
@@ -268,7 +272,7 @@ def can_drop_zero_advantage(config: TrainerConfig) -> bool:
         or algorithm.entropy_target is not None
         or algorithm.kl_loss_coef > 0
     )
-    has_teacher_loss = bool(config.teachers) and not config.distillation.objective.is_reward
+    has_teacher_loss = config.has_teachers and not config.distillation.objective.is_reward
     return not has_other_terms and not has_teacher_loss and not needs_old_logprob_pass(config)
 
 
@@ -310,7 +314,7 @@ def _add_teacher_columns(
         return samples, {}
     with timer.measure("teacher"), allow_stop_after_half_grace():
         columns, metrics = teachers.fetch_columns(
-            samples, routes=[rollout.prompt.route for rollout in rollouts]
+            samples, prompts=[rollout.prompt for rollout in rollouts]
         )
     return samples.with_columns(columns), metrics
 

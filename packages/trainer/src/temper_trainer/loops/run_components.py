@@ -6,7 +6,7 @@ generate need. Both close everything when the context ends.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +29,7 @@ from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime.engine_reward_model import build_reward_model
 from temper_trainer.runtime.runtime_factory import Runtime
+from temper_trainer.runtime.self_teacher import AVERAGED_ROLE, build_self_teacher
 from temper_trainer.runtime.teacher_factory import build_teachers
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.teacher.teacher_client import TeacherClient
@@ -66,7 +67,7 @@ class RunComponents:
     scorer: Scorer
     """Computes the rewards of completions."""
     roles: Mapping[str, WorkerGroup]
-    """Workers of ``actor`` and, if configured, of ``critic`` and ``ref``; empty for inference."""
+    """Workers of ``actor`` and, if configured, of others; empty for inference."""
     publisher: Publisher
     """Sends the actor's weights to the sampler."""
     teachers: TeacherClient | None
@@ -102,14 +103,25 @@ def build_components(
     with ExitStack() as stack:
         roles = stack.enter_context(
             _open_roles(
-                {"actor": config.actor, "critic": config.critic, "ref": config.ref},
+                {
+                    "actor": config.actor,
+                    "critic": config.critic,
+                    "ref": config.ref,
+                    AVERAGED_ROLE: None
+                    if config.averaged_engine is None
+                    else replace(config.actor, engine=config.averaged_engine),
+                },
                 is_deprecated=config.use_legacy_worker_impl == "enable",
                 runtime=runtime,
             )
         )
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
-        teachers = build_teachers(config, runtime=runtime, tokenizer=tokenizer)
+        teachers = (
+            build_teachers(config, runtime=runtime, tokenizer=tokenizer)
+            if config.distillation.self_teacher is None
+            else build_self_teacher(config, roles=roles, tokenizer=tokenizer)
+        )
         if teachers is not None:
             stack.callback(teachers.close)
         scorer = stack.enter_context(

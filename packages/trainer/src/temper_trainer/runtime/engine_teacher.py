@@ -43,7 +43,13 @@ class EngineTeacher:
     """A Teacher on any engine."""
 
     def __init__(
-        self, name: str, *, replicas: Sequence[WorkerGroup], max_tokens: int, vocab_size: int
+        self,
+        name: str,
+        *,
+        replicas: Sequence[WorkerGroup],
+        max_tokens: int,
+        vocab_size: int,
+        owns_replicas: bool = True,
     ) -> None:
         """Create a teacher.
 
@@ -52,7 +58,9 @@ class EngineTeacher:
             replicas: Initialized worker groups with the same weights.
             max_tokens: Largest number of tokens of a micro-batch.
             vocab_size: Only ids below this may be among the most likely tokens.
+            owns_replicas: True to free the replicas in `close`.
         """
+        self._owns_replicas = owns_replicas
         self._name = name
         self._replicas = list(replicas)
         self._max_tokens = max_tokens
@@ -94,8 +102,8 @@ class EngineTeacher:
         return [results[request.request_id] for request in requests]
 
     def close(self) -> None:
-        """Free every replica."""
-        for group in self._replicas:
+        """Free every replica, unless they are roles of the run."""
+        for group in self._replicas if self._owns_replicas else ():
             group.close()
 
     def _score(

@@ -6,7 +6,7 @@ processes.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +29,7 @@ from temper_engine_api.registry import load_engine_class
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.updates import UpdateReport
-from temper_engine_api.weights import WeightStream
+from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROUP
 from temper_trainer.progress import track_wait
 
@@ -121,6 +121,10 @@ class TrainingWorker:
     def export_weights(self) -> WeightStream:
         """Return a stream of full tensors under Hugging Face names; collective."""
         return self._engine.export_weights()
+
+    def load_weights(self, weights: Iterable[NamedWeight]) -> None:
+        """Load full tensors under Hugging Face names; collective."""
+        self._engine.load_weights(weights)
 
     def export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
         """Return the contents of PEFT's two files, configuration and tensors; collective."""

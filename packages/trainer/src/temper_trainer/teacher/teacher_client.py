@@ -19,6 +19,7 @@ from temper_trainer.teacher.teacher_protocol import (
     check_scores,
 )
 from temper_trainer.teacher.token_map import TokenMap
+from temper_trainer.types import Prompt
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Name of the [T] float32 column of log-probs of the given tokens."""
@@ -26,6 +27,8 @@ TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"
 """Name of the [T, K] float32 column of log-probs of the tokens in the column `logprob_at_ids`."""
 TEACHER_WEIGHTS = "teacher_weights"
 """Name of the [T] float32 column of the teacher's weight, 0 for tokens without teacher."""
+SELF_TEACHER = "self"
+"""Name of the policy as its own teacher."""
 MAX_PICKLED_BYTES = 4096
 """Largest serialized TeacherSpec, which a test checks: it contains no model configuration."""
 
@@ -49,6 +52,16 @@ class TeacherSpec:
     def get_weight(self, teacher: str) -> float:
         """Return the factor of a teacher's loss or reward."""
         return dict(self.weights)[teacher]
+
+
+def build_self_teacher_spec(config: DistillationConfig) -> TeacherSpec:
+    """Build the spec of the policy as its own teacher, which has every route."""
+    return TeacherSpec(
+        routes=((SELF_TEACHER, SELF_TEACHER),),
+        weights=((SELF_TEACHER, 1.0),),
+        top_k=config.objective.num_teacher_tokens,
+        timeout_s=config.timeout_s,
+    )
 
 
 def build_teacher_spec(
@@ -85,13 +98,14 @@ class TeacherClient:
     """Token maps of the teachers that have another tokenizer, by name."""
 
     def fetch_columns(
-        self, samples: SequenceBatch, *, routes: Sequence[str]
+        self, samples: SequenceBatch, *, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Score all trained tokens of a step; return columns and metrics.
 
         Args:
             samples: B samples.
-            routes: Route of each sample's prompt.
+            prompts: Prompt of each sample. Its route selects the teacher, and its teacher_tokens,
+                if any, take the place of its tokens.
 
         Raises:
             ConfigError: If a route has no teacher.
@@ -101,12 +115,16 @@ class TeacherClient:
         requests: dict[str, list[TeacherRequest]] = {name: [] for name in self.teachers}
         num_unmapped = 0
         starts, first_positions = samples.sequence_starts.tolist(), _find_first_trained(samples)
-        for i, (route, first_position) in enumerate(zip(routes, first_positions, strict=True)):
+        for i, (prompt, first_position) in enumerate(zip(prompts, first_positions, strict=True)):
             # Nothing of it is trained, so a teacher would only cost time.
             if first_position is None:
                 continue
-            name = self._find_teacher(route)
-            tokens = self._translate(name, samples.tokens[starts[i] : starts[i + 1]].tolist())
+            name = self._find_teacher(prompt.route)
+            given = samples.tokens[starts[i] : starts[i + 1]].tolist()
+            if prompt.teacher_tokens:
+                given = [*prompt.teacher_tokens, *given[len(prompt.tokens) :]]
+                first_position += len(prompt.teacher_tokens) - len(prompt.tokens)
+            tokens = self._translate(name, given)
             if tokens is None:
                 num_unmapped += 1
                 continue
@@ -133,7 +151,8 @@ class TeacherClient:
             }
             for name, future in running.items():
                 for request, scores in zip(requests[name], future.result(), strict=True):
-                    start = starts[request.request_id] + request.first_position
+                    # From the end, because the teacher's prompt may have another length.
+                    start = starts[request.request_id + 1] - len(scores.logprobs)
                     self._fill_columns(columns, scores, start=start, name=name)
         finally:
             # Do not wait: if one teacher fails, another may hang.
