@@ -45,7 +45,7 @@ class Deprecation:
     removed_in: str
     """Release that no longer has it, at least two minor releases later."""
     instead: str
-    """Import path of what replaces it: ``module:name``, importable where the replacement is
+    """Import path of the replacement: ``module:name``, importable where the replacement is
     installed.
     """
     how: str
@@ -77,7 +77,7 @@ class Deprecation:
         )
 
     def is_overdue(self, version: str) -> bool:
-        """Return whether a release of this version should no longer have it."""
+        """Check if the class should be gone in this version."""
         return _numbers(version) >= _numbers(self.removed_in)
 
     def replacement(self) -> object:
@@ -92,7 +92,7 @@ class Deprecation:
 
 
 RECORDS: dict[str, Deprecation] = {}
-"""Every deprecation of this package by what it deprecates."""
+"""All deprecations of this package, by import path of the class."""
 
 
 def deprecated_class(cls: ClassT) -> ClassT:

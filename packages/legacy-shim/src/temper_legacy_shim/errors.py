@@ -1,4 +1,4 @@
-"""Errors of the shim. Every message says what is wrong, what was expected, and what to do.
+"""Errors of the shim. Every message has the fault, the expected value and the remedy.
 
 ShimError ├── UsageError(ValueError)          options that conflict, are missing, or have no effect
 on this input ├── LayoutError(ValueError)         a directory is no checkpoint that we know, or a
@@ -29,7 +29,7 @@ class DamagedFileError(ShimError, ValueError):
 
 
 class UnsafeFileError(DamagedFileError):
-    """A file asks for a global that no checkpoint needs; nothing of it was executed.
+    """A file requests a global that no checkpoint needs; it is not executed.
 
     Args:
         message: for the user.
@@ -42,7 +42,7 @@ class UnsafeFileError(DamagedFileError):
 
 
 class OutputError(ShimError, RuntimeError):
-    """The output exists already, is in use, or can't be written."""
+    """The output already exists, is in use, or is not writable."""
 
 
 class VerificationError(ShimError, RuntimeError):

@@ -28,7 +28,7 @@ Truncation = Literal["left", "right", "middle", "error"]
 
 
 def exists(path: str) -> bool:
-    """Return whether a local or remote path exists."""
+    """Check if a local or remote path exists."""
     if not path.startswith(_REMOTE):
         return Path(path).exists()
     files, inner = _remote(path)
@@ -77,7 +77,7 @@ def copy_to_local(
         src: Local path, name on a hub, or remote path.
         cache_dir: Takes downloads.
         filelock: No effect: each process downloads to a separate folder.
-        verbose: Log what is downloaded.
+        verbose: Log downloads.
         ignored: Further arguments of later releases.
     """
     if not src.startswith(_REMOTE):

@@ -158,5 +158,5 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Return whether imports of the old paths end here."""
+    """Check if ``install()`` was called."""
     return isinstance(sys.modules.get(PACKAGE), OldModule)

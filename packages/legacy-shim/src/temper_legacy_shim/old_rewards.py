@@ -68,7 +68,7 @@ def from_file(
         The number, or the entry ``score`` of the mapping, that the function returned.
 
     Raises:
-        UsageError: there is no such file or function, or it returned neither.
+        UsageError: file or function do not exist, or the result is neither.
     """
     function = _function(path, name)
     result = function(

@@ -156,7 +156,7 @@ def _as_fraction(string: str) -> str:
 
 
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
-    r"""Return whether two LaTeX answers are the same after ``strip_string``.
+    r"""Check if two LaTeX answers are the same after ``strip_string``.
 
     As texts if one cannot be stripped.
 

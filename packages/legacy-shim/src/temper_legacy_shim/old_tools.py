@@ -112,7 +112,7 @@ class BaseTool:
     async def create(
         self, instance_id: str | None = None, **kwargs: object
     ) -> tuple[str, ToolResponse]:
-        """Begin a call; what is created is known by the id."""
+        """Begin a call; the id identifies the created object."""
         del kwargs
         return instance_id or str(uuid4()), ToolResponse()
 
@@ -182,7 +182,7 @@ class HermesTools:
                 (middle: both ends).
 
         Raises:
-            ConfigError: a tool can't be made, or the chat template has no place for its answers.
+            ConfigError: a tool cannot be built, or the chat template has no place for answers.
         """
         if cut not in ("left", "right", "middle"):
             raise ConfigError(
@@ -246,7 +246,7 @@ class HermesTools:
 async def _called(tool: _Tool, arguments: object, *, given: object) -> str:
     """Run a tool call from creation to release.
 
-    Releases of before 0.6 took what the row gives by name, later ones as ``create_kwargs``.
+    Releases before 0.6 passed the row's arguments by name, later ones as ``create_kwargs``.
     """
     kwargs = given.get("create_kwargs") if isinstance(given, Mapping) else None
     kwargs = dict(kwargs) if isinstance(kwargs, Mapping) else {}
@@ -287,7 +287,7 @@ def load_tools(path: str) -> Mapping[str, _Tool]:
     """Return the tools of an old file by name.
 
     Raises:
-        ConfigError: naming the entry that can't be made.
+        ConfigError: an entry cannot be built; the message shows the entry.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -371,7 +371,7 @@ class _ToolLoop:
         """Return the answer.
 
         Raises:
-            TimeoutError: there was none in time.
+            TimeoutError: the result did not arrive in time.
         """
         return asyncio.run_coroutine_threadsafe(
             asyncio.wait_for(call, timeout_s), self._loop

@@ -28,7 +28,7 @@ _MAX_DEPTH = 30
 
 
 class UnknownNumber(Exception):
-    """A name in the expression has no known value."""
+    """A name in the expression is unknown."""
 
 
 class BadExpression(Exception):

@@ -1,4 +1,4 @@
-"""The shell's own commands that change what it knows or print what it knows.
+"""Builtin commands that change or print the state of the shell.
 
 Those that move its control are in ``evaluator``.
 """
@@ -27,7 +27,7 @@ _BACKSLASH = {
 
 
 def prints(shell: Shell, text: Text) -> None:
-    """Add to what a substitution catches."""
+    """Add to the output of a substitution."""
     if shell.captured is not None:
         shell.captured = shell.captured + text
 

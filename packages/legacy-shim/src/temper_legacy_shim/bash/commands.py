@@ -25,7 +25,7 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
     """Run a command with its arguments, or assignments without a command.
 
     Args:
-        shell: what it changes.
+        shell: the shell that the command changes.
         command: see there.
         is_tested: whether ``&&`` or ``||`` continues by its status.
     """
@@ -341,7 +341,7 @@ def stdin_of(shell: Shell, redirects: tuple[Redirect, ...]) -> Text | None:
 
 
 def prints_elsewhere(redirects: tuple[Redirect, ...]) -> bool:
-    """Return whether a command's output goes to a file."""
+    """Check if a command's output goes to a file."""
     return any(redirect.operator in (">", ">>", "&>", "&>>", ">|") for redirect in redirects)
 
 

@@ -1,6 +1,6 @@
 """``test``, ``[ ... ]`` and ``[[ ... ]]`` in three values.
 
-True, false, and what only a run would know.
+The values are true, false and unknown until a run.
 """
 
 import re

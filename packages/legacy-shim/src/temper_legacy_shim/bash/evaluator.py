@@ -32,14 +32,14 @@ MAX_ROUNDS = 500
 
 
 def run_script(program: Program, reading: Reading) -> Shell:
-    """Walk a whole script; what it would run is in the reading."""
+    """Walk a script, and record the commands that it would run."""
     shell = Shell(reading, _INTERPRETER)
     run_isolated(shell, program)
     return shell
 
 
 def run_isolated(shell: Shell, program: Program) -> None:
-    """Run a program as a separate shell: an exit ends nothing else."""
+    """Run a program as a separate shell, so that an exit ends only that shell."""
     try:
         run(shell, program)
     except (Exit, Return, Jump, Stopped):
@@ -194,7 +194,7 @@ def _calculation_status(shell: Shell, command: Calculation) -> int | None:
 
 
 def _decided(shell: Shell, condition: Program, *, usual: int | None = None) -> bool:
-    """Return whether a condition holds; decided and recorded where the text does not say."""
+    """Evaluate a condition; a decision is recorded if the text leaves it open."""
     shell.take_pending()
     run(shell, condition)
     truth = shell.take_pending()

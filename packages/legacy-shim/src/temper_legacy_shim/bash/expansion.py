@@ -216,7 +216,7 @@ class _Splitter:
             self._split(piece)
 
     def _opened(self, pieces: tuple[Piece, ...]) -> list[Piece]:
-        """Return the pieces without whitespace, or what they are made of."""
+        """Return the pieces without whitespace, or the sources of the pieces."""
         out: list[Piece] = []
         for piece in pieces:
             has_separator = piece.is_known and any(char in self.separators for char in piece.value)
@@ -353,7 +353,7 @@ Item = str | Part
 
 
 def expand(word: Word) -> list[Word]:
-    """Return the words that a word stands for; itself alone if it has no braces to expand."""
+    """Expand the braces of a word; without braces, return the word."""
     if not any(
         isinstance(part, Literal) and not part.is_quoted and "{" in part.text for part in word.parts
     ):

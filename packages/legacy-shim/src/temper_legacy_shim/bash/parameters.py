@@ -52,7 +52,7 @@ def value(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Frag
 
 
 def elements(shell: Shell, part: Parameter) -> list[Field] | None:
-    """Return the elements of ``$@`` and ``${x[@]}``; None for what is no list."""
+    """Return the elements of ``$@`` and ``${x[@]}``; None if it is not a list."""
     is_all = part.index is not None and part.index.literal() in ("@", "*")
     if part.operator == "names":
         names = {name for scope in shell.scopes for name in scope if name.startswith(part.name)}

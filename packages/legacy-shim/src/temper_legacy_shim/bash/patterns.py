@@ -28,7 +28,7 @@ def compiled(pieces: list[tuple[str, bool]], *, is_greedy: bool = True) -> re.Pa
     """Return the expression for a pattern.
 
     Args:
-        pieces: text, and whether it was quoted, and so matches itself.
+        pieces: text, and True if it is quoted, so that it matches literally.
         is_greedy: whether ``*`` takes as much as it can.
 
     Raises:
@@ -47,7 +47,7 @@ def compiled(pieces: list[tuple[str, bool]], *, is_greedy: bool = True) -> re.Pa
 
 
 def matches(pattern: re.Pattern[str], text: str) -> bool:
-    """Return whether the full text fits.
+    """Match the full text.
 
     Raises:
         TooMuch: the text is longer than a reader looks through.

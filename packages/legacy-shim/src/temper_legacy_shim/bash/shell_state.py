@@ -116,7 +116,7 @@ class Interpreter(Protocol):
         """Run a program in this shell."""
 
     def run_isolated(self, shell: Shell, program: Program, /) -> None:
-        """Run a program that ends with itself: an exit in it ends nothing else."""
+        """Run a program so that an exit in it ends only that program."""
 
     def run_command(self, shell: Shell, command: Command, /) -> None:
         """Run one command."""
@@ -273,7 +273,7 @@ class Shell:
         self.status: int | None = 0
         """Status of the last command; None if unknown before a run."""
         self.captured: Text | None = None
-        """What the commands of a substitution print; None outside of one. An unknown piece stands
+        """Output of the commands in a substitution; None outside of one. An unknown piece stands
         for unknown output.
         """
         self.stdin: Text | None = None
@@ -293,7 +293,7 @@ class Shell:
             self.positional = [Field(text, text.raw()) for text in texts]
 
     def fork(self) -> Shell:
-        """Return a subshell: what it changes stays in it."""
+        """Start a subshell, which keeps changes to itself."""
         if self.forks >= MAX_FORKS:
             raise ScriptError(
                 f"more than {MAX_FORKS} shells inside each other: the script calls itself."
@@ -328,7 +328,7 @@ class Shell:
         return " \t\n" if text is None else text.shown()
 
     def find(self, name: str) -> Variable | None:
-        """Return a variable, from the innermost scope that has it."""
+        """Find a variable in the innermost scope."""
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def variable(self, name: str) -> Variable:
@@ -382,7 +382,7 @@ class Shell:
         return self.positional[number - 1].text if number <= len(self.positional) else None
 
     def is_assigned(self, name: str) -> bool:
-        """Return whether the script itself says what a name is, be it unset."""
+        """Check if the script assigns or unsets a name."""
         return self.find(name) is not None or (self.positional is not None and name.isdigit())
 
     def free_text(self, name: str, source: str, *, has_default: bool) -> Text:

@@ -98,7 +98,7 @@ class Text:
 
 
 def _cut(piece: Piece, left: str) -> tuple[Piece, ...]:
-    """Return the end of a piece, made of what is inside it if that is known."""
+    """Return the end of a piece, from the inner parts if they are known."""
     if not left:
         return ()
     if piece.inner:

@@ -35,8 +35,8 @@ class Parameter:
     index: "Word | None" = None
     """Subscript of an array."""
     operator: str = ""
-    """``:-``, ``#``, ``/``, ``:``, ``^^``, ...; ``len`` of ``${#x}``, ``keys`` of ``${!x[@]}``,
-    ``names`` of ``${!x*}``.
+    """Operator such as ``:-``, ``#``, ``/``, ``:`` or ``^^``; ``len`` for ``${#x}``, ``keys`` for
+    ``${!x[@]}``, ``names`` for ``${!x*}``.
     """
     operands: tuple["Word", ...] = ()
     is_indirect: bool = False

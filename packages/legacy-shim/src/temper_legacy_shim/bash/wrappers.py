@@ -1,6 +1,6 @@
 """Commands that start another command: ``srun``, ``nohup``, ``ray job submit ...
 
---``, ``bash -c``, and what they start.
+--``, ``bash -c``, and the commands that they start.
 """
 
 import re
@@ -105,7 +105,7 @@ def _may_start(field: Field) -> bool:
     known = field.text.known
     if known is not None:
         return STARTERS.fullmatch(known) is not None or known in _WRAPPERS
-    # ${PYTHON}, $CONDA_PREFIX/bin/python: the end says what it is.
+    # ${PYTHON}, $CONDA_PREFIX/bin/python: the end shows that it is Python.
     shown = field.text.shown()
     return (
         "=" not in shown
@@ -114,7 +114,7 @@ def _may_start(field: Field) -> bool:
 
 
 def _is_module(field: Field) -> bool:
-    """Return whether this is ``-m MODULE`` or ``FILE.py`` of ``uv run``, which names no Python."""
+    """Check for ``-m MODULE`` or ``FILE.py`` of ``uv run``, without the name of Python."""
     known = field.text.known or ""
     return known in ("-m", "--module") or known.endswith(".py")
 

@@ -72,7 +72,7 @@ def open_checkpoint(
             ones).
 
     Raises:
-        ShimError: it can't be read; says which file and key.
+        ShimError: a file is damaged; the message shows file and key.
     """
     roles = find_roles(path, step=step, role=role)
     if len(roles) > 1:

@@ -314,7 +314,7 @@ def _alpha_in(value: object) -> float | None:
 
 
 def is_alpha(number: float) -> bool:
-    """Return whether a scale can be made of it.
+    """Check if the value can be used as a scale.
 
     Above 0 and finite, also in float32, in which adapters are added.
     """

@@ -37,8 +37,8 @@ def convert(
     """Convert a role; the output with the receipt is complete, or it does not exist.
 
     Raises:
-        ShimError: says what was wrong; nothing is at the output then, and a second run takes up
-            what was finished.
+        ShimError: the conversion failed; no output exists then, and a second run continues
+            with the finished files.
     """
     _check_apart(job)
     model = read_model(job.role, sources)
@@ -104,7 +104,8 @@ def _write_plan(
         files = _write_shards(
             staging, plan, progress=names.watched(progress) if names else progress
         )
-        compared = {file.path for file in files}  # those of an earlier run when they were taken up
+        # Files of the previous run were compared when they were registered.
+        compared = {file.path for file in files}
         with_nan = [name for file in files for name in file.with_nan]
         check_nan(with_nan, options)
         files += [staging.produce_text(name, text) for name, text in plan.texts.items()]

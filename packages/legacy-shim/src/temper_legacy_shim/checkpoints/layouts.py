@@ -338,7 +338,7 @@ def _has_weights(path: Path) -> bool:
 
 
 def _version(path: Path, kind: Kind) -> tuple[str, tuple[str, ...]]:
-    """Return the range of versions that wrote such files, and why."""
+    """Return the range of versions with such files, and the reason."""
     has = {name: (path / name).exists() for name in _MARKS}
     step_data = path.parent / "data.pt"
     if kind == Kind.FSDP:
@@ -409,7 +409,7 @@ def _fsdp_version(path: Path) -> str:
 
 
 def _mentions_loader(path: Path) -> bool:
-    """Return whether a small file's bytes name torch's DataLoader; looked at, never unpickled."""
+    """Check if a small file's bytes name torch's DataLoader; looked at, never unpickled."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:

@@ -35,7 +35,7 @@ _EMBEDDINGS = (
 _TRL = "pretrained_model."
 _ROTARY = ".rotary_emb.inv_freq"
 _ROTARY_TOLERANCE = 2.0**-6
-"""Relative: of what was rounded to bfloat16, or to float16 below its normal numbers."""
+"""Relative error of values in bfloat16, or in float16 below the normal numbers."""
 _MOST_FREQUENCIES = 1 << 12
 
 
@@ -99,7 +99,7 @@ def read_model(role: Role, sources: Sources) -> OldModel:
     """Find names, shapes and positions of all tensors of a role, without loading them.
 
     Raises:
-        ShimError: the role can't be read; says which file and key.
+        ShimError: the role is damaged; the message shows file and key.
     """
     notes = [*check_one_save(role)]
     config, folder = _config(role, sources)
@@ -401,7 +401,7 @@ _TIED_BY_DEFAULT = frozenset(
 
 
 def described(model: OldModel, *, dtype: str) -> dict[str, object]:
-    """Return the config.json for what is written.
+    """Return the config.json of the output.
 
     The architecture that the keys show, tying as the weights are, and the dtype.
 

@@ -3,7 +3,7 @@
 The same torch wrote them, and they count the same steps.
 
 Each node of a cluster may have kept its own ranks, perhaps of another step. The weights of such
-files have the right shapes, so only what lies next to them tells. What nothing tells is listed on
+files have the right shapes, so only the other files show it. Undetectable cases are listed on
 the page about checkpoints.
 """
 
@@ -27,7 +27,7 @@ def check_one_save(role: Role) -> tuple[str, ...]:
         do not need it.
 
     Raises:
-        DamagedFileError: two files differ; the message has both and the values.
+        DamagedFileError: two files differ; the message shows both and the values.
         UnsafeFileError: an optimizer file asks for a name that no checkpoint needs.
     """
     for kind in ("model", "extra_state"):
@@ -84,7 +84,7 @@ def _check_same(
     given: Mapping[int, object],
     describe: Callable[[object, object], str],
 ) -> None:
-    """Refuse the first rank that says something else than the lowest one."""
+    """Reject the first rank that differs from the lowest rank."""
     if not given:
         return
     first = min(given)

@@ -103,7 +103,7 @@ class Plan:
 
 
 def plan_conversion(model: OldModel, options: Options) -> Plan:
-    """Decide what is written.
+    """Plan the output.
 
     Raises:
         UsageError: an option does not fit this checkpoint, or something that no file says is
@@ -262,7 +262,7 @@ def _text(content: Mapping[str, object]) -> str:
 
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is written, bytes done and bytes in all."""
+"""Callback with the current file, finished bytes and total bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ def read_receipt(directory: Path) -> Receipt:
 
     Raises:
         LayoutError: there is none.
-        VerificationError: it can't be read.
+        VerificationError: the file is damaged.
     """
     path = directory / NAME
     if not os.path.isfile(path):
@@ -163,7 +163,7 @@ def check_files(
         directory: of the output.
         files: as they were recorded.
         with_content: compare checksums too.
-        compared: paths of those that were read back and compared when they were written, of which
+        compared: paths of files that were compared during writing, of which
             the checksum need not be made again.
 
     Raises:

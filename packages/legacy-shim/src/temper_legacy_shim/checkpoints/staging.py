@@ -35,7 +35,7 @@ class Staging:
     """
 
     def __init__(self, out: Path, *, fingerprint: str) -> None:
-        # A link is followed: the hidden folder has to be on the disk of what is renamed at the end.
+        # A link is followed: the hidden folder must be on the same disk as the final folder.
         self.out = Path(os.path.realpath(out))
         self.folder = self.out.with_name(f".{self.out.name}.temper-partial")
         self._fingerprint = fingerprint
@@ -80,7 +80,7 @@ class Staging:
 
     @property
     def kept(self) -> frozenset[str]:
-        """Paths of what is finished already; at first, of files that an earlier run finished."""
+        """Paths of finished files; at first, those of the previous run."""
         return frozenset(self._finished)
 
     @property
@@ -89,7 +89,7 @@ class Staging:
         return sum(file.num_bytes for file in self._finished.values())
 
     def _take_up(self) -> None:
-        """Keep the finished files of an earlier run, and remove the rest of the hidden folder."""
+        """Keep the finished files of the previous run, and remove the rest of the hidden folder."""
         journal = self.folder / JOURNAL
         try:
             content = json.loads(journal.read_text()) if journal.is_file() else {}
@@ -139,12 +139,12 @@ class Staging:
     ) -> list[WrittenFile]:
         """Return the files that mean something only together.
 
-        They are the files of an earlier run, or are created by ``write`` in a draft folder.
+        They are the files of the previous run, or are created by ``write`` in a draft folder.
 
         Args:
             relative: path of the folder in the output.
             names: of the files in it.
-            write: makes a folder and these files, and says of each what it wrote.
+            write: creates a folder with these files, and returns the record of each.
         """
         paths = [f"{relative}/{name}" for name in names]
         if all(path in self._finished for path in paths):
@@ -177,7 +177,7 @@ class Staging:
         )
 
     def adopt(self, relative: str) -> WrittenFile:
-        """Take in a file that something else wrote into the hidden folder."""
+        """Register a file of another writer in the hidden folder."""
         path = self.folder / relative
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
@@ -207,7 +207,7 @@ def check_absent(out: Path) -> None:
     """Check that the output is absent or an empty directory.
 
     Raises:
-        OutputError: there is something.
+        OutputError: the output exists.
     """
     if os.path.islink(os.path.realpath(out)):
         raise OutputError(f"{out} is a link that leads nowhere: give another --out, or remove it.")
@@ -245,10 +245,10 @@ _SPARE_BYTES = 64 << 20
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse to begin what the disk can't hold.
+    """Reject output that does not fit on the disk.
 
     Raises:
-        OutputError: too little space; the message has the required and the free size.
+        OutputError: too little space; the message shows the required and the free size.
     """
     free = shutil.disk_usage(folder).free
     if needed + _SPARE_BYTES > free:

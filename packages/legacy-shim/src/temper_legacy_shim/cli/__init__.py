@@ -2,7 +2,7 @@
 
 One sub-command for each thing that an older system leaves behind.
 
-A sub-command imports what it needs when it runs, so that the command itself starts without torch.
+A sub-command imports modules when it runs, so that the command itself starts without torch.
 """
 
 import gc

@@ -320,7 +320,7 @@ def _check(
     as_json: bool,
     console: "Console",
 ) -> None:
-    """Print for every role what it is and if it can be converted.
+    """Print the layout of every role, and if it can be converted.
 
     Exit code 1 if a decision is needed.
     """

@@ -21,7 +21,7 @@ def print_table(
     title: str | None = None,
     has_lines: bool = False,
 ) -> None:
-    """Print rows under titles; no cell is cut.
+    """Print a table; no cell is cut.
 
     A terminal gets long cells folded to its width. A file or a pipe gets them unfolded: a search
     finds a whole key or sentence.

@@ -1,4 +1,4 @@
-"""A translated run made small enough for a CPU: two short steps that go through every part of it.
+"""Shrink a translated run for a CPU: two short steps that use every part of it.
 
 The loss, the advantage, the reward, the data and the model stay; sizes, placement, samplers on
 GPUs, trackers and checkpoints do not.

@@ -58,14 +58,14 @@ class Explanation:
     lives: tuple[Life, ...]
     """History by tree; empty if no release had it."""
     rules: tuple[Rule, ...]
-    """The row for each kind of program that has one, without repetition."""
+    """The rule for each type of program, without repetition."""
 
 
 def explain_key(text: str) -> Explanation:
     """Look a key up.
 
     Raises:
-        UsageError: the key is unknown to all releases and rules; the message has similar keys.
+        UsageError: the key is unknown to all releases and rules; the message shows similar keys.
     """
     key = text.strip().lstrip("+~").partition("=")[0].strip()
     if not key:
@@ -108,7 +108,7 @@ def _life(family: Family, key: str) -> Life | None:
 
 
 def _near(key: str) -> list[str]:
-    """Return full keys that end with the given text, else similar ones."""
+    """Find keys that end with the given text, else similar keys."""
     known = _known()
     ending = sorted(
         (name for name in known if name.endswith(f".{key}")),

@@ -87,7 +87,7 @@ def plain_report(translation: Translation) -> dict[str, Plain]:
 
 
 def summary_lines(translations: Sequence[Translation], *, next_step: str) -> list[str]:
-    """Return what a user can act on.
+    """Summarize the report for the user.
 
     The number of translated settings, differences, decisions, and the next command.
     """
@@ -139,7 +139,7 @@ _LEVELS = ("person", "hazard", "refused", "note")
 def unmapped_lines(translation: Translation) -> list[str]:
     """Return the section of keys that no release had.
 
-    What to do about them, once, and then each.
+    The action comes first, then each finding.
     """
     messages = [finding.message for finding in translation.findings if finding.rule == "unmapped"]
     if not messages:

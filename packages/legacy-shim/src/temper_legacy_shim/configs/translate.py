@@ -89,7 +89,7 @@ def translate(
         ``is_verbatim`` is set may keep the raw text of their source in a script.
 
     Raises:
-        UsageError: the version is none, or had no such program.
+        UsageError: the version is unknown, or lacks this program.
     """
     tokens = read_overrides(overrides)
     given = flatten(dict(base or {}))
@@ -175,7 +175,7 @@ def _compose(
 
 
 def _built(draft: Draft, launch: Launch) -> Draft:
-    """Return the draft with what the release meant."""
+    """Build the draft with the meaning of the release."""
     if launch.foreign:
         draft.find("foreign", foreign=launch.foreign)
     if launch.is_fork and not launch.foreign:

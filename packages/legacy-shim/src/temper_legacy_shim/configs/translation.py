@@ -29,13 +29,13 @@ class Outcome(IntEnum):
     """Outcome of a translation; the command's exit code is ``EXIT_CODES[outcome]``."""
 
     CLEAN = 0
-    """Every token has its counterpart, and no default differed."""
+    """All tokens have a counterpart, and no default differs."""
     PINNED = 1
     """It trains the same way, because old defaults are written out, or with the hazards that are
     listed.
     """
     PERSON = 2
-    """Something has to be decided first; it is said what."""
+    """Findings of level person need a decision first."""
 
 
 EXIT_CODES = {Outcome.CLEAN: 0, Outcome.PINNED: 10, Outcome.PERSON: 20}
@@ -106,7 +106,7 @@ class TokenReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that a reader has to know, or decide."""
+    """A fact or a question for the user."""
 
     level: Literal["person", "hazard", "refused", "note"]
     """person: to be decided before the run; hazard: trains, with this difference; refused: the old

@@ -62,7 +62,7 @@ class Columns(dict[str, Tensor]):
         return cast("Tensor", self[name])
 
     def rows(self, rows: Rows) -> "Columns":
-        """Return the same columns of some rows."""
+        """Select rows of all columns."""
         index = torch.as_tensor(rows) if isinstance(rows, list) else rows
         count = len(torch.empty(self.num_rows)[index])
         return Columns({name: tensor[index] for name, tensor in self.items()}, num_rows=count)
@@ -203,7 +203,7 @@ def _merged(first: Mapping[str, T], second: Mapping[str, T], *, what: str) -> di
 
 
 def is_same(a: object, b: object) -> bool:
-    """Return whether two values hold the same, NaN being itself.
+    """Check if two values are equal; NaN equals NaN.
 
     Tensors, arrays and containers are compared by content.
     """
@@ -252,7 +252,7 @@ def unpack(state: object) -> tuple[Columns | None, dict[str, Array], dict[str, o
     """Return the parts of a batch again.
 
     Raises:
-        BatchError: a state that another class of that name wrote.
+        BatchError: the state belongs to a different class of that name.
     """
     if not isinstance(state, tuple) or len(state) != 5 or state[0] != FORMAT:
         raise BatchError(

@@ -31,7 +31,7 @@ Slice = slice
 Index = Sequence[int] | Tensor | Array
 """Row indices, or a mask of all rows."""
 Settings = dict[str, object]
-"""Options and metrics that travel next to the rows."""
+"""Options and metrics of the batch."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class DataProtoItem:
 
 @dataclass
 class DataProto:
-    """Rows of tensors and of other values, and a dictionary of settings for all of them."""
+    """Tensors and other values with an entry per row, and a dictionary of settings."""
 
     batch: Columns | None = None
     """[B, ...] tensors by name; any mapping is taken, a TensorDict among them."""
@@ -151,7 +151,7 @@ class DataProto:
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> "DataProto":
-        """Return the rows as Python slices them."""
+        """Slice the rows like a list."""
         return self[Slice(start, end, step)]
 
     def select_idxs(self, idxs: Index) -> "DataProto":
@@ -304,7 +304,7 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: Mapping[str, object] | None = None,
     ) -> "Iterator[DataProto]":
-        """Yield the mini-batches of all rows, ``epochs`` times.
+        """Yield mini-batches of the full batch, ``epochs`` times.
 
         Shuffled where ``dataloader_kwargs`` has ``shuffle=True``.
 
@@ -452,5 +452,5 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Remove the last ``pad_size`` rows."""
+    """Remove the last ``pad_size`` entries."""
     return data if pad_size == 0 else data[:-pad_size]

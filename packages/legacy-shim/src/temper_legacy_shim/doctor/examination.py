@@ -93,7 +93,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
             each from its keys.
 
     Raises:
-        UsageError: it is no folder, or there is no such release.
+        UsageError: the path is not a folder, or the release is unknown.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: give the folder of an old project.")
@@ -240,7 +240,7 @@ def _releases(directory: Path) -> dict[Path, str]:
 def _release_next_to(path: Path, releases: dict[Path, str]) -> str | None:
     """Return the range of the checkpoint that shares most folders with a script.
 
-    None if there is none, or several that differ.
+    None if none is found, or if several differ.
     """
     shared = {directory: len(os.path.commonpath((path, directory))) for directory in releases}
     given = {

@@ -25,13 +25,13 @@ def carry_out(step: Step, folder: Path, out: Path, *, version: str | None = None
         step: of a plan of `folder`.
         folder: the old project; it is only read.
         out: the new folder.
-        version: as the plan was made with.
+        version: the version of the plan.
 
     Returns:
         The result, or the reason for skipping, in a sentence.
 
     Raises:
-        ShimError: it could not be done; what other steps wrote stays.
+        ShimError: the step failed; the output of other steps stays.
     """
     target = target_of(step, out)
     if target.exists():

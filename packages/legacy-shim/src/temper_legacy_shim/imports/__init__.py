@@ -1,4 +1,4 @@
-"""Old imports in Python code, and what they become.
+"""Change old imports in Python code.
 
 ``codemod`` changes a file's text, ``successors`` is the table.
 """

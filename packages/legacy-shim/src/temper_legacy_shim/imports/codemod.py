@@ -322,9 +322,9 @@ class _Changer:
         ]
 
     def _stays(self, node: ast.stmt, module: str, moved: _Moved) -> bool:
-        """Return whether an old module is still needed.
+        """Check if an old module is still needed.
 
-        Successors of what is used of it are added to `moved`.
+        Successors of names in use are added to `moved`.
         """
         uses = self._full.get(module, {})
         stays = [old for old in uses if old not in self._renamed]

@@ -71,7 +71,7 @@ def names_in(tree: ast.Module) -> CodeNames:
 
 
 def _chain(node: ast.Name | ast.Attribute) -> Iterator[ast.Name | ast.Attribute]:
-    """Yield ``a.b.c``, ``a.b`` and ``a``; what does not end in a name yields an attribute last."""
+    """Yield ``a.b.c``, ``a.b`` and ``a``; without a final name, an attribute comes last."""
     part: ast.expr = node
     while isinstance(part, ast.Attribute):
         yield part

@@ -81,7 +81,7 @@ def _lines(content: bytes) -> list[str]:
 
 
 def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChange]:
-    """Return every Python file below the paths that mentions the old package; nothing is written.
+    """Change all Python files below the paths in memory, if they mention the old package.
 
     A copy of the old package itself below a path is left alone: see ``copies_below``.
 
@@ -123,7 +123,7 @@ def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChang
 
 
 def is_copy(folder: Path) -> bool:
-    """Return whether a folder is the old package itself, as forks carry it along."""
+    """Check if a folder is a copy of the old package, as forks contain it."""
     return (
         folder.name == PACKAGE
         and (folder / "__init__.py").is_file()

@@ -262,7 +262,7 @@ WITHOUT: tuple[tuple[str, str], ...] = (
 
 
 def successor_of(name: str, *, keeps_legacy: bool) -> Successor | None:
-    """Return the successor of an old full name, if it has one.
+    """Return the successor of an old full name, or None.
 
     Args:
         name: such as ``verl.workers.fsdp_workers.CriticWorker``.

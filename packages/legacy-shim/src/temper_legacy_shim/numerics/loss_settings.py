@@ -50,5 +50,5 @@ class PolicyLossSettings:
     kl_cov_ratio: float = 0.0002
     """kl_cov: share of tokens that pay."""
     ppo_kl_coef: float = 0.1
-    """kl_cov: what they pay."""
+    """kl_cov: coefficient of the penalty on these tokens."""
     rollout_correction: RolloutCorrectionSettings = RolloutCorrectionSettings()

@@ -20,7 +20,7 @@ EPSILON = 1e-8
 def masked_sum(values: Tensor, mask: Tensor, *, dim: int | None = None) -> Tensor:
     """Sum of the entries where the mask is not 0.
 
-    What the others hold, NaN included, never leaks.
+    Masked values have no effect, even NaN.
     """
     kept = torch.where(mask.bool(), values, 0.0) * mask
     return kept.sum() if dim is None else kept.sum(dim)

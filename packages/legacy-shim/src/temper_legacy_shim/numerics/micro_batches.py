@@ -49,7 +49,7 @@ class _Split:
 
 
 def rows_by_count(num_rows: int, *, size: int) -> list[list[int]]:
-    """Split rows into consecutive pieces of ``size``; the last may be shorter."""
+    """Split indices into consecutive pieces of ``size``; the last may be shorter."""
     return [list(range(first, min(first + size, num_rows))) for first in range(0, num_rows, size)]
 
 

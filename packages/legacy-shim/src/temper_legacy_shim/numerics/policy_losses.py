@@ -221,7 +221,7 @@ def clip_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor
 def kl_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
     """Return the unclipped loss.
 
-    The share of tokens with the largest covariance pays for |log rho| too, which is what ``ppo_kl``
+    The tokens with the largest covariance also get a penalty on |log rho|, which ``ppo_kl``
     reports.
     """
     log_ratio, mask = inputs.logprobs - inputs.old_logprobs, inputs.mask
@@ -276,7 +276,7 @@ def bypass(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, 
 def correct(
     inputs: PolicyInputs, settings: RolloutCorrectionSettings
 ) -> tuple[Tensor | None, Tensor, Numbers]:
-    """Return the weights or None, the mask of what is not rejected, and the metrics of both.
+    """Return the weights or None, the mask of kept tokens, and the metrics of both.
 
     Raises:
         ValueError: no token is masked in, as the old release did.

@@ -93,7 +93,7 @@ def _rule(name: str, bound: str) -> Rule:
 def rejected(
     log_ratio: Tensor, *, mask: Tensor, rules: str, thresholds: str | float | None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the mask without what a rule rejects, and each rule's metrics."""
+    """Return the mask without rejected tokens, and each rule's metrics."""
     keep = torch.ones_like(mask, dtype=torch.bool)
     numbers: dict[str, float] = {}
     has_tokens = mask.sum(-1) > 0
@@ -114,7 +114,7 @@ def rejected(
 
 
 def _statistic(rule: Rule, *, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [B, W] what the bound is compared with, and [B] the same by row."""
+    """Return the statistic [B, W] that the bound applies to, and [B] per row."""
     safe = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     tokens = {"1": -safe, "2": 0.5 * safe.square(), "3": safe.exp() - 1.0 - safe}[rule.name[-1]]
     if rule.level == "token":

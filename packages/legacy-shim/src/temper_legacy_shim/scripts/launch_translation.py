@@ -110,7 +110,7 @@ def translate_launch(
 
     Args:
         launch: the launch in the script.
-        options: what the user says.
+        options: options of the user.
         folder: of the script, around which the user's own configuration is looked for.
         literal_keys: keys whose value is written out although the script's own token would do.
     """
@@ -255,7 +255,7 @@ def _expanded(text: Text) -> str:
 
 
 def _opened(text: Text) -> Iterator[Piece]:
-    """Yield the pieces, but in place of a variable that holds a list what the list is made of.
+    """Yield the pieces; a list variable is replaced by the pieces of the list.
 
     The items are translated.
     """
@@ -398,7 +398,7 @@ def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
 
 
 def uses_own_config(launch: Launch) -> bool:
-    """Return whether the file is the user's own.
+    """Check if the file is the user's own.
 
     One of another name than the old package's, or of the same name in another folder.
     """

@@ -77,7 +77,7 @@ class Launch:
     """All arguments, wrappers included."""
     environment: tuple[tuple[str, Text], ...]
     starter: int
-    """Index in `command` of the program that starts Python; what is before it are wrappers."""
+    """Index in `command` of the program that starts Python, after all wrappers."""
     span: Span
     """The command, with assignments before it and redirections."""
     arguments: Span
@@ -93,7 +93,7 @@ def find_launches(events: list[Event], *, is_written: bool = False) -> list[Laun
 
     Args:
         events: Commands of a script.
-        is_written: Look at texts that the script writes for later, and at nothing else.
+        is_written: Examine only texts that the script writes to files.
     """
     launches = (_launch(event) for event in events if event.is_written == is_written)
     return [launch for launch in launches if launch is not None]

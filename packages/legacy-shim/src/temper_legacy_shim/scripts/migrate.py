@@ -208,7 +208,7 @@ def kept_fixed(
     Args:
         reading: of the old script.
         launches: the launches with translations.
-        settings: variables that the user said; they are what they are.
+        settings: variables that the user set; they stay fixed.
         options: of the translation.
         folder: of the script.
     """

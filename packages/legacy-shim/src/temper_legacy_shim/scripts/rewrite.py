@@ -16,7 +16,7 @@ _HEADS = {"person": "DECIDE", "hazard": "differs"}
 
 @dataclass(slots=True)
 class NewScript:
-    """The text, and what a person has to know about it."""
+    """The text, with notes for the user."""
 
     text: str
     notes: list[str] = field(default_factory=list)

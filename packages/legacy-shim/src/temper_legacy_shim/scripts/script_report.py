@@ -50,7 +50,7 @@ def evidence(migration: Migration) -> list[str]:
 
 
 def summary(migration: Migration, path: Path, *, written: Path | None) -> list[str]:
-    """Return what a user can act on, from the number of translated settings to the next command."""
+    """Summarize the report, from the number of translated settings to the next command."""
     if not migration.launches or migration.script is None:
         return []
     decide = "decide what needs a person, then " if persons(migration) else ""

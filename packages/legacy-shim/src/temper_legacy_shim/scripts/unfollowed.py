@@ -76,7 +76,7 @@ def find_unfollowed(
 
 
 def _called_script(event: Event) -> str:
-    """Return the shell script that a command runs, as it is written; empty for another command."""
+    """Return the shell script that a command runs; empty for other commands."""
     fields = started(event.fields)
     if not fields:
         return ""

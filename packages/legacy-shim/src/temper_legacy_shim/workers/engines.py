@@ -94,7 +94,7 @@ def adopt(
     engine_name: str,
     configure: ConfigureEngine,
 ) -> Adopted:
-    """Return an engine for the arguments of an old constructor. Collective.
+    """Build the engine for the arguments of an old constructor. Collective.
 
     Args:
         module: an initialized engine, or a plain Hugging Face model.
@@ -105,7 +105,7 @@ def adopt(
         configure: its configuration.
 
     Raises:
-        ConfigError: a module or an optimizer that an engine can't take over; says what to pass.
+        ConfigError: an engine cannot use the module or optimizer; the message shows alternatives.
     """
     if isinstance(module, BaseEngine):
         if optimizer is not None:

@@ -40,7 +40,7 @@ class ActorRolloutRefWorker(PolicyWorker):
         config: the old ``actor_rollout_ref`` block: model, actor, rollout, ref.
         role: actor, rollout, ref, actor_rollout or actor_rollout_ref.
         kwargs: ``numerics`` ("legacy" or "temper") and ``engines``, engine configurations by role
-            that replace what the config says; any other keyword is refused.
+            that replace those of the config; other keywords are rejected.
     """
 
     engine_name = "fsdp"

@@ -75,7 +75,7 @@ class _OnMegatron(OnEngine):
 
     @property
     def split(self) -> SplitSettings:
-        """Sizes of an update, and what the layout makes of them."""
+        """Sizes of an update, adapted to the layout."""
         multiple = self.engine.topology.plan_constraints.micro_batch_multiple
         return replace(
             super().split,
@@ -176,7 +176,7 @@ class MegatronActor(_OnMegatron, PPOActor):
         """Return one optimizer step for each mini-batch.
 
         Args:
-            dataloader: what ``make_minibatch_iterator`` gives.
+            dataloader: the result of ``make_minibatch_iterator``.
             enable_mtp: rejected if True, because multi-token prediction is not available.
 
         Returns:

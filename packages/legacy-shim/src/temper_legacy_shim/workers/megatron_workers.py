@@ -150,7 +150,7 @@ class ActorRolloutRefWorker(PolicyWorker):
     def load_pretrained_model(
         self, checkpoint_path: str, del_local_after_load: bool = True
     ) -> None:
-        """Do nothing, as before: ``init_model`` has loaded the model."""
+        """Do nothing, as before: ``init_model`` loads the model."""
 
     def async_calls_finalize_fn_exec(self, blocking: bool = False) -> None:
         """Wait for a save in the background. Collective."""

@@ -56,7 +56,7 @@ class OnEngine(ABC):
         *,
         grad_clip: float | None,
     ) -> Adopted:
-        """Return an engine for the arguments of the constructor. Collective."""
+        """Build the engine for the arguments of the constructor. Collective."""
         return adopt(
             module,
             optimizer,
@@ -77,7 +77,7 @@ class OnEngine(ABC):
 
     @property
     def split(self) -> SplitSettings:
-        """Sizes of an update; read when it is made, since a reference policy's config has none."""
+        """Sizes of an update; parsed at the update, as a reference policy has none."""
         values: SplitSettings = known(SplitSettings, {"ppo_mini_batch_size": 0, **self._values})
         return values
 

@@ -73,7 +73,7 @@ class PPOActor(OnEngine):
     def configure(self, values: Mapping[str, object]) -> None:
         """Take an actor config's values for the updates to come.
 
-        What the engine was built with stays.
+        Settings of the engine do not change.
         """
         self.settings: ActorSettings = known(ActorSettings, values)
         self.loss_settings: PolicyLossSettings = policy_loss_settings(values)
@@ -127,7 +127,7 @@ class PPOActor(OnEngine):
         return outputs
 
     def update_policy(self, data: DataProto) -> dict[str, object]:
-        """Train on the batch: ppo_epochs passes over mini-batches, with an optimizer step each.
+        """Train on the batch: ppo_epochs passes over mini-batches, one optimizer step each.
 
         Args:
             data: as for ``compute_log_prob`` with response_mask, old_log_probs and advantages, and

@@ -52,7 +52,7 @@ class PPOCritic(OnEngine):
     def configure(self, values: Mapping[str, object]) -> None:
         """Take a critic config's values for the updates to come.
 
-        What the engine was built with stays.
+        Settings of the engine do not change.
         """
         self.settings: CriticSettings = known(CriticSettings, values)
         self._values = dict(values)
@@ -62,7 +62,7 @@ class PPOCritic(OnEngine):
 
         Values at padding are 0.
 
-        Where response_mask is in the batch they are 0 outside it, else at padding alone.
+        They are 0 outside response_mask if the batch contains it, else at padding.
         """
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
@@ -92,7 +92,7 @@ class PPOCritic(OnEngine):
         )
 
     def update_critic(self, data: DataProto) -> dict[str, object]:
-        """Train on the batch: ppo_epochs passes over mini-batches, with an optimizer step each.
+        """Train on the batch: ppo_epochs passes over mini-batches, one optimizer step each.
 
         Args:
             data: responses, input_ids, attention_mask, position_ids, response_mask, values,

@@ -175,7 +175,7 @@ class PolicyWorker(RoleWorker):
         """Return the log_probs, and entropys if asked."""
 
     def init_model(self) -> None:
-        """Build what the role needs. Collective."""
+        """Build the role's engines and sampler. Collective."""
         if self._is_actor:
             self._init_actor()
         if self._is_rollout:

@@ -38,7 +38,7 @@ def read_rows(data: DataProto, *, temperature: float = 1.0, columns: Sequence[st
 
     Args:
         data: input_ids, attention_mask, position_ids [B, L] and responses [B, W], the last W
-            columns; response_mask [B, W] says what is trained, without it every token of the
+            columns; response_mask [B, W] marks trained tokens, without it every token of the
             response is.
         temperature: of every row.
         columns: further [B, W] tensors that an objective reads.

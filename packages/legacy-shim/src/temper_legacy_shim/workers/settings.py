@@ -19,7 +19,7 @@ class ActorSettings:
     entropy_coeff: float = 0.0
     """Weight of the entropy."""
     calculate_entropy: bool = False
-    """Report the entropy also where it has no weight."""
+    """Report the entropy even if the weight is 0."""
     use_kl_loss: bool = False
     """Add the KL to ref_log_prob."""
     kl_loss_coef: float = 0.001
@@ -96,7 +96,7 @@ def block(config: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def known(cls: type[SettingsT], values: Mapping[str, object]) -> SettingsT:
-    """Return a frozen settings class from those of the values that it has and that are set.
+    """Build a settings class from the values that are set and known to it.
 
     The others keep its defaults.
     """

@@ -2,7 +2,7 @@
 
 ``temper-train use_legacy_worker_impl=enable`` uses it.
 
-Found by temper-trainer through the entry point ``training_worker``. What the trainer plans stays:
+temper-trainer finds it through the entry point ``training_worker``. The trainer's plan is kept:
 mini-batches and the tokens of a micro-batch; inside a mini-batch the old worker cuts and averages
 as it always did.
 """

@@ -101,10 +101,10 @@ _NAMES = {module: frozenset(names.split()) for module, names in _ALLOWED.items()
 
 
 def is_allowed(module: str, name: str) -> bool:
-    """Return whether a genuine checkpoint may ask for this global."""
+    """Check if a genuine checkpoint may ask for this global."""
     return name in _NAMES.get(module, ())
 
 
 def is_nested(module: str, name: str, attribute: str) -> bool:
-    """Return whether a genuine checkpoint may ask for this class inside a class."""
+    """Check if a genuine checkpoint may ask for this class inside a class."""
     return (module, name, attribute) in _NESTED

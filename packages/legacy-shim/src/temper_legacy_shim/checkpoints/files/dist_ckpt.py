@@ -215,7 +215,6 @@ class _Chunk:
         return tensor
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows."""
         return self._stored.read(start, stop)
 
 

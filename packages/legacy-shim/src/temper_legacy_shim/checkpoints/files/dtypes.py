@@ -88,7 +88,7 @@ def from_float32(block: NDArray[np.float32], dtype: Dtype) -> Block:
 
 
 def has_nonfinite(block: Block, dtype: Dtype) -> bool:
-    """Return whether a floating block holds NaN or infinity."""
+    """Check if a floating block holds NaN or infinity."""
     if block.size == 0:
         return False
     if dtype.name == "bfloat16":
@@ -101,7 +101,7 @@ def has_nonfinite(block: Block, dtype: Dtype) -> bool:
 
 
 def _has_finite_squares(block: NDArray[np.float32]) -> bool:
-    """Return whether the squares have a finite sum, so that nothing is NaN or infinite.
+    """Check if the sum of squares is finite, which excludes NaN and infinity.
 
     If it is False, every element is to be looked at.
 

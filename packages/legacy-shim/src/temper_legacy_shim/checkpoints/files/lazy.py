@@ -1,6 +1,6 @@
 """Lazy tensors: the source of the rows, and the operations on them.
 
-Every tensor is read in blocks of rows (slices along its first dimension), so that an operation on
+Tensors are loaded in blocks (slices along dimension 0), so that an operation on
 it never needs more memory than a few blocks, whatever its size.
 """
 
@@ -59,7 +59,7 @@ def num_bytes(tensor: LazyTensor) -> int:
 
 
 def blocks(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Yield the full tensor, a block of rows at a time."""
+    """Yield the full tensor in blocks."""
     for start, stop in spans(tensor, block_bytes=block_bytes):
         yield tensor.read(start, stop)
 
@@ -115,7 +115,7 @@ class Stored:
 class Strided:
     """A tensor whose elements do not lie in order, or not one after the other.
 
-    What it spans is read whole.
+    The full span is loaded.
     """
 
     span: Stored
@@ -128,7 +128,6 @@ class Strided:
         return self.span.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows, gathered."""
         first = start * (self.stride[0] if self.stride else 0)
         sizes = (stop - start, *self.shape[1:]) if self.shape else (1,)
         strides = self.stride or (1,)
@@ -184,7 +183,7 @@ class Assembled:
         return single, others
 
     def find_rows(self, start: int, stop: int) -> list[Piece]:
-        """Return the pieces that hold any of these rows."""
+        """Return the pieces that contain any of these rows."""
         single, others = self._by_row
         long = [
             p for p in others if p.offsets[0] < stop and p.offsets[0] + p.tensor.shape[0] > start
@@ -197,7 +196,6 @@ class Assembled:
         return [*(piece for row in rows for piece in single.get(row, ())), *long]
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows, from the pieces that hold them."""
         touched = self.find_rows(start, stop) if self.shape else list(self._in_order)
         if len(touched) == 1 and touched[0].tensor.shape[1:] == self.shape[1:]:
             at = touched[0].offsets[0] if self.shape else 0
@@ -237,7 +235,6 @@ class Rows:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows, span by span."""
         parts, at = [], 0
         for first, last in self.spans:
             low, high = max(start, at), min(stop, at + last - first)
@@ -271,7 +268,6 @@ class Columns:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows, cut."""
         return np.ascontiguousarray(self.source.read(start, stop)[:, self.start : self.stop])
 
 
@@ -342,7 +338,6 @@ class Reshaped:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows, reshaped."""
         return self.source.read(start, stop).reshape(stop - start, *self.shape[1:])
 
 
@@ -367,7 +362,7 @@ class Transposed:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the columns of the source as rows."""
+        """Transpose the source."""
         return np.ascontiguousarray(
             np.concatenate([block[:, start:stop] for block in blocks(self.source)]).T
         )
@@ -386,7 +381,6 @@ class Cast:
         return self.source.shape
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows, cast through float32."""
         return from_float32(
             to_float32(self.source.read(start, stop), self.source.dtype), self.dtype
         )
@@ -403,7 +397,7 @@ class LowRankSum:
     up: LazyTensor
     """[out, rank] B."""
     scale: float
-    """alpha / rank, or what the adapter says."""
+    """alpha / rank, or the adapter's scale."""
 
     @property
     def shape(self) -> Shape:
@@ -420,7 +414,6 @@ class LowRankSum:
         return to_float32(read_all(self.down), self.down.dtype)
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows of the sum."""
         up = to_float32(self.up.read(start, stop), self.up.dtype)
         with np.errstate(
             all="ignore"
@@ -443,7 +436,6 @@ class InMemory:
         return cast(Shape, self.block.shape)
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows."""
         return np.ascontiguousarray(
             self.block.reshape(num_rows(self.shape), *self.shape[1:])[start:stop]
         )
@@ -476,6 +468,5 @@ class Unflattened:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows, as stretches of the vector."""
         inner = math.prod(self.shape[1:])
         return self.source.read(start * inner, stop * inner).reshape(stop - start, *self.shape[1:])

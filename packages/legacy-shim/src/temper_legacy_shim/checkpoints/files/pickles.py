@@ -19,7 +19,7 @@ from temper_legacy_shim.checkpoints.files.allowed_globals import is_allowed, is_
 from temper_legacy_shim.errors import DamagedFileError, UnsafeFileError
 
 MAX_PICKLE_BYTES = 1 << 30
-"""Largest pickle that is read; the index of a checkpoint of 100,000 tensors has about 50 MB."""
+"""Maximum size of a pickle; the index of a checkpoint of 100,000 tensors takes 50 MB."""
 
 
 _SCALARS = (str, int, float, bool, bytes, type(None))

@@ -36,7 +36,7 @@ _HASHED_BYTES = 4 << 20
 _FLUSHED_BYTES = 64 << 20
 """Bytes written between two flushes to disk, so that the last flush is short."""
 Progress = Callable[[int], None]
-"""Called with the number of bytes that were just written."""
+"""Callback with the number of new bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ def checksum(data: bytes) -> str:
 
 
 def has_checksum(path: Path, expected: str) -> bool:
-    """Return whether a file's content has this checksum.
+    """Check if a file's content has this checksum.
 
     Of an algorithm that is not known it has none.
     """
@@ -240,7 +240,7 @@ def _update_with(path: Path, digest: Digest) -> None:
 
 
 def written_file(path: Path, *, relative: str, with_nan: tuple[str, ...] = ()) -> WrittenFile:
-    """Return the record of a file that something else wrote.
+    """Return the record of a file of another writer.
 
     Args:
         path: where it lies.

@@ -76,7 +76,7 @@ def assemble(key: str, entries: Mapping[int, Entry], *, where: str) -> LazyTenso
 def _replicated(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> LazyTensor:
     """Return a single copy of a replicated tensor.
 
-    That they are equal is checked for what is small.
+    Equality is checked for small tensors.
     """
     first_rank, first = next(iter(entries.items()))
     for rank, entry in entries.items():
@@ -96,7 +96,7 @@ def _replicated(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> L
 
 
 def is_equal(one: LazyTensor, other: LazyTensor) -> bool:
-    """Return whether two tensors have the same bytes."""
+    """Check if two tensors have the same bytes."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return all(a.tobytes() == b.tobytes() for a, b in zip(blocks(one), blocks(other), strict=True))
@@ -114,7 +114,7 @@ def check_replica(key: str, entries: Mapping[int, LazyTensor], *, where: str) ->
         DamagedFileError: they differ, so the ranks are of different steps.
     """
     (first_rank, first), (rank, entry) = entries.items()
-    # An update changes nearly all elements, so a few rows suffice; all of them would double what is
+    # An update changes nearly all elements, so a few suffice; all of them would double what is
     # read.
     rows = min(
         num_rows(first.shape),
@@ -234,7 +234,7 @@ def shard_box(
     """Return (offsets, sizes) of the shard at a coordinate of the mesh.
 
     Axes cut one after the other, from the outermost; a strided split (FSDP over tensor parallelism)
-    cuts what the later axes leave.
+    cuts the rest of the later axes.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     axes = [axis for axis, placement in enumerate(placements) if placement.dim is not None]

@@ -81,7 +81,7 @@ class TensorReader:
         self._meshes: dict[int, tuple[Shape | None, Shape | None]] = {}
 
     def is_tensor(self, node: object) -> bool:
-        """Return whether a node is a tensor of any kind."""
+        """Check if a node is a tensor of any type."""
         return isinstance(node, Inert) and (
             node.function.name.startswith("_rebuild") or node.function.name == "ShardedTensor"
         )

@@ -48,7 +48,7 @@ class OldMoments:
     second: LazyTensor
     """Moving average of the squared gradient."""
     update_count: int
-    """Updates that it has seen."""
+    """Number of updates of the parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def read_optimizer(
             may be among them.
 
     Raises:
-        LayoutError: they can't be told apart; says why, for the receipt.
+        LayoutError: the assignment is ambiguous; the message shows the reason for the receipt.
         DamagedFileError: a file is damaged, or one is missing.
     """
     ranks = read_ranks(role)
@@ -109,7 +109,7 @@ def read_trained_leaves(
     Args:
         role: with optim files.
         weights: every tensor of the model files.
-        leaves: names of what was trained, in the order of the model's modules, which is that of the
+        leaves: trained parameters, in the order of the model's modules, which is that of the
             optimizer's numbers.
 
     Raises:
@@ -331,7 +331,7 @@ def _wrappings(parameters: Sequence[str]) -> Iterable[list[list[str]]]:
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a tensor of a model file is no parameter."""
+    """Check if a tensor of a model file is no parameter."""
     return _BUFFER.fullmatch(name) is not None
 
 

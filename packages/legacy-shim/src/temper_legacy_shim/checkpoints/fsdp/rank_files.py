@@ -185,7 +185,7 @@ def read_ranks(role: Role) -> dict[int, RankState]:
 
 
 def numbers_of(ranks: Mapping[int, RankState]) -> list[int]:
-    """Return the numbers of which any rank has a state, ascending."""
+    """Return the parameter numbers with a state on any rank, ascending."""
     return sorted(set[int]().union(*(state.states for state in ranks.values())))
 
 
@@ -203,7 +203,7 @@ def check_same_numbers(role: Role, ranks: Mapping[int, RankState]) -> None:
 
 
 def is_distributed(ranks: Mapping[int, RankState]) -> bool:
-    """Return whether states are FSDP2's, which say where they belong."""
+    """Check if states are FSDP2's, which include positions."""
     return any(
         isinstance(state["first"], Distributed)
         for of_rank in ranks.values()
@@ -338,7 +338,7 @@ def flat_parts(
 
 
 def step_of(ranks: Mapping[int, RankState], number: int) -> int:
-    """Return the updates that a number has seen, as the first rank says that has it."""
+    """Return the updates of a parameter number, from the first rank that stores it."""
     state = next(of_rank.states[number] for of_rank in ranks.values() if number in of_rank.states)
     step = state["step"]
     assert isinstance(step, int)

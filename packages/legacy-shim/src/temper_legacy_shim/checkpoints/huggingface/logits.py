@@ -79,7 +79,7 @@ def _difference(directory: Path, what: str, target: Tensor, other: Tensor) -> fl
 
 
 def _value_head(tensors: Mapping[str, LazyTensor]) -> tuple[Tensor, Tensor] | None:
-    """Weight [1, hidden] and bias [1] of trl's value head, which transformers has no class for.
+    """Weight [1, hidden] and bias [1] of TRL's value head, unknown to transformers.
 
     None if there is none.
     """
@@ -91,7 +91,7 @@ def _value_head(tensors: Mapping[str, LazyTensor]) -> tuple[Tensor, Tensor] | No
 def _loaded(
     directory: Path, auto: Any
 ) -> tuple[transformers.PretrainedConfig, nn.Module, dict[str, Any]]:
-    """Load what a user would load, without code from the checkpoint.
+    """Load the model as a user would, without code from the checkpoint.
 
     Config, model and loading report.
     """
@@ -133,7 +133,7 @@ def _from_source(
 ) -> nn.Module:
     """Return a model filled from the source by name.
 
-    Experts that transformers fuses when it loads keep what it made of them.
+    Experts that transformers fuses while loading stay as they are.
     """
     model: nn.Module = auto.from_config(  # type: ignore[attr-defined]
         config, dtype=torch.float32, trust_remote_code=False, attn_implementation="eager"

@@ -19,7 +19,7 @@ _MAX_HEADER = 100_000_000
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a directory holds weights of a model."""
+    """Check if a directory holds weights of a model."""
     names = (
         "model.safetensors",
         "model.safetensors.index.json",

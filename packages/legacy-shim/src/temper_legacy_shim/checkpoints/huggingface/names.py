@@ -66,7 +66,7 @@ class NamesCheck:
 
         Args:
             config: the text of ``config.json``.
-            tensors: what is written, by name.
+            tensors: tensors of the output, by name.
             head: the kind of model, as `OldModel.head` has it.
         """
         self._config = config

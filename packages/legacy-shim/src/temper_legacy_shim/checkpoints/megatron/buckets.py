@@ -85,7 +85,7 @@ def read_buckets(
 
     Args:
         model: with a distributed checkpoint.
-        weights: what was trained, whole, under Megatron's names, layers and experts one by one;
+        weights: full trained tensors with Megatron's names, layers and experts separate;
             buffers are not among them.
         geometry: of the model's config.
         are_exported: the vocabulary's tables have lost their padding, of which the checkpoint does
@@ -293,7 +293,7 @@ def _take(
 
 @dataclass(frozen=True)
 class _WithPadding:
-    """A table with unknown rows at the end."""
+    """A table with unknown entries at the end."""
 
     source: LazyTensor
     num_rows: int
@@ -307,7 +307,7 @@ class _WithPadding:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows of the table itself."""
+        """Return the entries of the table alone."""
         assert stop <= self.source.shape[0], "nobody knows what padding held"
         return self.source.read(start, stop)
 

@@ -51,7 +51,7 @@ class _Buffer:
 
 
 def has_flat_optimizer(model: OldModel) -> bool:
-    """Return whether there are such files."""
+    """Check if the folder has such files."""
     return any(True for _ in _files(model.role.path / "optim"))
 
 
@@ -288,13 +288,13 @@ def _views(buffer: _Buffer, tensor: LazyTensor, *, start: int) -> dict[str, Lazy
 
 
 def is_master(master: LazyTensor, weight: LazyTensor, *, num_rows: int | None = None) -> bool:
-    """Return whether the first and the last row agree, rounded to the weight's dtype.
+    """Check if the first and the last row agree, rounded to the weight's dtype.
 
     A shift by one element shows in either.
 
     Args:
         master: of the weight's shape.
-        weight: what it should round to.
+        weight: the rounded weight to compare with.
         num_rows: number of known rows of the weight; None for all.
     """
     rounded = Cast(master, weight.dtype) if master.dtype != weight.dtype else master

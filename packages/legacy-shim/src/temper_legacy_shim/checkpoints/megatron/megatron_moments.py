@@ -49,7 +49,7 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
 def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyTensor]) -> None:
     """Check that an optimizer's masters round to the weights.
 
-    What Megatron saves by parameter is shifted, and cut off at the end, where a buffer has several
+    Megatron's entries per parameter are shifted, and cut off at the end, if a buffer has several
     buckets with padding between them, as with embeddings that are tied over two stages: it counts
     the padding in one place and not in the other.
 
@@ -68,7 +68,7 @@ def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyT
 def read_megatron_adapter_optimizer(model: OldModel) -> OldOptimizer:
     """Return the moments of an adapter's halves under PEFT's names.
 
-    What one half of a fused matrix' adapter keeps for several projections becomes the projections'
+    The half of a fused matrix' adapter for several projections becomes the projections'
     own: rows of B are theirs anyway, and of A, which they shared, each continues with a copy.
 
     Raises:

@@ -141,7 +141,7 @@ def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
 def _with_expert_ranks(
     chunks: dict[tuple[int, int, int], list[dict[str, LazyTensor]]],
 ) -> dict[tuple[int, int, int], list[dict[str, LazyTensor]]]:
-    """Read stage suffixes as expert ranks if each has both the first and the last layer."""
+    """Treat stage suffixes as expert ranks if each has both the first and the last layer."""
     stages = {key[0] for key in chunks}
     if len(stages) < 2 or any(key[1] for key in chunks):
         return chunks
@@ -152,7 +152,7 @@ def _with_expert_ranks(
 
 
 def is_of_expert(name: str) -> bool:
-    """Return whether a tensor belongs to an expert that other ranks may not have."""
+    """Check if a tensor belongs to an expert that other ranks may not have."""
     return _EXPERT.fullmatch(name) is not None
 
 

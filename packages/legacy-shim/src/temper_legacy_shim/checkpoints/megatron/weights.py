@@ -26,7 +26,7 @@ def read(
         accepts_partial_adapter: read an adapter that lacks layers.
 
     Raises:
-        ShimError: the files can't be read; says which file and key.
+        ShimError: a file is damaged; the message shows file and key.
     """
     geometry = Geometry.of(config, source=source)
     _check_transformer_config(role, config, geometry, source=source)

@@ -29,7 +29,7 @@ from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 DATA = "__0_0.distcp"
 """The one data file of a group."""
 _CHUNK_BYTES = 1 << 26
-"""Bytes of rows written at once: the joined experts of one layer may have tens of gigabytes.
+"""Bytes per write: the joined experts of a layer may have tens of gigabytes.
 
 A single row may be larger.
 """
@@ -78,7 +78,7 @@ def write_group(
                 no_dist=True,
             )
         except CheckpointException as error:
-            # torch wraps what stopped it, and its archive writer wraps that of the disk once more.
+            # torch wraps the exception, and the archive writer wraps that of the disk again.
             raise next((_root(failure) for failure, _ in error.failures.values()), error) from None
     return tuple(planner.with_nan)
 
@@ -199,7 +199,7 @@ class _LazyPlanner(_ChunkPlanner):
 
 
 def _is_spoilt(content: Tensor) -> bool:
-    """Return whether a tensor holds NaN or infinity.
+    """Check if a tensor holds NaN or infinity.
 
     The extremes suffice, and no memory of that size is allocated.
     """

@@ -1,4 +1,4 @@
-"""Writing a resumable step directory: what ``--to temper`` leaves, whole or absent, and checked."""
+"""Write and check a resumable step directory, the output of ``--to temper``."""
 
 import json
 import shutil
@@ -46,9 +46,9 @@ from temper_legacy_shim.checkpoints.temper.training_state import ResumableState,
 from temper_legacy_shim.errors import OutputError, UsageError, VerificationError
 
 _DESCRIPTION = "huggingface"
-"""The folder of config and tokenizer in what is written."""
+"""Folder of config and tokenizer in the output."""
 _GROUPS = "groups"
-"""The folder of what is finished, before it becomes a step directory."""
+"""Folder of finished files, before it becomes a step directory."""
 _GROUP_BYTES = 1 << 30
 """Bytes of tensors written at once, which a stopped run may lose."""
 
@@ -70,7 +70,7 @@ class StepPlan:
 
 
 def plan_step(model: OldModel, options: Options) -> StepPlan:
-    """Decide what is written.
+    """Plan the output.
 
     Raises:
         UsageError: no engine can continue from such a checkpoint, or something that no file says is
@@ -99,7 +99,7 @@ def write_temper(
     """Write a step directory below the output, with its manifest, and the receipt next to it.
 
     Raises:
-        ShimError: says what was wrong; nothing is at the output then.
+        ShimError: the conversion failed; no output exists then.
     """
     plan = plan_step(model, options)
     with (
@@ -166,7 +166,7 @@ def _write_groups(
 ) -> dict[Path, list[WrittenFile]]:
     """Return the tensors in groups, each of which is finished for itself.
 
-    What a stopped run wrote stays; files by folder.
+    Files of interrupted runs stay.
     """
     done, total = 0, plan.num_bytes
 

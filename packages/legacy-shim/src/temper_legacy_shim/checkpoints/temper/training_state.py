@@ -3,7 +3,7 @@
 An old role as a step directory that an engine's ``load_checkpoint`` reads, or as the portable
 training state.
 
-Inside is what the FSDP engine writes: float32 master weights, both moments and update counts under
+It contains the FSDP engine's format: float32 master weights, both moments and update counts under
 Hugging Face names, each rank's torch random-number state, and the counters of updates and of the
 schedule. The same tensors, one parameter at a time, are the portable state (``training_state``)
 that every engine's ``load_state`` takes.
@@ -110,7 +110,6 @@ class _Zeros:
         self.shape = shape
 
     def read(self, start: int, stop: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
-        """Return the rows."""
         return np.zeros((stop - start, *self.shape[1:]), np.float32)
 
 
@@ -271,7 +270,7 @@ def _extra_head(model: OldModel, adapter: Adapter) -> dict[str, LazyTensor]:
     """Return a critic's head with the engine's names, merged with an adapter on it.
 
     Raises:
-        UsageError: the adapter has one, but the checkpoint not what it is added to.
+        UsageError: the adapter has a head, but the checkpoint lacks the base of it.
     """
     head = {
         name: _as_float32(tensor) for name, tensor in model.weights.items() if _is_of_head(name)
@@ -403,7 +402,7 @@ def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> Old
     """Return the moments and masters of the adapter's halves, by the names of ``weights``.
 
     Raises:
-        LayoutError: they can't be told apart; says why, for the receipt.
+        LayoutError: the assignment is ambiguous; the message shows the reason for the receipt.
     """
     role = model.role
     if role.dist_folders:

@@ -55,7 +55,7 @@ class Draft:
     """Reasons for old keys without a counterpart in this configuration."""
 
     def since(self, version: str) -> bool:
-        """Return whether the old release is this one or later."""
+        """Check if the old release is this one or later."""
         return order(self.old.version) >= order(version)
 
     def put(
@@ -191,7 +191,7 @@ class Draft:
         return int(value) if isinstance(value, bool) else self.integer(key) or 0
 
     def switch(self, key: str) -> bool:
-        """Return a boolean of the old configuration; None and what is absent are False."""
+        """Return a boolean of the old configuration; None and absent keys are False."""
         value = self.old.get(key)
         if isinstance(value, str):
             value = parse_value(value)[0]
@@ -210,5 +210,5 @@ class Draft:
 
 
 def _is_shell(value: Plain) -> bool:
-    """Return whether a text stands for a value that only the shell knows."""
+    """Check if a text depends on the shell."""
     return isinstance(value, str) and ("$" in value or "`" in value)

@@ -89,7 +89,7 @@ def build_rl_data(draft: Draft) -> None:
 
 
 def evaluates(draft: Draft) -> bool:
-    """Return whether the old trainer ever looked at its held-out prompts."""
+    """Check if the old trainer evaluated held-out prompts."""
     before = draft.switch("trainer.val_before_train") or not draft.old.has(
         "trainer.val_before_train"
     )

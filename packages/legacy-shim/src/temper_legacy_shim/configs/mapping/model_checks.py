@@ -154,7 +154,7 @@ def _signs(draft: Draft) -> Iterator[str]:
         yield f"the data are {files[:80]}"
     if _DATA.search(draft.config_name):
         yield f"the configuration is {draft.config_name}"
-    # A limit or a cache of 0 is what a run of text says too.
+    # A limit or a cache of 0 also occurs in text runs.
     given = [
         key
         for key in draft.old.origin
@@ -165,12 +165,12 @@ def _signs(draft: Draft) -> Iterator[str]:
 
 
 def _text(draft: Draft, key: str) -> str:
-    """Return a value, with what a shell script puts into the variable that stands for it."""
+    """Return a value; a shell variable is replaced by the value from the script."""
     return draft.expanded.get(key) or draft.text(key)
 
 
 def part_of_folder(model: str) -> str:
-    """Return what in the config.json of a local folder says that the model sees or listens.
+    """Find fields in a local config.json that indicate images, video or sound.
 
     Empty if nothing does.
     """

@@ -14,9 +14,9 @@ SWITCH = "trainer.use_legacy_worker_impl"
 
 
 def build_numerics(draft: Draft) -> None:
-    """Record what the switch meant.
+    """Record the meaning of the switch.
 
-    Pin the old workers, or say in numbers what differs without them.
+    Pin the old workers, or report the numeric differences without them.
     """
     given, word = draft.old.get(SWITCH), _word(draft)
     if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
@@ -41,7 +41,7 @@ def build_numerics(draft: Draft) -> None:
 
 
 def has_engines(draft: Draft) -> bool:
-    """Return whether the old run trained its actor on engines and not on the old workers."""
+    """Check if the old run trained the actor on engines, not on the old workers."""
     return draft.since("v0.8.0") or (draft.since("v0.7.0") and _word(draft) == "disable")
 
 

@@ -1,4 +1,4 @@
-"""Rewards: who scored a completion, and what happened to the score."""
+"""Rewards: the scoring function, and changes of the score."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 

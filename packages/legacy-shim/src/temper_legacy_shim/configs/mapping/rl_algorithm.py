@@ -400,7 +400,7 @@ def build_policy_loss(draft: Draft) -> None:
 
 
 def has_clip(draft: Draft) -> bool:
-    """Return whether the loss has a clip of the ratio."""
+    """Check if the loss clips the ratio."""
     loss = draft.settings.get("algorithm.policy_loss.name")
     return loss is None or (loss.value not in ("kl_cov", "sapo") and ":" not in str(loss.value))
 

@@ -14,7 +14,7 @@ def advantage(draft: Draft) -> str:
 
 
 def needs_critic(draft: Draft) -> bool:
-    """Return whether the old trainer built a critic.
+    """Check if the old trainer built a critic.
 
     For gae, unless critic.enable says otherwise.
     """
@@ -27,13 +27,13 @@ def needs_critic(draft: Draft) -> bool:
 
 
 def completions_per_prompt(draft: Draft) -> int:
-    """Return rollout.n; a fully asynchronous run also has it in a separate block."""
+    """Return rollout.n; a fully asynchronous run can set it in another block."""
     own = draft.integer("rollout.n") if is_async(draft) and draft.old.has("rollout.n") else None
     return max(1, own or draft.integer("actor_rollout_ref.rollout.n") or 1)
 
 
 def is_async(draft: Draft) -> bool:
-    """Return whether the old program trained while it sampled, without waiting."""
+    """Check if the old program trained while it sampled, without waiting."""
     return ASYNC in draft.old.entry or draft.old.has("async_training.staleness_threshold")
 
 
@@ -67,17 +67,17 @@ def updates_per_schedule_step(draft: Draft) -> int | None:
 
 
 def is_one_step_off(draft: Draft) -> bool:
-    """Return whether the old program sampled one step ahead."""
+    """Check if the old program sampled one step ahead."""
     return ONE_STEP_OFF in draft.old.entry
 
 
 def is_dapo(draft: Draft) -> bool:
-    """Return whether it is the trainer of DAPO's recipe, or one that filters groups."""
+    """Check if the trainer is that of DAPO's recipe or of another recipe with a group filter."""
     return "dapo" in draft.old.entry or "entropy" in draft.old.entry
 
 
 def only_distills(draft: Draft) -> bool:
-    """Return whether teachers alone said what is better, and no reward."""
+    """Check if teachers are the only training signal, without rewards."""
     return draft.switch("distillation.enabled") and not draft.switch(
         "distillation.distillation_loss.use_task_rewards"
     )
@@ -89,7 +89,7 @@ _SECOND_TRAINER = "trainer.use_v1"
 
 
 def filters_groups(draft: Draft) -> bool:
-    """Return whether groups of equal rewards were left out.
+    """Check if groups with equal rewards were discarded.
 
     By DAPO's recipes and the second trainer of main_ppo alone.
     """
@@ -97,7 +97,7 @@ def filters_groups(draft: Draft) -> bool:
 
 
 def is_second_trainer(draft: Draft) -> bool:
-    """Return whether main_ppo ran the trainer that it has since v0.9.0.
+    """Check if main_ppo ran the trainer that is the default since v0.9.0.
 
     Other programs have different trainers.
     """
@@ -123,12 +123,12 @@ def takes_sampler_logprobs(draft: Draft) -> bool:
 
 
 def kl_in_loss(draft: Draft) -> bool:
-    """Return whether the old actor's loss had a KL term that does something."""
+    """Check if the old actor's loss had an active KL term."""
     return draft.switch("actor_rollout_ref.actor.use_kl_loss")
 
 
 def kl_in_reward(draft: Draft) -> bool:
-    """Return whether the reward carried a KL penalty.
+    """Check if the reward carried a KL penalty.
 
     Before v0.4.0 it had, unless the loss had a KL term.
     """
@@ -153,7 +153,7 @@ def kl_coefs(draft: Draft) -> tuple[float, float]:
 
 
 def needs_ref(draft: Draft) -> bool:
-    """Return whether a reference policy changes anything."""
+    """Check if a reference policy changes anything."""
     return any(coef > 0 for coef in kl_coefs(draft))
 
 

@@ -37,7 +37,7 @@ class OldRole:
         return f"{self.name}.engine"
 
     def blocks(self, draft: Draft) -> dict[str, str]:
-        """Return the role's blocks, for the rows of the table that hold for several roles."""
+        """Return the role's blocks, for rules that apply to several roles."""
         parent = "critic" if self.name == "critic" else _HYBRID
         blocks = {
             "model": self.model,
@@ -122,7 +122,7 @@ def world_size(draft: Draft) -> int | None:
 
 
 def is_megatron(draft: Draft) -> bool:
-    """Return whether the tree is Megatron's."""
+    """Check if the tree is Megatron's."""
     return draft.old.family.endswith("megatron")
 
 

@@ -27,7 +27,7 @@ from temper_legacy_shim.configs.translation import Disposition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSetting:
-    """One executable part of a row, written ``NEW <- OLD : CONVERTER``.
+    """An executable part of a row, ``NEW <- OLD : CONVERTER``.
 
     See ``apply_rules``.
     """
@@ -80,7 +80,7 @@ class Rule:
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """Return every row, in the table's order.
+    """Parse all rows, in the table's order.
 
     The first match counts. Rows without a wildcard come before rows with a wildcard.
     """
@@ -177,7 +177,7 @@ def find_rule(program: str, key: str) -> Rule | None:
 
 
 def is_block(key: str) -> bool:
-    """Check if a release has a block of this name, which can be set or deleted as a value."""
+    """Check if a release contains a block of this name, which can be set as a value."""
     return key in _known() and key not in known_keys()
 
 
@@ -289,7 +289,7 @@ def apply_rules(
     X`` is constant; ``a=x b=y else=z`` translates words.
 
     Args:
-        draft: read and written.
+        draft: the translation; changed in place.
         names: ids of rows.
         blocks: blocks of a role, for rows that apply to several roles.
         old: the old key to use instead of the row's.

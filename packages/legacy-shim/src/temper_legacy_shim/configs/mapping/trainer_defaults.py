@@ -191,7 +191,7 @@ LOSS_DEFAULTS: dict[Plain, dict[str, Plain]] = {
 
 
 def is_our_default(key: str, value: Plain, *, policy_loss: Plain = "ppo") -> bool:
-    """Return whether leaving the key out means the same."""
+    """Check if the key can be left out without a change."""
     defaults = DEFAULTS | LOSS_DEFAULTS.get(policy_loss, {})
     return (
         key in defaults

@@ -29,7 +29,7 @@ def resolve(value: Plain, key: str, tree: Mapping[str, Plain], depth: int = 0) -
     Text with an interpolation that leads nowhere (a shell's variable, say) stays as it is.
 
     Args:
-        value: as it was written.
+        value: the text in the file.
         key: where it stands; relative interpolations begin there.
         tree: leaves by dotted key.
         depth: of the chain so far; a circle ends where it reaches the limit.
@@ -175,7 +175,7 @@ class OldConfig:
         )
 
     def has(self, key: str) -> bool:
-        """Return whether the tree holds it, as a leaf or a block."""
+        """Check if the tree contains the key, as a leaf or a block."""
         return key in self.tree or key in self.blocks
 
     def write(self, key: str, value: Plain, index: int) -> None:
@@ -192,7 +192,7 @@ class OldConfig:
         count_leaf(self.blocks, key, -1)
 
     def is_set(self, *keys: str) -> bool:
-        """Return whether the user gave any of them a value."""
+        """Check if the user set any of the keys."""
         return any(self.sources(key) for key in keys)
 
     def is_complete(self, key: str) -> bool:

@@ -109,7 +109,7 @@ def read_if_old(path: Path) -> OldFile | None:
     """Return a file of a folder: None if it is no old configuration.
 
     Raises:
-        DamagedFileError: it speaks of an old configuration, and can't be read.
+        DamagedFileError: it mentions an old configuration, but cannot be parsed.
     """
     try:
         old = read_old_file(path)
@@ -271,7 +271,7 @@ def _number(text: str) -> Plain:
 
 
 def is_old(values: Mapping[str, Plain]) -> bool:
-    """Return whether a file looks like an old configuration at all."""
+    """Check if a file looks like an old configuration."""
     blocks = {
         "actor_rollout_ref",
         "trainer",

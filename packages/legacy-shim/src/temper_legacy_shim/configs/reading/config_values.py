@@ -1,6 +1,6 @@
 """Plain values of old configurations.
 
-What a tree holds, how Hydra's override grammar spells it, how it is written back.
+They are the leaves of a tree. Hydra's grammar defines the spelling.
 """
 
 import json
@@ -22,7 +22,7 @@ def parse_value(text: str) -> tuple[Plain, str | None]:
     """Parse the value of an override, and return Hydra's complaint if it has one.
 
     Text that is no value of Hydra's grammar (an open quote, ``<placeholder>``) is taken as a
-    string, since what it meant is clear enough.
+    string, because the meaning is clear.
     """
     reader = _Reader(text)
     try:

@@ -139,7 +139,7 @@ def launch_of(
 def _configs_of(path: str, name: str, *, is_megatron: bool) -> tuple[str, ...]:
     """Return the further configurations of an entry.
 
-    The named one, else those that the entry is known for.
+    The given engine, else the defaults of the entry.
     """
     if name in own_configs():
         return (name,)
@@ -168,13 +168,13 @@ _CONFIGS = re.compile(
 
 
 def is_program(entry: str) -> bool:
-    """Check if a release of verl, or a copy of it in a fork, has this entry point."""
+    """Check if a release of verl, or a fork's copy, contains this entry point."""
     path = _module(entry)
     return path in _KINDS or _PROGRAMS.fullmatch(path.rpartition(".")[2]) is not None
 
 
 def is_config(name: str) -> bool:
-    """Check if a release of verl has a configuration of this name."""
+    """Check if a release of verl contains a configuration of this name."""
     stem = name.removesuffix(".yaml").rpartition("/")[2]
     return stem in own_configs() or _CONFIGS.fullmatch(stem) is not None
 
@@ -345,7 +345,7 @@ def other_system(values: Mapping[str, Plain]) -> str:
 
 
 def has_known_key(values: Mapping[str, Plain]) -> bool:
-    """Check if a configuration has a key or block of any release of verl."""
+    """Check if a configuration contains a key or block of any release of verl."""
     known = known_keys()
     return any(
         key in known or any(name.startswith(f"{key}.") for name in known)

@@ -1,6 +1,6 @@
 """Command-line tokens of the old systems, read by Hydra's grammar.
 
-What each sets, adds or deletes.
+Each sets, adds or deletes a key.
 """
 
 import re
@@ -38,7 +38,7 @@ class Override:
     value: Plain = None
     """Value after the sign."""
     complaint: str | None = None
-    """Reason why Hydra would not have read it."""
+    """Reason why Hydra would have rejected it."""
 
     @property
     def is_no_block(self) -> bool:

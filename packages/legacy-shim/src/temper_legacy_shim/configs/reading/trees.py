@@ -143,10 +143,10 @@ def history_of(family: Family, key: str) -> tuple[tuple[str, Plain], ...]:
 
 
 def default_tree(version: str, family: Family) -> dict[str, Plain]:
-    """Return the leaves by dotted key; interpolations as they were written.
+    """Return the leaves by dotted key, with interpolations unresolved.
 
     Raises:
-        UsageError: the release had no such tree.
+        UsageError: the release lacks this tree.
     """
     if family not in families_of(version):
         had = ", ".join(families_of(version))
@@ -188,7 +188,7 @@ def releases_of(config: str) -> tuple[str, ...]:
 
 @cache
 def _config_changes(version: str, config: str) -> dict[str, Plain]:
-    """Return what a further configuration changes in the tree that it is composed on.
+    """Return the changes of another configuration to the tree below it.
 
     GONE for a key that it removes.
     """
@@ -205,7 +205,7 @@ def composed_tree(version: str, family: Family, configs: tuple[str, ...] = ()) -
     """Return a release's default tree with further configurations composed on it, in their order.
 
     Raises:
-        UsageError: The release had no such tree.
+        UsageError: The release lacks this tree.
     """
     tree = default_tree(version, family)
     for config in configs:

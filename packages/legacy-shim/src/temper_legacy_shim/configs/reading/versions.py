@@ -1,4 +1,4 @@
-"""The release that a configuration was written for.
+"""Determine the release of a configuration.
 
 Given, or the one whose tree takes it, with the evidence.
 """
@@ -71,7 +71,7 @@ def releases_with(family: Family, configs: tuple[str, ...]) -> list[str]:
 
 
 def _bounds(counts: dict[str, set[str]], best: list[str], candidates: list[str]) -> list[str]:
-    """Describe what the releases next to the range refuse."""
+    """Describe the keys that the releases next to the range reject."""
     result = []
     first, last = candidates.index(best[0]), candidates.index(best[-1])
     for number, side in ((first - 1, "before"), (last + 1, "after")):
