@@ -139,6 +139,14 @@ METHODS: Mapping[str, Method] = {
     "top_k_reverse_kl": Method(
         overrides=(*_TEACHER, "distillation.objective={name: top_k_reverse_kl, top_k: 16}")
     ),
+    "off-policy distillation": Method(
+        overrides=(
+            *_TEACHER,
+            "distillation.objective={name: top_k_reverse_kl, top_k: 16}",
+            "distillation.off_policy_fraction=0.5",
+            "data.train.completion_key=solution",
+        )
+    ),
     "jensen_shannon": Method(
         overrides=(*_TEACHER, "distillation.objective={name: jensen_shannon, top_k: 16}")
     ),

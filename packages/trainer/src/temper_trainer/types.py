@@ -63,6 +63,9 @@ class Prompt:
     """Fields of the row listed in the source's ``extra_keys``, for reward functions."""
     teacher_tokens: tuple[int, ...] = ()
     """Token ids of the prompt that the policy gets as its own teacher; empty if it is the same."""
+    given_completion: tuple[int, ...] = ()
+    """Token ids of the row's completion with the end token, which may be trained in place of one of
+    the policy; empty if there is none."""
     route: str = ""
     """Value of the routing key, which selects a teacher."""
     reward: str = ""
@@ -117,6 +120,8 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     """Version of the weights that sampled it; the oldest one if there are several."""
+    is_given: bool = False
+    """True if it is the row's completion, which no sampler has sampled."""
     token_versions: tuple[int, ...] = ()
     """Version of each token's weights, if they differ; otherwise empty."""
 

@@ -94,6 +94,26 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
             "(distillation.objective reverse_kl) has no ratio to correct: use proximal=old",
         ),
         (
+            (TEACHER, "task=distill", "distillation.off_policy_fraction=0.5"),
+            "but data.train.completion_key is not set: set it to the field",
+        ),
+        (
+            (TEACHER, "algorithm=distill", "distillation.off_policy_fraction=0.5"),
+            "distillation.objective is reverse_kl, whose estimate is wrong for tokens",
+        ),
+        (
+            (TEACHER, "distillation.off_policy_fraction=0.5"),
+            "distillation.off_policy_fraction is 0.5 in task rl, but only task distill",
+        ),
+        (
+            (TEACHER, "distillation.off_policy_fraction=0.001"),
+            "batching.prompts_per_step 64, which rounds to 0 prompts",
+        ),
+        (
+            ("data.train.completion_key=solution",),
+            "data.train.completion_key (command line) has no effect without",
+        ),
+        (
             ("task=distill", "distillation.self_teacher=current"),
             "data.train.teacher_prompt_key is not set: with the same prompt",
         ),

@@ -192,3 +192,11 @@ def test_teachers_prompt_is_formatted_like_the_prompt_and_has_the_same_limit(
     limit = len(prompts[0].tokens)
     with pytest.raises(DataError, match="file:0: the teacher's prompt has"):
         encode_prompts(rows, tokenizer, replace(CONFIG, max_prompt_tokens=limit))
+
+
+def test_given_completion_ends_with_the_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [replace(row(0, "one"), completion="one two"), row(1, "four")]
+    prompts, _ = encode_prompts(rows, tokenizer, CONFIG)
+    assert tokenizer.decode(prompts[0].given_completion[:-1]) == "one two"
+    assert prompts[0].given_completion[-1] == tokenizer.eos_token_id
+    assert prompts[1].given_completion == ()

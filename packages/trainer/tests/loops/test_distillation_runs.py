@@ -94,6 +94,54 @@ def test_rejected_completions_are_not_distilled(run: Run, rows: Rows, tmp_path: 
     assert row["actor/grad_norm"] == 0.0
 
 
+OFF_POLICY = (
+    *SHORT,
+    "algorithm=distill",
+    *TWO,
+    "distillation.objective={name: top_k_reverse_kl, top_k: 8}",
+    "data.train.completion_key=solution",
+    "distillation.off_policy_fraction=0.5",
+    "batching.prompts_per_step=8",
+    "algorithm.group_size=1",
+)
+
+
+def test_half_of_a_step_is_trained_on_given_completions(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(tmp_path / "run", *OFF_POLICY, "run.total_steps=2")
+    for row in rows(tmp_path / "run"):
+        assert row["rollout/off_policy_fraction"] == 0.5
+        assert row["teacher/adder/samples"] + row["teacher/mixer/samples"] == 8.0
+        # Given completions are right, but an untrained policy solves nothing.
+        assert row["reward/mean"] < 1.0
+        assert row["distill/teacher_token_fraction"] == 1.0
+
+
+def test_correction_leaves_given_completions_as_they_are(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(
+        tmp_path / "run",
+        *OFF_POLICY,
+        "run.total_steps=1",
+        # Their ratio is exactly 1, and those of the policy's tokens are 1 up to rounding.
+        "algorithm.rollout_correction={level: none, reject: {ratio_max: {low: 0.9, high: 1.1}}}",
+    )
+    (row,) = rows(tmp_path / "run")
+    assert row["correction/rejected_fraction"] == 0.0
+    assert row["correction/weight_mean"] == 1.0
+
+
+def test_resumed_run_trains_on_the_same_given_completions(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(tmp_path / "once", *OFF_POLICY, "run.total_steps=2")
+    run(tmp_path / "twice", *OFF_POLICY, "run.total_steps=1")
+    run(tmp_path / "twice", *OFF_POLICY, "run.total_steps=2", "run.resume=auto")
+    assert rows(tmp_path / "twice") == rows(tmp_path / "once")
+
+
 def test_distillation_can_be_added_to_rl(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "run", *SHORT, *TWO, "distillation.coef=0.1", "run.total_steps=1")
     (row,) = rows(tmp_path / "run")

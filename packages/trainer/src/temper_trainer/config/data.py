@@ -57,6 +57,10 @@ class SourceConfig:
     solution: a string or chat messages, formatted like the prompt. arithmetic has one such field:
     solved (the solution, then the problem).
     """
+    completion_key: str | None = None
+    """Field with a given completion, text, for distillation.off_policy_fraction. arithmetic has one
+    such field: solution.
+    """
     category_key: str | None = None
     """Held-out data only: field with the category of a problem, text or an integer; evaluations
     report each category. arithmetic has one such field: operations (one or two).
@@ -105,6 +109,11 @@ class SourceConfig:
                 raise ConfigError(
                     f"teacher_prompt_key is {self.teacher_prompt_key!r}, but must be solved for "
                     "kind arithmetic: the solution, followed by the problem."
+                )
+            if self.completion_key not in (None, "solution"):
+                raise ConfigError(
+                    f"completion_key is {self.completion_key!r}, but must be solution for kind "
+                    "arithmetic."
                 )
             if self.category_key not in (None, "operations"):
                 raise ConfigError(

@@ -89,6 +89,11 @@ class DistillationConfig:
     """Loss or reward of each trained token, from docs/distillation.md."""
     self_teacher: SelfTeacher | None = None
     """Use the policy itself as the teacher, in place of teachers. None uses teachers."""
+    off_policy_fraction: Annotated[float, Range(at_least=0, below=1)] = 0.0
+    """Fraction of the prompts of each step, rounded to a number of prompts, whose completion is the
+    given one in data.train.completion_key and not a sample of the policy (arXiv:2306.13649, where
+    it is 1 - lambda). Only in task distill, and with objectives that have a top_k.
+    """
     coef: PositiveFloat = 1.0
     """Weight of the distillation loss or reward."""
     clamp: PositiveFloat | None = None

@@ -415,6 +415,7 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "distillation.self_teacher."
         )
     yield from _find_self_teacher_conflicts(config)
+    yield from _find_off_policy_conflicts(config)
     if config.teachers and config.task not in ("rl", "distill"):
         yield (
             f"teachers are set in task {config.task}, which does not use them: remove them, or "
@@ -549,6 +550,41 @@ def _find_self_teacher_conflicts(config: TrainerConfig) -> Iterator[str]:
         yield (
             f"{key}, but runtime.kind is ray, where the average has no workers: set "
             "runtime.kind=inline, or distillation.self_teacher=current."
+        )
+
+
+def _find_off_policy_conflicts(config: TrainerConfig) -> Iterator[str]:
+    """Yield settings that contradict given completions in place of the policy's."""
+    fraction, objective = config.distillation.off_policy_fraction, config.distillation.objective
+    if fraction == 0:
+        return
+    key = f"distillation.off_policy_fraction is {fraction}"
+    for name, source in config.data.train_sources.items():
+        if source.completion_key is None:
+            yield (
+                f"{key}, but {name}.completion_key is not set: set it to the field with the given "
+                "completion."
+            )
+    if config.task != "distill":
+        yield (
+            f"{key} in task {config.task}, but only task distill can train on completions that the "
+            "policy has not sampled: remove it."
+        )
+    if objective.num_teacher_tokens == 0:
+        yield (
+            f"{key} and distillation.objective is {objective.name}, whose estimate is wrong for "
+            "tokens that the policy has not sampled: use top_k_reverse_kl, forward_kl or "
+            "jensen_shannon."
+        )
+    if config.algorithm.group_size > 1 or config.environment is not None:
+        yield (
+            f"{key}, but a prompt has one given completion of one turn: set algorithm.group_size=1 "
+            "and no environment."
+        )
+    if 0 < fraction * config.batching.prompts_per_step < 0.5:
+        yield (
+            f"{key} of batching.prompts_per_step {config.batching.prompts_per_step}, which rounds "
+            "to 0 prompts: raise one of them."
         )
 
 

@@ -443,6 +443,12 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             yield _make_unconditional_rule(
                 (f"{name}.weight",), "with data that is not mixed with other sources: remove it"
             )
+        if config.distillation.off_policy_fraction == 0 or name not in config.data.train_sources:
+            yield _make_unconditional_rule(
+                (f"{name}.completion_key",),
+                "without distillation.off_policy_fraction, or with data that is not sampled to "
+                "train on: remove it",
+            )
         if config.distillation.self_teacher is None or name not in config.data.train_sources:
             yield _make_unconditional_rule(
                 (f"{name}.teacher_prompt_key",),

@@ -191,12 +191,13 @@ def _encode(
     texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in rows]
     _check_tools(rows, texts, tokenizer=tokenizer, config=config)
     encoded = []
-    for row, question, text, ids, teacher_ids in zip(
+    for row, question, text, ids, teacher_ids, completion in zip(
         rows,
         questions,
         texts,
         _tokenize(rows, texts, tokenizer),
         _tokenize_teacher_prompts(rows, tokenizer, config),
+        _tokenize_completions(rows, tokenizer),
         strict=True,
     ):
         prompt = Prompt(
@@ -208,6 +209,7 @@ def _encode(
             location=row.location,
             extra=row.extra,
             teacher_tokens=teacher_ids,
+            given_completion=completion,
             route=row.route,
             category=row.category,
             reward=row.reward,
@@ -260,6 +262,22 @@ def _tokenize_teacher_prompts(
     for i, ids in zip(indices, _tokenize(others, texts, tokenizer), strict=True):
         tokenized[i] = ids
     return tokenized
+
+
+def _tokenize_completions(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, ...]]:
+    """Return the token ids of given completions with the end token; empty where there is none."""
+    # Tokenized without the prompt, as in demonstrations.
+    return [
+        ()
+        if row.completion is None
+        else (
+            *tokenizer(row.completion, add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        )
+        for row in rows
+    ]
 
 
 def _to_user_message(row: Row, config: DataConfig) -> Row:

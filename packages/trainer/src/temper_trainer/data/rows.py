@@ -39,6 +39,8 @@ class Row:
     """File and line, or the name of the data source, for messages."""
     teacher_prompt: str | tuple[ChatMessage, ...] | None = None
     """Prompt of the policy as its own teacher; None if it is the same."""
+    completion: str | None = None
+    """Given completion of the prompt; None if there is none."""
     route: str = ""
     """Value of the field that the source's `route_key` names; selects a reward or teacher."""
     category: str = ""
@@ -70,7 +72,7 @@ class Row:
                 (prompt,) if isinstance(prompt, str) else (message.content for message in prompt)
             )
         ]
-        return (*prompts, self.answer, self.solution)
+        return (*prompts, self.answer, self.solution, *filter(None, [self.completion]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +167,9 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, location: st
         solution=answer,
         location=location,
         teacher_prompt=teacher_prompt,
+        completion=None
+        if config.completion_key is None
+        else _parse_completion(record, key=config.completion_key, location=location),
         route=route,
         category=""
         if config.category_key is None
@@ -239,6 +244,18 @@ def _check_field(record: Mapping[object, object], key: str, *, setting: str, loc
             f"{location}: there is no field {key!r} among {fields}: correct the row, or set "
             f"{setting}."
         )
+
+
+def _parse_completion(record: Mapping[object, object], *, key: str, location: str) -> str:
+    _check_field(record, key, setting="completion_key", location=location)
+    completion = get_field(record, key)
+    if not isinstance(completion, str) or not completion:
+        raise DataError(
+            f"{location}: field {key!r} must be text that is not empty, but is "
+            f"{type(completion).__name__} {completion!r:.80}: correct or remove the row, or set "
+            "completion_key."
+        )
+    return completion
 
 
 class _Absent:

@@ -63,6 +63,7 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
             source.category_key,
             source.reward_key,
             source.teacher_prompt_key,
+            source.completion_key,
         )
         if key is not None
     )

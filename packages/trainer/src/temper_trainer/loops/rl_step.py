@@ -203,6 +203,7 @@ def train_on_rollouts(
             with_old_logprobs=needs_old_logprob_pass(config),
             roles=roles,
         )
+    samples = _replace_given_logprobs(samples, rollouts)
     samples, teacher_metrics = _add_teacher_columns(
         samples, rollouts, teachers=teachers, timer=timer
     )
@@ -300,6 +301,21 @@ def add_forward_columns(
             samples, plan, role="critic", group=roles["critic"], output=HeadOutput.VALUE
         )
     return samples.with_columns(columns)
+
+
+def _replace_given_logprobs(samples: SequenceBatch, rollouts: Sequence[Rollout]) -> SequenceBatch:
+    """Replace the sampler's log-probs of given completions, which have none, by the trainer's.
+
+    The rollout correction then has nothing to correct: their weight is 1.
+    """
+    is_given = torch.tensor([rollout.completion.is_given for rollout in rollouts])
+    if "old_logprobs" not in samples.columns or not is_given.any():
+        return samples
+    columns = samples.columns
+    replaced = torch.where(
+        is_given[samples.sequence_index], columns["old_logprobs"], columns["rollout_logprobs"]
+    )
+    return samples.with_columns({"rollout_logprobs": replaced})
 
 
 def _add_teacher_columns(

@@ -1,6 +1,7 @@
 """Sample and score the rollouts of a step, in one round or in several with dynamic sampling."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +23,14 @@ from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.staleness import check_staleness
 from temper_trainer.progress import StepTimer, track_progress
 from temper_trainer.reward.scoring import RunningStats, shape_rewards
-from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest, Score
+from temper_trainer.types import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Rollout,
+    SamplingRequest,
+    Score,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +141,14 @@ def sample_rollouts(
         step=step,
         first_sample=first_group * group_size,
     )
-    scored = complete_and_score(components, requests, prompts=request_prompts, timer=timer)
+    given = choose_off_policy_prompts(
+        len(prompts),
+        fraction=config.distillation.off_policy_fraction,
+        seed=derive_seed(config.run.seed, "off-policy", step, first_group),
+    )
+    scored = complete_and_score(
+        components, requests, prompts=request_prompts, timer=timer, given=given
+    )
     check_staleness(
         [completion for each in scored.conversations for completion in each.completions],
         loop=config.loop,
@@ -145,12 +160,20 @@ def sample_rollouts(
         scored, num_prompts=len(prompts), group_size=group_size, first_group=first_group
     )
     num_sampled = len(prompts) * group_size
-    if not rollouts:
+    if not any(not rollout.completion.is_given for rollout in rollouts):
         raise BatchError(
             f"none of {num_sampled} completions of step {step} has a reward: check the reward "
             "function."
         )
-    metrics = measure_round(rollouts, conversations=scored.conversations[:num_sampled])
+    # Of the policy only: given completions say nothing about it.
+    metrics = measure_round(
+        [rollout for rollout in rollouts if not rollout.completion.is_given],
+        conversations=[
+            each for i, each in enumerate(scored.conversations[:num_sampled]) if i not in given
+        ],
+    )
+    if given:
+        metrics["rollout/off_policy_fraction"] = len(given) / len(prompts)
     return rollouts, metrics | scored.turn_metrics | components.scorer.metrics()
 
 
@@ -175,6 +198,7 @@ def complete_and_score(
     *,
     prompts: Sequence[Prompt],
     timer: StepTimer | None = None,
+    given: Collection[int] = (),
 ) -> ScoredCompletions:
     """Complete the rollout of each request and score it.
 
@@ -183,16 +207,25 @@ def complete_and_score(
         requests: Requests of the first completions.
         prompts: Prompt of each request.
         timer: Measures the time of the rewards; None does not measure it.
+        given: Indices of requests that are answered by the given completions of their prompts.
     """
     environment = components.config.environment
     with track_progress("completions", total=len(requests) if environment is None else None):
+        sampled = [i for i in range(len(requests)) if i not in given]
         conversations, turn_metrics = complete_rollouts(
-            requests,
-            prompts=prompts,
+            [requests[i] for i in sampled],
+            prompts=[prompts[i] for i in sampled],
             sampler=components.sampler,
             config=environment,
             make_environment=components.make_environment,
         )
+    by_index = dict(zip(sampled, conversations, strict=True)) | {
+        i: _make_given_conversation(
+            requests[i], prompt=prompts[i], weight_version=components.publisher.version
+        )
+        for i in given
+    }
+    conversations = [by_index[i] for i in range(len(requests))]
     texts = [
         components.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
         for conversation in conversations
@@ -210,6 +243,37 @@ def complete_and_score(
         rewards=add_environment_rewards(scores, conversations=conversations),
         turn_metrics=turn_metrics,
     )
+
+
+def choose_off_policy_prompts(num_prompts: int, *, fraction: float, seed: int) -> frozenset[int]:
+    """Choose the prompts of a step whose given completion is trained, by their indices.
+
+    At least one prompt is left for the policy.
+
+    Example:
+        >>> len(choose_off_policy_prompts(8, fraction=0.25, seed=0))
+        2
+    """
+    count = min(round(fraction * num_prompts), num_prompts - 1)
+    return frozenset(random.Random(seed).sample(range(num_prompts), count))
+
+
+def _make_given_conversation(
+    request: SamplingRequest, *, prompt: Prompt, weight_version: int
+) -> Conversation:
+    """Return the conversation with the prompt's given completion, up to the limit of samples."""
+    tokens = prompt.given_completion[: request.sampling.max_tokens]
+    is_complete = len(tokens) == len(prompt.given_completion)
+    completion = Completion(
+        request_id=request.request_id,
+        tokens=tokens,
+        # No sampler has computed any; see `rl_step._replace_given_logprobs`.
+        rollout_logprobs=(0.0,) * len(tokens),
+        finish_reason=FinishReason.END_TOKEN if is_complete else FinishReason.MAX_TOKENS,
+        weight_version=weight_version,
+        is_given=True,
+    )
+    return Conversation(request=request, environment=None, first=completion)
 
 
 def _make_rollouts(
