@@ -126,6 +126,8 @@ print(peak_mb() - before)
 """
 
 
+# Nightly: test_a_full_conversion_holds_a_few_blocks measures the same writer.
+@pytest.mark.nightly
 def test_group_of_a_step_directory_is_written_in_a_few_blocks(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _GROUP, str(tmp_path)], check=True, capture_output=True, text=True

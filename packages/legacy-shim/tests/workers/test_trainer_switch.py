@@ -122,6 +122,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.shutdown()
 
 
+# Nightly: test_ray_actors.py runs the old workers as actors.
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.usefixtures("cluster")
 def test_as_ray_actors_the_old_workers_give_the_numbers_of_one_process(tmp_path: Path) -> None:

@@ -69,7 +69,11 @@ def assert_equal_runs(actual: list[dict[str, float]], expected: list[dict[str, f
 @pytest.mark.bitwise
 @pytest.mark.parametrize(
     ("num_steps", "on_ray"),
-    [(FEW, ("ppo",)), pytest.param(FEW_DOZEN, ("sft", "grpo", "ppo"), marks=pytest.mark.nightly)],
+    [
+        # Nightly: test_ray_and_inline_give_equal_metrics and the quickstart run the same parts.
+        pytest.param(FEW, ("ppo",), marks=pytest.mark.nightly),
+        pytest.param(FEW_DOZEN, ("sft", "grpo", "ppo"), marks=pytest.mark.nightly),
+    ],
 )
 def test_sft_then_grpo_then_ppo_on_real_problems(
     run: Run,

@@ -53,6 +53,8 @@ def test_ray_and_inline_give_equal_metrics(run: Run, rows: Rows, tmp_path: Path)
         assert rows(tmp_path / "ray", phase=phase) == rows(tmp_path / "inline", phase=phase)
 
 
+# Nightly: test_ray_sampler.py sends weights through the object store.
+@pytest.mark.nightly
 @pytest.mark.bitwise
 def test_deltas_through_the_object_store_give_the_metrics_of_full_weights(
     run: Run, rows: Rows, tmp_path: Path

@@ -132,6 +132,8 @@ def test_reward_model_with_another_tokenizer_is_refused(
         run(tmp_path / "run", *settings(trained, *own), base=())
 
 
+# Nightly: test_ray_runs.py compares Ray with one process, and this file runs reward models inline.
+@pytest.mark.nightly
 @pytest.mark.bitwise
 @pytest.mark.ray
 def test_reward_model_on_ray_gives_the_metrics_of_one_process(

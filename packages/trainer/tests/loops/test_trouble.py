@@ -75,6 +75,8 @@ def steps_of(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").iterdir())
 
 
+# Nightly: cli/test_process.py interrupts a run in the same way.
+@pytest.mark.nightly
 def test_ctrl_c_finishes_and_saves_the_step_and_prints_the_resume_command(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -95,6 +97,8 @@ def test_ctrl_c_finishes_and_saves_the_step_and_prints_the_resume_command(
     assert steps_of(run) == [saved, f"step_{step + 1:08d}"]
 
 
+# Nightly: test_interrupts.py measures the grace period.
+@pytest.mark.nightly
 def test_sigterm_in_a_long_step_saves_the_previous_one_within_the_grace_period(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -115,6 +119,8 @@ def test_sigterm_in_a_long_step_saves_the_previous_one_within_the_grace_period(
     assert (run / "report.html").exists()
 
 
+# Nightly: test_interrupts.py ends a process that holds the GIL.
+@pytest.mark.nightly
 def test_sigterm_in_a_step_that_holds_the_gil_keeps_the_last_checkpoint(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -261,6 +267,8 @@ def test_secrets_in_errors_of_a_reward_function_are_neither_printed_nor_written(
         assert path.is_dir() or b"sentinel" not in path.read_bytes(), path
 
 
+# Nightly: test_faults.py fills the disk of a run.
+@pytest.mark.nightly
 def test_full_disk_at_start_up_and_in_the_last_report_names_the_saved_step(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -304,6 +312,8 @@ def test_second_process_in_the_folder_of_a_run_changes_no_file(
     assert not list(run.glob("*.superseded-*"))
 
 
+# Nightly: test_faults.py kills and resumes a run.
+@pytest.mark.nightly
 def test_killed_run_has_all_metrics_and_resumes_from_its_last_complete_checkpoint(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -325,6 +335,8 @@ def test_killed_run_has_all_metrics_and_resumes_from_its_last_complete_checkpoin
     assert f"continuing from step {last} " in done.stdout
 
 
+# Nightly: test_run_log.py tests when a report is written.
+@pytest.mark.nightly
 def test_next_start_completes_the_report_of_a_killed_run(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -357,6 +369,8 @@ def last_step_in(report: Path) -> int:
     return int(row[1])
 
 
+# Nightly: test_faults.py fills the disk of a run.
+@pytest.mark.nightly
 def test_full_disk_while_saving_keeps_the_earlier_checkpoint(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
