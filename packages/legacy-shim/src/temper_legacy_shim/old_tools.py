@@ -199,7 +199,7 @@ class HermesTools:
         self._given: Mapping[str, object] = {}
 
     def reset(self, prompt: Prompt) -> None:
-        """Return the row's arguments for tools, the old ``extra_info.tools_kwargs``."""
+        """Store the row's arguments for tools, the old ``extra_info.tools_kwargs``."""
         info = prompt.extra.get(INFO)
         given = info.get("tools_kwargs") if isinstance(info, Mapping) else None
         self._given = given if isinstance(given, Mapping) else {}

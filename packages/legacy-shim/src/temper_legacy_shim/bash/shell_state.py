@@ -212,9 +212,9 @@ class Reading:
             )
 
     def count_words(self, number: int) -> None:
-        """Count the characters of an expansion.
+        """Count the words of an expansion.
 
-        A loop can copy and lengthen a list in each round, so a few steps can make a very long text.
+        A loop can copy and lengthen a list in each round, so a few steps can make very many words.
 
         Raises:
             ScriptError: more than a launch script needs.

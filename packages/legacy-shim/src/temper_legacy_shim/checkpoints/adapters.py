@@ -231,9 +231,9 @@ def _pair(module: str, sides: Mapping[str, LazyTensor], *, table: bool, where: P
 
 
 def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
-    """Add the alpha to the adapter, from any file that has it.
+    """Add the alpha to the adapter.
 
-    The user, lora_adapter/, or the metadata of 0.8.0.
+    It comes from the user, from lora_adapter/, or from the metadata of 0.8.0.
 
     Raises:
         UsageError: a file says another alpha than the user, or a rank that the tensors contradict.
@@ -286,7 +286,7 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
 
 
 def around(adapter: Adapter, *, model_type: object) -> Adapter:
-    """Transpose the adapter's pairs if the model stores transposed weights.
+    """Mark the pairs of modules whose weights the model stores transposed.
 
     Shapes do not tell, and ``fan_in_fan_out`` PEFT corrects.
     """

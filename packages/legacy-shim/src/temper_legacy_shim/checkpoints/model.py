@@ -174,7 +174,7 @@ def _splits_tied_weights(adapter: Adapter) -> bool:
 def _with_tied_head(
     base: Mapping[str, LazyTensor], config: Mapping[str, object] | None
 ) -> dict[str, LazyTensor]:
-    """Add a separate head to the base if its files tie the head to the embedding."""
+    """Add the head to the base, equal to the embedding, if tied weights were saved once."""
     embedding = _embedding_in(base)
     if (
         embedding is None

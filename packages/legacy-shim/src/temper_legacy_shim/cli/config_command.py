@@ -186,9 +186,9 @@ def _is_path(text: str) -> bool:
 
 
 def _write(results: list[tuple[str, "Translation"]], out: Path) -> dict[str, Path]:
-    """Return the YAML text of each translated input.
+    """Write a YAML file for each translated input, and return the paths by input.
 
-    A name that is taken is an error before anything is written.
+    An existing file is an error before anything is written.
     """
     from temper_legacy_shim.configs.report import yaml_of
 

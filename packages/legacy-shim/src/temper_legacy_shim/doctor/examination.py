@@ -252,7 +252,7 @@ def _release_next_to(path: Path, releases: dict[Path, str]) -> str | None:
 
 
 def _newest_outside(inferred: str, given: str) -> str | None:
-    """Return the checkpoint's newest release if the script's keys suggest another range."""
+    """Return the newest release of a checkpoint's range, if the keys suggest one outside of it."""
     from temper_legacy_shim.configs.reading.trees import known_version, versions
 
     match = _RANGE.fullmatch(given)

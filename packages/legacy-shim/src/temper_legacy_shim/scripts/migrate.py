@@ -203,7 +203,7 @@ def kept_fixed(
     options: Options,
     folder: Path | None,
 ) -> list[str]:
-    """Describe each variable with a default that the new script no longer reads.
+    """Describe variables with a default whose other values would change the new command.
 
     Args:
         reading: of the old script.

@@ -50,7 +50,7 @@ class Adopted:
 
     @contextmanager
     def weights_of_module(self) -> Iterator[None]:
-        """Give the module the engine's weights inside, and copy the user's changes back."""
+        """Run the body with the module's weights in the engine, loaded again if they changed."""
         if self._module is not None and _versions(self._module) != self._versions:
             self.engine.load_weights(
                 NamedWeight(name, tensor) for name, tensor in _weights(self._module)
@@ -60,7 +60,7 @@ class Adopted:
 
     @contextmanager
     def trained(self) -> Iterator[None]:
-        """Yield the updates happen inside, at the optimizer's present rate.
+        """Run updates in the body, at the optimizer's current learning rate.
 
         The module has the new weights afterwards.
         """

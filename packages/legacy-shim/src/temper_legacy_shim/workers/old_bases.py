@@ -38,10 +38,7 @@ class BasePPOCritic(ABC):
 
     @abstractmethod
     def compute_values(self, data: DataProto) -> Tensor:
-        """Compute values [B, W] before each response token, equal on all ranks of a replica.
-
-        Values at padding are 0.
-        """
+        """Compute values [B, W] of the states before each response token."""
 
     @abstractmethod
     def update_critic(self, data: DataProto) -> dict[str, object]:

@@ -58,9 +58,7 @@ class PPOCritic(OnEngine):
         self._values = dict(values)
 
     def compute_values(self, data: DataProto) -> Tensor:
-        """Compute values [B, W] before each response token, equal on all ranks of a replica.
-
-        Values at padding are 0.
+        """Compute values [B, W] of the states before each response token.
 
         They are 0 outside response_mask if the batch contains it, else at padding.
         """

@@ -69,7 +69,7 @@ class SplitSettings:
 
 
 def mini_batches(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -> list[DataProto]:
-    """Yield consecutive rows, a mini-batch for each update.
+    """Split the batch into consecutive rows, a mini-batch for each update.
 
     Raises:
         BatchError: ranks would make different numbers of updates and wait for each other for ever.

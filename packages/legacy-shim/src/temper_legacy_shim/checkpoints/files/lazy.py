@@ -362,7 +362,6 @@ class Transposed:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Transpose the source."""
         return np.ascontiguousarray(
             np.concatenate([block[:, start:stop] for block in blocks(self.source)]).T
         )

@@ -88,9 +88,9 @@ class NamesCheck:
         self._folder.cleanup()
 
     def watched(self, progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-        """Wrap a function so that it raises the exception of `outcome` once it is set.
+        """Wrap `progress` so that it raises the comparison's error once the process has ended.
 
-        It does not wait for it.
+        It does not wait for the process.
         """
 
         def report(what: str, done: int, total: int) -> None:

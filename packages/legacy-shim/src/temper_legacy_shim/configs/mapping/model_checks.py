@@ -170,9 +170,9 @@ def _text(draft: Draft, key: str) -> str:
 
 
 def part_of_folder(model: str) -> str:
-    """Find fields in a local config.json that indicate images, video or sound.
+    """Find a field of a local config.json that indicates images, video or sound.
 
-    Empty if nothing does.
+    Empty if none does.
     """
     return _part(config_json(model))
 

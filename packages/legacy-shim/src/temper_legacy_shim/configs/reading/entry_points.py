@@ -65,7 +65,7 @@ class Launch:
     config_name: str = ""
     """The file that the composition began with."""
     is_fork: bool = False
-    """True if the entry is a fork's module that replaces a module of a release."""
+    """True if no release contains the entry, and it was treated as a known entry."""
     contradiction: str = ""
     """Reason why tree and strategy contradict each other; empty if they do not."""
 
