@@ -125,6 +125,10 @@ _RESULTS = ("runs/gsm8k_sft/huggingface", "runs/judge/huggingface", "warm/warm_s
 
 INPUTS = {
     **dict.fromkeys(("train.jsonl", "test.jsonl", "mine.jsonl", "pairs.jsonl"), _ROW),
+    "labeled.jsonl": "".join(
+        json.dumps({"prompt": "1", "completion": "2", "label": label}) + "\n"
+        for label in (True, False)
+    ),
     **dict.fromkeys(("train.parquet", "test.parquet"), _ROW),
     **{
         f"{folder}/{name}": text
