@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 IS_CHOSEN = "is_chosen"
 """[B] bool sequence column: True for the preferred sample of a pair, or a desirable one."""
+MARGIN = "margin"
+"""[B] float32 sequence column: margin of a pair in the loss of reward models, on both samples."""
 KL_BASELINE = "kl_baseline"
 """[B] float32 sequence column: estimate of KL(policy, reference) over the update, for KTO."""
 TURNS_AFTER = "turns_after"
@@ -249,6 +251,8 @@ class Pair:
     chosen: Demonstration
     """The preferred completion."""
     rejected: Demonstration
+    margin: float = 0.0
+    """Difference that the scores of a reward model should have."""
 
     @property
     def demonstrations(self) -> tuple[Demonstration, ...]:

@@ -17,7 +17,7 @@ from temper_trainer.algorithms.preference_losses.reference_losses import Dpo, Hi
 from temper_trainer.algorithms.preference_losses.unpaired_losses import Kto
 from temper_trainer.algorithms.preference_objective import PreferenceObjective
 from temper_trainer.algorithms.supervised_losses import RewardModelObjective
-from temper_trainer.types import KL_BASELINE
+from temper_trainer.types import KL_BASELINE, MARGIN
 
 LOGPROBS = torch.tensor([0.0, -1.0, -1.0, 0.0, -2.0])
 """Chosen: two tokens, sum -2, mean -1; rejected: one token, -2."""
@@ -112,6 +112,18 @@ def test_reward_models_loss_of_a_pair() -> None:
         0.713262, abs=1e-6
     )
     assert RewardModelObjective()(head_outputs, pair()).metrics["preference/accuracy"].result == 1.0
+
+
+def test_margin_of_a_pair_is_subtracted_from_the_difference_of_its_scores() -> None:
+    head_outputs = HeadOutputs(columns={HeadOutput.SCORE: torch.tensor([1.5, 0.5])})
+    batch = pair().with_columns({}, {MARGIN: torch.full((2,), 3.0)})
+    terms = RewardModelObjective(has_margin=True)(head_outputs, batch)
+    # 1 - 3 = -2: ln(1 + e^2) = 2.126928, half of it on each sequence.
+    assert terms.loss.tolist() == pytest.approx([1.063464, 1.063464], abs=1e-6)
+    smoothed = RewardModelObjective(has_margin=True, label_smoothing=0.25)(head_outputs, batch)
+    # 0.75 * 2.126928 + 0.25 * ln(1 + e^4) = 0.75 * 2.126928 + 0.25 * 4.018150 = 2.599734.
+    assert float(smoothed.loss.sum()) == pytest.approx(2.599734, abs=1e-6)
+    assert terms.metrics["preference/margin"].result == 1.0, "the difference of the scores alone"
 
 
 def test_preference_loss_is_the_mean_over_pairs() -> None:

@@ -87,7 +87,7 @@ OBJECTIVES: tuple[Objective, ...] = (
     *(SftObjective(loss=cls()) for cls in list_variants(SftLoss).values()),
     *(PreferenceObjective(loss=cls()) for cls in list_variants(PreferenceLoss).values()),
     PreferenceObjective(loss=Dpo(sft_coef=0.1)),
-    RewardModelObjective(center_coef=0.1),
+    RewardModelObjective(center_coef=0.1, label_smoothing=0.1, has_margin=True),
     CombinedObjective(
         parts=(PolicyObjective(), DistillationObjective()),
         coefs=(1.0, 0.3),
@@ -195,6 +195,7 @@ def mini_batch() -> SequenceBatch:
         columns={name: column.split(LENGTHS) for name, column in columns.items()},
         sequence_columns={
             "is_chosen": torch.tensor([True, False, False, True, True, False]),
+            "margin": torch.tensor([0.5, 0.5, 1.0, 1.0, 0.0, 0.0]),
             "kl_baseline": torch.full((len(LENGTHS),), 0.3),
         },
     )

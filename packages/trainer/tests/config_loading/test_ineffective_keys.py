@@ -89,6 +89,7 @@ ARITHMETIC = ["experiment=quickstart"]
         ),
         ([*RL, "data.train.chosen_key=good"], "data.train.chosen_key", "task rl"),
         ([*SFT, "data.train.rejected_key=bad"], "data.train.rejected_key", "task sft"),
+        ([*RL, "data.train.margin_key=m"], "data.train.margin_key", "task rl"),
         ([*RL, "data.train.label_key=good"], "data.train.label_key", "task rl"),
         (
             [*RL, "task=dpo", "ref=frozen", "data.train.answer_key=a"],

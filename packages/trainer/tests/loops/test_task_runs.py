@@ -152,6 +152,47 @@ def test_reward_model_scores_preferred_completions_higher_and_loads_in_transform
     )
 
 
+def test_reward_model_learns_to_keep_the_margins_of_pairs(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    for margin in (0.0, 4.0):
+        pairs(tmp_path)
+        lines = (tmp_path / "pairs.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        data = write(tmp_path / f"{margin}.jsonl", [row | {"margin": margin} for row in records])
+        run(
+            tmp_path / str(margin),
+            "task=rm",
+            data,
+            "data.train.margin_key=margin",
+            "actor.engine.model.model_type=reward_model",
+            "run.total_steps=12",
+            "run.save_model=false",
+            base=TINY,
+        )
+    none, some = (rows(tmp_path / name, phase="rm") for name in ("0.0", "4.0"))
+    assert some[0]["preference/margin"] == pytest.approx(none[0]["preference/margin"])
+    # ln(1 + e^(4 - d)) is about 4 - d, and ln(1 + e^-d) about ln 2 for a difference d near 0.
+    assert some[0]["actor/loss"] > none[0]["actor/loss"] + 3.0
+    assert some[-1]["preference/margin"] > 4.0, "the scores differ by more than the margin"
+
+
+@pytest.mark.parametrize("margin", ["large", True, None, [1.0]])
+def test_margin_that_is_no_number_is_refused_with_its_line(
+    run: Run, tmp_path: Path, margin: object
+) -> None:
+    row = {"question": "q", "chosen": "a", "rejected": "b", "margin": margin}
+    with pytest.raises(ValueError, match=r"margins.jsonl:1: field 'margin', .* finite number"):
+        run(
+            tmp_path / "run",
+            "task=rm",
+            write(tmp_path / "margins.jsonl", [row]),
+            "data.train.margin_key=margin",
+            "actor.engine.model.model_type=reward_model",
+            base=TINY,
+        )
+
+
 def conversations(tmp_path: Path) -> str:
     turns = [
         [

@@ -193,7 +193,9 @@ def build_pair_objective(config: TrainerConfig) -> Objective:
     """Return the objective of task dpo or rm."""
     if config.task == "rm":
         return RewardModelObjective(
-            label_smoothing=config.rm.label_smoothing, center_coef=config.rm.center_coef
+            label_smoothing=config.rm.label_smoothing,
+            center_coef=config.rm.center_coef,
+            has_margin=config.data.train.margin_key is not None,
         )
     return PreferenceObjective(loss=config.preference)
 

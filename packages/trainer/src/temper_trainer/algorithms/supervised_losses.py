@@ -19,12 +19,11 @@ from temper_engine_api.objective import (
 )
 from temper_trainer.algorithms.preference_losses.preference_loss import (
     compute_pair_difference,
-    smoothed_log_sigmoid_loss,
     sum_over_pair,
 )
 from temper_trainer.algorithms.preference_objective import mean_over_groups
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
-from temper_trainer.types import IS_CHOSEN
+from temper_trainer.types import IS_CHOSEN, MARGIN
 
 
 @register_objective("sft")
@@ -57,19 +56,22 @@ class SftObjective(Objective):
 class RewardModelObjective(Objective):
     """Bradley-Terry loss on scores; the loss is the mean over pairs, half of it on each sequence.
 
-        loss = -(1 - e) * log sigmoid(s_c - s_r) - e * log sigmoid(s_r - s_c)
+        loss = -(1 - e) * log sigmoid(s_c - s_r - m) - e * log sigmoid(s_r - s_c - m)
                + center_coef * (s_c + s_r)^2
 
-    s_c and s_r are the scores of the chosen and the rejected completion, and e is label_smoothing.
+    s_c and s_r are the scores of the chosen and the rejected completion, e is label_smoothing, and
+    m is the margin of the pair, if pairs have one.
 
-    Source: Ouyang et al. 2022, arXiv:2203.02155, equation 1; centering: Eisenstein et al. 2023,
-    arXiv:2312.09244, section 2.
+    Source: Ouyang et al. 2022, arXiv:2203.02155, equation 1; margin: Touvron et al. 2023,
+    arXiv:2307.09288, equation 2; centering: Eisenstein et al. 2023, arXiv:2312.09244, section 2.
     """
 
     label_smoothing: float = 0.0
     """Assumed fraction of pairs with swapped labels, in [0, 0.5]."""
     center_coef: float = 0.0
     """Weight of the squared sum of a pair's scores, which keeps scores near 0."""
+    has_margin: bool = False
+    """True to read the column margin."""
     aggregation: Aggregation = field(default_factory=mean_over_groups)
     """Must be group_mean, the mean over pairs."""
 
@@ -79,19 +81,24 @@ class RewardModelObjective(Objective):
 
     @property
     def columns(self) -> frozenset[str]:
-        return frozenset({IS_CHOSEN})
+        return frozenset({IS_CHOSEN, MARGIN} if self.has_margin else {IS_CHOSEN})
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """Return the losses [B] of one micro-batch, which must contain complete pairs."""
         scores, is_chosen = head_outputs[HeadOutput.SCORE], batch.sequence_columns[IS_CHOSEN]
-        margin = compute_pair_difference(scores, batch)
-        loss = smoothed_log_sigmoid_loss(margin, label_smoothing=self.label_smoothing)
+        difference = compute_pair_difference(scores, batch)
+        log_sigmoid = torch.nn.functional.logsigmoid
+        margin = batch.sequence_columns[MARGIN] if self.has_margin else 0.0
+        loss = -(1.0 - self.label_smoothing) * log_sigmoid(difference - margin)
+        if self.label_smoothing:
+            # With swapped labels the other completion should be better by the same margin.
+            loss = loss - self.label_smoothing * log_sigmoid(-difference - margin)
         if self.center_coef:
             loss = loss + self.center_coef * sum_over_pair(scores, batch).square()
         real = ~batch.is_dummy
         metrics = {
-            "preference/accuracy": weighted_mean((margin > 0).float(), real),
-            "preference/margin": weighted_mean(margin, real),
+            "preference/accuracy": weighted_mean((difference > 0).float(), real),
+            "preference/margin": weighted_mean(difference, real),
             "preference/chosen_score": weighted_mean(scores, real & is_chosen),
             "preference/rejected_score": weighted_mean(scores, real & ~is_chosen),
         }

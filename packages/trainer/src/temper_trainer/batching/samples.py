@@ -13,6 +13,7 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
 from temper_trainer.types import (
     IS_CHOSEN,
+    MARGIN,
     TURN_REWARDS,
     TURNS_AFTER,
     Completion,
@@ -212,7 +213,8 @@ def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
     compares them there.
 
     Returns:
-        [2 * len(pairs)] samples with sequence column ``is_chosen`` [B] bool.
+        [2 * len(pairs)] samples with sequence columns ``is_chosen`` [B] bool and ``margin`` [B]
+        float32.
 
     Raises:
         BatchError: See `demonstrations_to_samples`.
@@ -226,7 +228,10 @@ def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
         group_ids=index // 2,
         # The pack group keeps the two sequences on one rank: the loss subtracts one from the other.
         pack_group_ids=index // 2,
-        sequence_columns={IS_CHOSEN: index % 2 == 0},
+        sequence_columns={
+            IS_CHOSEN: index % 2 == 0,
+            MARGIN: torch.tensor([pair.margin for pair in pairs]).repeat_interleave(2),
+        },
     )
 
 

@@ -44,6 +44,10 @@ class SourceConfig:
     """tasks dpo and rm only: field with the preferred completion."""
     rejected_key: str = "rejected"
     """tasks dpo and rm only: field with the other completion."""
+    margin_key: str | None = None
+    """task rm only: field with the margin by which the chosen completion's score should exceed the
+    rejected one's, such as the difference of two ratings; None is 0 for all pairs.
+    """
     label_key: str = "label"
     """task dpo with preference=kto only: field that is true for desirable completions, which
     answer_key names.

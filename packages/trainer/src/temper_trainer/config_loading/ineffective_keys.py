@@ -417,6 +417,11 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
                 (f"{name}.answer_key",),
                 "with pairs, whose completions are in chosen_key and rejected_key: remove it",
             )
+        if config.task != "rm":
+            yield _make_unconditional_rule(
+                (f"{name}.margin_key",),
+                f"with task {config.task}: margins are for task rm. Remove it",
+            )
         if config.preference_kind != "labels":
             yield _make_unconditional_rule(
                 (f"{name}.label_key",),

@@ -324,7 +324,7 @@ def encode_preferences(
 def _join(row: PreferenceRow, demonstrations: Sequence[Demonstration]) -> Pair | LabeledCompletion:
     if isinstance(row, PairRow):
         chosen, rejected = demonstrations
-        return Pair(chosen=chosen, rejected=rejected)
+        return Pair(chosen=chosen, rejected=rejected, margin=row.margin)
     (completion,) = demonstrations
     return LabeledCompletion(completion=completion, is_desirable=row.is_desirable)
 

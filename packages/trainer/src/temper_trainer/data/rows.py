@@ -1,5 +1,6 @@
 """One row of a data source before tokenization, and its validation."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -83,6 +84,8 @@ class PairRow:
     """Prompt with the preferred completion as its solution."""
     rejected: Row
     """The same prompt with the other completion."""
+    margin: float = 0.0
+    """Value of the field that the source's `margin_key` names."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -200,7 +203,14 @@ def build_pair(record: object, *, config: SourceConfig, row_id: int, location: s
             f"{location}: fields {config.chosen_key!r} and {config.rejected_key!r} are equal, so "
             "there is no preference: remove the row."
         )
-    return PairRow(chosen=rows[config.chosen_key], rejected=rows[config.rejected_key])
+    margin = (
+        0.0
+        if config.margin_key is None
+        else _parse_number(record, key=config.margin_key, setting="margin_key", location=location)
+    )
+    return PairRow(
+        chosen=rows[config.chosen_key], rejected=rows[config.rejected_key], margin=margin
+    )
 
 
 def build_labeled_row(
@@ -291,6 +301,19 @@ def _build_conversation_row(
             "assistant: there is nothing to imitate."
         )
     return Row(row_id=row_id, prompt=messages, answer="", solution="", location=location)
+
+
+def _parse_number(record: object, *, key: str, setting: str, location: str) -> float:
+    """Return a finite number of a record."""
+    assert isinstance(record, Mapping)
+    _check_field(record, key, setting=setting, location=location)
+    value = get_field(record, key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(
+            f"{location}: field {key!r}, which {setting} names, must be a finite number, but is "
+            f"{value!r:.80}: correct the row."
+        )
+    return float(value)
 
 
 def _parse_route(record: Mapping[object, object], *, key: str, location: str) -> str:

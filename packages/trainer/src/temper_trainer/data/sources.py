@@ -89,7 +89,12 @@ def load_preferences(source: SourceConfig, *, kind: PreferenceKind) -> list[Pref
 def iterate_preferences(source: SourceConfig, *, kind: PreferenceKind) -> Iterator[PreferenceRow]:
     """Yield the preferences of a source one at a time; see `load_preferences`."""
     fields = {
-        "pairs": (source.prompt_key, source.chosen_key, source.rejected_key),
+        "pairs": (
+            source.prompt_key,
+            source.chosen_key,
+            source.rejected_key,
+            *(() if source.margin_key is None else (source.margin_key,)),
+        ),
         "labels": (source.prompt_key, source.answer_key, source.label_key),
     }[kind]
     for i, (location, record) in enumerate(iterate_records(source, fields=fields)):

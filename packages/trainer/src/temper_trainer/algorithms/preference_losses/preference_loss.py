@@ -124,9 +124,3 @@ def sum_over_pair(column: Tensor, batch: SequenceBatch) -> Tensor:
     """Return [B] the sum over the two sequences of each pair, on both of them."""
     pairs, pair_index = torch.unique(batch.pack_group_ids, return_inverse=True)
     return column.new_zeros(len(pairs)).index_add(0, pair_index, column)[pair_index]
-
-
-def smoothed_log_sigmoid_loss(margin: Tensor, *, label_smoothing: float) -> Tensor:
-    """Return -(1 - e) * log sigmoid(margin) - e * log sigmoid(-margin) with e = label_smoothing."""
-    log_sigmoid = torch.nn.functional.logsigmoid
-    return -(1.0 - label_smoothing) * log_sigmoid(margin) - label_smoothing * log_sigmoid(-margin)

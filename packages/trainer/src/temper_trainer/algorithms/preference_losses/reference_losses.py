@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 from temper_trainer.algorithms.preference_losses.preference_loss import (
     PairLoss,
     ReferenceSource,
-    smoothed_log_sigmoid_loss,
 )
 from temper_trainer.settings.lazy_torch import torch
 from temper_trainer.settings.ranges import NonNegativeFloat, PositiveFloat, Range
@@ -76,9 +75,9 @@ class Dpo(SumOrMeanLoss):
 
     def pair_loss(self, difference: Tensor) -> Tensor:
         """Return the smoothed -log sigmoid(beta * h)."""
-        return smoothed_log_sigmoid_loss(
-            self.beta * difference, label_smoothing=self.label_smoothing
-        )
+        log_sigmoid, scaled = torch.nn.functional.logsigmoid, self.beta * difference
+        loss = -(1.0 - self.label_smoothing) * log_sigmoid(scaled)
+        return loss - self.label_smoothing * log_sigmoid(-scaled)
 
 
 @variant("hinge")
