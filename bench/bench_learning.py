@@ -147,6 +147,19 @@ METHODS: Mapping[str, Method] = {
             "data.train.completion_key=solution",
         )
     ),
+    # The warm start has seen no prompt with a solution, so its teacher knows little more than it.
+    **{
+        f"self-distillation, {teacher}": Method(
+            overrides=(
+                "algorithm=distill",
+                "batching.prompts_per_step=128",
+                "data.train.teacher_prompt_key=solved",
+                f"distillation.self_teacher={teacher}",
+                "distillation.objective={name: top_k_reverse_kl, top_k: 16}",
+            )
+        )
+        for teacher in ("current", "ema")
+    },
     "jensen_shannon": Method(
         overrides=(*_TEACHER, "distillation.objective={name: jensen_shannon, top_k: 16}")
     ),

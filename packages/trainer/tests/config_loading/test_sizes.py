@@ -86,3 +86,14 @@ def test_sizes_of_sft_count_demonstrations() -> None:
 def test_frozen_role_is_printed_as_frozen() -> None:
     lines = describe_sizes(load([*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1"]).config)
     assert "ref: model on fsdp, 1 worker, bf16, frozen" in lines
+
+
+def test_moving_average_of_the_policy_is_a_frozen_model_in_float32() -> None:
+    overrides = [
+        "algorithm=distill",
+        "distillation.self_teacher=ema",
+        "data.train.teacher_prompt_key=hint",
+    ]
+    lines = describe_sizes(load([*RL, *overrides]).config)
+    (line,) = [line for line in lines if line.startswith("averaged_actor: ")]
+    assert line.endswith(", fp32, frozen")

@@ -96,3 +96,12 @@ def read_shards(part: Path) -> dict[str, torch.Tensor]:
     assert state
     load(state, storage_reader=reader, no_dist=True)
     return state
+
+
+@pytest.mark.parametrize("loop", ["one_step_off", "async"])
+def test_average_teaches_while_the_next_step_is_sampled(
+    run: Run, rows: Rows, tmp_path: Path, loop: str
+) -> None:
+    settings = (*SELF, *SOLVED, EMA, f"loop={loop}", "run.total_steps=2", "run.save_model=false")
+    run(tmp_path / "run", *settings)
+    assert [row["teacher/self/samples"] for row in rows(tmp_path / "run")] == [4.0, 4.0]

@@ -1,5 +1,7 @@
 """Describe the sizes that follow from a configuration, for review before a run."""
 
+from dataclasses import replace
+
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.reward import RewardModelConfig
 from temper_trainer.config.run import RoleConfig, RunConfig
@@ -16,6 +18,8 @@ def describe_sizes(config: TrainerConfig) -> list[str]:
         lines = _sft_sizes(config.run, prompts_per_step=config.batching.prompts_per_step)
     lines.append(f"micro-batches: at most {config.batching.max_tokens:,} tokens each")
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    if config.averaged_engine is not None:
+        roles["averaged_actor"] = replace(config.actor, engine=config.averaged_engine)
     lines += [
         _role_line(name, role, engine=config.model_engine)
         for name, role in roles.items()
