@@ -158,6 +158,16 @@ def test_dataset_without_remaining_rows_is_refused(tokenizer: PreTrainedTokenize
         )
 
 
+@pytest.mark.parametrize("text", ["", "zzz", "zzz qqq"])
+def test_prompt_without_a_known_token_is_refused(
+    tokenizer: PreTrainedTokenizerBase, text: str
+) -> None:
+    config = replace(CONFIG, prompt_template="{prompt}")
+    with pytest.raises(DataError, match=r"file:5: .* the tokenizer knows none of its words"):
+        encode_prompts([row(5, text)], tokenizer, config)
+    assert encode_prompts([row(5, f"{text} one")], tokenizer, config)[0]
+
+
 def test_no_rows_are_no_prompts(tokenizer: PreTrainedTokenizerBase) -> None:
     assert encode_prompts([], tokenizer, CONFIG) == ([], 0)
     assert encode_demonstrations([], tokenizer, CONFIG) == ([], 0)

@@ -239,10 +239,10 @@ def _tokenize(
     tokenized = []
     for row, text, with_special, without in zip(rows, texts, plain, bare, strict=True):
         ids = _strip_end_token(with_special, tokenizer) if isinstance(row.prompt, str) else without
-        if not ids:
+        if all(token == tokenizer.unk_token_id for token in ids):
             raise DataError(
-                f"{row.location}: the prompt {text!r:.80} has no tokens, so there is nothing to "
-                "complete: the text is empty, or the tokenizer knows none of its words. Correct "
+                f"{row.location}: the prompt {text!r:.80} has no known tokens, so there is nothing "
+                "to complete: the text is empty, or the tokenizer knows none of its words. Correct "
                 "the row, or use the tokenizer of the model."
             )
         tokenized.append(tuple(ids))
