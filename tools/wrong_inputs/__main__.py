@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -140,15 +140,16 @@ def _measure(case: Case, folder: Path) -> dict[str, object]:
     return {
         "before": case.before,
         "exit_code": done.returncode,
-        "is_correct": done.returncode == case.exit_code
-        and case.expects in output
-        and "Traceback"
-        not in output.partition('Traceback (most recent call last):\n  File "FOLDER')[0],
         "cpu_s": round(now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime, 1),
         "wall_s": round(time.monotonic() - begin, 1),
         "message": find_message(output, case),
         "output": output[-3000:],
     }
+
+
+def is_correct(case: Case, result: Mapping[str, object]) -> bool:
+    """Return True if a recorded result has the exit code and the words that the case expects."""
+    return result["exit_code"] == case.exit_code and case.expects in str(result["output"])
 
 
 def find_message(output: str, case: Case) -> str:
@@ -173,20 +174,22 @@ def main() -> None:
     known = json.loads(options.results.read_text()) if options.results.exists() else {}
     for case in CASES:
         is_done = case.name in known and not (
-            options.retry_wrong and not known[case.name]["is_correct"]
+            options.retry_wrong and not is_correct(case, known[case.name])
         )
         if is_done or options.only not in (None, case.name):
             continue
         known[case.name] = run_case(case, model=options.model.resolve())
         options.results.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
-        print(case.name, known[case.name]["is_correct"], known[case.name]["message"], flush=True)
+        print(
+            case.name, is_correct(case, known[case.name]), known[case.name]["message"], flush=True
+        )
     print("| input | before | exit code | CPU s | correct | message |\n|---|---|---|---|---|---|")
     for case in CASES:
         if case.name not in known:
             continue
         each = known[case.name]
         message = str(each["message"]).replace("|", "\\|")
-        verdict = "yes" if each["is_correct"] else "no"
+        verdict = "yes" if is_correct(case, each) else "no"
         print(
             f"| {case.name} | {case.before} | {each['exit_code']} | {each['cpu_s']} | {verdict} "
             f"| {message} |"
