@@ -11,9 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig, SourceConfig, TokenizerConfig
-from temper_trainer.data.prompts import encode_demonstrations, encode_prompts, read_tools
-from temper_trainer.data.rows import ChatMessage, DataError, Row
+from temper_trainer.data.prompts import (
+    encode_demonstrations,
+    encode_preferences,
+    encode_prompts,
+    read_tools,
+)
+from temper_trainer.data.rows import ChatMessage, DataError, LabeledRow, PairRow, Row
 from temper_trainer.data.tokenizer import build_tokenizer
+from temper_trainer.types import LabeledCompletion, Pair
 
 CONFIG = DataConfig(train=SourceConfig(paths=("unused",)), prompt_template="Q: {prompt}\n")
 TEMPLATE = (
@@ -147,6 +153,24 @@ def test_overlong_prompt_is_refused_by_name_or_dropped_and_counted(
         rows, tokenizer, replace(short, overlong_prompts="drop")
     )
     assert ([item.prompt.prompt_id for item in demonstrations], num_dropped) == ([0, 2], 1)
+
+
+def test_preferences_with_an_overlong_prompt_are_dropped_as_a_whole(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    rows = [
+        PairRow(chosen=row(i, prompt, " two"), rejected=row(i, prompt, " four"), margin=0.5 * i)
+        for i, prompt in enumerate(["one two three four", "two"])
+    ]
+    config = replace(CONFIG, max_prompt_tokens=5, overlong_prompts="drop")
+    (pair,), num_dropped = encode_preferences(rows, tokenizer, config)
+    assert isinstance(pair, Pair)
+    assert (pair.chosen.prompt.prompt_id, pair.margin, num_dropped) == (1, 0.5, 1)
+    assert tokenizer.convert_ids_to_tokens(pair.rejected.tokens) == [" four", "<eos>"]
+    labeled = [LabeledRow(row=each.chosen, is_desirable=False) for each in rows]
+    (completion,), num_dropped = encode_preferences(labeled, tokenizer, config)
+    assert isinstance(completion, LabeledCompletion)
+    assert (completion.is_desirable, num_dropped) == (False, 1)
 
 
 def test_dataset_without_remaining_rows_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
