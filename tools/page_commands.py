@@ -74,7 +74,16 @@ trainer: {nnodes: 1, n_gpus_per_node: 1, logger: console}
 actor_rollout_ref: {model: {path: DIR}, rollout: {name: vllm, n: 4}}
 """
 
-_TEXTS = ("question", "answer", "problem", "solution", "prompt", "chosen", "kind")
+_TEXTS = (
+    "question",
+    "answer",
+    "problem",
+    "solution",
+    "question_with_solution",
+    "prompt",
+    "chosen",
+    "kind",
+)
 _MESSAGES = [{"role": role, "content": "1"} for role in ("user", "assistant")]
 _MORE = {
     "rejected": "2",
