@@ -155,7 +155,7 @@ def test_overlong_prompt_is_refused_by_name_or_dropped_and_counted(
     assert ([item.prompt.prompt_id for item in demonstrations], num_dropped) == ([0, 2], 1)
 
 
-def test_preferences_with_an_overlong_prompt_are_dropped_as_a_whole(
+def test_both_completions_of_an_overlong_prompt_are_dropped(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     rows = [
