@@ -309,7 +309,8 @@ def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) 
             return _fail(
                 f"interrupted before the first checkpoint, start again with: {command}", code=code
             )
-        point = f"at step {error.step}" if error.checkpoint else "before the first checkpoint"
+        where = "before the first checkpoint after the warm start"
+        point = f"at step {error.step}" if error.checkpoint else where
         return _fail(f"interrupted {point}, resume with: {command}", code=code)
     print(
         _describe_end(
