@@ -416,7 +416,7 @@ def _map_columns(
             `dim` is their token dimension.
         per_sequence: Computes a per-sequence column from the column's tensors, one from each
             batch; their dimension 0 is the sequence.
-        media: Computes the media from those of all batches, joined to one list.
+        media: Computes the media of the result from one list with the media of all batches.
 
     Returns:
         Arguments of SequenceBatch for every field but `sequence_starts`.

@@ -16,7 +16,7 @@ from temper_engine_api.objective import HeadOutput, HeadOutputs
 @gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutputs:
-    """Head outputs of the samples of one or more ranks, detached, on the CPU, without dummies.
+    """Detached head outputs of one or more ranks on the CPU, without dummy sequences.
 
     Example:
         >>> outputs = ForwardOutputs(
@@ -104,7 +104,7 @@ def build_step_result(
         batch: The batch with all micro-batches.
         head_outputs: Outputs by micro-batch; None on a rank that returns none.
         requested: Outputs to return.
-        metrics: Metrics to merge when they are read, because reading waits for the device.
+        metrics: Metrics, merged only when they are read, because that waits for the device.
     """
     merged = LazyMetrics(lambda: materialize_metrics(merge_metrics(metrics)))
     if head_outputs is None or not requested:

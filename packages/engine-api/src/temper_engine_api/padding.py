@@ -104,7 +104,8 @@ def to_padded(
         elif dim == 0 or tensor.ndim == 1:
             padded[name] = pad(tensor)
         else:
-            # Tokens are last in [3, T] position ids, so each row is padded by itself.
+            # Position ids may be [3, T] with tokens in the last dimension, so each of the 3 rows is
+            # padded.
             padded[name] = torch.stack([pad(row) for row in tensor])
     return padded
 

@@ -297,8 +297,8 @@ class RankFailures:
                 if rank != self._rank and self._store.check([key]):
                     other_ends.update(json.loads(self._store.get(key)))
             except dist.DistError:
-                # Without the store this rank can't tell which connections lead to ranks. The
-                # others also lost the store, and end by their own timeout.
+                # The store lists the connections of other ranks, so without it this rank can't find
+                # them. The others also lost the store, and end by their own timeout.
                 return other_ends
         return other_ends
 

@@ -72,7 +72,8 @@ def load_engine_class(name: str) -> "type[BaseEngine]":
         EngineNotFoundError: If there is none, its import fails, or it is not a BaseEngine.
         ContractVersionError: If it is built for another version of temper-engine-api.
     """
-    from temper_engine_api.engine import BaseEngine  # torch, which listing must not need
+    # Imports torch, which a list of engines does not need.
+    from temper_engine_api.engine import BaseEngine
 
     loaded = _load_class(ENGINES, name)
     if not issubclass(loaded, BaseEngine):

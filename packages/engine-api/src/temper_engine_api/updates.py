@@ -47,8 +47,8 @@ class UpdateReport:
 class LossScale:
     """Dynamic loss scale of fp16: halved after an overflow, doubled after updates without one.
 
-    It is 1 for other compute dtypes. Without communication it is the same on every rank, because it
-    depends only on the global gradient norm.
+    It is 1 for other compute dtypes. It depends only on the global gradient norm, so all ranks have
+    the same scale without communication.
     """
 
     def __init__(self, precision: PrecisionSpec) -> None:
@@ -78,7 +78,7 @@ class LossScale:
         return {"loss_scale": self.value, "num_updates_without_overflow": self._num_good}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Load the state; keys are absent, and nothing changes, if it was saved without fp16.
+        """Load the state. A state that was saved without fp16 lacks the keys and changes nothing.
 
         Raises:
             DamagedCheckpointError: If a value has the wrong type or range.
@@ -119,7 +119,8 @@ class UpdateCycle:
         self._gradients = GradientState.EMPTY
         self._failure: str | None = None
         self.trains_something = False
-        """True if a pass of this update trained a token; otherwise the step changes nothing."""
+        """True if a pass of this update trained a token. If it is False, the step changes nothing.
+        """
         self._pending_sample_ids: list[Tensor] = []
 
     @contextmanager
@@ -198,7 +199,7 @@ class UpdateCycle:
 
     @property
     def has_unreduced_gradients(self) -> bool:
-        """True if no pass of this update was final."""
+        """True if gradients were added up, but the final pass, which reduces them, is missing."""
         return self._gradients is GradientState.ACCUMULATED
 
     def finish(self, norm: float, *, max_consecutive_skips: int) -> None:

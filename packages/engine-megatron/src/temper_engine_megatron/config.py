@@ -22,7 +22,9 @@ class MegatronConfig(EngineConfig):
     tensor_parallel: int = 1
     """Number of ranks that split the matrices of a layer."""
     sequence_parallel: bool = False
-    """Also split the activations between these matrices along the sequence, over the same ranks."""
+    """Split activations outside of these matrices along the sequence, over the tensor-parallel
+    ranks.
+    """
     pipeline_parallel: int = 1
     """Number of pipeline stages; layers are divided as evenly as possible."""
     layers_per_stage: tuple[int, ...] = ()
@@ -39,20 +41,20 @@ class MegatronConfig(EngineConfig):
     expert_parallel: int = 1
     """Number of ranks that divide the experts of a layer among them.
 
-    They are taken from the data-, context- and tensor-parallel ranks."""
+    These are the data-, context- and tensor-parallel ranks, so no further ranks are needed."""
     expert_tensor_parallel: int | None = None
     """Number of ranks that split the matrices of an expert; null is tensor_parallel."""
     router_aux_loss: float = 0.0
     """Coefficient of the load-balancing loss of experts, which is added to the objective.
 
     The loss of a micro-batch is weighted by its fraction of the trained tokens. Losses of all
-    layers are added. The loss of a micro-batch depends on which tokens are in it, so this term
-    depends on the split."""
+    layers are added. Unlike the objective, this term depends on how the mini-batch is split into
+    micro-batches."""
     router_z_loss: float = 0.0
     """Coefficient of the router z-loss, which keeps router logits small.
 
-    Mean over the tokens of a micro-batch of the squared logsumexp, weighted like
-    router_aux_loss."""
+    The loss of a micro-batch is the mean of the squared logsumexp of its tokens. It is weighted
+    like router_aux_loss."""
     distributed_optimizer: bool = False
     """Shard the optimizer state over data-parallel ranks (ZeRO-1)."""
     head_chunk_tokens: int = 2048

@@ -87,8 +87,9 @@ class RunLock:
     def abandon(self, end: Callable[[], object]) -> None:
         """Remove the lock file and call `end`, which ends this process; for a signal handler.
 
-        `release` takes locks of filelock, which the interrupted code may hold. If that code is
-        creating the file, which has no owner yet, it first completes the file.
+        `release` is not called, because it takes locks of filelock that the interrupted code may
+        hold. If the signal interrupts the creation of the lock file, that is completed before `end`
+        is called.
         """
         if self._is_acquiring:
             self._end = end

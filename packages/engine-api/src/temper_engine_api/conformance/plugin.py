@@ -207,7 +207,7 @@ def pytest_terminal_summary(
     terminalreporter.section("conformance")
     for line in format_summary(run):
         terminalreporter.line(line)
-    _write_results(config)  # here too, because a run without any test has results as well
+    _write_results(config)  # written here too for a run in which no test was started
     if options.report is not None:
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(render_report([run]))

@@ -197,7 +197,8 @@ def make_constant_getter(module: nn.Module) -> Callable[[], nn.Module]:
 def find_layers(hf: PreTrainedModel, *, names: tuple[str, ...]) -> list[nn.Module]:
     """Return the modules to shard one by one.
 
-    These are the modules of the given classes, or those the model itself must not split.
+    These are the modules of the classes in ``names``. If it is empty, they are the modules that the
+    model declares as indivisible.
 
     Raises:
         ConfigError: If a class does not occur in the model.

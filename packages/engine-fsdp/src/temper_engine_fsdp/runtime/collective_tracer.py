@@ -156,7 +156,7 @@ class CollectiveTracer:
 
     def _describe_other_ranks(self, span: Span) -> str:
         """Describe the stages of up to 8 other ranks; ranks in another stage come first."""
-        assert self._store is not None, "only several ranks can wait for each other"
+        assert self._store is not None, "a single rank waits for no other, so there is a store"
         lines = []
         for rank in range(self._membership.world_size):
             key = f"{self._prefix}/{rank}"

@@ -20,7 +20,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 class ShardedParameter(ABC):
-    """A parameter under its Hugging Face name."""
+    """A sharded parameter and its name in Hugging Face files."""
 
     def __init__(self, name: str, parameter: nn.Parameter, *, shape: torch.Size) -> None:
         self.name = name
@@ -93,8 +93,8 @@ class FSDP2Parameter(ShardedParameter):
         mesh = self._get_mesh(shard)
         group = mesh.get_group(mesh.ndim - 1)
         if group.size() == 1:
-            # Copy, because with several ranks the result does not share memory with the
-            # parameter either.
+            # Copy, so that the result never shares memory with the parameter. With several ranks
+            # the gather returns new memory.
             return shard.clone()
         # fully_shard gives each rank the same number of rows, except that the last ranks may have
         # fewer or none. DTensor.full_tensor() is several times slower for small tensors, so pad and

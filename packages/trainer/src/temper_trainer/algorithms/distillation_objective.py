@@ -101,7 +101,7 @@ def compute_teacher_reward(
         teacher_logprobs: [T].
         weights: [T] of the teachers.
         loss_mask: [T] bool.
-        objective: Contains the estimator k.
+        objective: The distillation loss, whose divergence is the estimator k.
         clamp: Bound on a token's reward before the weight is applied; None is off.
     """
     mask = loss_mask & (weights > 0)

@@ -1,4 +1,4 @@
-"""Settings that only single tasks or the warm start have."""
+"""Settings of single tasks and of the warm start."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -18,9 +18,10 @@ from temper_trainer.settings.ranges import (
 class WarmStartConfig:
     """Supervised fine-tuning of the actor before RL.
 
-    RL starts from its result, also if ``actor.engine.model.path`` is set. So does every role that
-    has the same path and architecture, such as ``ref=frozen`` and ``critic=value_model``. Task sft
-    does not use it: its settings are data, batching, run and actor.
+    RL starts from the model that it trains. Other roles with the path and the architecture of the
+    actor, such as ``ref=frozen`` and ``critic=value_model``, start from that model too. If
+    ``actor.engine.model.path`` is set, the warm start trains the model of that path. Task sft does
+    not use it: its settings are data, batching, run and actor.
     """
 
     data: SourceConfig | None = None
@@ -55,7 +56,7 @@ class RewardModelTaskConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig:
-    """Settings of task generate, which completes held-out prompts (else data.train)."""
+    """Settings of task generate, which completes held-out prompts, or data.train without any."""
 
     num_completions: PositiveInt = 1
     """Completions per prompt; more than 1 needs sampling.temperature above 0."""

@@ -165,9 +165,9 @@ def check_models(loaded: LoadedConfig) -> None:
 def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str]) -> bool:
     """Return True if an engine has a setting that only the engine's own code can check.
 
-    These are settings that need a capability which the engine may lack. They are also the
-    architecture, the adapter and the settings that only this engine has, if the user has set them,
-    and a saved model, whose weights may not fit its config.
+    Such settings are those that need a capability which the engine may lack, and a saved model,
+    whose weights may not fit its config. If the user has set them, also the architecture, the
+    adapter and settings that only this engine has.
     """
     own = {field.name for field in fields(engine)} - {field.name for field in fields(EngineConfig)}
     blocks = tuple(f"{role}.engine.{name}" for name in ("model.architecture", "lora", *own))
@@ -179,7 +179,7 @@ def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str
 
 
 def check_libraries(config: TrainerConfig) -> None:
-    """Raise if a library is missing that the run would need only after its warm start.
+    """Raise if a library is missing, which a run would notice only after its warm start.
 
     Raises:
         ConfigError: If Ray, peft, datasets or vLLM is not installed, or the vLLM version does not

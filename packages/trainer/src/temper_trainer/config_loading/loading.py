@@ -93,7 +93,8 @@ def load(
 ) -> LoadedConfig:
     """Compose and validate a configuration; imports neither torch nor an engine.
 
-    Its secrets are registered: `redact_secrets` hides them from now on, also if it is refused.
+    Secrets of the configuration are registered, so that `redact_secrets` hides them even if the
+    configuration is refused.
 
     Args:
         overrides: As on the command line: ``key=value``, ``group=choice``, ``+key=value``,
@@ -161,7 +162,7 @@ def _engine_config(name: Plain) -> type[EngineConfig]:
 
 
 def _check_optional_roles(composition: Composition) -> None:
-    """Raise if an override creates a role without a model, naming the group to use."""
+    """Raise an error that names the group to use if an override creates a role without a model."""
     for role, choice in {
         "critic": "critic=value_model (or algorithm=ppo)",
         "ref": "ref=frozen",

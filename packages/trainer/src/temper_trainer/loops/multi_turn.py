@@ -1,8 +1,8 @@
 """Run rollouts to their end: one completion, or several turns with an environment.
 
-With an environment the sampler writes, the environment answers, and so on. The tokens of later
-turns are appended to those that were sampled; text is never tokenized again, because that could
-give other tokens than the policy sampled.
+With an environment, completions of the sampler and answers of the environment alternate. The tokens
+of later turns are appended to those that were sampled; text is never tokenized again, because that
+could give other tokens than the policy sampled.
 """
 
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ class RolloutLimits:
     max_tokens: int
     """Maximum number of tokens after the prompt."""
     stop: str
-    """Text that ends a completion because it ends a tool call."""
+    """Text at the end of a tool call, with which a completion stops."""
 
 
 def complete_rollouts(

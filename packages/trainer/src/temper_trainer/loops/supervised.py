@@ -220,7 +220,8 @@ def _stream_demonstrations(
 
     def iterate_epoch() -> Iterator[TrainingExample]:
         for row in iterate_rows(data.train):
-            # One row at a time: dropping all rows of a list is an error, dropping this one is not.
+            # Encode one row at a time. Unlike a list of which all rows are dropped, a dropped row
+            # is no error.
             demonstrations, _ = encode_demonstrations([row], tokenizer, data, must_keep=False)
             check_fits(demonstrations, max_tokens=limit)
             yield from demonstrations

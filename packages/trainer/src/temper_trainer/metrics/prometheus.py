@@ -74,7 +74,7 @@ class PrometheusTracker:
         self._step = prometheus_client.Gauge(
             "temper_step", "Step that was logged last.", ["phase"], registry=self._registry
         )
-        # A timestamp, not an age: if the driver hangs, the age would not increase either.
+        # Report a timestamp instead of an age, which would not increase either if the driver hangs.
         self._step_time = prometheus_client.Gauge(
             "temper_step_timestamp_seconds",
             "Unix time at which the last step was logged, or at which the run started.",
@@ -104,7 +104,7 @@ class PrometheusTracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
-        # The step last: a scrape in between then reports the old step, never new ones too early.
+        # Set the step last, so that a scrape in between never reports a step before its metrics.
         for name, value in metrics.items():
             self._gauge(name).labels(metric=name, phase=phase).set(value)
         self._step.labels(phase=phase).set(step)
@@ -121,7 +121,7 @@ class PrometheusTracker:
         self._token_file.unlink(missing_ok=True)
 
     def _gauge(self, metric: str) -> _Gauge:
-        # Prometheus does not allow "/" in names. The label `metric` keeps the exact name apart.
+        # Prometheus does not allow "/" in names. The label `metric` has the exact name.
         name = "temper_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
         if name not in self._gauges:
             text = f"{metric}, see docs/metrics.md."

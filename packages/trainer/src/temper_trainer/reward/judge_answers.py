@@ -77,7 +77,7 @@ def _find_last_match(answer: str, *, pattern: str) -> object:
 
 
 def _find_field(answer: str, *, path: str) -> object:
-    """Return a field of the last JSON object in a text that has it; None if there is none."""
+    """Return a field's value from the last JSON object that has the field, or None."""
     decoder, start, last = json.JSONDecoder(), answer.find("{"), None
     while start != -1:
         try:

@@ -29,7 +29,7 @@ def find_unknown_rewards(config: RewardConfig, rewards: Iterable[tuple[str, str]
 
 
 def iterate_selected_rewards(config: TrainerConfig) -> Iterator[str]:
-    """Yield the names of the rewards that the configuration mentions; rows may select others."""
+    """Yield the names of the rewards in the configuration. Rows of data may select others."""
     yield ""
     for source in (*config.data.train_sources.values(), *config.data.eval_sources.values()):
         if source.reward is not None:

@@ -81,8 +81,8 @@ class SharedBuffer:
 def describe_buffer(buffer: Tensor, *, nonce: str) -> SharedBuffer:
     """Describe a [num_bytes] uint8 buffer on a GPU; keep the buffer alive while others map it."""
     rebuild, arguments = reduce_tensor(buffer)
-    # torch returns positional arguments. By name, a changed order in another release does no
-    # harm, and a changed number fails here.
+    # torch returns positional arguments. Names make a changed order in another release harmless,
+    # and a changed number of arguments fails here.
     given = dict(zip(signature(rebuild).parameters, arguments, strict=True))
     return SharedBuffer(
         nonce=nonce,

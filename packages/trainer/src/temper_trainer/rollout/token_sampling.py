@@ -16,8 +16,9 @@ from temper_trainer.config.rollout import SamplingConfig
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 1024
-"""Number of probabilities that are summed first. A cumulative sum over all of V would lose small
-ones."""
+"""Number of probabilities in a block. Sums of blocks are added afterwards, because one cumulative
+sum over all of V would lose small probabilities.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class TokenSamplingOptions:
     """Sampling options of each row."""
 
     temperature: Tensor
-    """[n] float32; 1 for a greedy row, whose log-prob is the one at temperature 1."""
+    """[n] float32. It is 1 for a greedy row, so that its log-probs are those at temperature 1."""
     is_greedy: Tensor
     """[n] bool, True for temperature 0."""
     top_p: Tensor
@@ -148,7 +149,7 @@ def sample_inverse_cdf(probabilities: Tensor, *, points: Tensor) -> Tensor:
 
 
 def apply_top_k_top_p(probabilities: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Set all probabilities to 0 except the top-k, and of these the fewest that reach top-p.
+    """Keep the top-k probabilities, and of these the fewest that reach top-p; set others to 0.
 
     Top-p is relative to the sum of the top-k. Among equal probabilities the lower id wins.
 

@@ -57,7 +57,8 @@ class EngineTeacher:
             name: Name for messages.
             replicas: Initialized worker groups with the same weights.
             max_tokens: Largest number of tokens of a micro-batch.
-            vocab_size: Only ids below this may be among the most likely tokens.
+            vocab_size: Size of the policy's vocabulary. The teacher's most likely tokens are chosen
+                among smaller ids.
             owns_replicas: True to free the replicas in `close`.
         """
         self._owns_replicas = owns_replicas

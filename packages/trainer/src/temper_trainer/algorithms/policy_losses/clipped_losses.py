@@ -102,9 +102,9 @@ class Gspo(Ppo):
         loss_t = -min(s_t * A_t, clip(s_t, 1 - clip_low, 1 + clip_high) * A_t)
         loss_t = min(loss_t, -dual_clip * A_t)   if A_t < 0 and dual_clip is set
 
-    sg is stop-gradient; s_t lets advantages differ within a completion. With
-    sequence_mean_token_mean and equal advantages this is the published sequence-level loss and its
-    gradient.
+    sg is stop-gradient; s_t has the value of s and a gradient for token t alone, so that each token
+    can have its own advantage. With sequence_mean_token_mean and equal advantages this is the
+    published sequence-level loss and its gradient.
 
     Source: Zheng et al. 2025, arXiv:2507.18071, equations 5, 7, 13 and 14 (GSPO-token);
     the dual clip as in `Ppo`.
@@ -119,8 +119,8 @@ class Gspo(Ppo):
 
     def effective_log_ratio(self, log_ratio: Tensor, batch: SequenceBatch) -> Tensor:
         """Return the completion's mean log-ratio in value, with each token's own gradient."""
-        # The second summand is 0 and has gradient 1: every token gets the gradient of the common
-        # ratio.
+        # The second summand adds nothing to the value, but gives each token's log-prob the gradient
+        # 1.
         return compute_sequence_mean(log_ratio, batch).detach() + (log_ratio - log_ratio.detach())
 
 
@@ -216,6 +216,6 @@ class Sapo(PolicyLoss):
     ) -> Tensor:
         """Return the soft gate times the advantage."""
         tau = torch.where(advantages > 0, self.positive_temperature, self.negative_temperature)
-        # The slope of the sigmoid at 0 is 1 / 4, so the factor makes the gradient at rho = 1 that
-        # of rho.
+        # The slope of the sigmoid at 0 is 1 / 4. The factor 4 / tau therefore makes the slope at
+        # rho = 1 equal to 1, as that of rho itself.
         return -(4.0 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * advantages

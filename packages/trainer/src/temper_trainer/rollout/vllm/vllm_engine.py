@@ -209,7 +209,7 @@ class VllmEngine:
         self._llm.init_weight_transfer_engine({"init_info": {"channel": channel.to_dict()}})
 
     def start_update(self) -> None:
-        """Prepare for the first bucket of a set."""
+        """Prepare the workers for a weight update, before its first bucket."""
         self._check_idle()
         # Wake up only the weights. Memory for the KV cache is allocated once the update is
         # complete.
