@@ -62,6 +62,7 @@ def written_by(directory: Path, *overrides: str) -> dict[str, str]:
         "run.eval_sampling.max_tokens=700",
         "data.eval.max_rows=2",
         "run.table_every=1",
+        "run.report=true",
         "run.num_table_rows=2",
         "+reward.arguments.api_key=${oc.env:JUDGE_KEY}",
         "reward.function=temper_trainer_test_rewards:judged",

@@ -21,7 +21,7 @@ _SECRET_WORD = re.compile(
 _KEY_OR_TOKEN = re.compile(r"^(.*)(key|token)$")
 _HARMLESS_OWNERS = re.compile(
     r"answer|begin|bos|category|chosen|cls|column|completion|end|eos|extra|first|group|image"
-    r"|label|last|mask|max|messages?|min|num|pad|prompt|question|reference|rejected|response"
+    r"|label|last|margin|mask|max|messages?|min|num|pad|prompt|question|reference|rejected|response"
     r"|reward|route"
     r"|score|sep|solution|sort|start|stop|target|task|text|think|unk"
 )
