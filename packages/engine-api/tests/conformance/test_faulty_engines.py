@@ -51,6 +51,8 @@ def test_every_faulty_engine_is_in_the_table():
     assert {faulty_engine.engine for faulty_engine in FAULTY_ENGINES} == set(classes)
 
 
+# Runs up to a hundred tests of the kit, which takes minutes on a busy machine.
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("healthy", "where"),
     sorted({(each.healthy, tuple(each.where.items())) for each in FAULTY_ENGINES}),
