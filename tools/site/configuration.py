@@ -81,6 +81,8 @@ NO_UNIT = frozenset(
             "seed",
             "lr",
             "betas",
+            "decay",
+            "off_policy_fraction",
             "eps",
             "weight_decay",
             "clip_grad_norm",
