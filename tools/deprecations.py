@@ -1,13 +1,15 @@
 """Find deprecations in the sources and check them against the policy.
 
 A deprecated name stays for at least two minor versions, and is deleted in the release that its
-warning names. Every call with the keywords `since` and `removed_in` is a deprecation. The sources
-are parsed and not imported.
+warning names. Every call with the keywords `since` and `removed_in` is a deprecation, and so is
+every text such as `a.B is deprecated since temper-legacy-shim 0.1.0 and will be removed in 0.4.0:`.
+The sources are parsed and not imported.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,11 @@ from packaging.version import Version
 MINORS = 2
 """Minimum number of minor versions between a deprecation and the removal."""
 
+_SENTENCE = re.compile(
+    r"(?P<what>\S+) is deprecated since \S+ (?P<since>\d[\d.]*) and will be removed in "
+    r"(?P<removed_in>\d[\d.]*): "
+)
+"""The sentence on a deprecated class of the legacy shim."""
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -47,6 +54,11 @@ def find_deprecations(package: Path) -> Iterator[Deprecation]:
             for mark in node.decorator_list
         }
         for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if match := _SENTENCE.match(node.value):
+                    location = f"{file.relative_to(package)}:{node.lineno}"
+                    yield Deprecation(location=location, **match.groupdict())
+                continue
             keywords = (
                 {keyword.arg: keyword.value for keyword in node.keywords}
                 if isinstance(node, ast.Call)
