@@ -409,6 +409,62 @@ def _find_overlong(
 
 def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
     """Yield settings that the task needs but are missing, or that it does not use."""
+    yield from _find_distillation_conflicts(config)
+    if config.preference_kind == "labels" and config.batching.prompts_per_step == 1:
+        yield (
+            "batching.prompts_per_step is 1, but preference kto estimates a KL divergence from the "
+            "completions of other prompts in the same update: set it to 2 or more."
+        )
+    if config.warm_start is not None and config.task in ("dpo", "rm", "eval", "generate"):
+        yield f"warm_start has no effect in task {config.task}: remove it."
+    if config.task in ("dpo", "rm") and config.data.train.kind == "arithmetic":
+        yield (
+            "data.train.kind is arithmetic, which has no preferences for task "
+            f"{config.task}: use a source of files."
+        )
+    if (
+        config.task == "dpo"
+        and config.preference.reference == "disabled_adapter"
+        and not config.actor.engine.lora.is_enabled
+    ):
+        yield (
+            "preference.reference is disabled_adapter, but the actor has no adapter: set "
+            "actor.engine.lora.rank and alpha, or use ref."
+        )
+    if (
+        config.task in ("eval", "generate")
+        and config.rollout.sampler == "vllm"
+        and config.actor.engine.model.path is None
+    ):
+        yield (
+            f"rollout.sampler is vllm in task {config.task}, but actor.engine.model.path is not "
+            "set, so the servers have no weights to load: set it to a model directory."
+        )
+    if (
+        config.task == "generate"
+        and config.generate.num_completions > 1
+        and config.sampling.temperature == 0
+    ):
+        yield (
+            "generate.num_completions is above 1 and sampling.temperature is 0 (greedy), so all "
+            "completions would be equal: raise the temperature."
+        )
+    if config.algorithm.reads("components"):
+        yield from _find_component_conflicts(config)
+    yield from _find_data_conflicts(config)
+    yield from find_teacher_conflicts(
+        config.teachers,
+        pools=_name_pools(config),
+        is_ray=config.runtime.kind == "ray",
+        temperature=config.sampling.temperature,
+        has_route_key=all(
+            source.route_key is not None for source in config.data.train_sources.values()
+        ),
+    )
+
+
+def _find_distillation_conflicts(config: TrainerConfig) -> Iterator[str]:
+    """Yield settings that contradict the task distill, its teachers or given completions."""
     if config.task == "distill" and not config.has_teachers:
         yield (
             "task is distill, but there is no teacher: set teachers.NAME.engine.model.path, or "
@@ -450,56 +506,21 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "algorithm.reweight has no effect in task distill, whose completions have no rewards: "
             "remove it."
         )
-    if config.preference_kind == "labels" and config.batching.prompts_per_step == 1:
-        yield (
-            "batching.prompts_per_step is 1, but preference kto estimates a KL divergence from the "
-            "completions of other prompts in the same update: set it to 2 or more."
-        )
-    if config.warm_start is not None and config.task in ("dpo", "rm", "eval", "generate"):
-        yield f"warm_start has no effect in task {config.task}: remove it."
-    if config.task in ("dpo", "rm") and config.data.train.kind == "arithmetic":
-        yield (
-            "data.train.kind is arithmetic, which has no preferences for task "
-            f"{config.task}: use a source of files."
-        )
-    if (
-        config.task == "dpo"
-        and config.preference.reference == "disabled_adapter"
-        and not config.actor.engine.lora.is_enabled
-    ):
-        yield (
-            "preference.reference is disabled_adapter, but the actor has no adapter: set "
-            "actor.engine.lora.rank and alpha, or use ref."
-        )
-    if (
-        config.task in ("eval", "generate")
-        and config.rollout.sampler == "vllm"
-        and config.actor.engine.model.path is None
-    ):
-        yield (
-            f"rollout.sampler is vllm in task {config.task}, but actor.engine.model.path is not "
-            "set, so the servers have no weights to load: set it to a model directory."
-        )
-    if (
-        config.task == "generate"
-        and config.generate.num_completions > 1
-        and config.sampling.temperature == 0
-    ):
-        yield (
-            "generate.num_completions is above 1 and sampling.temperature is 0 (greedy), so all "
-            "completions would be equal: raise the temperature."
-        )
-    if config.algorithm.reads("components") and not config.reward.components:
+
+
+def _find_component_conflicts(config: TrainerConfig) -> Iterator[str]:
+    """Yield settings that contradict an estimator that normalizes several rewards separately."""
+    if not config.reward.components:
         yield (
             "algorithm.advantage is gdpo, which normalizes several rewards separately, but "
             "reward.components is empty: list them there."
         )
-    if config.algorithm.reads("components") and config.reward.shaping != ShapingConfig():
+    if config.reward.shaping != ShapingConfig():
         yield (
             "reward.shaping has no effect with algorithm.advantage gdpo, which uses the unshaped "
             "rewards: remove it."
         )
-    if config.algorithm.reads("components") and any(
+    if any(
         source.reward is not None or source.reward_key is not None
         for source in config.data.train_sources.values()
     ):
@@ -507,16 +528,6 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "algorithm.advantage is gdpo, which needs the same reward.components for all "
             "completions, but a source of training data has reward or reward_key: remove it."
         )
-    yield from _find_data_conflicts(config)
-    yield from find_teacher_conflicts(
-        config.teachers,
-        pools=_name_pools(config),
-        is_ray=config.runtime.kind == "ray",
-        temperature=config.sampling.temperature,
-        has_route_key=all(
-            source.route_key is not None for source in config.data.train_sources.values()
-        ),
-    )
 
 
 def _find_self_teacher_conflicts(config: TrainerConfig) -> Iterator[str]:

@@ -406,28 +406,7 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
                 (f"{name}.split",),
                 f"with {name}.kind {source.kind}, whose files are named in paths: remove it",
             )
-        if config.preference_kind != "pairs":
-            yield _make_unconditional_rule(
-                (f"{name}.chosen_key", f"{name}.rejected_key"),
-                f"with task {config.task} and preference {config.preference.name}: pairs are for "
-                "task rm, and for task dpo unless preference is kto. Remove it",
-            )
-        else:
-            yield _make_unconditional_rule(
-                (f"{name}.answer_key",),
-                "with pairs, whose completions are in chosen_key and rejected_key: remove it",
-            )
-        if config.task != "rm":
-            yield _make_unconditional_rule(
-                (f"{name}.margin_key",),
-                f"with task {config.task}: margins are for task rm. Remove it",
-            )
-        if config.preference_kind != "labels":
-            yield _make_unconditional_rule(
-                (f"{name}.label_key",),
-                f"with task {config.task} and preference {config.preference.name}: labels are for "
-                "task dpo with preference=kto. Remove it",
-            )
+        yield from _source_preference_rules(name, config)
         if source.messages_key is not None:
             keys = (f"{name}.prompt_key", f"{name}.answer_key")
             yield _make_unconditional_rule(
@@ -448,22 +427,7 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             yield _make_unconditional_rule(
                 (f"{name}.weight",), "with data that is not mixed with other sources: remove it"
             )
-        if config.distillation.off_policy_fraction == 0 or name not in config.data.train_sources:
-            yield _make_unconditional_rule(
-                (f"{name}.completion_key",),
-                "without distillation.off_policy_fraction, or with data that is not sampled to "
-                "train on: remove it",
-            )
-        if config.distillation.self_teacher is None or name not in config.data.train_sources:
-            yield _make_unconditional_rule(
-                (f"{name}.teacher_prompt_key",),
-                "without distillation.self_teacher, or with data that is not sampled to train on: "
-                "remove it",
-            )
-        if not config.teachers:
-            yield _make_unconditional_rule(
-                (f"{name}.route_key",), "without teachers, which it selects: remove it"
-            )
+        yield from _source_teacher_rules(name, config)
         if source.kind == "arithmetic":
             keys = (f"{name}.prompt_key", f"{name}.answer_key", f"{name}.extra_keys")
             yield _make_unconditional_rule(
@@ -474,6 +438,50 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             yield _make_unconditional_rule(
                 keys, f"with {name}.kind {source.kind}, which reads its problems: remove it"
             )
+
+
+def _source_preference_rules(name: str, config: TrainerConfig) -> Iterator[Rule]:
+    if config.preference_kind != "pairs":
+        yield _make_unconditional_rule(
+            (f"{name}.chosen_key", f"{name}.rejected_key"),
+            f"with task {config.task} and preference {config.preference.name}: pairs are for "
+            "task rm, and for task dpo unless preference is kto. Remove it",
+        )
+    else:
+        yield _make_unconditional_rule(
+            (f"{name}.answer_key",),
+            "with pairs, whose completions are in chosen_key and rejected_key: remove it",
+        )
+    if config.task != "rm":
+        yield _make_unconditional_rule(
+            (f"{name}.margin_key",),
+            f"with task {config.task}: margins are for task rm. Remove it",
+        )
+    if config.preference_kind != "labels":
+        yield _make_unconditional_rule(
+            (f"{name}.label_key",),
+            f"with task {config.task} and preference {config.preference.name}: labels are for "
+            "task dpo with preference=kto. Remove it",
+        )
+
+
+def _source_teacher_rules(name: str, config: TrainerConfig) -> Iterator[Rule]:
+    if config.distillation.off_policy_fraction == 0 or name not in config.data.train_sources:
+        yield _make_unconditional_rule(
+            (f"{name}.completion_key",),
+            "without distillation.off_policy_fraction, or with data that is not sampled to "
+            "train on: remove it",
+        )
+    if config.distillation.self_teacher is None or name not in config.data.train_sources:
+        yield _make_unconditional_rule(
+            (f"{name}.teacher_prompt_key",),
+            "without distillation.self_teacher, or with data that is not sampled to train on: "
+            "remove it",
+        )
+    if not config.teachers:
+        yield _make_unconditional_rule(
+            (f"{name}.route_key",), "without teachers, which it selects: remove it"
+        )
 
 
 def _make_unconditional_rule(keys: tuple[str, ...], reason: str) -> Rule:
