@@ -13,25 +13,11 @@ from typing import TYPE_CHECKING
 
 from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.errors import ShimError, UsageError
-from temper_legacy_shim.imports.source_files import is_copy
+from temper_legacy_shim.imports.source_files import SKIPPED, is_copy
 
 if TYPE_CHECKING:
     from temper_legacy_shim.configs.reading.config_files import OldFile
 
-SKIPPED = frozenset(
-    {
-        ".git",
-        ".hg",
-        ".venv",
-        "venv",
-        "env",
-        "node_modules",
-        "site-packages",
-        "__pycache__",
-        ".tox",
-        ".nox",
-    }
-)
 SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _STEP = re.compile(r"global_step_\d+")
 _RANK_FILE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")

@@ -14,7 +14,7 @@ from temper_legacy_shim.errors import OutputError, UsageError
 from temper_legacy_shim.imports.codemod import NotPythonError, change_imports
 from temper_legacy_shim.old_paths import PACKAGE
 
-_SKIPPED = frozenset(
+SKIPPED = frozenset(
     {
         ".git",
         ".hg",
@@ -24,12 +24,13 @@ _SKIPPED = frozenset(
         "node_modules",
         "site-packages",
         "__pycache__",
-        "build",
-        "dist",
         ".tox",
         ".nox",
     }
 )
+"""Names of folders without files of the user's own."""
+_BUILT = frozenset({"build", "dist"})
+"""Names of folders with copies of source files. They may also hold checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,9 @@ def copies_below(paths: Sequence[Path]) -> list[Path]:
         for folder, names, _ in os.walk(path):
             result = [name for name in sorted(names) if is_copy(Path(folder) / name)]
             out += [Path(folder) / name for name in result]
-            names[:] = sorted(name for name in names if name not in _SKIPPED and name not in result)
+            names[:] = sorted(
+                name for name in names if name not in SKIPPED | _BUILT and name not in result
+            )
     return out
 
 
@@ -172,7 +175,9 @@ def _python_files(path: Path) -> Iterator[Path]:
         raise UsageError(f"{path} is not there: give Python files, or folders with some.")
     for folder, names, files in os.walk(path):
         names[:] = sorted(
-            name for name in names if name not in _SKIPPED and not is_copy(Path(folder) / name)
+            name
+            for name in names
+            if name not in SKIPPED | _BUILT and not is_copy(Path(folder) / name)
         )
         yield from (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
 

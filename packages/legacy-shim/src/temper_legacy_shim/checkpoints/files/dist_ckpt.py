@@ -37,6 +37,10 @@ _METADATA = ("Metadata", "MCoreMetadata")
 """torch's, and Megatron's own of 0.15."""
 
 
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError)
+"""Exceptions of reading objects that lack what the format promises."""
+
+
 class DistCheckpoint:
     """A folder: lazy tensors by name, and the names of other entries."""
 
@@ -58,14 +62,7 @@ class DistCheckpoint:
             self._entries = _mapping(described["state_dict_metadata"])
             self._original_shapes = _original_shapes(described.get("mcore_data"))
             self.positions = _positions(described["storage_data"], path=path)
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except _MALFORMED as error:
             if isinstance(error, DamagedFileError):
                 raise
             raise DamagedFileError(
@@ -89,14 +86,7 @@ class DistCheckpoint:
             ):
                 try:
                     result[name] = self._tensor(name, attributes_of(node.state))
-                except (
-                    KeyError,
-                    TypeError,
-                    ValueError,
-                    IndexError,
-                    AttributeError,
-                    RecursionError,
-                ) as error:
+                except _MALFORMED as error:
                     if isinstance(error, DamagedFileError):
                         raise
                     raise DamagedFileError(
