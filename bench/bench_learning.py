@@ -149,7 +149,7 @@ METHODS: Mapping[str, Method] = {
     ),
     # The warm start has seen no prompt with a solution, so its teacher knows little more than it.
     **{
-        f"self-distillation ({teacher})": Method(
+        f"self-distillation with the {teacher} policy": Method(
             overrides=(
                 "algorithm=distill",
                 "batching.prompts_per_step=128",

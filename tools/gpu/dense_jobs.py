@@ -73,7 +73,7 @@ class Row:
 
     Engines: `recompute`, `eager`, `chunked` (head), `reshard`, `cudnn` (`sdpa_varlen`), `fa4`,
     a Megatron layout such as `tp2-sp`; `profile`, `checkpoint` and `export` measure more. TRL:
-    `kept` (no gradient checkpointing).
+    `kept` (no gradient checkpointing). All: `x4` (four GPUs).
     """
 
     @property

@@ -1,7 +1,7 @@
 r"""Compare RL updates of dense models: FSDPEngine, MegatronEngine, a plain loop and TRL.
 
     PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:packages/engine-megatron/src:. \
-        python -m tools.gpu.dense_models --out FOLDER [--set one|two] [--rows NAME,...] \
+        python -m tools.gpu.dense_models --out FOLDER [--set one|two|four] [--rows NAME,...] \
         [--done FILE]
 
 Each row runs in its own processes on as many GPUs as it needs; rows run in parallel while GPUs are
@@ -95,7 +95,16 @@ TWO_GPUS = (
     "8B/8kx2/engine+recompute+cudnn",
 )
 """Rows on two GPUs, most important first."""
-SETS: Mapping[str, Sequence[str]] = {"one": ONE_GPU, "two": TWO_GPUS}
+FOUR_GPUS = (
+    "8B/8k/engine+reshard+cudnn+chunked+x4",
+    "8B/8k/engine+reshard+recompute+cudnn+x4+checkpoint+export",
+    "8B/8k/plain+reshard+recompute+x4",
+    "8B/8k/megatron+tp2-pp2+x4",
+    "8B/8k/megatron+tp2-pp2+recompute+x4",
+    "8B/8k/megatron+tp2-sp+dp2-distopt+x4",
+)
+"""Rows on four GPUs with 80 GB each, most important first."""
+SETS: Mapping[str, Sequence[str]] = {"one": ONE_GPU, "two": TWO_GPUS, "four": FOUR_GPUS}
 LIMIT_S = 240.0
 """Time limit of one row, in seconds."""
 SHORTEST_S = 30.0
@@ -115,6 +124,8 @@ class Running:
 
 def count_gpus(row: Row) -> int:
     """Return the number of GPUs that a row runs on."""
+    if "x4" in row.options:
+        return 4
     return 2 if row.model == "8B" and row.contender != "attention" else 1
 
 
@@ -247,7 +258,7 @@ def main() -> None:
     options.results = Rows(path=options.out / "rows.jsonl")
     options.results.path.touch()
     options.gpus = 2 if options.rehearse else torch.cuda.device_count()
-    options.in_order = options.set == "two"
+    options.in_order = options.set != "one"
     earlier = Rows(path=options.done).read() if options.done else []
     done = {row["name"] for row in earlier if row.get("ok")}
     names = options.rows.split(",") if options.rows else SETS[options.set]
