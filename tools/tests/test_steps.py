@@ -52,6 +52,18 @@ def test_a_step_that_passes_counts_as_one(tmp_path: Path) -> None:
     assert (result.failures, result.counts, result.tail) == ((), Counts(passed=1), ("hello",))
 
 
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "1"), ("3", "3")])
+def test_steps_compute_on_one_thread_unless_the_caller_chooses(
+    chosen: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    program = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    result = run_step(_step(program), python=PYTHON, root=tmp_path)
+    assert result.tail == (expected,)
+
+
 def test_later_commands_run_after_a_failing_one(tmp_path: Path) -> None:
     result = run_step(_step("raise SystemExit(3)", "print('second')"), python=PYTHON, root=tmp_path)
     assert result.failures == ("failed with exit status 3",)
