@@ -19,6 +19,8 @@ IS_CHOSEN = "is_chosen"
 """[B] bool sequence column: True for the preferred sample of a pair, or a desirable one."""
 MARGIN = "margin"
 """[B] float32 sequence column: margin of a pair in the loss of reward models, on both samples."""
+LOSS_WEIGHTS = "loss_weights"
+"""[T] float32 column: weight of a token of a demonstration in the loss; 0 at untrained tokens."""
 KL_BASELINE = "kl_baseline"
 """[B] float32 sequence column: estimate of KL(policy, reference) over the update, for KTO."""
 TURNS_AFTER = "turns_after"
@@ -242,6 +244,9 @@ class Demonstration:
     loss_mask: tuple[bool, ...] | None = None
     """True for each of ``tokens`` that is trained, such as the assistant's turns of a conversation;
     None trains all."""
+    loss_weights: tuple[float, ...] | None = None
+    """Weight of each of ``tokens`` in the loss, at least 0, where 0 leaves a token untrained; None
+    is 1 for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,7 @@ OBJECTIVES: tuple[Objective, ...] = (
     DistillationObjective(loss=ForwardKl(tail=False), clamp=0.5),
     DistillationObjective(uses_correction_weights=True),
     *(SftObjective(loss=cls()) for cls in list_variants(SftLoss).values()),
+    *(SftObjective(has_weights=True, aggregation=a) for a in TOKEN_LEVEL),
     *(PreferenceObjective(loss=cls()) for cls in list_variants(PreferenceLoss).values()),
     PreferenceObjective(loss=Dpo(sft_coef=0.1)),
     RewardModelObjective(center_coef=0.1, label_smoothing=0.1, has_margin=True),
@@ -177,6 +178,7 @@ def mini_batch() -> SequenceBatch:
     columns["values"] = columns["base_value"] + 0.3 * torch.randn(total, generator=draw)
     columns["correction_weights"] = torch.rand(total, generator=draw)
     columns["teacher_logprobs"] = columns["base_logprob"] + 0.5 * torch.randn(total, generator=draw)
+    columns["loss_weights"] = torch.rand(total, generator=draw) * 3.0
     columns["teacher_weights"] = torch.rand(total, generator=draw).round(decimals=1)
     columns["teacher_top_logprobs"] = torch.log_softmax(
         torch.randn(total, 4, generator=draw), dim=1

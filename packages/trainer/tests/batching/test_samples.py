@@ -69,6 +69,20 @@ def test_all_completion_tokens_of_a_demonstration_and_no_prompt_tokens_are_train
     assert samples.tokens[samples.loss_mask].tolist() == [4, 5, 7]
     assert samples.temperature.tolist() == [1.0, 1.0]
     assert len(set(samples.sample_ids.tolist())) == 2
+    assert samples.columns["loss_weights"].tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+
+
+def test_weight_of_zero_leaves_a_token_untrained() -> None:
+    demonstrations = [
+        Demonstration(prompt=make_prompt(1), tokens=(2, 3, 4), loss_weights=(0.5, 0.0, 2.0)),
+        # The mask leaves out the first token, whatever its weight is.
+        Demonstration(
+            prompt=make_prompt(5), tokens=(6, 7), loss_mask=(False, True), loss_weights=(3.0, 1.0)
+        ),
+    ]
+    samples = demonstrations_to_samples(demonstrations)
+    assert samples.tokens[samples.loss_mask].tolist() == [2, 4, 7]
+    assert samples.columns["loss_weights"].tolist() == [0.0, 0.5, 0.0, 2.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from temper_trainer.config_loading import load
 from .conftest import RL, SFT
 
 ARITHMETIC = ["experiment=quickstart"]
+FILES = [f"data.train.{key}" for key in ("kind=jsonl", "paths=[a.jsonl]", "seed=0", "max_rows=4")]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,12 @@ ARITHMETIC = ["experiment=quickstart"]
         ([*SFT, "data.train.rejected_key=bad"], "data.train.rejected_key", "task sft"),
         ([*RL, "data.train.margin_key=m"], "data.train.margin_key", "task rl"),
         ([*RL, "data.train.label_key=good"], "data.train.label_key", "task rl"),
+        ([*RL, "data.train.loss_weight_key=w"], "data.train.loss_weight_key", "warm start"),
+        (
+            [*ARITHMETIC, *FILES, "data.train.loss_weight_key=w"],
+            "data.train.loss_weight_key",
+            "warm start",
+        ),
         (
             [*RL, "task=dpo", "ref=frozen", "data.train.answer_key=a"],
             "data.train.answer_key",

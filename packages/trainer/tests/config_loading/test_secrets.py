@@ -334,6 +334,7 @@ def test_secret_in_a_nested_argument_is_refused() -> None:
         "prompt_key",
         "answer_key",
         "route_key",
+        "loss_weight_key",
         "num_key_value_heads",
         "pattern",
         "stop_tokens",

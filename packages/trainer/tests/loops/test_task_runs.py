@@ -40,6 +40,14 @@ def write(path: Path, records: list[dict[str, object]]) -> str:
     return f"data.train.paths=[{path}]"
 
 
+def sums(tmp_path: Path) -> str:
+    """Write sums with their results."""
+    return write(
+        tmp_path / "sums.jsonl",
+        [{"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(8)],
+    )
+
+
 def pairs(tmp_path: Path) -> str:
     """Write pairs that prefer a good answer to a bad one of the same sum."""
     sums = [(a, b) for a in range(1, 5) for b in range(1, 5)]
@@ -242,6 +250,47 @@ def test_dft_learns_from_demonstrations_and_starts_with_the_same_likelihood(
     assert dft[0]["sft/nll"] == pytest.approx(usual[0]["sft/nll"])
     assert dft[0]["actor/loss"] < usual[0]["actor/loss"]
     assert dft[-1]["sft/nll"] < dft[0]["sft/nll"]
+
+
+def test_tokens_of_weight_zero_are_not_learned(run: Run, rows: Rows, tmp_path: Path) -> None:
+    records: list[dict[str, object]] = [
+        {"question": f"{a} + 1", "answer": f"= {a + 1}", "weight": [0, 0, 1, 2]} for a in range(8)
+    ]
+    data = write(tmp_path / "sums.jsonl", records)
+    short = ("task=sft", data, "run.total_steps=1", "run.save_model=false")
+    run(tmp_path / "weighted", *short, "data.train.loss_weight_key=weight", base=TINY)
+    run(tmp_path / "plain", *short, base=TINY)
+    (weighted,), (plain,) = (rows(tmp_path / name, phase="sft") for name in ("weighted", "plain"))
+    assert weighted["data/tokens"] == plain["data/tokens"]
+    assert weighted["sft/nll"] != plain["sft/nll"], "fewer tokens count"
+    assert weighted["actor/loss"] != pytest.approx(weighted["sft/nll"]), "the mean is weighted"
+    assert plain["actor/loss"] == pytest.approx(plain["sft/nll"])
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_weights_of_messages_are_required_somewhere_in_the_data(
+    run: Run, tmp_path: Path, streaming: str
+) -> None:
+    tokenizer = (
+        run(
+            tmp_path / "first", "task=sft", "run.total_steps=1", sums(tmp_path), base=TINY
+        ).directory
+        / "tokenizer"
+    )
+    with pytest.raises(ValueError, match=r"no message of .* has the field 'wieght'"):
+        run(
+            tmp_path / "run",
+            "task=sft",
+            conversations(tmp_path),
+            "data.train.messages_key=messages",
+            "data.train.loss_weight_key=wieght",
+            f'data.chat_template="{CHAT}"',
+            f"data.streaming={streaming}",
+            "data.tokenizer.kind=pretrained",
+            f"data.tokenizer.path={tokenizer}",
+            "run.total_steps=3",
+            base=TINY,
+        )
 
 
 @pytest.mark.bitwise

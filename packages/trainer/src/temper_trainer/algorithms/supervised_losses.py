@@ -3,9 +3,11 @@
 The two sequences of a preference pair have the same ``pack_group_id``, so they are never split.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import weighted_mean
@@ -23,7 +25,10 @@ from temper_trainer.algorithms.preference_losses.preference_loss import (
 )
 from temper_trainer.algorithms.preference_objective import mean_over_groups
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
-from temper_trainer.types import IS_CHOSEN, MARGIN
+from temper_trainer.types import IS_CHOSEN, LOSS_WEIGHTS, MARGIN
+
+SCALED_LOSS_WEIGHTS = "scaled_loss_weights"
+"""Name of the [T] float32 column with loss weights whose mean over the mini-batch is 1."""
 
 
 @register_objective("sft")
@@ -32,23 +37,46 @@ class SftObjective(Objective):
     """Train on demonstrations with an SFT loss per trained token.
 
     The default aggregation is the mean over the trained tokens of the full mini-batch, not per
-    rank.
+    rank. With weights it is their weighted mean:
+
+        loss = sum over tokens of w * l / sum over tokens of w
     """
 
     loss: SftLoss = field(default_factory=CrossEntropy)
     """Computes the loss of each token."""
+    has_weights: bool = False
+    """True to read the column loss_weights."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
         return frozenset({HeadOutput.LOGPROB})
 
+    @property
+    def columns(self) -> frozenset[str]:
+        return frozenset({SCALED_LOSS_WEIGHTS} if self.has_weights else ())
+
+    def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
+        """Return the loss weights divided by their mean over the trained tokens, if there are any.
+
+        Scaled weights add up to the number of trained tokens, by which the engine divides the loss.
+        """
+        if not self.has_weights:
+            return {}
+        # In float64, because the sum may have millions of terms.
+        weights = torch.where(batch.loss_mask, batch.columns[LOSS_WEIGHTS], 0.0).double()
+        total = float(weights.sum())
+        # All trained tokens have weights above 0, so the sum is 0 only if no token is trained.
+        scale = float(batch.loss_mask.sum()) / total if total > 0 else 0.0
+        return {SCALED_LOSS_WEIGHTS: (weights * scale).float()}
+
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """Return the losses [T] of one micro-batch."""
         logprobs = torch.where(batch.loss_mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         # The likelihood also with another loss, so that curves can be compared.
         metrics = {"sft/nll": weighted_mean(-logprobs, batch.loss_mask)}
-        return LossTerms(loss=self.loss.compute_losses(logprobs), metrics=metrics)
+        weight = batch.columns[SCALED_LOSS_WEIGHTS] if self.has_weights else None
+        return LossTerms(loss=self.loss.compute_losses(logprobs), weight=weight, metrics=metrics)
 
 
 @register_objective("reward_model")

@@ -13,6 +13,7 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
 from temper_trainer.types import (
     IS_CHOSEN,
+    LOSS_WEIGHTS,
     MARGIN,
     TURN_REWARDS,
     TURNS_AFTER,
@@ -186,8 +187,12 @@ def _trained(completion: Completion, *, turns_after: int, reward: float) -> _Seg
 def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> SequenceBatch:
     """Make one sample per demonstration, with its index as sample_id.
 
-    The loss mask is True for all completion tokens, including the first. The mask refers to the
-    token that is predicted, not to the position that predicts it.
+    The loss mask is True for all completion tokens, including the first, but not for those that a
+    demonstration leaves untrained or gives the weight 0. The mask refers to the token that is
+    predicted, not to the position that predicts it.
+
+    Returns:
+        [B] samples with column ``loss_weights`` [T] float32, 0 at untrained tokens.
 
     Raises:
         BatchError: If there is no demonstration, or one without completion tokens.
@@ -200,10 +205,14 @@ def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> Sequen
                 f"demonstration {i} (prompt {demonstration.prompt.prompt_id}) has no completion "
                 "tokens to train on: remove it or add a completion."
             )
-    return from_sequences(
+    samples = from_sequences(
         [torch.tensor(each.prompt.tokens + each.tokens) for each in demonstrations],
         loss_masks=[_make_loss_mask(demonstration) for demonstration in demonstrations],
     )
+    weights = torch.cat([_make_loss_weights(demonstration) for demonstration in demonstrations])
+    # A weight of 0 untrains the token: denominators and the likelihood in the metrics leave it out.
+    mask = samples.loss_mask & (weights > 0)
+    return replace(samples, loss_mask=mask, columns={LOSS_WEIGHTS: torch.where(mask, weights, 0.0)})
 
 
 def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
@@ -279,3 +288,9 @@ def _make_loss_mask(demonstration: Demonstration) -> Tensor:
     """Return the [L] bool loss mask of prompt and completion."""
     completion = demonstration.loss_mask or (True,) * len(demonstration.tokens)
     return torch.tensor((False,) * len(demonstration.prompt.tokens) + completion)
+
+
+def _make_loss_weights(demonstration: Demonstration) -> Tensor:
+    """Return the [L] float32 loss weights of prompt and completion."""
+    weights = demonstration.loss_weights or (1.0,) * len(demonstration.tokens)
+    return torch.tensor((0.0,) * len(demonstration.prompt.tokens) + weights)

@@ -48,6 +48,11 @@ class SourceConfig:
     """task rm only: field with the margin by which the chosen completion's score should exceed the
     rejected one's, such as the difference of two ratings; None is 0 for all pairs.
     """
+    loss_weight_key: str | None = None
+    """task sft and warm starts only: field with the weights in the loss, at least 0: one number for
+    a row, or a list with one per token of the answer and its end token. With messages_key, a field
+    of each message; 1 where it is missing. None weights all tokens equally.
+    """
     label_key: str = "label"
     """task dpo with preference=kto only: field that is true for desirable completions, which
     answer_key names.
@@ -118,6 +123,11 @@ class SourceConfig:
                 raise ConfigError(
                     f"completion_key is {self.completion_key!r}, but must be solution for kind "
                     "arithmetic."
+                )
+            if self.loss_weight_key is not None:
+                raise ConfigError(
+                    f"loss_weight_key is {self.loss_weight_key!r}, but problems of kind arithmetic "
+                    "have no weights: remove it."
                 )
             if self.category_key not in (None, "operations"):
                 raise ConfigError(

@@ -12,6 +12,7 @@ from temper_trainer.config.run import RunConfig
 from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.model_folders import has_chat_template
+from temper_trainer.data.loss_weights import describe_missing_weights
 from temper_trainer.data.rows import PreferenceRow, Row, describe_missing_label
 from temper_trainer.reward.row_rewards import find_unknown_rewards
 
@@ -99,6 +100,9 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
     if len(first_rows) == len(source.paths) and all(rows.is_complete for rows in first_rows):
         preferences = [row for rows in first_rows for row in rows.preferences]
         if problem := describe_missing_label(preferences, config=source):
+            yield f"{name}: {problem}"
+        rows = [row for part in first_rows for row in part.rows]
+        if rows and (problem := describe_missing_weights(rows, config=source)):
             yield f"{name}: {problem}"
     if any(rows.has_messages for rows in first_rows) and not has_chat_template(
         config.data, model_path=config.actor.engine.model.path

@@ -427,6 +427,11 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             yield _make_unconditional_rule(
                 (f"{name}.weight",), "with data that is not mixed with other sources: remove it"
             )
+        if not _is_demonstrated(name, config):
+            yield _make_unconditional_rule(
+                (f"{name}.loss_weight_key",),
+                "with data that is not demonstrations of task sft or of a warm start: remove it",
+            )
         yield from _source_teacher_rules(name, config)
         if source.kind == "arithmetic":
             keys = (f"{name}.prompt_key", f"{name}.answer_key", f"{name}.extra_keys")
@@ -438,6 +443,14 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             yield _make_unconditional_rule(
                 keys, f"with {name}.kind {source.kind}, which reads its problems: remove it"
             )
+
+
+def _is_demonstrated(name: str, config: TrainerConfig) -> bool:
+    """Return True if task sft or a warm start imitates the rows of a source."""
+    if config.warm_start is not None and config.warm_start.data is not None:
+        return name == "warm_start.data"
+    is_imitated = config.task == "sft" or config.warm_start is not None
+    return is_imitated and name in config.data.train_sources
 
 
 def _source_preference_rules(name: str, config: TrainerConfig) -> Iterator[Rule]:

@@ -22,7 +22,7 @@ _KEY_OR_TOKEN = re.compile(r"^(.*)(key|token)$")
 _HARMLESS_OWNERS = re.compile(
     r"answer|begin|bos|category|chosen|cls|column|completion|end|eos|extra|first|group|image"
     r"|label|last|margin|mask|max|messages?|min|num|pad|prompt|question|reference|rejected|response"
-    r"|reward|route"
+    r"|reward|route|weight"
     r"|score|sep|solution|sort|start|stop|target|task|text|think|unk"
 )
 """Words before `key` and `token` for a column of the data, a special token or a count."""

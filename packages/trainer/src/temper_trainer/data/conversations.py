@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig
+from temper_trainer.data.loss_weights import check_any_weight
 from temper_trainer.data.rows import ChatMessage, DataError, Row
 from temper_trainer.types import Demonstration, Prompt
 
@@ -17,12 +18,13 @@ def encode_conversation(
     """Tokenize one conversation turn by turn, as it would have been sampled.
 
     Each assistant turn (with data.train_on last only the last one) is trained from its first token
-    to its end token. Text that the template writes after the end token is not trained.
+    to its end token. Text that the template writes after the end token is not trained. The tokens
+    of a turn have the weight of its message, if the row has weights.
 
     Raises:
         ConfigError: If there is no chat template, or data.tools_path is set.
         DataError: If the template rewrites earlier turns when later ones follow, so that no mask is
-            correct.
+            correct, or if all trained turns have weight 0.
     """
     assert isinstance(row.prompt, tuple)
     template = _choose_template(row, tokenizer, config)
@@ -31,6 +33,7 @@ def encode_conversation(
     trained_turns = trained_turns[-1:] if config.train_on == "last" else trained_turns
     tokens: list[int] = []
     trained: list[bool] = []
+    weights: list[float] = []
     rendered = ""
     for i in trained_turns:
         context_text, completed_text = (
@@ -55,7 +58,12 @@ def encode_conversation(
         completion = _tokenize(completed_text[len(context_text) :], tokenizer)
         tokens += context + completion
         trained += [False] * len(context) + _mask_until_end(completion, tokenizer)
+        weight = row.loss_weights[i] if isinstance(row.loss_weights, tuple) else 1.0
+        weights += [0.0] * len(context) + [weight] * len(completion)
         rendered = completed_text
+    check_any_weight(weights, location=row.location)
+    # The prompt ends before the first turn that train_on selects, also if its weight is 0: limits
+    # on prompts must not depend on weights.
     first = trained.index(True)
     if first == 0:
         raise DataError(
@@ -70,7 +78,10 @@ def encode_conversation(
         location=row.location,
     )
     return Demonstration(
-        prompt=prompt, tokens=tuple(tokens[first:]), loss_mask=tuple(trained[first:])
+        prompt=prompt,
+        tokens=tuple(tokens[first:]),
+        loss_mask=tuple(trained[first:]),
+        loss_weights=None if row.loss_weights is None else tuple(weights[first:]),
     )
 
 

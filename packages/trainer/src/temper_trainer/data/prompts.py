@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig
 from temper_trainer.data.conversations import encode_conversation, render_messages
+from temper_trainer.data.loss_weights import give_token_weights
 from temper_trainer.data.rows import ChatMessage, DataError, PairRow, PreferenceRow, Row
 from temper_trainer.types import Demonstration, LabeledCompletion, Pair, Prompt
 
@@ -74,8 +75,12 @@ def encode_demonstrations(
     )
     end = tokenizer.eos_token_id
     demonstrations = [
-        Demonstration(prompt=prompt, tokens=(*ids, end))
-        for (_, prompt), ids in zip(kept, solutions, strict=True)
+        Demonstration(
+            prompt=prompt,
+            tokens=(*ids, end),
+            loss_weights=give_token_weights(row, num_tokens=len(ids) + 1),
+        )
+        for (row, prompt), ids in zip(kept, solutions, strict=True)
     ]
     return demonstrations, len(rows) - len(kept)
 

@@ -42,6 +42,9 @@ class Row:
     """Prompt of the policy as its own teacher; None if it is the same."""
     completion: str | None = None
     """Given completion of the prompt; None if there is none."""
+    loss_weights: float | tuple[float, ...] | None = None
+    """Weights in the loss: one for all tokens of the solution, one for each of them and the end
+    token, or one per message of a conversation; None if there are none."""
     route: str = ""
     """Value of the field that the source's `route_key` names; selects a reward or teacher."""
     category: str = ""

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -12,6 +13,7 @@ from pyarrow import parquet
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import PreferenceKind, SourceConfig
 from temper_trainer.data.arithmetic import generate_arithmetic_rows
+from temper_trainer.data.loss_weights import describe_missing_weights, read_loss_weights
 from temper_trainer.data.rows import (
     DataError,
     PreferenceRow,
@@ -43,6 +45,8 @@ def load_rows(source: SourceConfig, *, base_dir: Path | None = None) -> list[Row
             f"the data set {', '.join(source.paths)} has no rows (max_rows is {source.max_rows}): "
             "give a file that has some."
         )
+    if problem := describe_missing_weights(rows, config=source):
+        raise DataError(problem)
     return rows
 
 
@@ -64,6 +68,8 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
             source.reward_key,
             source.teacher_prompt_key,
             source.completion_key,
+            # Of a conversation it is a field of the messages.
+            source.loss_weight_key if source.messages_key is None else None,
         )
         if key is not None
     )
@@ -71,7 +77,11 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
     for i, (location, record) in enumerate(
         iterate_records(source, fields=fields, base_dir=base_dir)
     ):
-        yield build_row(record, config=source, row_id=i, location=location)
+        row = build_row(record, config=source, row_id=i, location=location)
+        if source.loss_weight_key is not None:
+            weights = read_loss_weights(record, config=source, location=location)
+            row = replace(row, loss_weights=weights)
+        yield row
 
 
 def load_preferences(source: SourceConfig, *, kind: PreferenceKind) -> list[PreferenceRow]:

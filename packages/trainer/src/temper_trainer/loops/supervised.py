@@ -35,8 +35,9 @@ from temper_trainer.config.algorithm import BatchingConfig
 from temper_trainer.config.data import DataConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.loss_weights import describe_missing_weights
 from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_preferences
-from temper_trainer.data.rows import PreferenceRow, Row
+from temper_trainer.data.rows import DataError, PreferenceRow, Row
 from temper_trainer.data.sources import iterate_rows
 from temper_trainer.data.streams import BufferedStream, InMemoryStream
 from temper_trainer.data.tokenizer import compute_tokenizer_digest
@@ -148,8 +149,9 @@ def build_demonstration_stage(
         open_stream = _stream_list(demonstrations, shuffle=data.shuffle, seed=seed)
         num_examples = len(demonstrations)
     engine, batch_size = config.actor.engine, config.batching.prompts_per_step
-    warm_start = config.warm_start
+    warm_start, sources = config.warm_start, list(data.train_sources.values())
     if warm_start is not None:
+        sources = sources if warm_start.data is None else [warm_start.data]
         engine = replace(engine, optimizer=warm_start.optimizer, schedule=warm_start.schedule)
         total_steps, batch_size = warm_start.total_steps, warm_start.batch_size
     else:
@@ -161,7 +163,10 @@ def build_demonstration_stage(
         phase=phase,
         engine=with_schedule_length(engine, total_steps=total_steps, updates_per_step=1),
         open_stream=open_stream,
-        objective=SftObjective(loss=config.sft if warm_start is None else warm_start.loss),
+        objective=SftObjective(
+            loss=config.sft if warm_start is None else warm_start.loss,
+            has_weights=any(source.loss_weight_key is not None for source in sources),
+        ),
         total_steps=total_steps,
         batch_size=batch_size,
         tokens_per_update=config.batching.tokens_per_update,
@@ -219,12 +224,18 @@ def _stream_demonstrations(
     """Read, tokenize and check each row only when it is needed."""
 
     def iterate_epoch() -> Iterator[TrainingExample]:
+        weighted: list[Row] = []
         for row in iterate_rows(data.train):
+            if not weighted and row.loss_weights is not None:
+                weighted = [row]
             # Encode one row at a time. Unlike a list of which all rows are dropped, a dropped row
             # is no error.
             demonstrations, _ = encode_demonstrations([row], tokenizer, data, must_keep=False)
             check_fits(demonstrations, max_tokens=limit)
             yield from demonstrations
+        # Known only at the end: single conversations may lack weights.
+        if problem := describe_missing_weights(weighted, config=data.train):
+            raise DataError(problem)
 
     return lambda cursor: BufferedStream[TrainingExample](
         iterate_epoch,
