@@ -83,6 +83,7 @@ NO_UNIT = frozenset(
             "betas",
             "decay",
             "off_policy_fraction",
+            "shuffled_fraction",
             "eps",
             "weight_decay",
             "clip_grad_norm",

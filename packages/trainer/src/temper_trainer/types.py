@@ -59,6 +59,9 @@ class Prompt:
     """Token ids; at least one."""
     answer: str
     """Reference answer, unchanged from the source."""
+    difficulty: float | None = None
+    """Difficulty of the row, by which an epoch is sorted; None if its source has no
+    ``difficulty_key``."""
     question: str = field(default="", compare=False)
     """The prompt of the row before templates, for judges; chat messages as text."""
     location: str = ""

@@ -92,6 +92,27 @@ FILES = [f"data.train.{key}" for key in ("kind=jsonl", "paths=[a.jsonl]", "seed=
         ([*SFT, "data.train.rejected_key=bad"], "data.train.rejected_key", "task sft"),
         ([*RL, "data.train.margin_key=m"], "data.train.margin_key", "task rl"),
         ([*RL, "data.train.label_key=good"], "data.train.label_key", "task rl"),
+        (
+            [*RL, "task=dpo", "ref=frozen", "data.train.difficulty_key=level"],
+            "data.train.difficulty_key",
+            "prompts or demonstrations",
+        ),
+        (
+            [*RL, "data.eval.paths=[a]", "data.eval.difficulty_key=level"],
+            "data.eval.difficulty_key",
+            "prompts or demonstrations",
+        ),
+        (
+            [
+                *RL,
+                "data.train.difficulty_key=level",
+                "data.shuffle=false",
+                "data.shuffled_fraction=0.1",
+            ],
+            "data.shuffled_fraction",
+            "data.shuffle",
+        ),
+        ([*RL, "data.shuffled_fraction=0.1"], "data.shuffled_fraction", "difficulty_key"),
         ([*RL, "data.train.loss_weight_key=w"], "data.train.loss_weight_key", "warm start"),
         (
             [*ARITHMETIC, *FILES, "data.train.loss_weight_key=w"],

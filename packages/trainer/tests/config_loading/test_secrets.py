@@ -335,6 +335,7 @@ def test_secret_in_a_nested_argument_is_refused() -> None:
         "answer_key",
         "route_key",
         "loss_weight_key",
+        "difficulty_key",
         "num_key_value_heads",
         "pattern",
         "stop_tokens",

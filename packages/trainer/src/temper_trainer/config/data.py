@@ -48,6 +48,11 @@ class SourceConfig:
     """task rm only: field with the margin by which the chosen completion's score should exceed the
     rejected one's, such as the difference of two ratings; None is 0 for all pairs.
     """
+    difficulty_key: str | None = None
+    """Training data only: field with the difficulty of a row, a number; each epoch goes from the
+    lowest to the highest, see ``data.shuffled_fraction``. Not for pairs and labels. arithmetic has
+    one such field: operations (1 or 2).
+    """
     loss_weight_key: str | None = None
     """task sft and warm starts only: field with the weights in the loss, at least 0: one number for
     a row, or a list with one per token of the answer and its end token. With messages_key, a field
@@ -123,6 +128,11 @@ class SourceConfig:
                 raise ConfigError(
                     f"completion_key is {self.completion_key!r}, but must be solution for kind "
                     "arithmetic."
+                )
+            if self.difficulty_key not in (None, "operations"):
+                raise ConfigError(
+                    f"difficulty_key is {self.difficulty_key!r}, but must be operations for kind "
+                    "arithmetic, whose problems have one or two."
                 )
             if self.loss_weight_key is not None:
                 raise ConfigError(
@@ -228,7 +238,13 @@ class DataConfig:
     schema under ``tool_schema``.
     """
     shuffle: bool = True
-    """Shuffle each epoch by (run.seed, epoch); False keeps the order of the source."""
+    """Shuffle each epoch by (run.seed, epoch); False keeps the order of the source. With a
+    difficulty_key, this is the order of rows of equal difficulty.
+    """
+    shuffled_fraction: UnitFloat = 0.0
+    """Only with a difficulty_key: fraction of the rows of an epoch that exchange their positions at
+    random, in [0, 1]. 0 is strictly from easy to hard, 1 a random order.
+    """
     streaming: bool = False
     """task sft only: read data.train during training and shuffle within a buffer, in place of
     loading all rows first.

@@ -42,6 +42,7 @@ DATA_ORDER_KEYS = (
     "data.train",
     "data.train_sets",
     "data.shuffle",
+    "data.shuffled_fraction",
     "data.streaming",
     "data.streaming_buffer",
     ("run.seed"),

@@ -611,6 +611,19 @@ def _find_data_conflicts(config: TrainerConfig) -> Iterator[str]:
         yield (
             "data.train.weight has no effect without data.train_sets, the other sources: remove it."
         )
+    if data.train.weight is None:
+        without = [key for key, each in data.train_sources.items() if each.difficulty_key is None]
+        if without and len(without) < len(data.train_sources):
+            yield (
+                f"{without[0]}.difficulty_key is not set, but that of another training source is, "
+                "and all rows are sorted together: set all of them or none, or set the weight of "
+                "each source, so that each is sorted for itself."
+            )
+    if data.streaming and data.train.difficulty_key is not None:
+        yield (
+            "data.streaming is true, but data.train.difficulty_key sorts all rows, which must be "
+            "read first: remove one of them."
+        )
     if config.task != "sft":
         only = {
             "data.streaming": data.streaming,

@@ -393,6 +393,15 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
         **config.data.eval_sources,
         "warm_start.data": warm_start,
     }
+    if all(source is None or source.difficulty_key is None for source in sources.values()):
+        yield _make_unconditional_rule(
+            ("data.shuffled_fraction",),
+            "without data.train.difficulty_key, by which rows are sorted: remove it",
+        )
+    elif not config.data.shuffle:
+        yield _make_unconditional_rule(
+            ("data.shuffled_fraction",), "without data.shuffle: remove it, or set it to true"
+        )
     if all(source is None or source.kind == "arithmetic" for source in sources.values()):
         keys: tuple[str, ...] = ("data.chat_template", "data.tools_path")
         yield _make_unconditional_rule(
@@ -426,6 +435,11 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
         if name not in config.data.train_sources:
             yield _make_unconditional_rule(
                 (f"{name}.weight",), "with data that is not mixed with other sources: remove it"
+            )
+        if name in config.data.eval_sources or config.task in ("dpo", "rm", "eval", "generate"):
+            yield _make_unconditional_rule(
+                (f"{name}.difficulty_key",),
+                "with data that is not prompts or demonstrations to train on: remove it",
             )
         if not _is_demonstrated(name, config):
             yield _make_unconditional_rule(

@@ -20,7 +20,7 @@ _SECRET_WORD = re.compile(
 """A word of a key whose value is a secret, besides `key` and `token`, also in `mypassword`."""
 _KEY_OR_TOKEN = re.compile(r"^(.*)(key|token)$")
 _HARMLESS_OWNERS = re.compile(
-    r"answer|begin|bos|category|chosen|cls|column|completion|end|eos|extra|first|group|image"
+    r"answer|begin|bos|category|chosen|cls|column|completion|difficulty|end|eos|extra|first|group|image"
     r"|label|last|margin|mask|max|messages?|min|num|pad|prompt|question|reference|rejected|response"
     r"|reward|route|weight"
     r"|score|sep|solution|sort|start|stop|target|task|text|think|unk"

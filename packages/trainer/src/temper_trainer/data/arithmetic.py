@@ -141,6 +141,7 @@ def generate_arithmetic_rows(config: SourceConfig) -> list[Row]:
                 if config.teacher_prompt_key is None
                 else f"{solve(problem.steps)} {problem.question}",
                 completion=None if config.completion_key is None else solve(demonstrated),
+                difficulty=None if config.difficulty_key is None else float(len(problem.steps)),
                 route="" if config.route_key is None else _count_operations(problem),
                 category="" if config.category_key is None else _count_operations(problem),
                 reward=config.reward or ""

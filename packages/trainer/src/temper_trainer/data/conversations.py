@@ -75,6 +75,7 @@ def encode_conversation(
         text=tokenizer.decode(tokens[:first]),
         tokens=tuple(tokens[:first]),
         answer="",
+        difficulty=row.difficulty,
         location=row.location,
     )
     return Demonstration(

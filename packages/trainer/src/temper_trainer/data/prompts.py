@@ -210,6 +210,7 @@ def _encode(
             text=text,
             tokens=ids,
             answer=row.answer,
+            difficulty=row.difficulty,
             question=question,
             location=row.location,
             extra=row.extra,

@@ -42,6 +42,8 @@ class Row:
     """Prompt of the policy as its own teacher; None if it is the same."""
     completion: str | None = None
     """Given completion of the prompt; None if there is none."""
+    difficulty: float | None = None
+    """Value of the field that the source's `difficulty_key` names."""
     loss_weights: float | tuple[float, ...] | None = None
     """Weights in the loss: one for all tokens of the solution, one for each of them and the end
     token, or one per message of a conversation; None if there are none."""
@@ -209,7 +211,7 @@ def build_pair(record: object, *, config: SourceConfig, row_id: int, location: s
     margin = (
         0.0
         if config.margin_key is None
-        else _parse_number(record, key=config.margin_key, setting="margin_key", location=location)
+        else parse_number(record, key=config.margin_key, setting="margin_key", location=location)
     )
     return PairRow(
         chosen=rows[config.chosen_key], rejected=rows[config.rejected_key], margin=margin
@@ -306,8 +308,12 @@ def _build_conversation_row(
     return Row(row_id=row_id, prompt=messages, answer="", solution="", location=location)
 
 
-def _parse_number(record: object, *, key: str, setting: str, location: str) -> float:
-    """Return a finite number of a record."""
+def parse_number(record: object, *, key: str, setting: str, location: str) -> float:
+    """Return a finite number of a record.
+
+    Raises:
+        DataError: If the field is missing or has another value.
+    """
     assert isinstance(record, Mapping)
     _check_field(record, key, setting=setting, location=location)
     value = get_field(record, key)

@@ -22,6 +22,7 @@ from temper_trainer.data.rows import (
     build_pair,
     build_row,
     describe_missing_label,
+    parse_number,
 )
 
 _PARQUET_BATCH = 4096
@@ -68,6 +69,7 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
             source.reward_key,
             source.teacher_prompt_key,
             source.completion_key,
+            source.difficulty_key,
             # Of a conversation it is a field of the messages.
             source.loss_weight_key if source.messages_key is None else None,
         )
@@ -81,6 +83,9 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
         if source.loss_weight_key is not None:
             weights = read_loss_weights(record, config=source, location=location)
             row = replace(row, loss_weights=weights)
+        if (key := source.difficulty_key) is not None:
+            difficulty = parse_number(record, key=key, setting="difficulty_key", location=location)
+            row = replace(row, difficulty=difficulty)
         yield row
 
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
+from temper_trainer.data.curriculum import Curriculum, sort_by_difficulty
 from temper_trainer.data.rows import DataError
 from temper_trainer.types import DataCursor
 
@@ -26,9 +27,23 @@ class InMemoryStream(Generic[Item]):
     """
 
     def __init__(
-        self, items: Sequence[Item], *, seed: int, shuffle: bool, cursor: DataCursor | None = None
+        self,
+        items: Sequence[Item],
+        *,
+        seed: int,
+        shuffle: bool,
+        curriculum: Curriculum[Item] | None = None,
+        cursor: DataCursor | None = None,
     ) -> None:
         """Start a stream at a cursor; None starts at the first item.
+
+        Args:
+            items: All items.
+            seed: Determines the order together with the epoch.
+            shuffle: False keeps the order of the items; with a curriculum, of equally difficult
+                ones.
+            curriculum: Sorts each epoch by difficulty; None does not.
+            cursor: Position of the first item to take.
 
         Raises:
             DataError: If there are no items, or the cursor is beyond the end, so the data changed.
@@ -48,6 +63,7 @@ class InMemoryStream(Generic[Item]):
         self._items = items
         self._seed = seed
         self._shuffle = shuffle
+        self._curriculum = curriculum
         self._order: list[int] = []
         self._order_epoch = -1
         self._seek(start)
@@ -88,6 +104,14 @@ class InMemoryStream(Generic[Item]):
             self._order = epoch_order(
                 len(self._items), seed=self._seed, epoch=cursor.epoch, shuffle=self._shuffle
             )
+            if self._curriculum is not None:
+                self._order = sort_by_difficulty(
+                    self._order,
+                    [self._curriculum.get_difficulty(item) for item in self._items],
+                    seed=self._seed,
+                    epoch=cursor.epoch,
+                    shuffled_fraction=self._curriculum.shuffled_fraction,
+                )
             self._order_epoch = cursor.epoch
         self._cursor = cursor
 
@@ -114,6 +138,7 @@ class MixedStream(Generic[Item]):
         weights: Mapping[str, float],
         seed: int,
         shuffle: bool,
+        curricula: Mapping[str, Curriculum[Item]] | None = None,
         cursor: DataCursor | None = None,
     ) -> None:
         """Start a stream at a cursor; None starts at the first item.
@@ -123,6 +148,7 @@ class MixedStream(Generic[Item]):
             weights: Weight of each source, relative to the others.
             seed: Determines the order together with the epoch of a source.
             shuffle: False keeps the order of each source.
+            curricula: Curriculum by source; a source without one is not sorted.
             cursor: An epoch has as many items as all sources together.
 
         Raises:
@@ -146,6 +172,7 @@ class MixedStream(Generic[Item]):
                 items,
                 seed=seed,
                 shuffle=shuffle,
+                curriculum=None if curricula is None else curricula.get(name),
                 cursor=DataCursor(
                     epoch=self._counts[name] // len(items), index=self._counts[name] % len(items)
                 ),

@@ -19,6 +19,7 @@ from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.curriculum import Curriculum, get_difficulty
 from temper_trainer.data.streams import InMemoryStream, MixedStream
 from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.environment.tool_environment import make_environment_factory
@@ -180,13 +181,25 @@ def _open_prompts(
 ) -> InMemoryStream[Prompt] | MixedStream[Prompt]:
     """Return the stream of training prompts, mixed by the weights of the sources if any."""
     data, seed = config.data, config.run.seed
+    curriculum = Curriculum(get_difficulty=get_difficulty, shuffled_fraction=data.shuffled_fraction)
     if data.train.weight is None:
-        return InMemoryStream(prompts, seed=seed, shuffle=data.shuffle, cursor=cursor)
+        return InMemoryStream(
+            prompts,
+            seed=seed,
+            shuffle=data.shuffle,
+            curriculum=None if data.train.difficulty_key is None else curriculum,
+            cursor=cursor,
+        )
     return MixedStream(
         {key: [prompt for prompt in prompts if prompt.source == key] for key in data.train_sources},
         weights={key: source.weight or 0.0 for key, source in data.train_sources.items()},
         seed=seed,
         shuffle=data.shuffle,
+        curricula={
+            key: curriculum
+            for key, source in data.train_sources.items()
+            if source.difficulty_key is not None
+        },
         cursor=cursor,
     )
 

@@ -13,6 +13,7 @@ from temper_trainer.algorithms.advantage_estimators import compute_group_statist
 from temper_trainer.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from temper_trainer.config.reward import ShapingConfig
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.data.curriculum import measure_difficulty
 from temper_trainer.loops.multi_turn import (
     Conversation,
     add_environment_rewards,
@@ -71,7 +72,8 @@ def sample_step(
             components, components.prompts.take(num_prompts), step=step, timer=timer
         )
         rollouts, reward_stats, shaping = shape(rollouts, reward_stats=reward_stats)
-        return SampledStep(rollouts=rollouts, reward_stats=reward_stats, metrics=metrics | shaping)
+        metrics |= shaping | measure_difficulty(rollout.prompt for rollout in rollouts)
+        return SampledStep(rollouts=rollouts, reward_stats=reward_stats, metrics=metrics)
     kept: list[Rollout] = []
     rounds: list[dict[str, float]] = []
     num_kept = num_sampled = num_zero_std = 0
@@ -98,6 +100,7 @@ def sample_step(
     # trained.
     rollouts, reward_stats, shaping = shape(_renumber_groups(kept), reward_stats=reward_stats)
     metrics = _merge_rounds(rounds) | shaping
+    metrics |= measure_difficulty(rollout.prompt for rollout in rollouts)
     metrics |= {
         "dynamic_sampling/rounds": float(len(rounds)),
         "dynamic_sampling/zero_std_groups": float(num_zero_std),

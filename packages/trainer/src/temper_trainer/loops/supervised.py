@@ -35,6 +35,7 @@ from temper_trainer.config.algorithm import BatchingConfig
 from temper_trainer.config.data import DataConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.curriculum import Curriculum, get_difficulty, measure_difficulty
 from temper_trainer.data.loss_weights import describe_missing_weights
 from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_preferences
 from temper_trainer.data.rows import DataError, PreferenceRow, Row
@@ -135,7 +136,10 @@ def build_demonstration_stage(
         resume_from: Checkpoint to resume from.
         log: Log of the run.
     """
-    data, seed = config.data, config.run.seed
+    data, seed, warm_start = config.data, config.run.seed, config.warm_start
+    sources = list(data.train_sources.values())
+    if warm_start is not None and warm_start.data is not None:
+        sources = [warm_start.data]
     limit = get_demonstration_limit(
         config.actor.engine.model, max_tokens=config.batching.max_tokens
     )
@@ -146,12 +150,15 @@ def build_demonstration_stage(
         demonstrations, num_dropped = encode_demonstrations(rows, tokenizer, data)
         report_dropped(log, data, phase=phase, data=num_dropped)
         check_fits(demonstrations, max_tokens=limit)
-        open_stream = _stream_list(demonstrations, shuffle=data.shuffle, seed=seed)
+        open_stream = _stream_list(
+            demonstrations,
+            data=data,
+            seed=seed,
+            is_sorted=all(source.difficulty_key is not None for source in sources),
+        )
         num_examples = len(demonstrations)
     engine, batch_size = config.actor.engine, config.batching.prompts_per_step
-    warm_start, sources = config.warm_start, list(data.train_sources.values())
     if warm_start is not None:
-        sources = sources if warm_start.data is None else [warm_start.data]
         engine = replace(engine, optimizer=warm_start.optimizer, schedule=warm_start.schedule)
         total_steps, batch_size = warm_start.total_steps, warm_start.batch_size
     else:
@@ -199,7 +206,7 @@ def build_preference_stage(
     return SupervisedStage(
         phase="dpo" if config.task == "dpo" else "rm",
         engine=config.actor.engine,
-        open_stream=_stream_list(examples, shuffle=config.data.shuffle, seed=config.run.seed),
+        open_stream=_stream_list(examples, data=config.data, seed=config.run.seed, is_sorted=False),
         objective=build_pair_objective(config),
         reference=config.preference.reference if config.task == "dpo" else "none",
         total_steps=config.run.total_steps,
@@ -211,10 +218,19 @@ def build_preference_stage(
 
 
 def _stream_list(
-    examples: Sequence[TrainingExample], *, shuffle: bool, seed: int
+    examples: Sequence[TrainingExample], *, data: DataConfig, seed: int, is_sorted: bool
 ) -> Callable[[DataCursor], ExampleStream]:
+    """Return a function that opens the stream of examples in memory; `is_sorted` by difficulty."""
+    curriculum: Curriculum[TrainingExample] = Curriculum(
+        get_difficulty=lambda example: get_difficulty(_list_members(example)[0].prompt),
+        shuffled_fraction=data.shuffled_fraction,
+    )
     return lambda cursor: InMemoryStream[TrainingExample](
-        examples, seed=seed, shuffle=shuffle, cursor=cursor
+        examples,
+        seed=seed,
+        shuffle=data.shuffle,
+        curriculum=curriculum if is_sorted else None,
+        cursor=cursor,
     )
 
 
@@ -460,6 +476,9 @@ def _run_update(
         "data/epoch": float(stream.cursor.epoch),
         "data/tokens": float(samples.num_tokens),
         "data/examples": float(len(examples)),
+        **measure_difficulty(
+            each.prompt for example in examples for each in _list_members(example)
+        ),
         "time/step_s": seconds,
     }
 
