@@ -14,16 +14,9 @@ import pytest
 from faulty_engine_table import FAULTY_ENGINES, PAGE, read_rows, select_engines
 
 
-def mark_nightly(faulty_engines):
-    """Mark engines whose tests must all catch an earlier engine of the list too."""
-    seen = set()
-    for each in faulty_engines:
-        marks = [pytest.mark.nightly] if seen.issuperset(each.tests) else []
-        seen.update(each.tests)
-        yield pytest.param(each, marks=marks, id=each.engine.__name__)
-
-
-@pytest.mark.parametrize("faulty_engine", list(mark_nightly(FAULTY_ENGINES)))
+@pytest.mark.parametrize(
+    "faulty_engine", FAULTY_ENGINES, ids=lambda faulty_engine: faulty_engine.engine.__name__
+)
 def test_each_faulty_engine_fails_its_tests(kit, faulty_engine):
     for test in faulty_engine.tests:
         outcomes = kit.run(faulty_engine.name, "--maxfail=1", tests=[test], **faulty_engine.where)

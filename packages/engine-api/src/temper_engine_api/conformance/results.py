@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 
 from temper_engine_api.registry import ENGINES
@@ -150,7 +151,7 @@ def collect_versions(module: str) -> dict[str, str]:
     points = [
         point for point in entry_points(group=ENGINES) if point.module.partition(".")[0] == package
     ]
-    distributions = packages_distributions().get(package, []) or [
+    distributions = _map_packages_to_distributions().get(package, []) or [
         point.dist.name for point in points if point.dist is not None
     ]
     for name in dict.fromkeys(["temper-engine-api", *distributions, *_DEPENDENCIES]):
@@ -159,6 +160,13 @@ def collect_versions(module: str) -> dict[str, str]:
         except PackageNotFoundError:
             versions[name] = "not installed"
     return versions
+
+
+@cache
+def _map_packages_to_distributions() -> Mapping[str, list[str]]:
+    # Reads the metadata of every installed distribution, and the kit's own tests run it 150 times
+    # in one process.
+    return packages_distributions()
 
 
 def merge_runs(runs: Iterable[ConformanceRun]) -> list[ConformanceRun]:
