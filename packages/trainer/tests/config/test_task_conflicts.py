@@ -122,10 +122,6 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
             "distillation.self_teacher is ema and teachers.t is set",
         ),
         (
-            ("task=distill", "distillation.self_teacher=ema", *ON_RAY),
-            "runtime.kind is ray, where the average has no workers",
-        ),
-        (
             ("data.train.teacher_prompt_key=solved",),
             "data.train.teacher_prompt_key (command line) has no effect without",
         ),

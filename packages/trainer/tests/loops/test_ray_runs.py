@@ -53,6 +53,40 @@ def test_ray_and_inline_give_equal_metrics(run: Run, rows: Rows, tmp_path: Path)
         assert rows(tmp_path / "ray", phase=phase) == rows(tmp_path / "inline", phase=phase)
 
 
+@pytest.mark.bitwise
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_moving_average_teaches_on_ray_as_in_one_process(
+    run: Run, rows: Rows, tmp_path: Path, num_workers: int
+) -> None:
+    distill = (
+        "warm_start=null",
+        "data.eval=null",
+        "algorithm=distill",
+        "algorithm.group_size=1",
+        "actor.engine.optimizer.lr=1e-2",
+        "data.train.teacher_prompt_key=solved",
+        "distillation.objective=top_k_reverse_kl",
+        "distillation.self_teacher={name: ema, decay: 0.5}",
+        "run.save_every=1",
+        "run.save_model=false",
+        "run.total_steps=3",
+    )
+    on_ray = (*ON_RAY, f"actor.num_workers={num_workers}")
+    run(tmp_path / "inline", *distill)
+    run(tmp_path / "ray", *distill, *on_ray, "run.total_steps=2")
+    run(tmp_path / "ray", *distill, *on_ray, "run.resume=auto")
+    actual, expected = rows(tmp_path / "ray"), rows(tmp_path / "inline")
+    if num_workers == 1:
+        assert actual == expected
+        return
+    # Two ranks add up the same sums in another order.
+    names = ("distill/divergence", "actor/grad_norm", "distill/top_k_mass")
+    for of_ray, of_inline in zip(actual, expected, strict=True):
+        assert [of_ray[name] for name in names] == pytest.approx(
+            [of_inline[name] for name in names], rel=1e-3
+        )
+
+
 # Nightly: test_ray_sampler.py sends weights through the object store.
 @pytest.mark.nightly
 @pytest.mark.bitwise

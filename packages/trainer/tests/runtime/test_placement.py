@@ -4,7 +4,13 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import RuntimeConfig
-from temper_trainer.runtime.placement import RoleRequest, plan_placement
+from temper_trainer.config_loading import load
+from temper_trainer.runtime.placement import (
+    RoleRequest,
+    collect_role_requests,
+    plan_bundles,
+    plan_placement,
+)
 
 
 def test_roles_of_one_pool_use_the_same_bundle_per_rank() -> None:
@@ -22,6 +28,25 @@ def test_roles_of_one_pool_use_the_same_bundle_per_rank() -> None:
     )  # 2 CPUs of the bundle between two roles
     assert placement.get_worker_resources("actor", 1) == (2.0, 0.0)
     assert placement.find_bundle("critic", 0) == 0
+
+
+def test_moving_average_is_in_the_bundles_of_the_actor() -> None:
+    config = load(
+        [
+            "experiment=quickstart",
+            "algorithm=distill",
+            "algorithm.group_size=1",
+            "distillation.self_teacher=ema",
+            "runtime.kind=ray",
+            "actor.num_workers=2",
+            "actor.pool=train",
+            "rollout.pool=sample",
+        ]
+    ).config
+    requests = collect_role_requests(config)
+    assert requests["averaged_actor"] == RoleRequest(num_workers=2, pool="train")
+    bundles = plan_bundles(requests, config.runtime)
+    assert [b.roles for b in bundles if b.pool == "train"] == [("actor", "averaged_actor")] * 2
 
 
 def test_different_pools_get_different_bundles() -> None:

@@ -557,11 +557,6 @@ def _find_self_teacher_conflicts(config: TrainerConfig) -> Iterator[str]:
             f"{key}, but use_legacy_worker_impl is enable, and the deprecated workers cannot be a "
             "teacher: set it to disable."
         )
-    if config.runtime.kind == "ray" and isinstance(teacher, EmaPolicy):
-        yield (
-            f"{key}, but runtime.kind is ray, where the average has no workers: set "
-            "runtime.kind=inline, or distillation.self_teacher=current."
-        )
 
 
 def _find_off_policy_conflicts(config: TrainerConfig) -> Iterator[str]:

@@ -37,8 +37,9 @@ from temper_trainer.metrics.learning_watch import LearningWatch
 from temper_trainer.metrics.run_log import RunLog, SampleRow
 from temper_trainer.progress import Watchdog
 from temper_trainer.reward.scoring import RunningStats
+from temper_trainer.runtime.placement import AVERAGED_ROLE
 from temper_trainer.runtime.runtime_factory import Runtime
-from temper_trainer.runtime.self_teacher import AVERAGED_ROLE, update_average
+from temper_trainer.runtime.self_teacher import update_average
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.types import DataCursor, Prompt, Rollout
 

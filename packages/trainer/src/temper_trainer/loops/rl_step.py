@@ -44,7 +44,8 @@ from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.progress import StepTimer, advance_progress, track_progress
 from temper_trainer.reward.scoring import RunningStats
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
-from temper_trainer.runtime.self_teacher import AVERAGED_ROLE, update_average
+from temper_trainer.runtime.placement import AVERAGED_ROLE
+from temper_trainer.runtime.self_teacher import update_average
 from temper_trainer.runtime.worker_group import UpdateResult, WorkerGroup
 from temper_trainer.teacher.teacher_client import TeacherClient
 from temper_trainer.types import DataCursor, Rollout

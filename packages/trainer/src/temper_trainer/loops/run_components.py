@@ -29,8 +29,9 @@ from temper_trainer.rollout.pausable_sampler import PausableSampler
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime.engine_reward_model import build_reward_model
+from temper_trainer.runtime.placement import AVERAGED_ROLE
 from temper_trainer.runtime.runtime_factory import Runtime
-from temper_trainer.runtime.self_teacher import AVERAGED_ROLE, build_self_teacher
+from temper_trainer.runtime.self_teacher import build_self_teacher
 from temper_trainer.runtime.teacher_factory import build_teachers
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.teacher.teacher_client import TeacherClient

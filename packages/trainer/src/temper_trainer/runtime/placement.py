@@ -10,6 +10,8 @@ from temper_trainer.config.trainer_config import TrainerConfig
 
 REWARD_MODEL_ROLE = "reward_model"
 """Name of the reward model's worker group."""
+AVERAGED_ROLE = "averaged_actor"
+"""Name of the role whose weights are the moving average of the actor's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,9 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
         for n, r in roles.items()
         if r is not None
     }
+    if config.averaged_engine is not None:
+        # With the actor, so that each of its ranks has the same memory for a second model.
+        requests[AVERAGED_ROLE] = requests["actor"]
     if config.generates_completions:
         rollout = config.rollout
         per_replica = rollout.vllm.tensor_parallel_size if rollout.sampler == "vllm" else 1

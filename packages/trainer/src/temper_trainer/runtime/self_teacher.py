@@ -9,15 +9,13 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.runtime.engine_teacher import EngineTeacher
+from temper_trainer.runtime.placement import AVERAGED_ROLE
 from temper_trainer.runtime.worker_group import TrainingWorker, WorkerGroup
 from temper_trainer.teacher.teacher_client import (
     SELF_TEACHER,
     TeacherClient,
     build_self_teacher_spec,
 )
-
-AVERAGED_ROLE = "averaged_actor"
-"""Name of the role whose weights are the moving average of the actor's."""
 
 
 def build_self_teacher(

@@ -129,9 +129,14 @@ class RayWorkerGroup(WorkerGroup):
             self._configure()
         name = f"{self.role}: {call.__qualname__}"
         with report_full_store(name):
+            given: Sequence[object] = arguments
+            if len(arguments) > 1 and all(each is arguments[0] for each in arguments):
+                # Arguments of all ranks, which may be the full weights: one copy in the store, that
+                # Ray resolves for each of them.
+                given = [ray.put(arguments[0])] * len(arguments)
             refs = [
-                actor.call.remote(call, given)
-                for actor, given in zip(self._actors, arguments, strict=True)
+                actor.call.remote(call, each)
+                for actor, each in zip(self._actors, given, strict=True)
             ]
         try:
             return cast("list[T]", wait_for_all(refs, timeout_s=self._timeout_s, call=name))
