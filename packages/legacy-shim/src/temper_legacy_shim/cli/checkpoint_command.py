@@ -117,7 +117,6 @@ def checkpoint(
     _require_extra()
     from rich.console import Console
 
-    from temper_legacy_shim.checkpoints.conversion import convert, finished
     from temper_legacy_shim.checkpoints.model import Sources
     from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
 
@@ -165,9 +164,20 @@ def checkpoint(
         raise typer.BadParameter(
             "give the new directory to write, or --check to write nothing.", param_hint="--out"
         )
-    receipts = []
     jobs = plan_jobs(directory, out, step=step, role=role)
+    receipts = _convert_all(jobs, options, sources, console=console)
+    if as_json:
+        typer.echo(json.dumps([asdict(receipt) for receipt in receipts], indent=1))
+
+
+def _convert_all(
+    jobs: "list[Job]", options: "Options", sources: "Sources", *, console: "Console"
+) -> "list[Receipt]":
+    """Convert every role that an earlier run of the command has not finished."""
+    from temper_legacy_shim.checkpoints.conversion import convert, finished
+
     _check_together(jobs, options, sources)
+    receipts = []
     for job in jobs:
         _show_role(console, job.role)
         made = finished(job, options, sources) if len(jobs) > 1 else None
@@ -185,8 +195,7 @@ def checkpoint(
             )
         receipts.append(made)
         _show_receipt(console, job, made)
-    if as_json:
-        typer.echo(json.dumps([asdict(receipt) for receipt in receipts], indent=1))
+    return receipts
 
 
 def verify(

@@ -1,24 +1,25 @@
 """The sub-commands ``config`` and ``explain``: options in; YAML, a table or JSON out."""
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from temper_legacy_shim.cli.output import print_table
+from temper_legacy_shim.cli.shared_options import (
+    AsJson,
+    FromVersion,
+    GpusPerNode,
+    HasTable,
+    Numerics,
+    NumericsChoice,
+    read_cluster,
+)
 from temper_legacy_shim.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from temper_legacy_shim.configs import Translation
-
-
-class NumericsChoice(StrEnum):
-    """Numerics of the result."""
-
-    TEMPER = "temper"
-    LEGACY = "legacy"
 
 
 def register(app: typer.Typer) -> None:
@@ -35,10 +36,7 @@ def config(
             help="YAML files or folders; old overrides, KEY=VALUE.",
         ),
     ] = None,
-    from_version: Annotated[
-        str | None,
-        typer.Option(help="The old release, such as v0.7.0; inferred from the keys by default."),
-    ] = None,
+    from_version: FromVersion = None,
     entry: Annotated[
         str,
         typer.Option(
@@ -52,16 +50,8 @@ def config(
         int | None,
         typer.Option(min=1, help="Machines, where the configuration does not say it (torchrun)."),
     ] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of each.")] = None,
-    numerics: Annotated[
-        NumericsChoice,
-        typer.Option(
-            help=(
-                "temper: engines, hazards listed. legacy: pin the deprecated workers where they "
-                "were in use."
-            )
-        ),
-    ] = NumericsChoice.TEMPER,
+    gpus_per_node: GpusPerNode = None,
+    numerics: Numerics = NumericsChoice.TEMPER,
     out: Annotated[
         Path | None,
         typer.Option(help="A new file (for one input) or a new folder. Nothing is overwritten."),
@@ -70,24 +60,16 @@ def config(
         bool,
         typer.Option("--check", help="Write nothing and print one line for each input; for CI."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    table: Annotated[
-        bool, typer.Option("--table", help="Print every token and what became of it.")
-    ] = False,
+    as_json: AsJson = False,
+    table: HasTable = False,
 ) -> None:
     """Translate an old configuration.
 
     Exit code 0: clean; 10: behavior pinned, or with hazards; 20: needs a person; 1: it failed.
     """
-    from temper_legacy_shim.configs import EXIT_CODES, Cluster
+    from temper_legacy_shim.configs import EXIT_CODES
 
-    if (nodes is None) != (gpus_per_node is None):
-        raise typer.BadParameter("--nodes and --gpus-per-node belong together: give both.")
-    cluster = (
-        None
-        if nodes is None or gpus_per_node is None
-        else Cluster(nodes=nodes, gpus_per_node=gpus_per_node)
-    )
+    cluster = read_cluster(nodes, gpus_per_node)
     given = list(paths or [])
     results = _translate_all(
         given,

@@ -2,9 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from temper_legacy_shim.cli.shared_options import AsJson
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from temper_legacy_shim.imports.source_files import FileChange
 
 SCHEMA = "temper-migrate/imports/1"
 """Name of the form of ``--json``; docs/migration/imports.md describes it."""
@@ -36,7 +43,7 @@ def imports(
     check: Annotated[
         bool, typer.Option("--check", help="Print no diff, write nothing; for CI.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Change old imports.
 
@@ -52,52 +59,69 @@ def imports(
             if change.before != change.after:
                 write_in_place(change)
     if as_json:
-        report = [
-            {
-                "path": str(change.path),
-                "is_changed": change.before != change.after,
-                "diff": change.diff(),
-                "names": [
-                    {"line": r.line, "old": r.old, "new": r.new, "what_to_do": r.what_to_do}
-                    for r in change.remarks
-                ],
-            }
-            for change in changes
-        ]
-        typer.echo(
-            json.dumps(
-                {
-                    "schema": SCHEMA,
-                    "is_written": is_written,
-                    "files": report,
-                    "copies": [str(path) for path in copies],
-                },
-                indent=1,
-            )
-        )
+        _print_json(changes, copies, is_written=is_written)
     else:
-        for change in changes:
-            if not is_written and not check:
-                typer.echo(change.diff().encode("utf-8", errors="surrogateescape"), nl=False)
-            for remark in change.remarks:
-                if remark.what_to_do:
-                    new = f" -> {remark.new}" if remark.new else ""
-                    typer.echo(
-                        f"{change.path}:{remark.line}: {remark.old}{new}: {remark.what_to_do}",
-                        err=True,
-                    )
-        for path in copies:
-            typer.echo(
-                f"{path} is a copy of the old package itself, and stays as it is: what you changed "
-                "in it has to be moved by hand",
-                err=True,
-            )
-        num_changed = sum(change.before != change.after for change in changes)
-        what = "changed" if is_written else "would change (--write changes them)"
-        typer.echo(
-            f"{num_changed} file{'s' * (num_changed != 1)} {what}, "
-            f"{sum(c.needs_person for c in changes)} with work for a person",
-            err=True,
-        )
+        _print_changes(changes, copies, is_written=is_written, has_diff=not (write or check))
     is_left = bool(copies) or any(change.needs_person for change in changes)
     raise typer.Exit(EXIT_PERSON if is_left else EXIT_CHANGES if changes else 0)
+
+
+def _print_json(
+    changes: "Sequence[FileChange]", copies: "Sequence[Path]", *, is_written: bool
+) -> None:
+    report = [
+        {
+            "path": str(change.path),
+            "is_changed": change.before != change.after,
+            "diff": change.diff(),
+            "names": [
+                {"line": r.line, "old": r.old, "new": r.new, "what_to_do": r.what_to_do}
+                for r in change.remarks
+            ],
+        }
+        for change in changes
+    ]
+    typer.echo(
+        json.dumps(
+            {
+                "schema": SCHEMA,
+                "is_written": is_written,
+                "files": report,
+                "copies": [str(path) for path in copies],
+            },
+            indent=1,
+        )
+    )
+
+
+def _print_changes(
+    changes: "Sequence[FileChange]",
+    copies: "Sequence[Path]",
+    *,
+    is_written: bool,
+    has_diff: bool,
+) -> None:
+    """Print the diffs, if wanted, and to standard error what is left to do."""
+    for change in changes:
+        if has_diff:
+            typer.echo(change.diff().encode("utf-8", errors="surrogateescape"), nl=False)
+        for remark in change.remarks:
+            if remark.what_to_do:
+                new = f" -> {remark.new}" if remark.new else ""
+                typer.echo(
+                    f"{change.path}:{remark.line}: {remark.old}{new}: {remark.what_to_do}",
+                    err=True,
+                )
+    for path in copies:
+        typer.echo(
+            f"{path} is a copy of the old package itself, and stays as it is: what you changed "
+            "in it has to be moved by hand",
+            err=True,
+        )
+    num_changed = sum(change.before != change.after for change in changes)
+    what = "changed" if is_written else "would change (--write changes them)"
+    typer.echo(
+        f"{num_changed} file{'s' * (num_changed != 1)} {what}, "
+        f"{sum(c.needs_person for c in changes)} with work for a person",
+        err=True,
+    )

@@ -6,13 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from temper_legacy_shim.cli.config_command import NumericsChoice
 from temper_legacy_shim.cli.output import print_table
+from temper_legacy_shim.cli.shared_options import (
+    AsJson,
+    FromVersion,
+    GpusPerNode,
+    HasTable,
+    Numerics,
+    NumericsChoice,
+    read_cluster,
+)
 from temper_legacy_shim.errors import OutputError, ScriptError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from temper_legacy_shim.scripts.launch_translation import Options
     from temper_legacy_shim.scripts.migrate import Migration
 
 
@@ -40,24 +49,13 @@ def script(
             help="Read the script as if VAR were set; 1=VALUE is an argument.",
         ),
     ] = None,
-    from_version: Annotated[
-        str | None,
-        typer.Option(help="The old release, such as v0.7.0; inferred from the keys by default."),
-    ] = None,
+    from_version: FromVersion = None,
     nodes: Annotated[
         int | None,
         typer.Option(min=1, help="Machines, where neither script nor configuration says it."),
     ] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of each.")] = None,
-    numerics: Annotated[
-        NumericsChoice,
-        typer.Option(
-            help=(
-                "temper: engines, hazards listed. legacy: pin the deprecated workers where they "
-                "were in use."
-            )
-        ),
-    ] = NumericsChoice.TEMPER,
+    gpus_per_node: GpusPerNode = None,
+    numerics: Numerics = NumericsChoice.TEMPER,
     cpu_trial: Annotated[
         bool,
         typer.Option(
@@ -72,43 +70,24 @@ def script(
         bool,
         typer.Option("--check", help="Write nothing and print one line for each script; for CI."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    table: Annotated[
-        bool, typer.Option("--table", help="Print every token and what became of it.")
-    ] = False,
+    as_json: AsJson = False,
+    table: HasTable = False,
 ) -> None:
     """Translate old launch scripts.
 
     Exit code 0: clean; 10: behavior pinned, or with hazards; 20: needs a person; 1: it failed.
     """
-    from temper_legacy_shim.configs import EXIT_CODES, Cluster
+    from temper_legacy_shim.configs import EXIT_CODES
     from temper_legacy_shim.scripts.launch_translation import Options
-    from temper_legacy_shim.scripts.migrate import migrate_script
 
-    if (nodes is None) != (gpus_per_node is None):
-        raise typer.BadParameter("--nodes and --gpus-per-node belong together: give both.")
-    cluster = (
-        None
-        if nodes is None or gpus_per_node is None
-        else Cluster(nodes=nodes, gpus_per_node=gpus_per_node)
-    )
     options = Options(
-        version=from_version, numerics=numerics.value, cluster=cluster, cpu_trial=cpu_trial
+        version=from_version,
+        numerics=numerics.value,
+        cluster=read_cluster(nodes, gpus_per_node),
+        cpu_trial=cpu_trial,
     )
     settings = _settings(given or [])
-    results: list[tuple[Path, Migration]] = []
-    for path in paths:
-        try:
-            results.append(
-                (
-                    path,
-                    migrate_script(
-                        _text(path), settings=settings, options=options, folder=path.parent
-                    ),
-                )
-            )
-        except ScriptError as error:
-            raise ScriptError(f"{path}: {error}") from error
+    results = [(path, _migrate(path, settings=settings, options=options)) for path in paths]
     written = {} if check or out is None else _write(results, out)
     if as_json:
         _print_json(results, written)
@@ -123,6 +102,16 @@ def script(
         if out is None and not check:
             console.print("nothing was written: --out writes the new script.", markup=False)
     raise typer.Exit(max(EXIT_CODES[migration.outcome] for _, migration in results))
+
+
+def _migrate(path: Path, *, settings: dict[str, str], options: "Options") -> "Migration":
+    """Translate one script; an error names the script."""
+    from temper_legacy_shim.scripts.migrate import migrate_script
+
+    try:
+        return migrate_script(_text(path), settings=settings, options=options, folder=path.parent)
+    except ScriptError as error:
+        raise ScriptError(f"{path}: {error}") from error
 
 
 def _settings(given: list[str]) -> dict[str, str]:
