@@ -80,15 +80,38 @@ def _measure(action: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - started, _read_status_mb("VmHWM") - initial_mb
 
 
+def _record_read_sizes() -> list[int]:
+    """Return a list that grows by the bytes of each tensor that the engine reads from files."""
+    import torch
+
+    from temper_engine_api.checkpoint.saved_state import SavedState
+    from temper_engine_megatron.checkpoint import checkpoint_files
+
+    sizes: list[int] = []
+    open_saved_state = checkpoint_files.open_saved_state
+
+    def open_and_record(directory: str) -> SavedState:
+        saved = open_saved_state(directory)
+
+        def read(kind: str, name: str) -> torch.Tensor:
+            tensor = saved.read(kind, name)
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        return replace(saved, read=read)
+
+    # Replaces the only function through which the engine opens a checkpoint.
+    checkpoint_files.open_saved_state = open_and_record
+    return sizes
+
+
 def measure_rank(layout: str, *, rank: int, folder: Path) -> Measurement:
     """Run an update, two saves and a load on one rank, after one warm-up of each."""
     import torch
     import torch.distributed as dist
 
     from temper_engine_api.batch import from_sequences
-    from temper_engine_api.checkpoint.saved_state import SavedState
     from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
-    from temper_engine_megatron.checkpoint import checkpoint_files
     from temper_engine_megatron.config import MegatronConfig
     from temper_engine_megatron.engine import MegatronEngine
 
@@ -105,22 +128,7 @@ def measure_rank(layout: str, *, rank: int, folder: Path) -> Measurement:
     )
     engine = MegatronEngine(config)
     engine.init_model()
-    opened = 0
-    open_saved_state = checkpoint_files.open_saved_state
-
-    def open_and_count(directory: str) -> SavedState:
-        saved = open_saved_state(directory)
-
-        def read(kind: str, name: str) -> torch.Tensor:
-            nonlocal opened
-            tensor = saved.read(kind, name)
-            opened += tensor.nbytes
-            return tensor
-
-        return replace(saved, read=read)
-
-    # Count the bytes at the function through which the engine opens a checkpoint.
-    checkpoint_files.open_saved_state = open_and_count
+    read_sizes = _record_read_sizes()
     with closing(engine):
         engine.set_loss_fn(
             lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
@@ -152,7 +160,7 @@ def measure_rank(layout: str, *, rank: int, folder: Path) -> Measurement:
 
         _, background_peak = _measure(save_in_background)
         engine.read_part(str(parts / "1"))
-        opened = 0
+        read_sizes.clear()
         load_s, load_peak = _measure(lambda: engine.read_part(str(parts / "1")))
     return Measurement(
         written_mb=written / 1e6,
@@ -160,7 +168,7 @@ def measure_rank(layout: str, *, rank: int, folder: Path) -> Measurement:
         save_peak_mb=save_peak,
         staged_s=staged_s,
         background_peak_mb=background_peak,
-        opened_mb=opened / 1e6,
+        opened_mb=sum(read_sizes) / 1e6,
         load_s=load_s,
         load_peak_mb=load_peak,
     )

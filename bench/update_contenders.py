@@ -420,8 +420,8 @@ def trl_packed(folder: Path, num_updates: int) -> Timing:
     return clock.timing(has_same_batches=False)
 
 
-def verl(folder: Path, num_updates: int) -> Timing:
-    """Train with verl's FSDP2 engine, without padding and with the same cap on micro-batches."""
+def _open_verl_engine(folder: Path) -> Any:
+    """Return verl's FSDP2 engine, initialized, in the process group of this process."""
     # `tools` is next to the folder of this file, which is the only one on the path.
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     from tools.other_engines.verl_cpu import register_cpu_platform
@@ -431,13 +431,9 @@ def verl(folder: Path, num_updates: int) -> Timing:
 
     # verl cannot import newer versions of TRL.
     patches.is_trl_available = lambda: False
-    from tensordict import TensorDict
     from verl.trainer.config import CheckpointConfig
-    from verl.utils import tensordict_utils
-    from verl.utils.dataset.dataset_utils import DatasetPadMode
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-    from verl.workers.utils.losses import sft_loss
 
     # verl needs a process group even on a single rank.
     if "RANK" not in os.environ:
@@ -445,7 +441,6 @@ def verl(folder: Path, num_updates: int) -> Timing:
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511"
         )
     dist.init_process_group("gloo")
-    rank, world_size = rank_and_size()
     model = HFModelConfig(
         path=str(folder),
         override_config={"attn_implementation": "sdpa"},
@@ -474,6 +469,19 @@ def verl(folder: Path, num_updates: int) -> Timing:
     )
     engine = FSDPEngineWithLMHead(model, settings, optimizer, CheckpointConfig())
     engine.initialize()
+    return engine
+
+
+def verl(folder: Path, num_updates: int) -> Timing:
+    """Train with verl's FSDP2 engine, without padding and with the same cap on micro-batches."""
+    engine = _open_verl_engine(folder)
+    rank, world_size = rank_and_size()
+    # Imported after the engine is open, because verl needs the CPU platform that it registers.
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+    from verl.utils.dataset.dataset_utils import DatasetPadMode
+    from verl.workers.utils.losses import sft_loss
+
     loss_fn = partial(sft_loss, config=None)
 
     def to_nested(columns: list[Tensor]) -> Tensor:

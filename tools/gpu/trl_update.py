@@ -42,7 +42,7 @@ def grpo_update_seconds(
     # TRL and datasets are needed only for this row.
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+    from trl import GRPOTrainer  # type: ignore[import-not-found]
 
     inputs = _pad_batch(batch, device=device)
     times: list[float] = []
@@ -68,8 +68,45 @@ def grpo_update_seconds(
         def _generate_and_score_completions(self, generation_batch: object) -> dict[str, Any]:
             return dict(inputs)
 
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    trainer = PreparedTrainer(
+        model=model,
+        reward_funcs=_no_reward,
+        args=_make_arguments(
+            folder,
+            batch,
+            sequences_at_once=sequences_at_once,
+            device=device,
+            recomputes=recomputes,
+            num_updates=num_warm_up + num_timed,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "t2"}] * len(batch.lengths)),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        callbacks=[Clock()],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    seconds = [end - start for start, end in pairwise(times)]
+    return sorted(seconds[num_warm_up:]), norms[0]
+
+
+def _make_arguments(
+    folder: Path,
+    batch: SequenceBatch,
+    *,
+    sequences_at_once: int,
+    device: str,
+    recomputes: bool,
+    num_updates: int,
+) -> Any:
+    """Return a GRPOConfig in which every update trains on all sequences of the batch once."""
+    from trl import GRPOConfig
+
     num_sequences = len(batch.lengths)
-    arguments = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=device == "cpu",
         bf16=True,
@@ -81,28 +118,12 @@ def grpo_update_seconds(
         learning_rate=1e-6,
         lr_scheduler_type="constant",
         optim="adamw_torch_fused",
-        max_steps=num_warm_up + num_timed,
+        max_steps=num_updates,
         save_strategy="no",
         report_to=[],
         logging_steps=1,
         disable_tqdm=True,
     )
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    trainer = PreparedTrainer(
-        model=model,
-        reward_funcs=_no_reward,
-        args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": "t2"}] * num_sequences),
-        processing_class=AutoTokenizer.from_pretrained(folder),
-        callbacks=[Clock()],
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.train()
-    seconds = [end - start for start, end in pairwise(times)]
-    return sorted(seconds[num_warm_up:]), norms[0]
 
 
 def _no_reward(completions: Sequence[str], **_: object) -> list[float]:

@@ -296,8 +296,12 @@ _TRL = "trl/experimental/server_distillation/server_distillation_trainer.py"
 _MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def _list_comparisons() -> list[Comparison]:
-    rows: list[tuple[str, str, str, Callable[[Any, Data], Pair]]] = [
+Row = tuple[str, str, str, Callable[[Any, Data], Pair]]
+"""Project, module, name and function of a comparison."""
+
+
+def _list_verl_rows() -> list[Row]:
+    return [
         *(("verl", _VERL, f"ppo, dual clip, {mode}", _verl_ppo(mode)) for mode in _MODES),
         ("verl", _VERL, "ppo with correction weights", _verl_ppo("token-mean", is_weighted=True)),
         *(("verl", _VERL, f"value loss, {mode}", _verl_value(mode)) for mode in _MODES),
@@ -337,6 +341,12 @@ def _list_comparisons() -> list[Comparison]:
                 "seq_max_k3": 0.1,
             }.items()
         ),
+    ]
+
+
+def _list_other_rows() -> list[Row]:
+    """Return the rows of slime, TRL and OpenRLHF."""
+    return [
         (
             *("slime", _SLIME, "ppo, dual clip"),
             _slime_losses("compute_policy_loss", eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=3.0),
@@ -375,13 +385,12 @@ def _list_comparisons() -> list[Comparison]:
             for kind, low in {"tis": 0.0, "icepop": 0.8, "seq-mask-tis": 0.9}.items()
         ),
     ]
-    return [
-        Comparison(project=project, module=module, name=name, compute=compute)
-        for project, module, name, compute in rows
-    ]
 
 
-COMPARISONS = _list_comparisons()
+COMPARISONS = [
+    Comparison(project=project, module=module, name=name, compute=compute)
+    for project, module, name, compute in (*_list_verl_rows(), *_list_other_rows())
+]
 
 
 def compare_all(checkouts: Mapping[str, Path]) -> list[ComparisonResult]:
