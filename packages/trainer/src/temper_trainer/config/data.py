@@ -1,7 +1,7 @@
 """Settings of the data: sources, tokenizer, prompt formatting and overlong prompts."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -285,3 +285,63 @@ class DataConfig:
         """All held-out data by the key that sets it: data.eval first, then data.eval_sets.NAME."""
         unnamed = {} if self.eval is None else {"data.eval": self.eval}
         return unnamed | {f"data.eval_sets.{name}": each for name, each in self.eval_sets.items()}
+
+
+def find_data_conflicts(
+    data: DataConfig, *, task: str, tokens_per_update: int | None, total_epochs: float | None
+) -> Iterator[str]:
+    """Yield settings of the data that the task does not support.
+
+    Args:
+        data: Settings of the data.
+        task: Task of the run.
+        tokens_per_update: Value of batching.tokens_per_update.
+        total_epochs: Value of run.total_epochs.
+    """
+    if data.train_sets and task not in ("rl", "distill"):
+        yield (
+            f"data.train_sets is set in task {task}: only tasks rl and distill mix several "
+            "sources. List all files in data.train.paths."
+        )
+    if data.train.weight is not None and not data.train_sets:
+        yield (
+            "data.train.weight has no effect without data.train_sets, the other sources: remove it."
+        )
+    if data.train.weight is None:
+        without = [key for key, each in data.train_sources.items() if each.difficulty_key is None]
+        if without and len(without) < len(data.train_sources):
+            yield (
+                f"{without[0]}.difficulty_key is not set, but that of another training source is, "
+                "and all rows are sorted together: set all of them or none, or set the weight of "
+                "each source, so that each is sorted for itself."
+            )
+    if data.streaming and data.train.difficulty_key is not None:
+        yield (
+            "data.streaming is true, but data.train.difficulty_key sorts all rows, which must be "
+            "read first: remove one of them."
+        )
+    if task != "sft":
+        only = {
+            "data.streaming": data.streaming,
+            "data.train.messages_key": data.train.messages_key is not None,
+            "batching.tokens_per_update": tokens_per_update is not None,
+        }
+        for key, is_set in only.items():
+            if is_set:
+                yield (f"{key} has no effect in task {task}: only task sft uses it. Remove it.")
+    if total_epochs is not None and (data.streaming or tokens_per_update is not None):
+        yield (
+            f"run.total_epochs is {total_epochs}, but with data.streaming or "
+            "batching.tokens_per_update the number of steps per pass is unknown: set "
+            "run.total_steps."
+        )
+    if data.streaming and data.tokenizer.kind != "pretrained":
+        yield (
+            f"data.streaming is true, but data.tokenizer.kind {data.tokenizer.kind} must read all "
+            "rows first: use a pretrained one."
+        )
+    if data.streaming and data.train.kind == "arithmetic":
+        yield (
+            "data.streaming is true, but data.train.kind arithmetic generates all rows at once: "
+            "remove it."
+        )

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKl
+from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.config.data import SourceConfig
 from temper_trainer.settings.ranges import (
     NonNegativeFloat,
     PositiveFloat,
@@ -204,4 +206,155 @@ def _find_replica_conflicts(
             f"teachers.{name}.num_workers is {teacher.num_workers}, but the layout of "
             f"teachers.{name}.engine shards one copy of the model over {size} ranks: set it "
             f"to a multiple of {size}."
+        )
+
+
+def find_distillation_conflicts(
+    distillation: DistillationConfig,
+    *,
+    task: str,
+    teachers: Mapping[str, TeacherConfig],
+    algorithm: AlgorithmConfig,
+    train_sources: Mapping[str, SourceConfig],
+    prompts_per_step: int,
+    has_environment: bool,
+    has_legacy_workers: bool,
+) -> Iterator[str]:
+    """Yield settings that contradict the task distill, its teachers or given completions.
+
+    Args:
+        distillation: The loss or reward, and the policy as its own teacher.
+        task: Task of the run.
+        teachers: Other models as teachers, by name.
+        algorithm: Algorithm of the run.
+        train_sources: Training data by the key that sets it.
+        prompts_per_step: Value of batching.prompts_per_step.
+        has_environment: True if rollouts have several turns.
+        has_legacy_workers: True if use_legacy_worker_impl is enable.
+    """
+    if task == "distill" and not teachers and distillation.self_teacher is None:
+        yield (
+            "task is distill, but there is no teacher: set teachers.NAME.engine.model.path, or "
+            "distillation.self_teacher."
+        )
+    yield from _find_self_teacher_conflicts(
+        distillation.self_teacher,
+        task=task,
+        teachers=teachers,
+        train_sources=train_sources,
+        has_legacy_workers=has_legacy_workers,
+    )
+    yield from _find_off_policy_conflicts(
+        distillation,
+        task=task,
+        train_sources=train_sources,
+        has_one_completion=algorithm.group_size == 1 and not has_environment,
+        prompts_per_step=prompts_per_step,
+    )
+    if teachers and task not in ("rl", "distill"):
+        yield (
+            f"teachers are set in task {task}, which does not use them: remove them, or "
+            "set task=distill or task=rl."
+        )
+    if task == "distill" and (algorithm.kl_loss_coef or algorithm.kl_reward_coef):
+        yield (
+            "algorithm.kl_loss_coef and algorithm.kl_reward_coef have no effect in task distill, "
+            "whose reference is the teacher: remove them."
+        )
+    if task == "distill" and algorithm.dynamic_sampling is not None:
+        yield (
+            "algorithm.dynamic_sampling has no effect in task distill, which trains on every "
+            "completion: remove it."
+        )
+    correction, objective = algorithm.rollout_correction, distillation.objective
+    if (
+        task == "distill"
+        and not objective.is_reward
+        and correction is not None
+        and correction.proximal == "rollout"
+    ):
+        yield (
+            "algorithm.rollout_correction.proximal is rollout, but a loss of distillation "
+            f"(distillation.objective {objective.name}) has no ratio to correct: use proximal=old, "
+            "or distillation.objective=reverse_kl_reward."
+        )
+    if task == "distill" and algorithm.reweight is not None:
+        yield (
+            "algorithm.reweight has no effect in task distill, whose completions have no rewards: "
+            "remove it."
+        )
+
+
+def _find_self_teacher_conflicts(
+    teacher: SelfTeacher | None,
+    *,
+    task: str,
+    teachers: Mapping[str, TeacherConfig],
+    train_sources: Mapping[str, SourceConfig],
+    has_legacy_workers: bool,
+) -> Iterator[str]:
+    """Yield settings that contradict the policy as its own teacher."""
+    if teacher is None:
+        return
+    key = f"distillation.self_teacher is {teacher.name}"
+    if task not in ("rl", "distill"):
+        yield f"{key} in task {task}, which has no teachers: remove it."
+    if teachers:
+        yield (
+            f"{key} and teachers.{next(iter(teachers))} is set: completions have one "
+            "teacher, the policy itself or another model. Remove one of them."
+        )
+    without = [name for name, each in train_sources.items() if each.teacher_prompt_key is None]
+    if without and isinstance(teacher, CurrentPolicy):
+        yield (
+            f"{key}, but {without[0]}.teacher_prompt_key is not set: with the same prompt, policy "
+            "and teacher are equal and nothing is learned. Set it to the field with the teacher's "
+            "prompt."
+        )
+    if has_legacy_workers:
+        yield (
+            f"{key}, but use_legacy_worker_impl is enable, and the deprecated workers cannot be a "
+            "teacher: set it to disable."
+        )
+
+
+def _find_off_policy_conflicts(
+    distillation: DistillationConfig,
+    *,
+    task: str,
+    train_sources: Mapping[str, SourceConfig],
+    has_one_completion: bool,
+    prompts_per_step: int,
+) -> Iterator[str]:
+    """Yield settings that contradict given completions in place of the policy's."""
+    fraction, objective = distillation.off_policy_fraction, distillation.objective
+    if fraction == 0:
+        return
+    key = f"distillation.off_policy_fraction is {fraction}"
+    for name, source in train_sources.items():
+        if source.completion_key is None:
+            yield (
+                f"{key}, but {name}.completion_key is not set: set it to the field with the given "
+                "completion."
+            )
+    if task != "distill":
+        yield (
+            f"{key} in task {task}, but only task distill can train on completions that the "
+            "policy has not sampled: remove it."
+        )
+    if objective.num_teacher_tokens == 0:
+        yield (
+            f"{key} and distillation.objective is {objective.name}, whose estimate is wrong for "
+            "tokens that the policy has not sampled: use top_k_reverse_kl, forward_kl or "
+            "jensen_shannon."
+        )
+    if not has_one_completion:
+        yield (
+            f"{key}, but a prompt has one given completion of one turn: set algorithm.group_size=1 "
+            "and no environment."
+        )
+    if 0 < fraction * prompts_per_step < 0.5:
+        yield (
+            f"{key} of batching.prompts_per_step {prompts_per_step}, which rounds "
+            "to 0 prompts: raise one of them."
         )

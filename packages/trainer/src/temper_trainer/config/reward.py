@@ -7,6 +7,7 @@ from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
+from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.judge import JudgeConfig
 from temper_trainer.config.ranges import check_range
 from temper_trainer.settings.ranges import (
@@ -232,6 +233,30 @@ def find_reward_conflicts(
                     "name it in reward.function, reward.components or the source's reward, or "
                     "remove it."
                 )
+
+
+def find_component_conflicts(
+    reward: RewardConfig, *, train_sources: Mapping[str, SourceConfig]
+) -> Iterator[str]:
+    """Yield settings that contradict an estimator that normalizes several rewards separately."""
+    if not reward.components:
+        yield (
+            "algorithm.advantage is gdpo, which normalizes several rewards separately, but "
+            "reward.components is empty: list them there."
+        )
+    if reward.shaping != ShapingConfig():
+        yield (
+            "reward.shaping has no effect with algorithm.advantage gdpo, which uses the unshaped "
+            "rewards: remove it."
+        )
+    if any(
+        source.reward is not None or source.reward_key is not None
+        for source in train_sources.values()
+    ):
+        yield (
+            "algorithm.advantage is gdpo, which needs the same reward.components for all "
+            "completions, but a source of training data has reward or reward_key: remove it."
+        )
 
 
 def find_reward_model_conflicts(

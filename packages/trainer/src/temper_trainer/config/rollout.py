@@ -1,6 +1,6 @@
 """Settings of sampling: the sampler, vLLM servers, weight sync and asynchrony."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -223,3 +223,73 @@ class AsynchronyConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+
+
+def find_rollout_conflicts(
+    rollout: RolloutConfig,
+    *,
+    sync: WeightSyncConfig,
+    sampling: SamplingConfig,
+    loop: str,
+    kind: str,
+    devices: Sequence[str],
+    has_adapter: bool,
+) -> Iterator[str]:
+    """Yield transports, weight contents and log-probs that the sampler does not support.
+
+    Args:
+        rollout: The sampler.
+        sync: Settings for sending it weights.
+        sampling: Its parameters for training rollouts.
+        loop: Value of loop.
+        kind: Value of runtime.kind.
+        devices: Value of runtime.rollout_devices.
+        has_adapter: True if the actor has a LoRA adapter.
+    """
+    sampler = rollout.sampler
+    fitting = {
+        "vllm": ["shared_memory", "cuda_ipc", "collective"],
+        # The hf sampler is in the driver's process or in a Ray actor, never behind a server.
+        "hf": ["in_process" if kind == "inline" else "object_store"],
+    }[sampler]
+    if sync.transport not in ("auto", *fitting):
+        yield (
+            f"weight_sync.transport is {sync.transport}, but with rollout.sampler {sampler} and "
+            f"runtime.kind {kind} it must be auto or {' or '.join(fitting)}."
+        )
+    if sync.content == "adapter" and (sampler != "vllm" or not has_adapter):
+        yield (
+            f"weight_sync.content is adapter, but rollout.sampler is {sampler} and "
+            f"actor.engine.lora is {'on' if has_adapter else 'off'}: it "
+            "needs rollout=vllm and an adapter; full sends an adapter merged."
+        )
+    if sync.content == "adapter" and sync.transport not in ("auto", "shared_memory"):
+        yield (
+            f"weight_sync.transport is {sync.transport}, but weight_sync.content adapter is sent "
+            "as a file: use auto."
+        )
+    if sync.content == "adapter" and rollout.vllm.sleep_level == 2:
+        yield (
+            "rollout.vllm.sleep_level is 2, which drops the server's weights, but "
+            "weight_sync.content is adapter, which never sends the base weights again: use "
+            "sleep_level 1 or content full."
+        )
+    if devices and len(devices) != rollout.num_replicas:
+        yield (
+            f"runtime.rollout_devices has {len(devices)} entries, but rollout.num_replicas is "
+            f"{rollout.num_replicas}: give one entry per replica."
+        )
+    if rollout.vllm.sleep_level and loop != "sync":
+        yield (
+            f"rollout.vllm.sleep_level is {rollout.vllm.sleep_level}, but loop is "
+            f"{loop}, in which servers sample while the actor trains: set it to 0, or use "
+            "loop=sync."
+        )
+    is_truncated = sampling.top_p < 1 or sampling.top_k > 0
+    if sampler == "vllm" and sampling.temperature != 1 and is_truncated:
+        yield (
+            f"sampling.temperature is {sampling.temperature} together with sampling.top_p "
+            f"{sampling.top_p} and sampling.top_k {sampling.top_k}: training needs log-probs "
+            "after temperature and before truncation, which vLLM does not report. Use temperature "
+            "1, or top_p 1 and top_k 0, or rollout=hf."
+        )

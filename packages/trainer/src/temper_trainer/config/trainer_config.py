@@ -10,18 +10,18 @@ from temper_trainer.algorithms.preference_losses.preference_loss import Preferen
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
-from temper_trainer.config.data import DataConfig, PreferenceKind
+from temper_trainer.config.data import DataConfig, PreferenceKind, find_data_conflicts
 from temper_trainer.config.distillation import (
-    CurrentPolicy,
     DistillationConfig,
     EmaPolicy,
     TeacherConfig,
+    find_distillation_conflicts,
     find_teacher_conflicts,
 )
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.reward import (
     RewardConfig,
-    ShapingConfig,
+    find_component_conflicts,
     find_reward_conflicts,
     find_reward_model_conflicts,
 )
@@ -30,6 +30,7 @@ from temper_trainer.config.rollout import (
     RolloutConfig,
     SamplingConfig,
     WeightSyncConfig,
+    find_rollout_conflicts,
 )
 from temper_trainer.config.run import RoleConfig, RunConfig, RuntimeConfig
 from temper_trainer.config.tasks import GenerateConfig, RewardModelTaskConfig, WarmStartConfig
@@ -150,43 +151,19 @@ class TrainerConfig:
 
 def _find_conflicts(config: TrainerConfig) -> list[str]:
     """Return one sentence per contradiction or ineffective combination, which names both keys."""
-    conflicts: list[str] = []
-    needs_critic = config.task == "rl" and config.algorithm.reads("values")
-    # In task distill the teachers take the place of the reference, and other tasks have no KL term.
-    needs_kl = config.task == "rl" and (
-        config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0
-    )
-    needs_ref = (needs_kl and config.algorithm.kl_reference == "ref") or (
-        config.task == "dpo" and config.preference.reference == "ref"
-    )
-    if needs_critic != (config.critic is not None):
-        conflicts.append(
-            f"algorithm.advantage is {config.algorithm.advantage.name} and critic is "
-            f"{'set' if config.critic else 'not set'}: gae needs a critic, and no other estimator "
-            "or task uses one."
-        )
-    if config.task == "sft" and config.ref is not None:
-        conflicts.append(
-            "ref is set in task sft, which has no reference policy: remove it (ref=none)."
-        )
-    elif config.task == "dpo" and needs_ref != (config.ref is not None):
-        conflicts.append(
-            f"preference is {config.preference.name} with reference {config.preference.reference}, "
-            f"and ref is {'set' if config.ref else 'not set'}: reference ref needs the ref role "
-            "(ref=frozen), and the others do not use it."
-        )
-    elif needs_ref != (config.ref is not None):
-        conflicts.append(
-            f"algorithm.kl_loss_coef is {config.algorithm.kl_loss_coef}, algorithm.kl_reward_coef "
-            f"is {config.algorithm.kl_reward_coef}, algorithm.kl_reference is "
-            f"{config.algorithm.kl_reference}, and ref is {'set' if config.ref else 'not set'}: a "
-            "coefficient above 0 needs the ref role (or kl_reference=disabled_adapter), and the "
-            "ref role needs such a coefficient."
-        )
+    conflicts = _find_optional_role_conflicts(config)
     conflicts += _find_size_conflicts(config)
-    conflicts += _find_adapter_conflicts(config, needs_kl=needs_kl)
+    conflicts += _find_adapter_conflicts(config)
     if config.generates_completions:
-        conflicts += _find_rollout_conflicts(config)
+        conflicts += find_rollout_conflicts(
+            config.rollout,
+            sync=config.weight_sync,
+            sampling=config.sampling,
+            loop=config.loop,
+            kind=config.runtime.kind,
+            devices=config.runtime.rollout_devices,
+            has_adapter=config.actor.engine.lora.is_enabled,
+        )
     if config.task in ("rl", "distill") and config.sampling.temperature == 0:
         conflicts.append(
             f"sampling.temperature is 0 (greedy) in task {config.task}, so all completions of a "
@@ -231,6 +208,48 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
     return conflicts
 
 
+def _has_kl_term(config: TrainerConfig) -> bool:
+    """Return True if the algorithm has a KL term against a reference policy."""
+    # In task distill the teachers take the place of the reference, and other tasks have no KL term.
+    return config.task == "rl" and (
+        config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0
+    )
+
+
+def _find_optional_role_conflicts(config: TrainerConfig) -> list[str]:
+    """Return the roles critic and ref if they are missing, or set without an effect."""
+    conflicts = []
+    needs_critic = config.task == "rl" and config.algorithm.reads("values")
+    needs_ref = (_has_kl_term(config) and config.algorithm.kl_reference == "ref") or (
+        config.task == "dpo" and config.preference.reference == "ref"
+    )
+    if needs_critic != (config.critic is not None):
+        conflicts.append(
+            f"algorithm.advantage is {config.algorithm.advantage.name} and critic is "
+            f"{'set' if config.critic else 'not set'}: gae needs a critic, and no other estimator "
+            "or task uses one."
+        )
+    if config.task == "sft" and config.ref is not None:
+        conflicts.append(
+            "ref is set in task sft, which has no reference policy: remove it (ref=none)."
+        )
+    elif config.task == "dpo" and needs_ref != (config.ref is not None):
+        conflicts.append(
+            f"preference is {config.preference.name} with reference {config.preference.reference}, "
+            f"and ref is {'set' if config.ref else 'not set'}: reference ref needs the ref role "
+            "(ref=frozen), and the others do not use it."
+        )
+    elif needs_ref != (config.ref is not None):
+        conflicts.append(
+            f"algorithm.kl_loss_coef is {config.algorithm.kl_loss_coef}, algorithm.kl_reward_coef "
+            f"is {config.algorithm.kl_reward_coef}, algorithm.kl_reference is "
+            f"{config.algorithm.kl_reference}, and ref is {'set' if config.ref else 'not set'}: a "
+            "coefficient above 0 needs the ref role (or kl_reference=disabled_adapter), and the "
+            "ref role needs such a coefficient."
+        )
+    return conflicts
+
+
 def _find_role_conflicts(config: TrainerConfig) -> Iterator[str]:
     """Yield layouts that do not fit the number of workers, and models of the wrong type."""
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
@@ -265,7 +284,7 @@ def _find_role_conflicts(config: TrainerConfig) -> Iterator[str]:
         )
 
 
-def _find_adapter_conflicts(config: TrainerConfig, *, needs_kl: bool) -> list[str]:
+def _find_adapter_conflicts(config: TrainerConfig) -> list[str]:
     """Return conflicts of LoRA adapters that have no effect or would be applied twice."""
     conflicts = []
     is_disabled_adapter = config.algorithm.kl_reference == "disabled_adapter"
@@ -275,7 +294,7 @@ def _find_adapter_conflicts(config: TrainerConfig, *, needs_kl: bool) -> list[st
             "actor.engine.lora.rank and actor.engine.lora.alpha, or use the ref role "
             "(algorithm.kl_reference=ref)."
         )
-    if is_disabled_adapter and not needs_kl:
+    if is_disabled_adapter and not _has_kl_term(config):
         conflicts.append(
             "algorithm.kl_reference is disabled_adapter, but algorithm.kl_loss_coef and "
             "algorithm.kl_reward_coef are 0, so there is no reference policy: set one of them, or "
@@ -290,65 +309,6 @@ def _find_adapter_conflicts(config: TrainerConfig, *, needs_kl: bool) -> list[st
         conflicts.append(
             "warm_start and actor.engine.lora.path are both set: the warm start merges that "
             "adapter into the model, and RL would apply it again. Remove one of them."
-        )
-    return conflicts
-
-
-def _find_rollout_conflicts(config: TrainerConfig) -> list[str]:
-    """Return transports, weight contents and log-probs that the sampler does not support."""
-    sync, sampler, kind, sampling = (
-        config.weight_sync,
-        config.rollout.sampler,
-        config.runtime.kind,
-        config.sampling,
-    )
-    fitting = {
-        "vllm": ["shared_memory", "cuda_ipc", "collective"],
-        # The hf sampler is in the driver's process or in a Ray actor, never behind a server.
-        "hf": ["in_process" if kind == "inline" else "object_store"],
-    }[sampler]
-    conflicts = []
-    if sync.transport not in ("auto", *fitting):
-        conflicts.append(
-            f"weight_sync.transport is {sync.transport}, but with rollout.sampler {sampler} and "
-            f"runtime.kind {kind} it must be auto or {' or '.join(fitting)}."
-        )
-    if sync.content == "adapter" and (sampler != "vllm" or not config.actor.engine.lora.is_enabled):
-        conflicts.append(
-            f"weight_sync.content is adapter, but rollout.sampler is {sampler} and "
-            f"actor.engine.lora is {'on' if config.actor.engine.lora.is_enabled else 'off'}: it "
-            "needs rollout=vllm and an adapter; full sends an adapter merged."
-        )
-    if sync.content == "adapter" and sync.transport not in ("auto", "shared_memory"):
-        conflicts.append(
-            f"weight_sync.transport is {sync.transport}, but weight_sync.content adapter is sent "
-            "as a file: use auto."
-        )
-    if sync.content == "adapter" and config.rollout.vllm.sleep_level == 2:
-        conflicts.append(
-            "rollout.vllm.sleep_level is 2, which drops the server's weights, but "
-            "weight_sync.content is adapter, which never sends the base weights again: use "
-            "sleep_level 1 or content full."
-        )
-    devices = config.runtime.rollout_devices
-    if devices and len(devices) != config.rollout.num_replicas:
-        conflicts.append(
-            f"runtime.rollout_devices has {len(devices)} entries, but rollout.num_replicas is "
-            f"{config.rollout.num_replicas}: give one entry per replica."
-        )
-    if config.rollout.vllm.sleep_level and config.loop != "sync":
-        conflicts.append(
-            f"rollout.vllm.sleep_level is {config.rollout.vllm.sleep_level}, but loop is "
-            f"{config.loop}, in which servers sample while the actor trains: set it to 0, or use "
-            "loop=sync."
-        )
-    is_truncated = sampling.top_p < 1 or sampling.top_k > 0
-    if sampler == "vllm" and sampling.temperature != 1 and is_truncated:
-        conflicts.append(
-            f"sampling.temperature is {sampling.temperature} together with sampling.top_p "
-            f"{sampling.top_p} and sampling.top_k {sampling.top_k}: training needs log-probs "
-            "after temperature and before truncation, which vLLM does not report. Use temperature "
-            "1, or top_p 1 and top_k 0, or rollout=hf."
         )
     return conflicts
 
@@ -409,7 +369,16 @@ def _find_overlong(
 
 def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
     """Yield settings that the task needs but are missing, or that it does not use."""
-    yield from _find_distillation_conflicts(config)
+    yield from find_distillation_conflicts(
+        config.distillation,
+        task=config.task,
+        teachers=config.teachers,
+        algorithm=config.algorithm,
+        train_sources=config.data.train_sources,
+        prompts_per_step=config.batching.prompts_per_step,
+        has_environment=config.environment is not None,
+        has_legacy_workers=config.use_legacy_worker_impl == "enable",
+    )
     if config.preference_kind == "labels" and config.batching.prompts_per_step == 1:
         yield (
             "batching.prompts_per_step is 1, but preference kto estimates a KL divergence from the "
@@ -450,8 +419,13 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "completions would be equal: raise the temperature."
         )
     if config.algorithm.reads("components"):
-        yield from _find_component_conflicts(config)
-    yield from _find_data_conflicts(config)
+        yield from find_component_conflicts(config.reward, train_sources=config.data.train_sources)
+    yield from find_data_conflicts(
+        config.data,
+        task=config.task,
+        tokens_per_update=config.batching.tokens_per_update,
+        total_epochs=config.run.total_epochs,
+    )
     yield from find_teacher_conflicts(
         config.teachers,
         pools=_name_pools(config),
@@ -461,193 +435,6 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             source.route_key is not None for source in config.data.train_sources.values()
         ),
     )
-
-
-def _find_distillation_conflicts(config: TrainerConfig) -> Iterator[str]:
-    """Yield settings that contradict the task distill, its teachers or given completions."""
-    if config.task == "distill" and not config.has_teachers:
-        yield (
-            "task is distill, but there is no teacher: set teachers.NAME.engine.model.path, or "
-            "distillation.self_teacher."
-        )
-    yield from _find_self_teacher_conflicts(config)
-    yield from _find_off_policy_conflicts(config)
-    if config.teachers and config.task not in ("rl", "distill"):
-        yield (
-            f"teachers are set in task {config.task}, which does not use them: remove them, or "
-            "set task=distill or task=rl."
-        )
-    if config.task == "distill" and (
-        config.algorithm.kl_loss_coef or config.algorithm.kl_reward_coef
-    ):
-        yield (
-            "algorithm.kl_loss_coef and algorithm.kl_reward_coef have no effect in task distill, "
-            "whose reference is the teacher: remove them."
-        )
-    if config.task == "distill" and config.algorithm.dynamic_sampling is not None:
-        yield (
-            "algorithm.dynamic_sampling has no effect in task distill, which trains on every "
-            "completion: remove it."
-        )
-    correction, objective = config.algorithm.rollout_correction, config.distillation.objective
-    if (
-        config.task == "distill"
-        and not objective.is_reward
-        and correction is not None
-        and correction.proximal == "rollout"
-    ):
-        yield (
-            "algorithm.rollout_correction.proximal is rollout, but a loss of distillation "
-            f"(distillation.objective {objective.name}) has no ratio to correct: use proximal=old, "
-            "or distillation.objective=reverse_kl_reward."
-        )
-    if config.task == "distill" and config.algorithm.reweight is not None:
-        yield (
-            "algorithm.reweight has no effect in task distill, whose completions have no rewards: "
-            "remove it."
-        )
-
-
-def _find_component_conflicts(config: TrainerConfig) -> Iterator[str]:
-    """Yield settings that contradict an estimator that normalizes several rewards separately."""
-    if not config.reward.components:
-        yield (
-            "algorithm.advantage is gdpo, which normalizes several rewards separately, but "
-            "reward.components is empty: list them there."
-        )
-    if config.reward.shaping != ShapingConfig():
-        yield (
-            "reward.shaping has no effect with algorithm.advantage gdpo, which uses the unshaped "
-            "rewards: remove it."
-        )
-    if any(
-        source.reward is not None or source.reward_key is not None
-        for source in config.data.train_sources.values()
-    ):
-        yield (
-            "algorithm.advantage is gdpo, which needs the same reward.components for all "
-            "completions, but a source of training data has reward or reward_key: remove it."
-        )
-
-
-def _find_self_teacher_conflicts(config: TrainerConfig) -> Iterator[str]:
-    """Yield settings that contradict the policy as its own teacher."""
-    teacher = config.distillation.self_teacher
-    if teacher is None:
-        return
-    key = f"distillation.self_teacher is {teacher.name}"
-    if config.task not in ("rl", "distill"):
-        yield f"{key} in task {config.task}, which has no teachers: remove it."
-    if config.teachers:
-        yield (
-            f"{key} and teachers.{next(iter(config.teachers))} is set: completions have one "
-            "teacher, the policy itself or another model. Remove one of them."
-        )
-    without = [
-        name for name, each in config.data.train_sources.items() if each.teacher_prompt_key is None
-    ]
-    if without and isinstance(teacher, CurrentPolicy):
-        yield (
-            f"{key}, but {without[0]}.teacher_prompt_key is not set: with the same prompt, policy "
-            "and teacher are equal and nothing is learned. Set it to the field with the teacher's "
-            "prompt."
-        )
-    if config.use_legacy_worker_impl == "enable":
-        yield (
-            f"{key}, but use_legacy_worker_impl is enable, and the deprecated workers cannot be a "
-            "teacher: set it to disable."
-        )
-
-
-def _find_off_policy_conflicts(config: TrainerConfig) -> Iterator[str]:
-    """Yield settings that contradict given completions in place of the policy's."""
-    fraction, objective = config.distillation.off_policy_fraction, config.distillation.objective
-    if fraction == 0:
-        return
-    key = f"distillation.off_policy_fraction is {fraction}"
-    for name, source in config.data.train_sources.items():
-        if source.completion_key is None:
-            yield (
-                f"{key}, but {name}.completion_key is not set: set it to the field with the given "
-                "completion."
-            )
-    if config.task != "distill":
-        yield (
-            f"{key} in task {config.task}, but only task distill can train on completions that the "
-            "policy has not sampled: remove it."
-        )
-    if objective.num_teacher_tokens == 0:
-        yield (
-            f"{key} and distillation.objective is {objective.name}, whose estimate is wrong for "
-            "tokens that the policy has not sampled: use top_k_reverse_kl, forward_kl or "
-            "jensen_shannon."
-        )
-    if config.algorithm.group_size > 1 or config.environment is not None:
-        yield (
-            f"{key}, but a prompt has one given completion of one turn: set algorithm.group_size=1 "
-            "and no environment."
-        )
-    if 0 < fraction * config.batching.prompts_per_step < 0.5:
-        yield (
-            f"{key} of batching.prompts_per_step {config.batching.prompts_per_step}, which rounds "
-            "to 0 prompts: raise one of them."
-        )
-
-
-def _find_data_conflicts(config: TrainerConfig) -> Iterator[str]:
-    """Yield data settings that only task sft supports."""
-    data = config.data
-    if data.train_sets and config.task not in ("rl", "distill"):
-        yield (
-            f"data.train_sets is set in task {config.task}: only tasks rl and distill mix several "
-            "sources. List all files in data.train.paths."
-        )
-    if data.train.weight is not None and not data.train_sets:
-        yield (
-            "data.train.weight has no effect without data.train_sets, the other sources: remove it."
-        )
-    if data.train.weight is None:
-        without = [key for key, each in data.train_sources.items() if each.difficulty_key is None]
-        if without and len(without) < len(data.train_sources):
-            yield (
-                f"{without[0]}.difficulty_key is not set, but that of another training source is, "
-                "and all rows are sorted together: set all of them or none, or set the weight of "
-                "each source, so that each is sorted for itself."
-            )
-    if data.streaming and data.train.difficulty_key is not None:
-        yield (
-            "data.streaming is true, but data.train.difficulty_key sorts all rows, which must be "
-            "read first: remove one of them."
-        )
-    if config.task != "sft":
-        only = {
-            "data.streaming": data.streaming,
-            "data.train.messages_key": data.train.messages_key is not None,
-            "batching.tokens_per_update": config.batching.tokens_per_update is not None,
-        }
-        for key, is_set in only.items():
-            if is_set:
-                yield (
-                    f"{key} has no effect in task {config.task}: only task sft uses it. Remove it."
-                )
-    if config.run.total_epochs is not None and (
-        data.streaming or config.batching.tokens_per_update is not None
-    ):
-        yield (
-            f"run.total_epochs is {config.run.total_epochs}, but with data.streaming or "
-            "batching.tokens_per_update the number of steps per pass is unknown: set "
-            "run.total_steps."
-        )
-    if data.streaming and data.tokenizer.kind != "pretrained":
-        yield (
-            f"data.streaming is true, but data.tokenizer.kind {data.tokenizer.kind} must read all "
-            "rows first: use a pretrained one."
-        )
-    if data.streaming and data.train.kind == "arithmetic":
-        yield (
-            "data.streaming is true, but data.train.kind arithmetic generates all rows at once: "
-            "remove it."
-        )
 
 
 def _name_pools(config: TrainerConfig) -> dict[str, str]:
