@@ -74,12 +74,21 @@ def test_save_is_committed_once_every_role_has_written_it(tmp_path: Path) -> Non
     role = SlowRole()
     with open_writer(tmp_path, role) as writer:
         goal = writer.save(make_state(1), wait=False)
-        writer.commit_if_written()
+        writer.commit_before_log(is_save_due=False)
         assert find_latest_step(tmp_path) is None
         role.is_written = True
-        writer.commit_if_written()
+        writer.commit_before_log(is_save_due=False)
         assert find_latest_step(tmp_path) == 1
         assert (goal / "actor" / "weights").is_file()
+
+
+def test_save_in_progress_is_committed_before_the_log_if_the_next_one_is_due(
+    tmp_path: Path,
+) -> None:
+    with open_writer(tmp_path, SlowRole()) as writer:
+        writer.save(make_state(1), wait=False)
+        writer.commit_before_log(is_save_due=True)
+        assert find_latest_step(tmp_path) == 1
 
 
 def test_next_save_and_end_wait_for_the_previous_save(tmp_path: Path) -> None:
@@ -107,7 +116,7 @@ def test_failed_save_raises_after_the_next_step_and_leaves_earlier_ones(tmp_path
             CheckpointError,
             match=r"step 2 could not be saved: no space left.*Earlier steps have not changed",
         ):
-            writer.commit_if_written()
+            writer.commit_before_log(is_save_due=False)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 

@@ -118,14 +118,21 @@ class CheckpointWriter:
         self._pending = _PendingSave(transaction=transaction, state=state)
         return transaction.final
 
-    def commit_if_written(self) -> None:
-        """Commit the save in progress if all roles have written it; called between steps.
+    def commit_before_log(self, *, is_save_due: bool) -> None:
+        """Commit the save in progress; called between a step and its line in the log.
+
+        Args:
+            is_save_due: Wait for the save, because the completed step is saved next. Otherwise it
+                is only committed if all roles have written it.
 
         Raises:
             CheckpointError: If the save failed.
         """
-        if self._pending is not None and all(
-            role.has_written_part() for role in self._roles.values()
+        # Waiting here and not in `save`, which comes after the log, bounds the steps that a killed
+        # run computes again: with save_every=1 at most one step that is logged already.
+        if is_save_due or (
+            self._pending is not None
+            and all(role.has_written_part() for role in self._roles.values())
         ):
             self.wait()
 

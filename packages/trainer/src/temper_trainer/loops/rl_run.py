@@ -99,15 +99,9 @@ def run_rl(
         state=state,
         runtime=runtime,
     ) as components:
+        _load_roles(components.roles, checkpointer=checkpointer, resume_from=resume_from)
         if resume_from is not None:
-            readers = {name: role.read_part for name, role in components.roles.items()}
-            checkpointer.read_roles(resume_from, roles=readers)
             log.print_line(f"continuing from step {state.step} ({resume_from})")
-        elif AVERAGED_ROLE in components.roles:
-            # The average starts at the policy, which may come from a warm start.
-            update_average(
-                components.roles[AVERAGED_ROLE], actor=components.roles["actor"], decay=0.0
-            )
         boundary.set_saved(state.step, resume_from)
         if state.step < config.run.total_steps:
             folder.supersede_model()
@@ -165,6 +159,18 @@ def _load_state(
     return replace(state, step=step, cursor=DataCursor(epoch=epoch, index=index))
 
 
+def _load_roles(
+    roles: Mapping[str, WorkerGroup], *, checkpointer: Checkpointer, resume_from: Path | None
+) -> None:
+    """Give every role its weights of the checkpoint, or those that it has before the first step."""
+    if resume_from is not None:
+        readers = {name: role.read_part for name, role in roles.items()}
+        checkpointer.read_roles(resume_from, roles=readers)
+    elif AVERAGED_ROLE in roles:
+        # The average starts at the policy, which may come from a warm start.
+        update_average(roles[AVERAGED_ROLE], actor=roles["actor"], decay=0.0)
+
+
 def _run_steps(
     components: RunComponents,
     *,
@@ -220,12 +226,10 @@ def _run_steps(
                 objectives |= {"actor": actor}
                 roles["actor"].set_objective(actor)
             controllers = result.controllers
-            # A save that is due waits for the previous one: before the step is logged, so that with
-            # save_every=1 a killed run computes at most one logged step again.
-            if boundary.is_save_due(step, is_last=step == run.total_steps or stop.is_set):
-                writer.wait()
-            else:
-                writer.commit_if_written()
+            is_last = step == run.total_steps
+            writer.commit_before_log(
+                is_save_due=boundary.is_save_due(step, is_last=is_last or stop.is_set)
+            )
             log.log_metrics(step, result.metrics, phase="rl")
             if warning := watch.observe(step, result.metrics):
                 log.print_line(warning)
@@ -235,7 +239,6 @@ def _run_steps(
             bar.advance()
             if run.table_every and step % run.table_every == 0:
                 log.show_samples(step, _pick_samples(result, count=run.num_table_rows))
-            is_last = step == run.total_steps
             if run.eval_every and step % run.eval_every == 0 and not is_last:
                 # An abandoned evaluation is not repeated: the step is saved below, and the run
                 # ends.

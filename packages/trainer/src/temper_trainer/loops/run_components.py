@@ -5,7 +5,7 @@ generate need. Both close everything when the context ends.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,29 +103,12 @@ def build_components(
         runtime: Starts the processes.
     """
     with ExitStack() as stack:
-        roles = stack.enter_context(
-            _open_roles(
-                {
-                    "actor": config.actor,
-                    "critic": config.critic,
-                    "ref": config.ref,
-                    AVERAGED_ROLE: None
-                    if config.averaged_engine is None
-                    else replace(config.actor, engine=config.averaged_engine),
-                },
-                is_deprecated=config.use_legacy_worker_impl == "enable",
-                runtime=runtime,
-            )
-        )
+        roles = stack.enter_context(_open_roles(config, runtime=runtime))
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
-        teachers = (
-            build_teachers(config, runtime=runtime, tokenizer=tokenizer)
-            if config.distillation.self_teacher is None
-            else build_self_teacher(config, roles=roles, tokenizer=tokenizer)
+        teachers = stack.enter_context(
+            _open_teachers(config, roles=roles, runtime=runtime, tokenizer=tokenizer)
         )
-        if teachers is not None:
-            stack.callback(teachers.close)
         scorer = stack.enter_context(
             _open_scorer(
                 config.reward,
@@ -139,14 +122,14 @@ def build_components(
                 tokenizer=tokenizer,
             )
         )
-        transport = build_transport(config, actor=roles["actor"], sampler=sampler)
-        stack.callback(transport.close)
-        publisher = Publisher(
-            transport=transport,
-            sampler=sampler,
-            # The first publish, before the first step, restores the version of the state.
-            version=state.weight_version - 1,
-            software=sampler.software if isinstance(sampler, VllmSampler) else "",
+        publisher = stack.enter_context(
+            _open_publisher(
+                config,
+                actor=roles["actor"],
+                sampler=sampler,
+                # The first publish, before the first step, restores the version of the state.
+                version=state.weight_version - 1,
+            )
         )
         yield RunComponents(
             config=config,
@@ -164,16 +147,7 @@ def build_components(
             make_environment=None
             if config.environment is None
             else make_environment_factory(config.environment, tokenizer=tokenizer),
-            canary=_build_canary(
-                roles["actor"],
-                prompt=prompts[0],
-                max_tokens=config.batching.max_tokens,
-                tolerance=config.rollout.resolve_canary_tolerance(
-                    config.actor.engine.precision.compute
-                ),
-            )
-            if config.rollout.canary
-            else None,
+            canary=_build_canary(config, actor=roles["actor"], prompt=prompts[0]),
         )
 
 
@@ -206,16 +180,15 @@ def _open_prompts(
 
 
 @contextmanager
-def _open_roles(
-    configs: Mapping[str, RoleConfig | None], *, is_deprecated: bool, runtime: Runtime
-) -> Iterator[Mapping[str, WorkerGroup]]:
-    """Open and initialize the workers of all roles that are configured.
-
-    Args:
-        configs: Configuration by role name; None for a role that the run does not have.
-        is_deprecated: Use the deprecated workers of ``use_legacy_worker_impl``.
-        runtime: Starts the workers.
-    """
+def _open_roles(config: TrainerConfig, *, runtime: Runtime) -> Iterator[Mapping[str, WorkerGroup]]:
+    """Open and initialize the workers of all roles that the run has."""
+    configs: dict[str, RoleConfig | None] = {
+        "actor": config.actor,
+        "critic": config.critic,
+        "ref": config.ref,
+    }
+    if config.averaged_engine is not None:
+        configs[AVERAGED_ROLE] = replace(config.actor, engine=config.averaged_engine)
     with ExitStack() as stack:
         roles: dict[str, WorkerGroup] = {}
         for name, role in configs.items():
@@ -224,7 +197,7 @@ def _open_roles(
                     name,
                     engine=role.engine,
                     num_workers=role.num_workers,
-                    is_deprecated=is_deprecated,
+                    is_deprecated=config.use_legacy_worker_impl == "enable",
                 )
                 # Before `init`, so that ranks are also freed if building a model fails.
                 stack.callback(roles[name].close)
@@ -250,6 +223,40 @@ def _open_scorer(
         if model is not None:
             stack.callback(model.close)
         yield stack.enter_context(Scorer(config, model=model, selected=selected))
+
+
+@contextmanager
+def _open_teachers(
+    config: TrainerConfig,
+    *,
+    roles: Mapping[str, WorkerGroup],
+    runtime: Runtime,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[TeacherClient | None]:
+    """Open the teachers of distillation: other models, the policy itself, or none."""
+    teachers = (
+        build_teachers(config, runtime=runtime, tokenizer=tokenizer)
+        if config.distillation.self_teacher is None
+        else build_self_teacher(config, roles=roles, tokenizer=tokenizer)
+    )
+    with ExitStack() as stack:
+        if teachers is not None:
+            stack.callback(teachers.close)
+        yield teachers
+
+
+@contextmanager
+def _open_publisher(
+    config: TrainerConfig, *, actor: WorkerGroup, sampler: Sampler, version: int
+) -> Iterator[Publisher]:
+    """Open the publisher of the actor's weights; its first publish has ``version + 1``."""
+    with closing(build_transport(config, actor=actor, sampler=sampler)) as transport:
+        yield Publisher(
+            transport=transport,
+            sampler=sampler,
+            version=version,
+            software=sampler.software if isinstance(sampler, VllmSampler) else "",
+        )
 
 
 def _make_pausable(sampler: Sampler, *, interrupts: bool) -> Sampler:
@@ -304,17 +311,17 @@ def build_inference_components(
         )
 
 
-def _build_canary(
-    actor: WorkerGroup, *, prompt: Prompt, max_tokens: int, tolerance: float
-) -> Canary:
-    """Return a canary that compares log-probs of a prompt's last 64 tokens."""
+def _build_canary(config: TrainerConfig, *, actor: WorkerGroup, prompt: Prompt) -> Canary | None:
+    """Return a canary that compares log-probs of a prompt's last 64 tokens; None if disabled."""
+    if not config.rollout.canary:
+        return None
     # At least two tokens, because the first one has no log-prob.
     tokens = torch.tensor(prompt.tokens[-64:] if len(prompt.tokens) > 1 else prompt.tokens * 2)
     batch = from_sequences([tokens], loss_masks=[torch.zeros(len(tokens), dtype=torch.bool)])
     plan = plan_mini_batch(
         [len(tokens)],
         dp_size=actor.dp_size,
-        max_tokens=max_tokens,
+        max_tokens=config.batching.max_tokens,
         constraints=actor.topology.plan_constraints,
     )
     denominators = count_denominators(batch)
@@ -332,5 +339,5 @@ def _build_canary(
     return Canary(
         tokens=tuple(tokens.tolist()),
         engine_logprobs=engine_logprobs,
-        tolerance=tolerance,
+        tolerance=config.rollout.resolve_canary_tolerance(config.actor.engine.precision.compute),
     )

@@ -322,26 +322,22 @@ def run_supervised(
                     max_tokens=config.batching.max_tokens,
                     seed=derive_seed(config.run.seed, stage.phase, step),
                 )
-                # A save that is due waits for the previous one: before the step is logged, so that
-                # with save_every=1 a killed run computes at most one logged step again.
-                if boundary.is_save_due(step, is_last=step == stage.total_steps or stop.is_set):
-                    writer.wait()
-                else:
-                    writer.commit_if_written()
+                is_last = step == stage.total_steps
+                writer.commit_before_log(
+                    is_save_due=boundary.is_save_due(step, is_last=is_last or stop.is_set)
+                )
                 log.log_metrics(
                     step,
                     metrics,
                     phase=stage.phase,
-                    # A warm start has hundreds of short updates, and is only a preparation.
-                    prints_line=stage.phase != WARM_START_PHASE
-                    or _ends_tenth(step, total=stage.total_steps),
+                    prints_line=_is_printed(step, stage),
                 )
                 boundary.end_step()
                 bar.advance()
-                is_last = step == stage.total_steps or stop.is_set
-                if boundary.is_save_due(step, is_last=is_last):
+                if boundary.is_save_due(step, is_last=is_last or stop.is_set):
                     state = make_state(step=step, cursor=stream.cursor)
-                    boundary.set_saved(step, writer.save(state, wait=is_last))
+                    checkpoint = writer.save(state, wait=is_last or stop.is_set)
+                    boundary.set_saved(step, checkpoint)
                 if stop.is_set:
                     raise boundary.make_interrupted(stop)
         if stage.exports_model:
@@ -511,6 +507,13 @@ def _estimate_kl(
     return max(0.0, float(log_ratio.sum()) / mismatched.num_sequences)
 
 
-def _ends_tenth(step: int, *, total: int) -> bool:
-    """Return True for the first step, and for the last one of each tenth of the steps."""
+def _is_printed(step: int, stage: SupervisedStage) -> bool:
+    """Return True if the console shows the metrics of a step.
+
+    Of a warm start, these are the first step and the last one of each tenth of the steps.
+    """
+    # A warm start has hundreds of short updates, and is only a preparation.
+    if stage.phase != WARM_START_PHASE:
+        return True
+    total = stage.total_steps
     return step == 1 or step * 10 // total > (step - 1) * 10 // total
