@@ -11,7 +11,8 @@ from temper_legacy_shim.configs.mapping.numerics_changes import build_numerics, 
 from temper_legacy_shim.configs.mapping.reward_functions import build_reward
 from temper_legacy_shim.configs.mapping.rl_algorithm import build_algorithm, has_ref_role
 from temper_legacy_shim.configs.mapping.rl_facts import build_generation, needs_critic, needs_ref
-from temper_legacy_shim.configs.mapping.roles import ACTOR, CRITIC, REF, build_role, is_megatron
+from temper_legacy_shim.configs.mapping.role_engine import build_role
+from temper_legacy_shim.configs.mapping.roles import ACTOR, CRITIC, REF, is_megatron
 from temper_legacy_shim.configs.mapping.rollout import build_rollout
 from temper_legacy_shim.configs.mapping.run_length import build_run
 from temper_legacy_shim.configs.mapping.selection import build_selection

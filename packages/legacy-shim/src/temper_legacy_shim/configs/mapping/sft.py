@@ -6,11 +6,11 @@ Columns of questions and answers, and conversations on engines.
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import put_source
 from temper_legacy_shim.configs.mapping.lora import build_lora
+from temper_legacy_shim.configs.mapping.role_engine import build_role
 from temper_legacy_shim.configs.mapping.roles import (
     COLUMNS,
     SFT,
     OldRole,
-    build_role,
     data_parallel,
     is_megatron,
     sequence_parallel,
