@@ -152,6 +152,7 @@ def _read_tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]
         )
     mask = _as_bool(padded["attention_mask"], name="attention_mask", shape=tokens.shape)
     position = torch.arange(mask.shape[1], device=mask.device)
+    # argmax returns the first of equal maxima, here the position of the first 1.
     first, lengths = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
     is_contiguous = (mask == ((position >= first) & (position < first + lengths))).all(1) & (
         lengths[:, 0] > 0

@@ -103,6 +103,8 @@ class StoreServer:
             try:
                 connection = _authenticate(client, self._key, is_server=True, timeout_s=HANDSHAKE_S)
             finally:
+                # Released before the first request: the limit is for clients that have not proved
+                # that they know the token, and a rank stays connected until the run ends.
                 self._handshakes.release()
             with connection:
                 while True:

@@ -188,6 +188,7 @@ class TorchOptimizer(ShardedOptimizer):
         if not any(name.startswith(f"{STATE_PREFIX}.") for name in names):
             self._optimizer.state.clear()
             return
+        # Weight decay changes the weights in spite of zero gradients.
         original = {
             name: parameter.local_shard().clone() for name, parameter in self._parameters.items()
         }

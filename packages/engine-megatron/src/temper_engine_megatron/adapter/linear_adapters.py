@@ -179,6 +179,7 @@ class LinearAdapter(nn.Module):
         if self._linear.added_bias is not None:
             base = base - self._linear.added_bias.index_select(0, output_indices.to(y.device))
         ratio = (pair.lora_magnitude_vector.float() / self.row_norms(name)).to(y.dtype)
+        # The layer has already returned W x, so this is the difference to DoRA's output.
         return (ratio - 1) * base + ratio * update
 
     def _exchange(self, low_rank: Tensor) -> Tensor:
@@ -235,6 +236,7 @@ class LinearAdapter(nn.Module):
             .square()
             .sum(1)
         )
+        # Each rank has some columns of every row: squares can be summed over ranks, norms cannot.
         if self._linear.splits_input and self._context.tp.size() > 1:
             dist.all_reduce(squares, group=self._context.tp)
         return squares.sqrt()

@@ -84,6 +84,8 @@ def build_pack_layout(
     return PackLayout(
         num_queries=num_queries,
         num_keys=num_keys,
+        # Only the first sequence can begin before the slice, so all keys are one range that ends
+        # with the slice.
         keys=slice(local.stop - sum(num_keys), local.stop),
         query_starts=_cumulative_sums(num_queries, device),
         key_starts=_cumulative_sums(num_keys, device),

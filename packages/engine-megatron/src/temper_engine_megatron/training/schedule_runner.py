@@ -84,6 +84,7 @@ class ScheduleRunner:
             for micro in batch.micro_batches()
         ]
         if not forward_only:
+            # Set before the pass, because a pass that fails may have accumulated some gradients.
             self.has_unreduced_gradients = True
         with self._run_pass(trains=not forward_only), support_missing_cuda():
             outputs = self._run_micro_batches(local_batches, options)

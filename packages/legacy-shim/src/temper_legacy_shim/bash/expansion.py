@@ -97,6 +97,7 @@ def _part(shell: Shell, part: Part, *, in_quotes: bool) -> list[Fragment]:
         inside = [
             fragment for inner in part.parts for fragment in _part(shell, inner, in_quotes=True)
         ]
+        # "$@" without arguments is no argument, and "" is an empty one.
         is_empty_list = not inside and any(isinstance(inner, Parameter) for inner in part.parts)
         return inside if inside or is_empty_list else [Fragment((Piece(""),), is_quoted=True)]
     shell.reading.step()
@@ -243,6 +244,8 @@ class _Splitter:
             if char not in self.separators:
                 continue
             self._pieces.append(Piece(piece.value[start:at]))
+            # Bash drops empty arguments between white space, but keeps those between other
+            # separators: with IFS=, the text a,,b has three fields.
             self._exists = self._exists or at > start or char not in " \t\n"
             self.end()
             self.has_split = True
@@ -431,6 +434,7 @@ def _range(items: list[Item], end: int) -> tuple[list[list[Item]], int] | None:
             "launch command."
         )
     numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+    # As in bash, {01..10} pads all numbers to the width of the longer end.
     padded = is_number and any(re.fullmatch(r"-?0\d+", text) for text in (match[1], match[2]))
     width = max(len(match[1]), len(match[2])) if padded else 0
     return [list(f"{number:0{width}d}" if is_number else chr(number)) for number in numbers], end

@@ -179,6 +179,7 @@ class Words:
                     _ESCAPES.get(escaped, escaped if escaped in "\\'\"?" else "\\" + escaped)
                 )
         self.at += 1
+        # An argument cannot contain NUL, and bash ends the text there.
         return Literal("".join(out).partition("\0")[0], is_quoted=True)
 
     def _dollar(self, *, in_quotes: bool) -> Part:
@@ -200,6 +201,7 @@ class Words:
             self.at += 1
             return self._double_quoted()
         start = self.at
+        # Without braces a positional parameter has one digit: $10 is ${1}0.
         match = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]|[@*#?$!-]").match(self.text, self.at + 1)
         if match is None:
             self.at += 1
@@ -221,6 +223,7 @@ class Words:
         if match is None:
             raise self.error("a backquote is opened here and never closed.")
         self.nest()
+        # Inside backquotes, a backslash escapes only these three characters.
         inside = type(self)(re.sub(r"\\([$`\\])", r"\1", match[1]))
         inside.nesting = self.nesting
         program = inside.program_until("")
@@ -282,6 +285,7 @@ class Words:
         start = self.at
         self.at += 2
         prefix = ""
+        # In ${#} and ${!} the character is the parameter itself and not a prefix.
         if self.peek() in ("#", "!") and self.text[self.at + 1 : self.at + 2] not in ("}", ":", ""):
             prefix = self.peek()
             self.at += 1

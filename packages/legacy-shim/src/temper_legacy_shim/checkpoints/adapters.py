@@ -113,6 +113,8 @@ class Adapter:
             )
         rank = self.pairs[module].rank
         alpha = self._pattern("alpha_pattern", module, self.alpha)
+        # Rank-stabilized LoRA divides by the root of the rank (Kalajdzievski 2023,
+        # arXiv:2312.03732).
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
 
     def _pattern(self, name: str, module: str, default: float) -> float:
@@ -446,8 +448,10 @@ def matching(patterns: Iterable[str], module: str, *, source: str) -> str | None
         is_literal = _LITERAL.fullmatch(pattern) is not None
         num_expressions += not is_literal
         if not is_literal:
+            # The patterns come from a file of the checkpoint, which is not trusted.
             _check_is_quick(pattern, module, num_expressions, source=source)
         try:
+            # The expression is that of `get_pattern_key` in peft/utils/other.py.
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return pattern
         except re.error as error:

@@ -22,6 +22,7 @@ def masked_sum(values: Tensor, mask: Tensor, *, dim: int | None = None) -> Tenso
 
     Masked values have no effect, even NaN.
     """
+    # Multiplying alone would keep NaN, because NaN * 0 is NaN.
     kept = torch.where(mask.bool(), values, 0.0) * mask
     return kept.sum() if dim is None else kept.sum(dim)
 
@@ -46,6 +47,7 @@ def aggregate(loss: Tensor, mask: Tensor, mode: str) -> Tensor:
         []; NaN with zero gradient if all entries are masked.
     """
     if mode == "token-mean":
+        # The old release has no epsilon here, so that a batch without trained tokens gives NaN.
         return masked_sum(loss, mask) / mask.sum()
     if mode not in AGGREGATIONS:
         raise ConfigError(

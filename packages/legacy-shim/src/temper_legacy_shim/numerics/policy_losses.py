@@ -62,6 +62,8 @@ def clipped(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor,
     bounded = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     worse = torch.maximum(plain, bounded)
     bound = -advantages * settings.clip_ratio_c
+    # Without the bound, a token with a negative advantage and a large ratio has an unbounded loss
+    # (dual clip: Ye et al. 2020, arXiv:1912.09729).
     loss = torch.where(advantages < 0, torch.minimum(bound, worse), worse)
     return inputs.reduced(loss), {
         "actor/pg_clipfrac": inputs.mean(bounded > plain),
@@ -80,6 +82,7 @@ def sequence_ratio(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
     mean = (log_ratio * inputs.mask).sum(-1) / length
     # The value is the sequence's, the gradient each token's own.
     shared = inputs.logprobs - inputs.logprobs.detach() + mean.detach()[:, None]
+    # The old release bounded this log-ratio only from above, and at 10 instead of `MAX_LOG_RATIO`.
     ratio = torch.clamp(shared, max=10.0).exp()
     plain = -inputs.advantages * ratio
     bounded = -inputs.advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)

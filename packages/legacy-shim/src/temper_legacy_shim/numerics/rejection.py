@@ -125,6 +125,7 @@ def _statistic(rule: Rule, *, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, 
         rows = masked_mean(tokens, mask, dim=-1)
     else:
         largest = tokens.masked_fill(~mask.bool(), -math.inf).amax(-1)
+        # A row without trained tokens has no maximum; with 0, no rule rejects it.
         rows = torch.where(largest == -math.inf, 0.0, largest)
     return rows[:, None].expand_as(tokens), rows
 
@@ -134,6 +135,7 @@ def _rule_numbers(rule: Rule, *, statistic: Tensor, rows: Tensor, mask: Tensor) 
     counted = statistic[mask.bool()] if rule.level == "token" else rows
     bounded = statistic.clamp(low, rule.high)
     mean = masked_mean(bounded, mask)
+    # E[x^2] - E[x]^2 can be slightly negative after rounding.
     variance = (masked_mean(bounded.square(), mask) - mean.square()).clamp(min=0.0)
     numbers = {
         "mean": masked_mean(statistic, mask),

@@ -236,6 +236,8 @@ class PPOActor(OnEngine):
         return loss
 
     def _inputs(self, micro: MicroBatch, logprobs: Tensor) -> PolicyInputs:
+        # As in the old worker: before a single update the old policy is the current one, and its
+        # own log-probs give a ratio of exactly 1.
         takes_current = micro.is_only_update and not self.settings.use_rollout_log_probs
         return PolicyInputs(
             logprobs=logprobs,

@@ -231,6 +231,8 @@ class OldMegatronSchedule:
 
     def rate(self, step: int) -> float:
         """Return the rate of the updates after ``step`` scheduler steps."""
+        # The last step of the warm-up is included, as in OptimizerParamScheduler.get_lr of
+        # Megatron.
         if self.warmup > 0 and step <= self.warmup:
             return self.lr_warmup_init + (self.lr - self.lr_warmup_init) * step / self.warmup
         if self.lr_decay_style == "constant":

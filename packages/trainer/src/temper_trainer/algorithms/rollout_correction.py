@@ -147,9 +147,11 @@ def compute_mismatch_metrics(
         rollout_logprobs: [T] of the sampler.
         loss_mask: [T] bool; values outside it are ignored, even NaN.
     """
+    # Not multiplied by the mask, because NaN * 0 is NaN.
     old = torch.where(loss_mask, logprobs.detach().float(), 0.0)
     rollout = torch.where(loss_mask, rollout_logprobs.float(), 0.0)
     distance = (old - rollout).abs()
+    # exp overflows float32 above 88, and one such token would make the means infinite.
     ratio = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return {
         "mismatch/abs_mean": weighted_mean(distance, loss_mask),

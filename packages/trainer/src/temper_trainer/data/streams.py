@@ -277,6 +277,8 @@ class BufferedStream(Generic[Item]):
                     )
                 self._cursor = DataCursor(epoch=self._cursor.epoch + 1)
                 self._items = self._ordered(self._cursor.epoch)
+                # Recurses at most once: the new epoch has an item, or its index is still 0 and the
+                # source is empty.
                 return self._next()
             item = next_item
         self._cursor = DataCursor(epoch=self._cursor.epoch, index=self._cursor.index + 1)

@@ -73,6 +73,8 @@ def _byte_pairs(corpus: Sequence[str], *, vocab_size: int | None) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[PAD, END, UNKNOWN],
+        # All 256 bytes, so that every text can be encoded. Sorted, because their order decides the
+        # token ids and the library returns them in another order in each process.
         initial_alphabet=sorted(alphabet),
         show_progress=False,
     )

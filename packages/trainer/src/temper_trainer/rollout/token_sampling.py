@@ -49,7 +49,9 @@ class TokenSamplingOptions:
         all_tokens = torch.iinfo(torch.int64).max
         return cls(
             temperature=torch.tensor(
-                [sampling.temperature or 1.0 for sampling in samplings], device=device
+                # Greedy rows must not divide by 0; `is_greedy` marks them.
+                [sampling.temperature or 1.0 for sampling in samplings],
+                device=device,
             ),
             is_greedy=torch.tensor(greedy, device=device),
             top_p=torch.tensor([sampling.top_p for sampling in samplings], device=device),

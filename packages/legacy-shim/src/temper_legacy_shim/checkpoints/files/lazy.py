@@ -205,6 +205,7 @@ class Assembled:
             at, rows = piece.offsets[0], piece.tensor.shape[0]
             low, high = max(start, at), min(stop, at + rows)
             rows_of_block = block[low - start : high - start]
+            # Full rows of a file are read into their place, without a copy in between.
             if isinstance(piece.tensor, Stored) and piece.tensor.shape[1:] == self.shape[1:]:
                 piece.tensor.read_into(low - at, rows_of_block)
                 continue

@@ -238,6 +238,8 @@ def shard_box(
     """
     offsets, sizes = [0] * len(shape), list(shape)
     axes = [axis for axis, placement in enumerate(placements) if placement.dim is not None]
+    # FSDP divides what tensor parallelism has left over, although FSDP's mesh axis is the outer
+    # one. torch records that as a strided split, so strided axes are applied last.
     sort_by_order = [a for a in axes if placements[a].split_factor == 1] + [
         a for a in reversed(axes) if placements[a].split_factor > 1
     ]
@@ -288,6 +290,7 @@ def covering(
             f"{where}: {have} of {want} elements of {key} are in the files: a shard is missing or "
             "doubled; copy every rank's file here."
         )
+    # With as many elements as the full tensor, boxes that do not overlap cover it.
     if _overlap(pieces):
         raise DamagedFileError(f"{where}: shards of {key} overlap: the files are not of one save.")
     if len(pieces) == 1 and pieces[0].tensor.shape == shape:
@@ -318,6 +321,7 @@ def _overlap(pieces: list[Piece]) -> bool:
     ordered = sorted(pieces, key=lambda piece: piece.offsets)
     for i, one in enumerate(ordered):
         for other in ordered[i + 1 :]:
+            # Boxes are sorted by first row, so no later box overlaps this one either.
             if not one.tensor.shape or other.offsets[0] >= one.offsets[0] + one.tensor.shape[0]:
                 break
             if all(

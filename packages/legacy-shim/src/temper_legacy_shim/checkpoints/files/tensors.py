@@ -219,6 +219,8 @@ class TensorReader:
             )
         sizes, strides = sizes_of(shape), sizes_of(stride)
         extent = _extent(sizes, strides)
+        # The pickle is not trusted. Without this check, a shape or stride could reach the bytes of
+        # other tensors, or ask for more memory than the file has bytes.
         if offset < 0 or offset + extent > count or math.prod(sizes) > max(count, 0):
             raise self._damaged(
                 key, f"has shape {sizes}, which does not fit its storage of {count} elements"
@@ -296,6 +298,9 @@ class TensorReader:
                 f"rank {self._rank}'s",
             )
         position = tuple(int(along) for along in result[0])
+        # The position of the file's own rank on the mesh follows from the file name. The position
+        # that torch wrote into the file must agree, or the file was renamed or copied over another
+        # one.
         written = attributes.get(
             "_coordinate_on_dim"
         )  # every torch from 2.4 on says where the rank was that wrote the file
@@ -331,6 +336,8 @@ class TensorReader:
             return None
         ranks = read_all(self.plain(flat, key=f"{key} (its mesh)")).astype(np.int64).reshape(-1)
         offsets = np.zeros((), np.int64)
+        # Checked before the ranks are computed, because a few bytes of a pickle can announce a huge
+        # mesh.
         if math.prod(len(steps) for steps in axes) > _MOST_RANKS:
             raise self._damaged(key, "lies on a mesh of too many ranks")
         for steps in axes:

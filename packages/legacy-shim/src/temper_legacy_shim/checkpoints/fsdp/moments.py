@@ -87,6 +87,9 @@ def read_optimizer(
     if not is_distributed(ranks):
         check_flat_replicas(role, ranks, shard_order(role))
     parameters = [name for name in parameters if not is_buffer(name)]
+    # No file says how FSDP stored the states. They are told apart by shape: vectors that fill each
+    # parameter exactly (use_orig_params), vectors of other lengths (units of FSDP1), or tensors in
+    # the shapes of the parameters.
     result = _from_pieces(role, ranks, weights, parameters)
     if result is None:
         check_same_numbers(role, ranks)
@@ -189,6 +192,8 @@ def _from_pieces(
 
     None for other states.
     """
+    # With use_orig_params the optimizer numbers parameters like an optimizer without FSDP, and a
+    # rank without elements of a parameter has no state of it.
     if is_distributed(ranks) or ranks[min(ranks)].num_parameters != len(parameters):
         return None
     order = shard_order(role)
@@ -309,6 +314,8 @@ def _matching_units(
     }
     for candidate in _wrappings(parameters):
         sizes = [
+            # FSDP1 pads a unit to a multiple of the ranks, so every shard has the quotient rounded
+            # up.
             -(-sum(math.prod(weights[name].shape) for name in unit) // num_shards)
             for unit in candidate
         ]

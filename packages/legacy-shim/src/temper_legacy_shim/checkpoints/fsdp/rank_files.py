@@ -16,6 +16,7 @@ from temper_legacy_shim.checkpoints.files.tensors import Distributed, Entry, Sha
 from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
+# Names of the modules that FSDP1, activation checkpointing and torch.compile put around others.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -35,6 +36,8 @@ def read_weights(files: dict[int, Path], *, where: Path) -> dict[str, LazyTensor
         of_rank, forms[rank] = _entries(path, rank=rank)
         for key, entry in of_rank.items():
             by_key.setdefault(key, {})[rank] = entry
+        # One save is written by one version of torch. Versions differ in how they pickle a mesh,
+        # which reveals a file of another run even if all shapes fit.
         if forms[rank] != forms[min(forms)]:
             raise DamagedFileError(
                 f"{path} was written by another version of torch than {files[min(forms)].name}: "
@@ -260,6 +263,8 @@ def _count(reader: TensorReader, node: object, *, key: str) -> int:
         if isinstance(tensor, Sharded) or math.prod(tensor.shape) != 1:
             raise DamagedFileError(f"{reader.archive.path}: {key} is no number.")
         value = float(read_all(tensor).reshape(-1)[0])
+    # Floats represent every integer only up to 2**53; adding 1 to a larger count would not change
+    # it.
     if not 0 <= value < 2**53:
         raise DamagedFileError(
             f"{reader.archive.path}: {key} is {value}, which is no count of updates."
@@ -367,6 +372,7 @@ def shard_order(role: Role) -> list[int]:
                     break
     if len(positions) != len(role.fsdp_files["model"]):
         return sorted(role.fsdp_files["model"])
+    # With hybrid sharding the first mesh axis numbers the replicas and the last one the shards.
     replica = {
         rank: position for rank, (position, _) in positions.items() if not any(position[:-1])
     }

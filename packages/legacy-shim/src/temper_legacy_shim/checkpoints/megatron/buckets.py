@@ -171,6 +171,7 @@ def _layouts(
     num_virtual = len(next(iter(dense.values())))
     for num_tensor in _divisors(len(dense)):
         num_stages = len(dense) // num_tensor
+        # Only stages with equal numbers of layers are tried.
         if geometry.num_layers % (num_stages * num_virtual) or len(experts) % num_stages:
             continue
         of_a_stage = len(experts) // num_stages or 1
@@ -281,6 +282,9 @@ def _take(
             if part is None:
                 raise _DoesNotFitError
             parts[name] = part
+            # The padding of a vocabulary is at the end of the full table, so only the last tensor
+            # ranks have it. The weights do not contain it, and there is nothing to compare these
+            # rows with.
             known[name] = (
                 min(max(weight.shape[0] - rank * part.shape[0], 0), part.shape[0])
                 if padded
@@ -332,6 +336,7 @@ def _names(
 ) -> dict[str, str]:
     """Return a chunk's parameters in the order of its modules, and the weight that each is."""
     per_chunk = num_layers // layout.num_chunks
+    # With virtual stages, layers go round all stages before a stage gets its second chunk.
     first = (virtual * layout.num_stages + stage) * per_chunk
     names = {_EMBEDDING: _EMBEDDING} if first == 0 and _EMBEDDING in weights else {}
     for layer in range(first, first + per_chunk):
@@ -387,6 +392,7 @@ def _cut(
         if not is_master(result[name]["param"], weight, num_rows=known[name]):
             raise _DoesNotFitError
         at = start + count
+    # The saved layout used all elements of all buckets.
     if number != len(buckets) - 1 or at != buckets[number]["param"].shape[0]:
         raise _DoesNotFitError
     return result

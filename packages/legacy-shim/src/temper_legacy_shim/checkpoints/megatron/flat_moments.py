@@ -28,6 +28,9 @@ from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 _FILE = re.compile(r"distrib_optim_pp(\d{1,4})_tp(\d{1,4})(?:_cp(\d{1,4})_dp(\d{1,4}))?\.pt")
 KINDS = ("param", "exp_avg", "exp_avg_sq")
+# Megatron starts every parameter at a multiple of 128 bytes, counted in elements of 16 bits, also
+# in buffers of float32 (`_ParamAndGradBuffer` in
+# megatron/core/distributed/param_and_grad_buffer.py).
 ALIGNMENT = 64
 """Elements, of which each parameter begins at a multiple in its bucket."""
 _OVERWRITTEN = (
@@ -245,6 +248,7 @@ def _buffer(node: object, reader: TensorReader, *, path: Path, number: int) -> _
 def _cut(buffer: _Buffer, chunk: Mapping[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
     """Find the first layout that fits a chunk, and return its tensors by name and kind."""
     parameters = {name: tensor for name, tensor in chunk.items() if not is_buffer(name)}
+    # No file says whether embeddings are tied over two stages, so both layouts are tried.
     for own in (False, True):
         starts, length = _layout(parameters, has_own_buckets=own)
         if length != buffer.length:
@@ -267,8 +271,12 @@ def _layout(
     """Return the offset of each parameter, and the total length."""
     starts: dict[str, int] = {}
     begin = at = 0
+    # Megatron fills a buffer from the last parameter to the first, roughly in the order in which
+    # the backward pass completes gradients, so that full buckets can be reduced early.
     for name in reversed(list(parameters)):
         at += -at % ALIGNMENT
+        # The first and the last stage must divide the optimizer state of tied embeddings over ranks
+        # in the same way. Megatron therefore gives these weights a bucket of their own.
         is_single = has_own_buckets and name in _SHARED
         if is_single:
             begin, at = begin + at, 0

@@ -151,6 +151,7 @@ def _optimizer(model: OldModel, named: FullStates) -> OldOptimizer:
             for name in first
         },
         settings=_settings(groups),
+        # Megatron's groups of norms and biases have a decay of 0.
         decays_vectors=False,
         masters=named["param"],
     )

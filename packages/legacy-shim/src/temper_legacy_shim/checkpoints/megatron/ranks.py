@@ -195,6 +195,9 @@ def _check_no_copies(chunks: Chunks, *, where: Path) -> None:
             ),
             None,
         )
+        # The fused matrix of query, key and value is divided over tensor ranks in every model that
+        # is known here, so two ranks with the same rows have the same file. The first row decides
+        # which ranks are compared in full.
         row = b"" if local is None or not local.shape[0] else local.read(0, 1).tobytes()
         if local is None or len(set(row)) < _TELLING_BYTES:  # such as zeros
             continue
@@ -258,6 +261,7 @@ def _merge_stage(stage: _Stage, *, first_layer: int, where: Path) -> dict[str, L
 
     Experts from the tensor ranks that have them, the rest from one file per tensor rank.
     """
+    # In descending order, so that each tensor rank keeps the file of its lowest expert rank.
     shared = {tp: of_rank for (_, tp), of_rank in sorted(stage.by_rank.items(), reverse=True)}
     merged = _merge_ranks({tp: shared[tp] for tp in sorted(shared)}, experts=False, where=where)
     for ep in sorted({ep for ep, _ in stage.by_rank}):
