@@ -69,9 +69,11 @@ def expand_text(shell: Shell, word: Word | None, *, source: str | None = None) -
 
 
 def expand_pattern(shell: Shell, word: Word) -> tuple[list[tuple[str, bool]], bool, bool]:
-    """Return a word as a pattern: text and whether it was quoted; whether all is known.
+    """Return a word as a pattern.
 
-    Whether the unknown is only unset.
+    Returns:
+        Pieces of text, each with True if it was quoted; True if all pieces are known; True if all
+        unknown ones are only unset variables.
     """
     out, is_known, is_unset = [], True, True
     for fragment in fragments(shell, word, in_quotes=False):

@@ -190,9 +190,10 @@ def _weights(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _versions(module: PreTrainedModel) -> dict[str, int]:
-    """Return the torch counts the changes of each tensor in place.
+    """Return a number for each parameter that changes when the parameter changes.
 
-    A replaced one starts again, hence its address.
+    torch counts the changes of a tensor in place. A new tensor starts at 0, so its address counts,
+    too.
     """
     return {
         name: hash((parameter._version, parameter.data_ptr()))

@@ -299,9 +299,10 @@ def covering(
 
 
 def _is_grid(pieces: list[Piece]) -> bool:
-    """Return the boxes of one size at different multiples of it, which can't overlap.
+    """Check if all boxes have one size and start at different multiples of it.
 
-    Tens of thousands, where layers and experts are stacked.
+    Such boxes cannot overlap. Stacked layers and experts have tens of thousands of them, too many
+    to compare in pairs.
     """
     sizes = {piece.tensor.shape for piece in pieces}
     if len(sizes) != 1:

@@ -166,9 +166,9 @@ def _unpadded(flat: LazyTensor, shape: Shape, *, num_shards: int, name: str) -> 
 def _is_flat(
     ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
 ) -> bool:
-    """Return FSDP1's states are ordinary vectors.
+    """Check if the states are the flat vectors of FSDP1.
 
-    Those of a plain optimizer have the parameters' shapes.
+    States of an optimizer without FSDP have the shapes of the parameters.
     """
     first = ranks[min(ranks)]
     entries = {number: state["first"] for number, state in first.states.items()}
@@ -345,7 +345,7 @@ def is_buffer(name: str) -> bool:
 def _group_by_layer(names: Sequence[str]) -> list[list[str]]:
     """Return the root's parameters, then each layer's, each followed by trained leaves.
 
-    The order in which units are met.
+    FSDP1 numbers its units in this order.
     """
     root: list[str] = []
     units: dict[str, list[str]] = {}

@@ -119,8 +119,6 @@ class RankCounts:
 def read_counts(path: Path, *, rank: int) -> RankCounts:
     """Read update counts and settings of any optimizer's file.
 
-    None for another form.
-
     Raises:
         DamagedFileError: the file is damaged.
     """

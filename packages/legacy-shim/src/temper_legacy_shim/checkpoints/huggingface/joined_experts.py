@@ -62,7 +62,7 @@ def _position_of(name: str) -> _Position | None:
 def to_memory_name(name: str) -> str:
     """Rename a tensor of a file to the name in transformers' model since 5.0.
 
-    That of the joined tensor, of an expert's matrix.
+    An expert's matrix gets the name of the joined tensor.
     """
     position = _position_of(name)
     return name.replace(".block_sparse_moe.", ".mlp.") if position is None else position.joined

@@ -190,7 +190,10 @@ def _groups(model: OldModel) -> Iterator[Mapping[str, object]]:
 
 
 def _nested_groups(value: object) -> Iterator[Mapping[str, object]]:
-    """Yield each mapping or list is visited once, however often it is referred to."""
+    """Yield the parameter groups in nested mappings and lists.
+
+    A mapping or list is visited once, however often others refer to it.
+    """
     waiting, seen = [value], set[int]()
     while waiting:
         node = waiting.pop()
