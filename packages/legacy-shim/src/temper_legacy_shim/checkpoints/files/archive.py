@@ -118,9 +118,6 @@ class _Window(io.RawIOBase):
         self._at = at
         return at
 
-    def report(self) -> int:
-        return self._at
-
     def read(self, size: int | None = -1) -> bytes:
         rest = max(self._length - self._at, 0)
         count = rest if size is None or size < 0 else min(size, rest)
