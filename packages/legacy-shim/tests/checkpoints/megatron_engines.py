@@ -1,6 +1,6 @@
 """A Megatron engine with random moments, for tests of its optimizer's files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -58,3 +58,16 @@ def with_drawn_moments(
         yield chunk, parts.optimizer._optimizers, expected
     finally:
         engine.close()
+
+
+def check_states(states: Iterable[TrainingState], expected: Mapping[str, TrainingState]) -> None:
+    """Compare states bit for bit with those after the two updates of `with_drawn_moments`."""
+    result = {state.name: state for state in states}
+    assert result.keys() == expected.keys()
+    for name, state in expected.items():
+        for column in ("master", "first_moment", "second_moment"):
+            assert torch.equal(getattr(result[name], column), getattr(state, column)), (
+                name,
+                column,
+            )
+        assert result[name].update_count == 2

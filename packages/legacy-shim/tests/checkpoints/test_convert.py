@@ -103,15 +103,17 @@ class _StoppedError(Exception):
     pass
 
 
+def stop_half_way(what: str, done: int, total: int) -> None:
+    """Report progress as a run that is interrupted after half of its bytes."""
+    if done > total / 2:
+        raise _StoppedError
+
+
 def test_a_stopped_run_leaves_no_output_and_the_next_one_keeps_what_was_finished(
     run: Run, tmp_path: Path
 ) -> None:
-    def stop(what: str, done: int, total: int) -> None:
-        if done > total / 2:
-            raise _StoppedError
-
     with pytest.raises(_StoppedError):
-        run(progress=stop, max_shard_bytes=3 * 96)
+        run(progress=stop_half_way, max_shard_bytes=3 * 96)
     assert not (tmp_path / "out").exists()
     staged = tmp_path / ".out.temper-partial/model-00001-of-00004.safetensors"
     finished = staged.stat().st_mtime_ns
@@ -122,12 +124,8 @@ def test_a_stopped_run_leaves_no_output_and_the_next_one_keeps_what_was_finished
 
 
 def test_work_under_other_options_begins_again(run: Run, tmp_path: Path) -> None:
-    def stop(what: str, done: int, total: int) -> None:
-        if done > total / 2:
-            raise _StoppedError
-
     with pytest.raises(_StoppedError):
-        run(progress=stop, max_shard_bytes=3 * 96)
+        run(progress=stop_half_way, max_shard_bytes=3 * 96)
     out = run(dtype="float16", max_shard_bytes=3 * 96)
     assert {
         tensor.dtype for tensor in load_file(out / "model-00001-of-00002.safetensors").values()
@@ -567,12 +565,8 @@ def test_names_that_could_not_be_compared_are_a_note(
 def test_finished_file_that_was_damaged_after_a_stop_is_written_again(
     run: Run, tmp_path: Path
 ) -> None:
-    def stop(what: str, done: int, total: int) -> None:
-        if done > total / 2:
-            raise _StoppedError
-
     with pytest.raises(_StoppedError):
-        run(progress=stop, max_shard_bytes=3 * 96)
+        run(progress=stop_half_way, max_shard_bytes=3 * 96)
     staged = tmp_path / ".out.temper-partial/model-00001-of-00004.safetensors"
     content = staged.read_bytes()
     staged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from megatron_engines import with_drawn_moments
+from megatron_engines import check_states, with_drawn_moments
 from test_megatron import CONFIG, EXPERTS, _model, _write_ranks
 
 from temper_engine_api.specs import Compute
@@ -102,14 +102,8 @@ def same(have: Mapping[str, LazyTensor], want: Mapping[str, Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "vpp", "late"),
-    [(1, 1, 1, False), (2, 1, 1, True), (2, 2, 1, False), (1, 2, 2, True)],
-)
-def test_masters_and_moments_of_every_layout_are_found(
-    tmp_path: Path, tp: int, pp: int, vpp: int, late: bool
-) -> None:
-    result = state_of(write(tmp_path, tp=tp, pp=pp, vpp=vpp, late=late))
+def check_masters_and_moments(result: ResumableState) -> None:
+    """Compare with the states that ``write`` gives the weights `HF`."""
     assert same(result.model.weights, HF), "the float32 masters, not the rounded weights"
     assert same(
         {name: kept.first for name, kept in result.moments.items()},
@@ -119,6 +113,17 @@ def test_masters_and_moments_of_every_layout_are_found(
         {name: kept.second for name, kept in result.moments.items()},
         {name: 2.0 * tensor for name, tensor in HF.items()},
     )
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "vpp", "late"),
+    [(1, 1, 1, False), (2, 1, 1, True), (2, 2, 1, False), (1, 2, 2, True)],
+)
+def test_masters_and_moments_of_every_layout_are_found(
+    tmp_path: Path, tp: int, pp: int, vpp: int, late: bool
+) -> None:
+    result = state_of(write(tmp_path, tp=tp, pp=pp, vpp=vpp, late=late))
+    check_masters_and_moments(result)
     assert result.num_updates == 3
     assert "weights, as float32 masters, the optimizer's own" in result.carried
 
@@ -207,15 +212,4 @@ def test_what_megatrons_own_optimizer_wrote_is_what_it_had(
         optimizer.save_parameter_state(str(tmp_path / "actor/optim/distrib_optim_pp0_tp0.pt"))
     (tmp_path / "actor/hf_config_and_tokenizer").mkdir()
     (tmp_path / "actor/hf_config_and_tokenizer/config.json").write_text(json.dumps(small))
-    result = {
-        state.name: state
-        for state in training_state(open_checkpoint(tmp_path / "actor", num_updates=2))
-    }
-    assert result.keys() == expected.keys()
-    for name, state in expected.items():
-        for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(result[name], column), getattr(state, column)), (
-                name,
-                column,
-            )
-        assert result[name].update_count == state.update_count == 2
+    check_states(training_state(open_checkpoint(tmp_path / "actor", num_updates=2)), expected)

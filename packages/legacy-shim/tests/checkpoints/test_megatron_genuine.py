@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from megatron_engines import with_drawn_moments
+from megatron_engines import check_states, with_drawn_moments
 from test_megatron import CONFIG
 
 from temper_engine_api.engine import BaseEngine
@@ -103,15 +103,7 @@ def test_masters_moments_and_counts_of_a_genuine_save_are_what_its_optimizer_had
     model = open_checkpoint(tmp_path / "actor")
     for name, tensor in model.weights.items():
         assert torch.equal(as_torch(tensor), expected[name].master.bfloat16()), name
-    result = {state.name: state for state in training_state(model)}
-    assert result.keys() == expected.keys()
-    for name, state in expected.items():
-        for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(result[name], column), getattr(state, column)), (
-                name,
-                column,
-            )
-        assert result[name].update_count == 2
+    check_states(training_state(model), expected)
     assert resumable(model).extra.num_schedule_steps == 1
 
 
@@ -146,14 +138,6 @@ def test_both_engines_go_on_with_a_mixture_that_megatron_saved(
     try:
         engine.load_checkpoint(str(tmp_path / "out"))
         assert engine.num_updates == 2
-        result = {state.name: state for state in engine.export_state()}
+        check_states(engine.export_state(), expected)
     finally:
         engine.close()
-    assert result.keys() == expected.keys()
-    for weight, state in expected.items():
-        for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(result[weight], column), getattr(state, column)), (
-                weight,
-                column,
-            )
-        assert result[weight].update_count == 2

@@ -16,6 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import megatron_saves
+from megatron_engines import check_states
 from test_megatron import CONFIG
 from test_megatron_genuine import MIXTURE
 
@@ -112,15 +113,7 @@ def check(folder: Path, expected: Mapping[str, Any], **given: Any) -> None:
     assert model.weights.keys() == expected.keys()
     for name, tensor in model.weights.items():
         assert torch.equal(as_torch(tensor), expected[name].master.bfloat16()), name
-    result = {state.name: state for state in training_state(model)}
-    assert result.keys() == expected.keys()
-    for name, state in expected.items():
-        for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(result[name], column), getattr(state, column)), (
-                name,
-                column,
-            )
-        assert result[name].update_count == 2
+    check_states(training_state(model), expected)
 
 
 nightly = pytest.mark.nightly
