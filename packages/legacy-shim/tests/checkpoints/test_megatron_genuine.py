@@ -3,7 +3,6 @@
 import json
 import queue
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -111,10 +110,6 @@ def test_masters_moments_and_counts_of_a_genuine_save_are_what_its_optimizer_had
 def test_both_engines_go_on_with_a_mixture_that_megatron_saved(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if find_spec(f"temper_engine_{name}.expert_names") is None:
-        pytest.skip(
-            f"temper-engine-{name} 0.1.0 has joined experts under their names in memory alone"
-        )
     expected = write(
         tmp_path / "actor", MIXTURE, sharding="fully_reshardable", monkeypatch=monkeypatch
     )
