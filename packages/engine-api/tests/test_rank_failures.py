@@ -1,6 +1,8 @@
 """Ranks agree after an exception: all raised at the same point, or every rank names the failure."""
 
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +14,12 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from temper_engine_api.errors import CollectiveTimeoutError, RankFailedError
-from temper_engine_api.rank_failures import RankFailures, has_lost_connection
+from temper_engine_api.rank_failures import (
+    RankFailures,
+    close_connections,
+    has_lost_connection,
+    own_connections,
+)
 from temper_engine_api.topology import Axis, Topology
 
 
@@ -135,6 +142,34 @@ def test_new_group_is_usable_after_a_broken_one(tmp_path: Path) -> None:
 
 def test_single_process_needs_no_agreement() -> None:
     assert RankFailures.join(Topology()) is None
+
+
+class ResetsBeforeItAnswers(set[str]):
+    """Connections whose other end is reset while `close_connections` looks one up."""
+
+    def __init__(self, connections: set[str], other_end: socket.socket) -> None:
+        super().__init__(connections)
+        self._other_end = other_end
+
+    def __contains__(self, connection: object) -> bool:
+        if super().__contains__(connection):
+            # With this option, close() resets the connection instead of ending it in order.
+            self._other_end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._other_end.close()
+            return True
+        return False
+
+
+def test_connection_that_was_reset_meanwhile_does_not_end_the_closing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own = socket.create_connection(server.getsockname())
+        other_end, _ = server.accept()
+    name = "{}:{} {}:{}".format(*other_end.getsockname(), *other_end.getpeername())
+    with own:
+        assert name in own_connections()
+        close_connections(ResetsBeforeItAnswers({name}, other_end))
+        with pytest.raises(OSError, match="reset by peer"):
+            own.recv(1)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ number does not show which are under way, and a stage that waits for one can lea
 the connection. With stages a group therefore survives only if no rank raised during its passes.
 """
 
+import errno
 import json
 import os
 import socket
@@ -29,6 +30,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -331,8 +333,13 @@ def close_connections(other_ends: set[str]) -> None:
         with endpoint:
             local, _, remote = connection.partition(" ")
             if f"{remote} {local}" in other_ends:
-                # Shuts the connection itself down, also for gloo's descriptor of it.
-                endpoint.shutdown(socket.SHUT_RDWR)
+                # Shuts the connection itself down, also for gloo's descriptor of it. The other
+                # rank closes its connections too, and may have reset this one a moment ago.
+                try:
+                    endpoint.shutdown(socket.SHUT_RDWR)
+                except OSError as error:
+                    if error.errno != errno.ENOTCONN:
+                        raise
 
 
 def own_connections() -> set[str]:
@@ -390,10 +397,19 @@ def _count_collectives() -> dict[str, int]:
 
 
 def _abort_device_collectives() -> None:
-    """Abort NCCL's collectives, in which this or another thread may wait on the device."""
-    for group in _groups():
-        if torch.device("cuda") in group._device_types:
-            group._get_backend(torch.device("cuda")).abort()
+    """Abort NCCL's collectives, in which this or another thread may wait on the device.
+
+    The abort of a group frees device memory, which waits for every kernel on the device. A kernel
+    of another group may itself wait for the failed rank until that group is aborted. So one after
+    the other they would time out, and all groups are aborted at the same time
+    (github.com/pytorch/pytorch/issues/119797).
+    """
+    device = torch.device("cuda")
+    backends = [group._get_backend(device) for group in _groups() if device in group._device_types]
+    if backends:
+        with ThreadPoolExecutor(len(backends)) as pool:
+            for aborted in [pool.submit(backend.abort) for backend in backends]:
+                aborted.result()
 
 
 def _next_declaration_key(store: Store) -> str:
