@@ -356,12 +356,10 @@ def repeat_tests(
     try:
         with _keep_busy(processors if condition == "under load" else set()), output.open("w") as to:
             # Its own session and no pipe: what the tests started must not delay the end.
-            # On busy cores, threads that spin while they wait take 2.6 times the CPU time. How
-            # they wait changes no number: the work is divided by the number of threads.
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=os.environ | {"OMP_WAIT_POLICY": "passive"},
+                env=os.environ | _make_variables(folder),
                 stdout=to,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -382,6 +380,19 @@ def repeat_tests(
         return junit_xml.read_text()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_variables(folder: Path) -> dict[str, str]:
+    """Return the variables of a pytest process with its own temporary folder."""
+    return {
+        # On busy cores, threads that spin while they wait take 2.6 times the CPU time. How they
+        # wait changes no number: the work is divided by the number of threads.
+        "OMP_WAIT_POLICY": "passive",
+        # The tests compare results of the CPU, and some libraries take a GPU if they see one.
+        "CUDA_VISIBLE_DEVICES": "",
+        # Otherwise Ray would connect to the cluster of a process that runs at the same time.
+        "RAY_TMPDIR": str(folder),
+    }
 
 
 def _list_units(group: str) -> list[tuple[str, ...]]:
