@@ -111,7 +111,16 @@ METHODS: Mapping[str, Method] = {
     "grpo_passk": Method(overrides=("algorithm=grpo_passk",)),
     "optimal_token_baseline": Method(overrides=("algorithm=optimal_token_baseline",)),
     "turn_grpo": Method(overrides=("algorithm=turn_grpo",)),
-    "vapo": Method(overrides=("algorithm=vapo", *_SINGLE, "critic.engine.optimizer.lr=1e-3")),
+    # With the default of 0.05, lambda is 0 for rollouts of up to 20 tokens, and these have 27 at
+    # most: advantages would come from an untrained critic alone.
+    "vapo": Method(
+        overrides=(
+            "algorithm=vapo",
+            "algorithm.advantage.length_factor=1",
+            *_SINGLE,
+            "critic.engine.optimizer.lr=1e-3",
+        )
+    ),
     "gae": Method(overrides=("algorithm=ppo", *_SINGLE, "critic.engine.optimizer.lr=1e-3")),
     # Data flow.
     "dapo": Method(overrides=("algorithm=dapo",)),
