@@ -60,6 +60,7 @@ def finished(job: Job, options: Options, sources: Sources) -> Receipt | None:
         options.target,
         recorded(options, sources),
     )
+    # A source that is newer than the receipt was changed after the conversion.
     newest = max((path.stat().st_mtime_ns for path in source_files(job.role)), default=0)
     if not is_same or newest > (job.out / receipts.NAME).stat().st_mtime_ns:
         return None

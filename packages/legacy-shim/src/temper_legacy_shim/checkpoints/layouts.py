@@ -251,6 +251,7 @@ def _role_at(path: Path) -> Role | None:
         kind, world = Kind.MEGATRON_ADAPTER, len(adapters)
     else:
         return None
+    # A path such as `.`, or a link, has another name than the folder.
     named = _STEP.fullmatch(path.name) or _STEP.fullmatch(path.resolve().name)
     above = _STEP.fullmatch(path.resolve().parent.name)
     version, reasons = _version(path, kind)

@@ -296,6 +296,8 @@ def _head(weights: Mapping[str, LazyTensor]) -> str:
     if any(name.startswith("v_head.") for name in weights):
         return "trl_value_model"
     if "score.weight" in weights:
+        # In transformers, the head of token classification (critics) has a bias, and that of
+        # sequence classification (reward models) has none.
         return "value_model" if "score.bias" in weights else "reward_model"
     if f"{CLASSIFIER}.weight" in weights:
         return "value_model"
@@ -372,6 +374,7 @@ def _has_frequencies(tensor: LazyTensor, *, base: float) -> bool:
         or not tensor.dtype.is_float
     ):
         return False
+    # theta ** (-2 i / d) for i below d / 2 (Su et al. 2021, arXiv:2104.09864, section 3.2.2).
     expected = base ** -(np.arange(tensor.shape[0]) / tensor.shape[0])
     return bool(
         np.allclose(

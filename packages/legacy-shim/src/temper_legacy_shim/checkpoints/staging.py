@@ -53,6 +53,8 @@ class Staging:
                 "yours."
             ) from error
         try:
+            # The kernel releases this lock when the process ends, so a killed run leaves none
+            # behind.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
@@ -106,6 +108,7 @@ class Staging:
                     and has_checksum(path, file.checksum)
                 ):
                     self._finished[file.path] = file
+        # In reverse order a folder comes after its content, and is removed if that has gone.
         for path in sorted(self.folder.rglob("*"), reverse=True):
             relative = path.relative_to(self.folder).as_posix()
             if path.is_dir() and not path.is_symlink():
@@ -129,6 +132,7 @@ class Staging:
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
+        # The file gets its name only when it is complete, so a killed run leaves no half of it.
         os.replace(draft, self.folder / relative)
         self._finished[relative] = written
         self._write_journal()
@@ -186,6 +190,8 @@ class Staging:
     def commit(self) -> None:
         """Rename into place; the journal goes."""
         (self.folder / JOURNAL).unlink(missing_ok=True)
+        # The entries of folders must be on the disk before the rename. Otherwise a crash could
+        # leave an output that lacks files.
         for directory in {self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())}:
             _sync(directory)
         if self.out.is_dir():

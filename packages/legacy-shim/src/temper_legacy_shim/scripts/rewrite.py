@@ -325,6 +325,7 @@ def _commented(text: str, array: DeadArray) -> _Edit:
 
 
 def _applied(text: str, edits: list[_Edit]) -> str:
+    # From the end of the text, so that the positions of earlier edits stay valid.
     for edit in sorted(edits, key=lambda edit: (edit.span.start, edit.span.end), reverse=True):
         text = text[: edit.span.start] + edit.text + text[edit.span.end :]
     return text

@@ -74,6 +74,7 @@ def build_fsdp_config(
         lora=_fsdp_lora(model),
         strategy=_strategy(actor),
         fsdp_size=None if fsdp.get("fsdp_size", -1) in (-1, None) else _integer(fsdp, "fsdp_size"),
+        # Only FSDP2 read this setting; FSDP1 always resharded.
         reshard_after_forward=bool(fsdp.get("reshard_after_forward", True))
         or _strategy(actor) == "fsdp1",
         wrap_modules=_wrap_modules(fsdp),
@@ -121,7 +122,9 @@ def _fsdp_optimizer(optim: Values, *, grad_clip: object) -> OptimizerSpec:
         given,
         betas=given.betas if betas is None else (float(betas[0]), float(betas[1])),
         clip_grad_norm=None if grad_clip is None else float(cast("float", grad_clip)),
+        # The old optimizer had one parameter group, so the decay applied to biases and norms, too.
         decays_vectors=True,
+        # The old workers skipped any number of updates that were not finite.
         max_consecutive_skips=NEVER,
     )
 

@@ -241,6 +241,8 @@ def _open_worker(role: str, *, config: FSDPConfig) -> ActorRolloutRefWorker | Cr
     cls = CriticWorker if role == "critic" else ActorRolloutRefWorker
     logger.warning("%s", RECORDS[f"{cls.__module__}.{cls.__qualname__}"].sentence())
     sizes: dict[str, object] = {
+        # More than any part has: the trainer has divided the step already, and `_adjust` sets the
+        # sizes.
         "ppo_mini_batch_size": 2**30,
         "use_dynamic_bsz": True,
         "forward_micro_batch_size_per_gpu": 1,
@@ -307,6 +309,8 @@ def _old_settings(objective: Objective) -> dict[str, object]:
         "use_kl_loss": objective.kl_coef > 0,
         "kl_loss_coef": objective.kl_coef,
         "kl_loss_type": _KL_LOSS_TYPES.get(objective.kl_estimator, "low_var_kl"),
+        # Without it the old worker would use the current log-probs as the old ones, because every
+        # mini-batch is the only update of its call here.
         "use_rollout_log_probs": not objective.old_is_current,
         "loss_agg_mode": mode,
     }

@@ -78,6 +78,7 @@ class FileBytes:
         """
         done, handle = 0, self._descriptor()
         while done < len(buffer):
+            # One call reads at most 2 GiB on Linux.
             count = os.preadv(handle, [buffer[done:]], offset + done)
             if count == 0:
                 raise DamagedFileError(
@@ -264,6 +265,8 @@ class Archive:
                 f"{self.path}: {entry.filename} lies outside the file: it is truncated; copy it "
                 "again."
             )
+        # torch aligns storages with padding in the local header's extra field. Its length is stated
+        # only here, and not in the directory at the end of the zip.
         magic, *_, name_length, extra_length = _LOCAL_HEADER.unpack(
             self.file.read(at, _LOCAL_HEADER.size)
         )

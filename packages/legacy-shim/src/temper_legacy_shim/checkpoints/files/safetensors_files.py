@@ -171,6 +171,8 @@ def _read_ahead(
     for name, tensor in tensors.items():
         for start, stop in spans(tensor):
             waiting.append(readers.submit(_read, name, tensor, start, stop))
+            # Bounds the memory: the blocks that wait are at most one more than the threads that
+            # read.
             if len(waiting) > _READERS:
                 yield waiting.popleft().result()
     while waiting:
@@ -296,6 +298,8 @@ class _HashingWriter:
 
     def _run(self) -> None:
         while (data := self._queue.get()) is not None:
+            # After an error the queue is still emptied. Otherwise `put` would wait for a place in
+            # it forever.
             if self._error is None:
                 try:
                     self._write(data)
@@ -310,6 +314,7 @@ class _HashingWriter:
             view = view[count:]
             self.num_bytes += count
         self._compare(data, start=begun)
+        # On a slow disk the next flush starts after the last one has ended, so writing never waits.
         if self.num_bytes - self._num_flushed >= _FLUSHED_BYTES and (
             self._flushed is None or self._flushed.done()
         ):
