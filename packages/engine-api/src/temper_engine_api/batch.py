@@ -186,6 +186,7 @@ class SequenceBatch:
         index = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         lengths = self.lengths[index]
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        # For each token of the result, the start of its sequence here minus that in the result.
         offsets = torch.repeat_interleave(
             self.sequence_starts.long()[:-1][index] - starts[:-1], lengths
         )

@@ -142,6 +142,7 @@ def _write_shards(
         else ["model.safetensors"]
     )
     for name, shard in zip(names, shards, strict=True):
+        # All files read from one stream, so the shards have its order.
         write_safetensors(folder / name, shard, weights)
     if count == 1:
         return [f"{FOLDER}/{names[0]}"]

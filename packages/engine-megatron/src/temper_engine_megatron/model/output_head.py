@@ -142,6 +142,8 @@ class OutputHead:
             shard=VocabShard(
                 group=self.tp,
                 first_id=first_id,
+                # The last ranks hold the padding of the vocabulary, which must not count in the
+                # softmax.
                 num_tokens=max(0, min(num_rows, self.vocab_size - first_id)),
                 chunk_size=self.chunk_size,
                 needs_entropy=HeadOutput.ENTROPY in requested_outputs,

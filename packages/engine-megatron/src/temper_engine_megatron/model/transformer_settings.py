@@ -275,6 +275,8 @@ def _build_stage_table(config: MegatronConfig, *, num_layers: int) -> list[list[
     if config.pipeline_parallel == 1:
         return None
     num_chunks = config.pipeline_parallel * (config.virtual_pipeline or 1)
+    # Differences of rounded multiples, so that sizes differ by at most one and add up to all
+    # layers.
     sizes: Sequence[int] = config.layers_per_stage or [
         num_layers * (i + 1) // num_chunks - num_layers * i // num_chunks for i in range(num_chunks)
     ]

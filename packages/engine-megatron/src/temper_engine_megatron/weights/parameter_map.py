@@ -84,6 +84,8 @@ class ParameterMap:
         local = dict(self._named_parameters(chunks))
         local_infos = [self._describe(name, parameter) for name, parameter in local.items()]
         stage_infos = gather_parameter_infos(local_infos, membership.ep)
+        # Sorted, because gathering parameters is collective and every rank must go through them in
+        # the same order.
         infos = sorted(
             gather_parameter_infos(stage_infos, membership.pp), key=lambda info: sort_key(info.name)
         )
@@ -288,6 +290,8 @@ class ParameterMap:
                     and not self._has_scalar_head
                     and chunk.share_embeddings_and_output_weights
                 ):
+                    # The last stage's copy of tied embeddings. Only the embedding itself is
+                    # exported and saved.
                     self._tied_copy = parameter
                     continue
                 yield global_name(name, chunk, first_expert=first_expert), parameter

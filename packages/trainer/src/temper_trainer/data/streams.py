@@ -165,6 +165,8 @@ class MixedStream(Generic[Item]):
         self._epoch_size = sum(map(len, sources.values()))
         self._position = 0
         start = DataCursor() if cursor is None else cursor
+        # Choosing sources again, without reading items, gives the position in each of them. A
+        # cursor need not contain one per source.
         for _ in range(start.epoch * self._epoch_size + start.index):
             self._choose_source()
         self._streams = {
