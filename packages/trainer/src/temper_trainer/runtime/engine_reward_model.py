@@ -103,6 +103,7 @@ def build_reward_model(
     )
     try:
         group.init()
+    # No one else has the group yet, so its ranks would outlive an interrupt.
     except BaseException:
         group.close()
         raise
