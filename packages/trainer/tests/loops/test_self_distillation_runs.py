@@ -24,7 +24,16 @@ SOLVED = ("data.train.teacher_prompt_key=solved",)
 EMA = "distillation.self_teacher={name: ema, decay: 0.5}"
 
 
-@pytest.mark.parametrize("objective", ["top_k_reverse_kl", "reverse_kl", "reverse_kl_reward"])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        "top_k_reverse_kl",
+        "reverse_kl",
+        "reverse_kl_reward",
+        "temper_trainer_test_losses:SquaredGap",
+        "temper_trainer_test_losses:SquaredGapReward",
+    ],
+)
 def test_policy_learns_from_itself_with_the_solution(
     run: Run, rows: Rows, tmp_path: Path, objective: str
 ) -> None:

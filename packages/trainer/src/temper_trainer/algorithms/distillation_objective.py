@@ -19,7 +19,6 @@ from temper_engine_api.objective import (
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import (
     ReverseKl,
-    ReverseKlReward,
 )
 from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS
 
@@ -89,7 +88,7 @@ def compute_teacher_reward(
     teacher_logprobs: Tensor,
     weights: Tensor,
     loss_mask: Tensor,
-    objective: ReverseKlReward,
+    objective: DistillationLoss,
     clamp: float | None,
 ) -> Tensor:
     """Return the per-token reward -w * clamp(k(log p, log q)), [T] float32.

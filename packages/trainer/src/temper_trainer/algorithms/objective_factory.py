@@ -160,7 +160,7 @@ def add_distillation_loss(
 ) -> Objective:
     """Return the policy's objective plus the distillation loss; policy may be None."""
     distillation = DistillationObjective(
-        loss=config.objective,
+        loss=config.loss,
         clamp=config.clamp,
         uses_correction_weights=_has_correction_weights(algorithm),
         aggregation=build_aggregation(algorithm),

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKl
@@ -16,7 +17,7 @@ from temper_trainer.settings.ranges import (
     Range,
     check_ranges,
 )
-from temper_trainer.settings.variants import Variant, variant
+from temper_trainer.settings.variants import Custom, Variant, variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +88,10 @@ class EmaPolicy(SelfTeacher):
 class DistillationConfig:
     """Loss or reward from the teachers' log-probs at the policy's own tokens."""
 
-    objective: DistillationLoss = field(default_factory=ReverseKl)
-    """Loss or reward of each trained token, from docs/distillation.md."""
+    objective: DistillationLoss | Custom = field(default_factory=ReverseKl)
+    """Loss or reward of each trained token, from docs/distillation.md, or ``package.module:Class``
+    of one of your own.
+    """
     self_teacher: SelfTeacher | None = None
     """Use the policy itself as the teacher, in place of teachers. None uses teachers."""
     off_policy_fraction: Annotated[float, Range(at_least=0, below=1)] = 0.0
@@ -109,6 +112,25 @@ class DistillationConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+
+    @property
+    def loss(self) -> DistillationLoss:
+        """The objective; one of your own is imported and constructed.
+
+        Raises:
+            ConfigError: If it cannot be imported, does not accept its arguments, or is a reward of
+                more than the sampled token.
+        """
+        if not isinstance(self.objective, Custom):
+            return self.objective
+        loss = self.objective.build(DistillationLoss, key="distillation.objective")  # type: ignore[type-abstract]
+        if loss.is_reward and loss.num_teacher_tokens:
+            raise ConfigError(
+                f"distillation.objective {self.objective.name} is a reward and reads "
+                f"{loss.num_teacher_tokens} tokens of the teacher, but a reward is given for the "
+                "sampled token: set is_reward to False, or let num_teacher_tokens return 0."
+            )
+        return loss
 
 
 def find_teacher_conflicts(
@@ -269,6 +291,7 @@ def find_distillation_conflicts(
     correction, objective = algorithm.rollout_correction, distillation.objective
     if (
         task == "distill"
+        and not isinstance(objective, Custom)
         and not objective.is_reward
         and correction is not None
         and correction.proximal == "rollout"
@@ -342,7 +365,7 @@ def _find_off_policy_conflicts(
             f"{key} in task {task}, but only task distill can train on completions that the "
             "policy has not sampled: remove it."
         )
-    if objective.num_teacher_tokens == 0:
+    if not isinstance(objective, Custom) and objective.num_teacher_tokens == 0:
         yield (
             f"{key} and distillation.objective is {objective.name}, whose estimate is wrong for "
             "tokens that the policy has not sampled: use top_k_reverse_kl, forward_kl or "

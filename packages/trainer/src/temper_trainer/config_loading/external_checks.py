@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from temper_engine_api.capabilities import Capability, find_required_capabilities
@@ -85,6 +85,10 @@ def check_external_objects(config: TrainerConfig) -> None:
         open_sandbox(config.environment.sandbox)
     if config.task == "rl":
         _check_custom_algorithm(config.algorithm)
+    if config.has_teachers and isinstance(config.distillation.objective, Custom):
+        # Again with the imported class, which tells what contradicts it.
+        loss = config.distillation.loss
+        replace(config, distillation=replace(config.distillation, objective=loss))
 
 
 def warn_about_aggregation(config: AlgorithmConfig) -> None:

@@ -10,7 +10,6 @@ from temper_engine_api.metrics import Metric
 from temper_trainer.algorithms.adaptive_coefficients import KlController
 from temper_trainer.algorithms.advantage_estimators import discount_by_turn
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKlReward
 from temper_trainer.algorithms.distillation_objective import compute_teacher_reward
 from temper_trainer.algorithms.kl import estimate_kl, get_value_estimator, mean_sequence_kl
 from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS
@@ -113,15 +112,14 @@ def _add_teacher_reward(
 ) -> tuple[Tensor, dict[str, float]]:
     """Add each token's reward from the teachers; in task distill it replaces the advantages."""
     distillation = config.distillation
-    objective = distillation.objective
-    if not config.has_teachers or not isinstance(objective, ReverseKlReward):
+    if not config.has_teachers or not distillation.loss.is_reward:
         return advantages, {}
     reward = distillation.coef * compute_teacher_reward(
         samples.columns["old_logprobs"],
         teacher_logprobs=samples.columns[TEACHER_LOGPROBS],
         weights=samples.columns[TEACHER_WEIGHTS],
         loss_mask=samples.loss_mask,
-        objective=objective,
+        objective=distillation.loss,
         clamp=distillation.clamp,
     )
     metrics = {"distill/reward_mean": float(reward[samples.loss_mask].mean())}

@@ -342,7 +342,7 @@ def build_objectives(config: TrainerConfig, *, controllers: Controllers) -> dict
         old_is_current=not has_old_logprobs,
         entropy_coef=controllers.entropy.applied_coef,
     )
-    if config.has_teachers and not config.distillation.objective.is_reward:
+    if config.has_teachers and not config.distillation.loss.is_reward:
         actor = add_distillation_loss(
             actor if config.task == "rl" else None,
             config=config.distillation,

@@ -258,7 +258,7 @@ def needs_old_logprob_pass(config: TrainerConfig) -> bool:
 
     See `needs_old_logprobs`; a reward from teachers is computed from them, too.
     """
-    has_teacher_reward = config.has_teachers and config.distillation.objective.is_reward
+    has_teacher_reward = config.has_teachers and config.distillation.loss.is_reward
     return has_teacher_reward or needs_old_logprobs(config.algorithm, config.batching)
 
 
@@ -274,7 +274,7 @@ def can_drop_zero_advantage(config: TrainerConfig) -> bool:
         or algorithm.entropy_target is not None
         or algorithm.kl_loss_coef > 0
     )
-    has_teacher_loss = config.has_teachers and not config.distillation.objective.is_reward
+    has_teacher_loss = config.has_teachers and not config.distillation.loss.is_reward
     return not has_other_terms and not has_teacher_loss and not needs_old_logprob_pass(config)
 
 

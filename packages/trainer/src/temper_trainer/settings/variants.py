@@ -53,12 +53,14 @@ class Variant:
 
     __slots__ = ()
     name: ClassVar[str]
-    """Name of an alternative in the configuration."""
+    """Name of an alternative in the configuration, from its decorator, or else its import path."""
     _registry: ClassVar[dict[str, type["Variant"]]]
 
     def __init_subclass__(cls) -> None:
         if Variant in cls.__bases__:
             cls._registry = {}
+        else:
+            cls.name = f"{cls.__module__}:{cls.__qualname__}"
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))

@@ -59,7 +59,7 @@ def build_self_teacher_spec(config: DistillationConfig) -> TeacherSpec:
     return TeacherSpec(
         routes=((SELF_TEACHER, SELF_TEACHER),),
         weights=((SELF_TEACHER, 1.0),),
-        top_k=config.objective.num_teacher_tokens,
+        top_k=config.loss.num_teacher_tokens,
         timeout_s=config.timeout_s,
     )
 
@@ -82,7 +82,7 @@ def build_teacher_spec(
     return TeacherSpec(
         routes=routes,
         weights=tuple((name, teacher.weight) for name, teacher in teachers.items()),
-        top_k=config.objective.num_teacher_tokens,
+        top_k=config.loss.num_teacher_tokens,
         timeout_s=config.timeout_s,
     )
 

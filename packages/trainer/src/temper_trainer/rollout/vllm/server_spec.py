@@ -96,7 +96,7 @@ def build_teacher_server_spec(
         "tensor_parallel_size": teacher.num_workers,
         "max_model_len": max_length,
         "enforce_eager": vllm.enforce_eager,
-        "max_logprobs": max(distillation.objective.num_teacher_tokens, 1),
+        "max_logprobs": max(distillation.loss.num_teacher_tokens, 1),
         "trust_remote_code": model.trust_remote_code,
         # vLLM would otherwise take sampling defaults from the model's generation_config.json.
         "generation_config": "vllm",
