@@ -34,6 +34,7 @@ _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _HEADING = re.compile(r"(?m)^#{1,6}\s+(.+?)\s*$")
 _PLACEHOLDER = re.compile(r"@@[A-Z]+|\bTODO\b|\bFIXME\b")
 _INLINE_CODE = re.compile(r"`[^`]*`")
+_TABLE_RULE = re.compile(r"\|[-:| ]+\|")
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
@@ -61,6 +62,22 @@ def list_anchors(prose: str) -> set[str]:
         re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in _HEADING.findall(prose)
     )
     return {re.sub(r"[-\s]+", "-", word) for word in words}
+
+
+def find_broken_tables(page: Path, prose: str) -> list[str]:
+    """Return a sentence for each group of table rows without a header."""
+    lines = prose.splitlines()
+    starts = [
+        i
+        for i, line in enumerate(lines)
+        if line.startswith("|") and not (i and lines[i - 1].startswith("|"))
+    ]
+    return [
+        f"{page}:{i + 1}: these rows of a table have no header: remove the empty line above them, "
+        "or add a header"
+        for i in starts
+        if i + 1 == len(lines) or not _TABLE_RULE.fullmatch(lines[i + 1])
+    ]
 
 
 def find_placeholders(page: Path, prose: str) -> list[str]:
@@ -118,6 +135,7 @@ def check_page(page: Path, *, name: str) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="temper-docs-") as folder:
         faults = (
             find_broken_links(page, prose)
+            + find_broken_tables(page, prose)
             + find_placeholders(page, prose)
             + check_blocks(page, blocks, name=name, folder=Path(folder))
         )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.docs import find_broken_links, find_placeholders, main, run_blocks
+from tools.docs import find_broken_links, find_broken_tables, find_placeholders, main, run_blocks
 from tools.pages import join_blocks, split_page
 
 PAGE = """# A page
@@ -69,6 +69,14 @@ def test_links_are_relative_to_their_page(tmp_path: Path) -> None:
     assert find_broken_links(page, "\n[f](missing.md)") == [
         f"{page}:2: the target of the link missing.md does not exist"
     ]
+
+
+def test_rows_without_the_header_of_a_table_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    table = "| a | b |\n|---|:-:|\n| 1 | 2 |\n"
+    assert find_broken_tables(page, f"text\n\n{table}\ntext\n") == []
+    (fault,) = find_broken_tables(page, f"{table}\n| 3 | 4 |\n| 5 | 6 |\n")
+    assert fault.startswith(f"{page}:5: these rows of a table have no header: ")
 
 
 def test_link_to_a_missing_heading_is_broken(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""Test that the tables of the pages list the algorithms that can be chosen, and no others."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+# Imports every module that registers an algorithm.
+import temper_trainer.config.trainer_config  # noqa: F401
+from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
+from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
+from temper_trainer.algorithms.sft_losses import SftLoss
+from temper_trainer.config.algorithm import AggregationName
+from temper_trainer.config.distillation import SelfTeacher
+from temper_trainer.settings.variants import list_variants
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def list_table_names(page: str, heading: str, *, header: str | None = None) -> list[str]:
+    """Return the names in the first column of the first table below a heading.
+
+    With `header`, of the first table whose first column has it.
+    """
+    below = page.split(f"\n{heading}\n", 1)[1].splitlines()
+    start = next(
+        i
+        for i, line in enumerate(below)
+        if line.startswith("|" if header is None else f"| {header} |")
+    )
+    rows = []
+    for line in below[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append(line.split("|")[1])
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "header", "registered"),
+    [
+        (
+            "algorithms.md",
+            "## Advantages (`algorithm.advantage`)",
+            None,
+            list_variants(AdvantageEstimator),  # type: ignore[type-abstract]
+        ),
+        (
+            "algorithms.md",
+            "## Policy loss (`algorithm.policy_loss`)",
+            None,
+            list_variants(PolicyLoss),  # type: ignore[type-abstract]
+        ),
+        (
+            "algorithms.md",
+            "## Aggregation of per-token losses (`algorithm.aggregation`)",
+            None,
+            get_args(AggregationName),
+        ),
+        (
+            "algorithms.md",
+            "### SFT losses (`sft`)",
+            None,
+            list_variants(SftLoss),  # type: ignore[type-abstract]
+        ),
+        (
+            "algorithms.md",
+            "### Preference losses (`preference`)",
+            None,
+            list_variants(PreferenceLoss),  # type: ignore[type-abstract]
+        ),
+        (
+            "distillation.md",
+            "## Losses and rewards",
+            None,
+            list_variants(DistillationLoss),  # type: ignore[type-abstract]
+        ),
+        (
+            "distillation.md",
+            "## The policy as its own teacher",
+            "`distillation.self_teacher`",
+            list_variants(SelfTeacher),
+        ),
+    ],
+)
+def test_table_lists_what_is_registered(
+    page: str, heading: str, header: str | None, registered: Iterable[str]
+) -> None:
+    names = list_table_names((DOCS / page).read_text(), heading, header=header)
+    assert sorted(names) == sorted(registered)
+
+
+def test_rows_of_another_table_are_not_read() -> None:
+    page = "# P\n\n## A\n\n| x |\n|---|\n| `y` |\n\n| `z` |\n\n## B\n\n| n |\n|---|\n| `a`, `b` |\n"
+    assert list_table_names(page, "## A") == ["y"]
+    assert list_table_names(page, "## B") == ["a", "b"]
+    assert list_table_names(page, "## A", header="n") == ["a", "b"]
