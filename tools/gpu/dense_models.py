@@ -96,12 +96,14 @@ TWO_GPUS = (
 )
 """Rows on two GPUs, most important first."""
 FOUR_GPUS = (
-    "8B/8k/engine+reshard+cudnn+chunked+x4",
-    "8B/8k/engine+reshard+recompute+cudnn+x4+checkpoint+export",
+    "8B/8k/engine+reshard+recompute+cudnn+x4",
+    "8B/8k/engine+reshard+recompute+x4",
     "8B/8k/plain+reshard+recompute+x4",
+    "8B/8k/megatron+tp2-sp+dp2-distopt+x4",
     "8B/8k/megatron+tp2-pp2+x4",
     "8B/8k/megatron+tp2-pp2+recompute+x4",
-    "8B/8k/megatron+tp2-sp+dp2-distopt+x4",
+    "8B/8k/engine+reshard+recompute+x4+export",
+    "8B/8k/engine+reshard+recompute+x4+checkpoint",
 )
 """Rows on four GPUs with 80 GB each, most important first."""
 SETS: Mapping[str, Sequence[str]] = {"one": ONE_GPU, "two": TWO_GPUS, "four": FOUR_GPUS}
