@@ -1,6 +1,6 @@
 """Help for users of older worker-class systems.
 
-The command ``temper-migrate``, checkpoint converters, deprecated workers.
+It has the command ``temper-migrate``, converters of checkpoints, and the deprecated workers.
 
 Import from the packages (``temper_legacy_shim.checkpoints``, ``.workers``): this file imports
 nothing, so that the command starts at once. ``install()`` puts the deprecated workers under their

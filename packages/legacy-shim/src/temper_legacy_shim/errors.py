@@ -52,7 +52,7 @@ class VerificationError(ShimError, RuntimeError):
 class ScriptError(ShimError, ValueError):
     """A launch script is no bash, or asks for more than a reader that executes nothing can follow.
 
-    Names the line.
+    The message names the line.
     """
 
 

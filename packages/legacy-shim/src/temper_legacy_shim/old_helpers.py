@@ -1,6 +1,6 @@
 """Helper functions of the old package that scripts for data and evaluation import.
 
-Files, tokenizers, padding.
+They are about files, tokenizers and padding.
 
 They give the old results for the same arguments. Remote paths (``hdfs://...``) go through fsspec.
 """

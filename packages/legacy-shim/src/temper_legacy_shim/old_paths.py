@@ -1,6 +1,6 @@
 """The old module paths, for code that cannot be edited.
 
-Only after ``install()``, never by accident.
+They exist only after ``install()``, never by accident.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Reward functions with the old signature under the new one.
 
-A user's own file, and the choice by a row's ``data_source``.
+They call a user's own file, or choose by a row's ``data_source``.
 
 Translated configurations name them in ``reward.function``; the trainer calls them with a prompt and
 the text of a completion. They read the row's further fields from ``prompt.extra``, which the

@@ -21,7 +21,7 @@ _LONGEST_NAME = 2
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     r"""Return the answer in a GSM8K completion.
 
-    After the last ``#### ``, or with method flexible the last number.
+    It is after the last ``#### ``, or with method flexible the last number.
 
     Example:
         >>> extract_solution("6 * 7 = 42\n#### 1,042")
@@ -48,7 +48,7 @@ def gsm8k_score(
 ) -> float:
     """Score a GSM8K completion.
 
-    0 without an answer, ``format_score`` for a wrong one, ``score`` for the right one.
+    The score is 0 without an answer, ``format_score`` for a wrong one, ``score`` for the right one.
     """
     answer = extract_solution(solution_str, method)
     if answer is None:
@@ -100,7 +100,7 @@ def remove_boxed(s: str) -> str:
 def strip_string(string: str) -> str:
     r"""Return a LaTeX answer in the form in which two of them are compared.
 
-    Without units, spaces and ``\left``, with full fractions.
+    It has no units, spaces or ``\left``, and full fractions.
 
     Example:
         >>> strip_string(r"x = \dfrac12")
@@ -158,7 +158,7 @@ def _as_fraction(string: str) -> str:
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
     r"""Check if two LaTeX answers are the same after ``strip_string``.
 
-    As texts if one cannot be stripped.
+    They are compared as texts if one cannot be stripped.
 
     Example:
         >>> is_equiv("0.5", r"\frac12")

@@ -122,7 +122,7 @@ def _conversion(match: re.Match[str], argument: Text | None) -> Text:
 def declare(shell: Shell, name: str, fields: list[Field], *, has_value: bool = False) -> None:
     """Run ``declare``, ``local``, ``export`` or ``readonly``.
 
-    Set attributes, scopes and expanded values.
+    They set attributes, scopes and expanded values of variables.
     """
     flags = ""
     for field in fields:

@@ -291,7 +291,7 @@ def _started_shell(shell: Shell, environment: tuple[tuple[str, Text], ...]) -> S
 def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -> None:
     """Run text that is a script itself.
 
-    The argument of ``eval`` or ``bash -c``, or a heredoc to ``bash``.
+    It is the argument of ``eval`` or ``bash -c``, or a heredoc to ``bash``.
     """
     reading = shell.reading
     if shell.forks > 50:
@@ -324,7 +324,7 @@ def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -
 def stdin_of(shell: Shell, redirects: tuple[Redirect, ...]) -> Text | None:
     """Return the input from heredocs and here-strings.
 
-    Unknown for a file, None without redirection.
+    The text is unknown if it comes from a file. The result is None without redirection.
     """
     given: Text | None = None
     for redirect in redirects:

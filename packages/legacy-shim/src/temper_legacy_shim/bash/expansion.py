@@ -1,6 +1,6 @@
 """Expand words to arguments.
 
-Braces, parameters, substitutions, arithmetic, splitting, quote removal.
+This covers braces, parameters, substitutions, arithmetic, splitting and the removal of quotes.
 """
 
 import re
@@ -55,7 +55,7 @@ def expand_words(shell: Shell, words: tuple[Word, ...] | list[Word]) -> list[Fie
 def expand_text(shell: Shell, word: Word | None, *, source: str | None = None) -> Text:
     """Expand a word without splitting.
 
-    Assignments, redirections, heredocs, subjects of ``case``.
+    Bash does not split assignments, redirections, heredocs and subjects of ``case``.
     """
     if word is None:
         return Text()
@@ -396,7 +396,7 @@ def _expand(items: list[Item], level: int) -> list[list[Item]]:
 def _alternatives(items: list[Item], start: int) -> tuple[list[list[Item]], int] | None:
     """Return the alternatives of the braces that open at `start`, and the end.
 
-    None for literal braces.
+    Return None if the braces are literal.
     """
     depth = 0
     choices: list[list[Item]] = []

@@ -232,9 +232,10 @@ class Words:
         return Substitution(program, self.text[start : self.at])
 
     def _arithmetic(self) -> Arithmetic | None:
-        """Read ``$((...))``; return None if the parentheses close separately.
+        """Read ``$((...))``.
 
-        A substitution of a subshell.
+        Return None if the parentheses close separately: then it is a substitution that starts with
+        a subshell.
         """
         start = self.at
         self.at += 3

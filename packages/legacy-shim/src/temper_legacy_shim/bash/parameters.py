@@ -1,6 +1,6 @@
 """Values of ``$x`` and ``${x...}``.
 
-Defaults, lengths, slices, trimming, replacement, case, arrays, indirection.
+This covers defaults, lengths, slices, trimming, replacement, case, arrays and indirection.
 """
 
 from collections.abc import Callable
@@ -253,7 +253,7 @@ def _with_default(
 def _operand(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Fragment]:
     """Return the word of a default.
 
-    Return a value with the parameter's source, or fragments if it splits.
+    It is a value with the parameter's source, or fragments if the word splits.
     """
     word = part.operands[0] if in_quotes else with_tilde(part.operands[0])
     parts = shell.interpreter.expand_fragments(shell, word, in_quotes=in_quotes)

@@ -1,6 +1,6 @@
 """The grammar of simple commands.
 
-Assignments, arguments, arrays, redirections, heredocs, and the blanks between them.
+It covers assignments, arguments, arrays, redirections, heredocs and the blanks between them.
 """
 
 import re

@@ -126,7 +126,7 @@ SUBMITTERS = frozenset(("tee", "sbatch", "qsub", "bsub", "kubectl"))
 def inner_script(fields: list[Field], stdin: Text | None) -> Text | None:
     """Return the text that a command runs as a script.
 
-    Of ``bash -c``, of a heredoc to ``bash`` or ``ssh``, of a quoted remote command.
+    It is the argument of ``bash -c``, a heredoc to ``bash`` or ``ssh``, or a quoted remote command.
     """
     command = started(fields)
     name = (fields[0].text.known or "").rpartition("/")[2]

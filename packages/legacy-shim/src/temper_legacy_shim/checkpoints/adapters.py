@@ -371,7 +371,7 @@ def peft_tensors(adapter: Adapter) -> dict[str, LazyTensor]:
 def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[str, object]:
     """Return PEFT's configuration.
 
-    From the checkpoint if possible, else derived from the tensors.
+    It is that of the checkpoint if there is one, else it is derived from the tensors.
 
     Raises:
         UsageError: no alpha.

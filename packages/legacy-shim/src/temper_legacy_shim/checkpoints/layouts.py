@@ -432,8 +432,8 @@ def check_readable(path: Path) -> None:
 def check_own(path: Path, role: Role) -> None:
     """Reject a small file that is a link to a place outside of the checkpoint.
 
-    A hub's cache links to its own blobs; and in a folder that the user named apart from the
-    checkpoint, links are the user's.
+    Links of a hub's cache to its own blobs are accepted, and so are links in a folder that the user
+    named apart from the checkpoint.
 
     Raises:
         LayoutError: it leads outside the checkpoint.

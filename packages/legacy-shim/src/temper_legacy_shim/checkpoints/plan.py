@@ -278,7 +278,7 @@ def plan_jobs(
 ) -> list[Job]:
     """Return the roles below a path and their outputs.
 
-    The output directory itself for one role, a folder in it for each of several.
+    The output of a single role is the directory itself; several roles get a folder each in it.
     """
     roles = find_roles(path, step=step, role=role)
     if len(roles) == 1:

@@ -1,6 +1,6 @@
-"""The sub-command ``doctor``: a project folder in.
+"""The sub-command ``doctor``: a project folder in, a plan out.
 
-A plan out, and on request the plan's results in a new folder.
+On request the results of the plan are written into a new folder.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Translate old configurations.
 
-Overrides or YAML of v0.2 to v0.9 in, new settings and findings out.
+The input is overrides or YAML of v0.2 to v0.9, the output new settings and findings.
 
 From temper_legacy_shim.configs import translate
 

@@ -89,7 +89,7 @@ def plain_report(translation: Translation) -> dict[str, Plain]:
 def summary_lines(translations: Sequence[Translation], *, next_step: str) -> list[str]:
     """Summarize the report for the user.
 
-    The number of translated settings, differences, decisions, and the next command.
+    The summary has the number of translated settings, differences, decisions, and the next command.
     """
     tokens = [token for each in translations for token in each.tokens]
     translated = sum(bool(token.new_keys) for token in tokens)

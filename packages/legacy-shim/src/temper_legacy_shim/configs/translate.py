@@ -1,6 +1,6 @@
 """The translation from beginning to end.
 
-The steps: read, compose on the default tree, build settings, account for every token.
+It reads, composes on the default tree, builds settings, and accounts for every token.
 """
 
 from collections.abc import Callable, Mapping, Sequence

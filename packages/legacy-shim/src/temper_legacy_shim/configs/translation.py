@@ -44,10 +44,7 @@ EXIT_CODES = {Outcome.CLEAN: 0, Outcome.PINNED: 10, Outcome.PERSON: 20}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Cluster of a run, such as torchrun's numbers, for configurations without one.
-
-    Torchrun's numbers, for example.
-    """
+    """Cluster of a run, for configurations without one, such as those of torchrun."""
 
     nodes: int
     gpus_per_node: int

@@ -1,6 +1,6 @@
 """The batch that the older generation handed from class to class.
 
-Tensors, arrays and a dictionary of settings side by side.
+It has tensors, arrays and a dictionary of settings.
 """
 
 from temper_legacy_shim.errors import explain_missing_extra

@@ -284,7 +284,7 @@ class DataProto:
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
         """Return every row that many times.
 
-        One after the other, or the full batch again and again.
+        The copies of a row follow each other, or the full batch is repeated.
         """
         rows = torch.arange(len(self))
         return self.select_idxs(

@@ -1,6 +1,6 @@
 """Examine a project folder.
 
-Parts of an older system, and the migration step, effort and blockers of each.
+Find parts of an older system, and the migration step, effort and blockers of each.
 """
 
 import os
@@ -71,7 +71,7 @@ class Step:
 def examine(folder: Path, *, version: str | None = None) -> list[Step]:
     """Return the steps that move a project, in the order in which to take them.
 
-    Configs, scripts, checkpoints, imports.
+    The order is configs, scripts, checkpoints, imports.
 
     Args:
         folder: of the project.

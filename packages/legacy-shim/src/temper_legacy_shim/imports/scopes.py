@@ -204,7 +204,7 @@ class _Collector:
     def _fix_names(self, node: ast.AST, scope: _Scope) -> None:
         """Take note of the names that a node binds or mentions as a text.
 
-        Of exceptions, patterns, keywords.
+        These are names of exceptions, patterns and keywords.
         """
         for name in (getattr(node, attribute, None) for attribute in ("name", "rest")):
             if isinstance(name, str):

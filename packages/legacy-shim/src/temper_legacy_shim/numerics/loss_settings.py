@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class RolloutCorrectionSettings:
     """``policy_loss.rollout_correction``.
 
-    Weights and rejection by the distance of the policy from the one that sampled.
+    It weights and rejects by the distance between the policy and the one that sampled.
     """
 
     rollout_is: str | None = "sequence"

@@ -162,7 +162,7 @@ def total_variation(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple
 def bernoulli_kl(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
     """Compute ``dppo_kl``.
 
-    As ``dppo_tv``, with the binary KL of "this token or another" as distance.
+    It is ``dppo_tv`` with the binary KL of "this token or another" as the distance.
     """
     new, old = inputs.logprobs.detach().exp(), inputs.old_logprobs.exp()
     distance = _binary_kl(old, new, log_old=inputs.old_logprobs, log_new=inputs.logprobs.detach())
@@ -222,7 +222,7 @@ def clip_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor
 
 
 def kl_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Return the unclipped loss.
+    """Compute ``kl_cov``: the unclipped loss.
 
     The tokens with the largest covariance also get a penalty on |log rho|, which ``ppo_kl``
     reports.
@@ -386,7 +386,7 @@ def _weight_numbers(
 def mismatch(logprobs: Tensor, *, rollout_logprobs: Tensor, mask: Tensor) -> Numbers:
     """Measure the distance of policy and sampler.
 
-    Perplexities, KL estimates, chi-square, over tokens or rows.
+    The numbers are perplexities, KL estimates and chi-square, over tokens or rows.
     """
     log_ratio = logprobs - rollout_logprobs
     own, other = masked_mean(logprobs, mask, dim=-1), masked_mean(rollout_logprobs, mask, dim=-1)

@@ -330,7 +330,7 @@ def _around(setting: Setting, origins: list[Override], unknowns: dict[str, str])
 def _quote_in_list(old: Override) -> str:
     """Return a value with variables inside double quotes, as the one item of a list.
 
-    Empty if impossible.
+    Return an empty text if that is impossible.
     """
     tail = old.source.partition("=")[2]
     if len(tail) > 1 and tail[0] == tail[-1] == '"':

@@ -271,7 +271,7 @@ def is_launch_text(text: str) -> bool:
 def explain_npu_probe(fields: Sequence[Field]) -> str | None:
     """Return a note if a command only checks for NPUs.
 
-    ``python3 -c 'import torch_npu'``, ``which npu-smi``.
+    Such commands are ``python3 -c 'import torch_npu'`` and ``which npu-smi``.
     """
     words = [field.text.shown() for field in fields]
     is_asking = "-c" in words or words[0] in ("which", "command", "type")

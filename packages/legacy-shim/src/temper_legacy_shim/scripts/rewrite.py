@@ -170,9 +170,9 @@ def _indent(text: str, at: int) -> str:
 
 
 def _wrappers(text: str, launch: Launch) -> list[str]:
-    """Return the text before the launcher, such as ``srun ...`` or ``ray job submit ...
+    """Return the text before the launcher unchanged.
 
-    --``, unchanged.
+    It is, for example, ``srun ...`` or ``ray job submit ... --``.
     """
     if launch.starter == 0:
         return []

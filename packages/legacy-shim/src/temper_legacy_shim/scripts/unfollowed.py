@@ -29,7 +29,7 @@ def find_unfollowed(
 ) -> tuple[list[str], list[str]]:
     """Return sentences about commands that may start an old trainer.
 
-    Questions, and the parts that could not be examined.
+    They are questions, and parts that could not be examined.
 
     Args:
         reading: Of the script.
@@ -91,7 +91,7 @@ def _called_script(event: Event) -> str:
 def _script_name(field: Field) -> str:
     """Return a script's path, without what a substitution prints before it.
 
-    Empty for another argument.
+    Return an empty text for another argument.
     """
     pieces = field.text.pieces
     while pieces and not pieces[-1].is_known:  # a variable: what it was assigned

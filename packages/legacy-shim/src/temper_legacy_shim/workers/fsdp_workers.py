@@ -1,6 +1,7 @@
 """The old FSDP worker classes.
 
-Roles around ``DataParallelPPOActor`` and ``DataParallelPPOCritic``, alone or as Ray actors.
+They are the roles around ``DataParallelPPOActor`` and ``DataParallelPPOCritic``, standalone or as
+Ray actors.
 """
 
 from torch import Tensor

@@ -51,9 +51,10 @@ _CRITIC_COLUMNS = (*_INPUTS, "values", "returns")
 
 
 class _OnMegatron(OnEngine):
-    """Shared parts.
+    """Shared parts of actor and critic.
 
-    The adopted model's engine, mini-batches as the caller iterates them, equal micro-batch weights.
+    They have the adopted model's engine, mini-batches as the caller iterates them, and
+    micro-batches of equal weight.
     """
 
     def _adopt(

@@ -1,6 +1,6 @@
 """The old Megatron classes on the Megatron engine.
 
-Its actor and critic, and the roles around them, alone or as Ray actors.
+They are its actor and critic, and the roles around them, standalone or as Ray actors.
 """
 
 import torch

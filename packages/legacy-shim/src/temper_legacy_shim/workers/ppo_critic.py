@@ -82,7 +82,7 @@ class PPOCritic(OnEngine):
     def _forward_micro_batch(self, micro_batch: Mapping[str, Tensor]) -> Tensor:
         """Return [B, W] values of one micro-batch, 0 at padding alone.
 
-        Without gradient: with gradient only the engine runs the model.
+        They have no gradient: with gradient only the engine runs the model.
         """
         columns = {name: column for name, column in micro_batch.items() if name != "response_mask"}
         return self.compute_values(

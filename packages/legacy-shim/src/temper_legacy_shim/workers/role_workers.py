@@ -1,6 +1,6 @@
 """The old workers of both backends.
 
-Roles around an actor or a critic, standalone or as Ray actors.
+They are roles around an actor or a critic, standalone or as Ray actors.
 """
 
 import resource
@@ -42,7 +42,7 @@ class OldRates(Protocol):
 class Rates:
     """Learning rates of a trained role.
 
-    The old schedule's with old numerics, else the engine's own.
+    They are those of the old schedule with old numerics, else those of the engine.
     """
 
     def __init__(self, engine: BaseEngine, *, old: OldRates | None) -> None:
@@ -212,7 +212,7 @@ class PolicyWorker(RoleWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return the old_log_probs and entropys [B, W].
 
-        With ``meta_info["is_lora"]`` ref_log_prob, from the model without its adapter.
+        With ``meta_info["is_lora"]`` return ref_log_prob, from the model without its adapter.
         """
         actor, _ = self._trained()
         is_reference = bool(data.meta_info.pop("is_lora", False))

@@ -61,7 +61,7 @@ def compute_mfu(
 def operations(fields: Mapping[str, object], lengths: Sequence[int]) -> float:
     """Count operations of a forward and backward pass over these lengths, by config.json.
 
-    0 if unknown.
+    Return 0 if it is not known.
     """
     kind = fields["model_type"]
     if kind not in _DENSE | _EXPERTS:

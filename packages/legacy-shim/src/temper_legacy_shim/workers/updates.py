@@ -1,6 +1,6 @@
-"""Split an old batch into optimizer updates: mini-batches of consecutive rows, then micro-batches.
+"""Split an old batch into optimizer updates.
 
-Mini-batches of consecutive rows, micro-batches of few rows or few tokens.
+Mini-batches have consecutive rows, micro-batches few rows or few tokens.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """torch's distributed checkpoint format, which Megatron's ``dist_ckpt`` is.
 
-An inert ``.metadata``, and chunks inside ``.distcp`` files.
+Its ``.metadata`` is read without executing it, and chunks are inside ``.distcp`` files.
 
 Neither torch nor Megatron is needed. A chunk is read when it is used.
 """

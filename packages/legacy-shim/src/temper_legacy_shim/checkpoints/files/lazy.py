@@ -67,7 +67,7 @@ def blocks(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Bl
 def spans(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
     """Yield (first row, row after the last) of each block.
 
-    Nothing for a tensor without elements.
+    A tensor without elements has no blocks.
     """
     rows = num_rows(tensor.shape)
     row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.num_bytes

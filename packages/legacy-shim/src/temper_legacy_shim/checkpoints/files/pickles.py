@@ -160,10 +160,7 @@ _STOP = next(code for code, (name, _) in _OPCODES.items() if name == "STOP")
 
 
 class _Machine:
-    """The stack machine of the pickle protocol, without its two doors to Python.
-
-    Imports and calls.
-    """
+    """The stack machine of the pickle protocol, which neither imports nor calls anything."""
 
     def __init__(self, source: str) -> None:
         self._source = source

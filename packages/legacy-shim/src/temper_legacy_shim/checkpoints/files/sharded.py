@@ -188,9 +188,9 @@ def _coordinates(
 def _inferred_coordinates(
     key: str, entries: Mapping[int, Distributed], *, where: str
 ) -> tuple[dict[int, Shape], Shape]:
-    """Infer coordinates on a mesh of unknown form: the innermost axis shards, as in both FSDPs.
+    """Infer coordinates on a mesh of unknown form.
 
-    Others replicate.
+    As in both FSDPs, the innermost axis shards and the others replicate.
     """
     placements = next(iter(entries.values())).placements
     sharding = [axis for axis, placement in enumerate(placements) if placement.dim is not None]

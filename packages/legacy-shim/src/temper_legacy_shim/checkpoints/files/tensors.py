@@ -1,9 +1,8 @@
 """Tensors from inert nodes.
 
-In storages, or each rank's part of a distributed tensor with placements.
-
-Knows how every torch from 2.4 on pickles ``Tensor``, ``Parameter``, ``DTensor`` and
-``ShardedTensor``; imports none of them.
+A tensor is in a storage, or it is one rank's part of a distributed tensor with placements. The
+forms are those in which every torch from 2.4 on pickles ``Tensor``, ``Parameter``, ``DTensor`` and
+``ShardedTensor``. None of these classes is imported.
 """
 
 import math
@@ -319,9 +318,10 @@ class TensorReader:
     def _mesh_ranks(
         self, attributes: Mapping[object, object], *, key: str
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
-        """Return the ranks in the shape of the mesh: a tensor until torch 2.8.
+        """Return the ranks in the shape of the mesh.
 
-        A flat one and its layout since.
+        torch stored them as a tensor of that shape until 2.8, and since then as a flat one with its
+        layout.
         """
         for name in ("mesh", "_mesh"):
             if self.is_tensor(attributes.get(name)):
@@ -428,7 +428,7 @@ def _flattened(value: object) -> list[int]:
 def attributes_of(state: object) -> Mapping[object, object]:
     """Return the attributes from a pickled state.
 
-    A mapping, or (mapping or None, mapping of slots).
+    The state is a mapping, or (mapping or None, mapping of slots).
     """
     if isinstance(state, dict):
         return state

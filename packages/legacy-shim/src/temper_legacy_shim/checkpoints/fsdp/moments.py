@@ -1,7 +1,5 @@
 """Optimizer moments of old FSDP checkpoints, by Hugging Face name.
 
-FSDP2 numbers parameters; FSDP1 stores flat shards without names.
-
 FSDP2 numbers the model's parameters in order. FSDP1 numbers its units: one flat vector for the root
 and one for each decoder layer (and, with an adapter, one for each trained leaf), every parameter of
 the unit end to end in the order of its modules, padded to a multiple of the ranks. Which parameters
@@ -190,7 +188,7 @@ def _from_pieces(
 ) -> dict[str, OldMoments] | None:
     """Return moments of FSDP1 with ``use_orig_params``, whose ranks keep the part in their shard.
 
-    None for other states.
+    Return None for other states.
     """
     # With use_orig_params the optimizer numbers parameters like an optimizer without FSDP, and a
     # rank without elements of a parameter has no state of it.

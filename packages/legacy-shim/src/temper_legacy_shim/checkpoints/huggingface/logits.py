@@ -93,7 +93,7 @@ def _loaded(
 ) -> tuple[transformers.PretrainedConfig, nn.Module, dict[str, Any]]:
     """Load the model as a user would, without code from the checkpoint.
 
-    Config, model and loading report.
+    Return config, model and loading report.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)

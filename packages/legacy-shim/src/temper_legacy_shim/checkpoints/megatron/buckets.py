@@ -1,6 +1,6 @@
 """Moments of Megatron's distributed checkpoints in buckets (``dp_reshardable``).
 
-A vector for each bucket of a model-parallel rank.
+Each bucket of a model-parallel rank has one vector.
 
 The checkpoint does not say how many tensor ranks, stages and expert ranks there were, nor which
 parameter lies where. Every layout that the

@@ -1,6 +1,6 @@
 """Moments of Megatron's per-rank optimizer files (``optim/distrib_optim_pp0_tp0.pt``).
 
-Flat, padded, nameless, one vector for each buffer.
+Each buffer has one vector, which is flat and padded and has no names.
 
 A buffer holds a chunk's parameters in reverse order, each beginning at a multiple of 64 elements,
 its buckets end to end without their own padding. Experts that are divided over ranks have an
@@ -203,7 +203,7 @@ def _cut_all(
 def _optimizers(path: Path) -> list[list[_Buffer] | None]:
     """Return the buffers of each optimizer that a file may hold.
 
-    None if a different rank wrote the state.
+    An optimizer is None if a different rank wrote its state.
     """
     archive = Archive(path)
     reader = TensorReader(archive)

@@ -68,8 +68,8 @@ def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyT
 def read_megatron_adapter_optimizer(model: OldModel) -> OldOptimizer:
     """Return the moments of an adapter's halves under PEFT's names.
 
-    The half of a fused matrix' adapter for several projections becomes the projections'
-    own: rows of B are theirs anyway, and of A, which they shared, each continues with a copy.
+    The adapter of a fused matrix is divided among its projections: each takes its rows of B, and
+    continues with a copy of A, which they shared.
 
     Raises:
         LayoutError: there are none, or no file says how many updates were made; for the receipt.

@@ -130,7 +130,7 @@ def to_hf(
 def from_hf(weights: Mapping[str, LazyTensor], geometry: Geometry) -> dict[str, LazyTensor]:
     """Return full matrices under Megatron's names, norms inside the linear layers.
 
-    The inverse of ``to_hf`` without padding.
+    This is the inverse of ``to_hf`` without padding.
     """
     made = {
         name: weights[hf] for name, hf in (*_TOP.items(), *_VALUE_HEAD.items()) if hf in weights

@@ -1,9 +1,8 @@
 """Megatron's per-rank files, put together.
 
-Tensor-, pipeline-, virtual-pipeline- and expert-parallel ranks to full tensors.
-
-Out come Megatron's names with global layer and expert numbers; ``megatron_names`` turns them into
-Hugging Face's.
+The parts of tensor-, pipeline-, virtual-pipeline- and expert-parallel ranks become full tensors.
+These have Megatron's names with global layer and expert numbers; ``parameter_names`` converts them
+to Hugging Face's.
 """
 
 import re

@@ -97,7 +97,7 @@ _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
     """Return base and adapter with Megatron's names, from Megatron's files.
 
-    Whole, layers perhaps stacked.
+    Tensors are full, and layers may be stacked.
     """
     tensors: dict[str, LazyTensor] = {}
     if role.rank_files:

@@ -1,12 +1,12 @@
 """Resumable state.
 
-An old role as a step directory that an engine's ``load_checkpoint`` reads, or as the portable
+An old role becomes a step directory that an engine's ``load_checkpoint`` reads, or the portable
 training state.
 
-It contains the FSDP engine's format: float32 master weights, both moments and update counts under
-Hugging Face names, each rank's torch random-number state, and the counters of updates and of the
-schedule. The same tensors, one parameter at a time, are the portable state (``training_state``)
-that every engine's ``load_state`` takes.
+The step directory contains the FSDP engine's format: float32 master weights, both moments and
+update counts under Hugging Face names, each rank's torch random-number state, and the counters of
+updates and of the schedule. The same tensors, one parameter at a time, are the portable state
+(``training_state``) that every engine's ``load_state`` takes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -79,7 +79,7 @@ class ResumableState:
     def tensors(self) -> dict[str, LazyTensor]:
         """Return tensors by kind and name as in the engine's checkpoint.
 
-        Experts of a mixture as one tensor.
+        The experts of a mixture are one tensor.
         """
         weights = self.model.weights
         trained = {name: tensor for name, tensor in weights.items() if not is_buffer(name)}
@@ -311,7 +311,7 @@ def _as_float32(tensor: LazyTensor) -> LazyTensor:
 def training_state(model: OldModel) -> Iterator[TrainingState]:
     """Yield the portable training state of an old role, read as it is consumed.
 
-    For any engine's ``load_state``.
+    Any engine's ``load_state`` takes it.
 
     Raises:
         UsageError: no engine can continue from it, or it has no moments.

@@ -96,7 +96,7 @@ def _modules(draft: Draft, role: OldRole, engine: str) -> None:
 def _names(value: Plain) -> Plain:
     """Return Hugging Face's names for Megatron's.
 
-    All linear layers of every block under one word.
+    One word stands for all linear layers of every block.
     """
     if isinstance(value, str):
         return value if value not in ("all", "all_linear") else "all-linear"

@@ -32,7 +32,7 @@ def scoring_model(draft: Draft) -> str:
 def reads_messages(draft: Draft) -> bool:
     """Check if the reward model has a separate chat template.
 
-    Always, but in the old workers without an input_tokenizer.
+    It always has one, except in the old workers without an input_tokenizer.
     """
     block = scoring_model(draft)
     was_served = draft.since("v0.7.1") or draft.switch("reward_model.use_reward_loop")

@@ -52,7 +52,7 @@ def evaluation_key(draft: Draft) -> str:
 def updates_per_schedule_step(draft: Draft) -> int | None:
     """Return the number of updates per step of the old schedule.
 
-    None if it counted RL steps.
+    Return None if the schedule counted RL steps.
 
     Between two weight syncs an asynchronous trainer called its workers several times, and each call
     was one step of the schedule. All these calls are one RL step here.
@@ -91,7 +91,7 @@ _SECOND_TRAINER = "trainer.use_v1"
 def filters_groups(draft: Draft) -> bool:
     """Check if groups with equal rewards were discarded.
 
-    By DAPO's recipes and the second trainer of main_ppo alone.
+    Only DAPO's recipes and the second trainer of main_ppo did that.
     """
     return draft.switch(f"{FILTER}.enable") and (is_dapo(draft) or is_second_trainer(draft))
 

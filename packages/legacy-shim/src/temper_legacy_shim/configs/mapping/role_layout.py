@@ -105,7 +105,7 @@ def set_fsdp(draft: Draft, role: OldRole) -> None:
 def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
     """Set the number of ranks that shard one copy.
 
-    The old mesh took a larger number for all ranks.
+    In the old mesh, a larger number meant all ranks.
     """
     key = f"{block}.fsdp_size"
     size, world = draft.integer(key), _known_world(draft)

@@ -1,6 +1,6 @@
 """Supervised fine-tuning of both old generations.
 
-Columns of questions and answers, and conversations on engines.
+The first had columns of questions and answers, the second conversations on engines.
 """
 
 from temper_legacy_shim.configs.mapping.builder import Draft

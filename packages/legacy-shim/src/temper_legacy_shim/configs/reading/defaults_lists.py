@@ -214,9 +214,10 @@ def _entries(tree: Mapping[str, Plain]) -> list[_Entry]:
 
 
 def _read(item: Plain) -> Iterator[_Entry]:
-    """Yield entries of ``name``, ``name@package``, ``{[override] [optional] group[@package].
+    """Yield the entries of a defaults list.
 
-    Choices}``; null chooses nothing.
+    An entry is ``name``, ``name@package``, or a mapping ``[override] [optional] group[@package]:
+    choices``. The choice null chooses nothing.
     """
     if isinstance(item, Mapping) and len(item) == 1:
         ((given, chosen),) = item.items()
@@ -245,7 +246,7 @@ def _read(item: Plain) -> Iterator[_Entry]:
 def _package(entry: _Entry, *, header: str | None, position: _Position) -> str:
     """Return the block for a file's values.
 
-    The entry's package, else the package in the file's header, else the group.
+    It is the entry's package, else the package in the file's header, else the group.
     """
     group = (entry.group or posixpath.dirname(entry.choice)).lstrip("/").replace("/", ".")
     given = entry.package

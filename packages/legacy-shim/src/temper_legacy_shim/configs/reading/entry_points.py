@@ -139,7 +139,7 @@ def launch_of(
 def _configs_of(path: str, name: str, *, is_megatron: bool) -> tuple[str, ...]:
     """Return the further configurations of an entry.
 
-    The given engine, else the defaults of the entry.
+    They are those of the given engine, else the defaults of the entry.
     """
     if name in own_configs():
         return (name,)

@@ -1,6 +1,6 @@
 """The default trees of all old releases, with the default value of each key.
 
-Facts, from ``data/trees.json``.
+They are facts, read from ``data/trees.json``.
 """
 
 import json
@@ -56,7 +56,7 @@ def versions() -> tuple[str, ...]:
 def known_version(text: str) -> str:
     """Return the release whose trees apply to a version.
 
-    ``0.7``, ``v0.7.1``, ``v0.4.0.post3``, ``main``.
+    A version is, for example, ``0.7``, ``v0.7.1``, ``v0.4.0.post3`` or ``main``.
 
     A version between two known releases has the trees of the earlier one.
 
@@ -176,7 +176,7 @@ def _tree(version: str, family: Family) -> dict[str, Plain]:
 def own_configs() -> frozenset[str]:
     """Return the names of further configurations.
 
-    Of asynchronous trainers, recipes and examples.
+    They belong to asynchronous trainers, recipes and examples.
     """
     return frozenset(_configs())
 
