@@ -54,6 +54,35 @@ def test_metadata_with_code_in_it_is_refused_and_not_executed(tmp_path: Path) ->
     assert proof.exists(), "the standard unpickler executes this pickle"
 
 
+def test_metadata_cannot_change_a_class_of_this_process(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(
+        # What the pickle of an object does: call a class, then set attributes with BUILD (b"b").
+        # Here BUILD is applied to the class itself.
+        b"cpathlib\nPosixPath\n(N}Vparent\nVelsewhere\nstb."
+    )
+    with pytest.raises(CheckpointError, match=r"\.metadata sets attributes of a type"):
+        SafeDcpReader(tmp_path).read_metadata()
+    assert Path("/folder/file").parent == Path("/folder")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data, i: data[:i], lambda data, i: data[:i] + b"\xff" + data[i + 1 :]]
+)
+def test_metadata_with_any_byte_changed_is_refused_or_read(
+    tmp_path: Path, change: Callable[[bytes, int], bytes]
+) -> None:
+    dcp.save({"a": torch.ones(2, 3)}, checkpoint_id=tmp_path)
+    content = (tmp_path / ".metadata").read_bytes()
+    num_refused = 0
+    for position in range(len(content)):
+        (tmp_path / ".metadata").write_bytes(change(content, position))
+        try:
+            SafeDcpReader(tmp_path).read_metadata()
+        except CheckpointError:
+            num_refused += 1
+    assert num_refused > len(content) // 2
+
+
 def test_entries_that_torch_would_unpickle_are_refused(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(1), "steps": 3}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointError, match=r"names .*BytesStorageMetadata"):

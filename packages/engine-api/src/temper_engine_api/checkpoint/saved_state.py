@@ -11,11 +11,12 @@ NAME is the Hugging Face name, or the PEFT name of an adapter tensor.
 """
 
 import pickle
+import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,15 +35,20 @@ FIRST, SECOND, COUNT = "first_moment", "second_moment", "update_count"
 """Kinds of saved tensors in addition to the weight, as the first parts of their keys."""
 METADATA_FILE = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED = frozenset(
+_WITH_ATTRIBUTES = frozenset(
     {
         *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata")),
         *(
             (_METADATA, name)
             for name in ("ChunkStorageMetadata", "TensorProperties", "StorageMeta")
         ),
-        (_METADATA, "_MEM_FORMAT_ENCODING"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    }
+)
+"""Classes whose objects get their attributes from the metadata."""
+_ALLOWED = _WITH_ATTRIBUTES | frozenset(
+    {
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
         ("torch.serialization", "_get_layout"),  # looks a name up in a table
         ("torch", "Size"),
         ("pathlib", "PosixPath"),
@@ -166,13 +172,13 @@ class SafeDcpReader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _Unpickler(file, path).load()
+        except CheckpointError:
+            raise
         except (
-            pickle.UnpicklingError,
-            EOFError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            IndexError,
+            # Damaged bytes may raise any of these, in the unpickler or in a constructor.
+            *(pickle.UnpicklingError, struct.error, EOFError, MemoryError),
+            *(ArithmeticError, AssertionError, AttributeError, LookupError),
+            *(RuntimeError, TypeError, ValueError),
         ) as error:
             raise CheckpointError(
                 f"{path} can't be read ({error}): copy the checkpoint again."
@@ -188,10 +194,15 @@ class SafeDcpReader(FileSystemReader):
         return metadata
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickle allowed names only, as Python's documentation advises."""
+class _Unpickler(pickle._Unpickler):
+    """Unpickle allowed names only, as Python's documentation advises, and change no class.
 
-    def __init__(self, file: Any, path: Path) -> None:
+    This is pickle's implementation in Python. The one in C has no hook for BUILD, which sets the
+    attributes of whatever the pickle names: of a new object, but also of a class such as PosixPath,
+    for all code of this process.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
         super().__init__(file)
         self._path = path
 
@@ -202,3 +213,17 @@ class _Unpickler(pickle.Unpickler):
             f"{self._path} names {module}.{name}, which the metadata of tensors does not need. "
             "Nothing was executed. Find out who wrote to this checkpoint before you use it."
         )
+
+    def load_build(self) -> None:
+        """Set the attributes of an object that this pickle has made."""
+        kind = type(self.stack[-2])  # type: ignore[attr-defined]
+        if (kind.__module__, kind.__name__) not in _WITH_ATTRIBUTES:
+            raise CheckpointError(
+                f"{self._path} sets attributes of a {kind.__name__}, which the metadata of tensors "
+                "does not need. Nothing was changed. Find out who wrote to this checkpoint before "
+                "you use it."
+            )
+        super().load_build()  # type: ignore[misc]
+
+    # pickle looks the functions of its opcodes up in this table.
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
