@@ -9,13 +9,17 @@ REQUIREMENTS = (
     "torch==2.13.0",
     "aiohttp",
     "codetiming",
+    "colorlog",
     "flask",
+    "jaxtyping",
     "lark",
+    "loguru",
     "numba",
     "orjson",
     "ray",
     "tenacity",
     "tensordict",
+    "torchdata",
     "uvloop",
 )
 """Packages that the projects import and that our packages do not need."""

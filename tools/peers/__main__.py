@@ -81,6 +81,7 @@ def _build_command(suite: Suite, checkout: Path) -> list[str]:
         *(sys.executable, "-m", "pytest", "-p", "tools.peers.plugin", "-q", "-c", os.devnull),
         *("--rootdir", str(checkout), "-p", "no:cacheprovider", "-W", "ignore", "--tb", "line"),
         *(f"--deselect={test}" for test in suite.deselected),
+        *suite.arguments,
         *suite.files,
     ]
 

@@ -6,7 +6,6 @@ one seed: ours, and that of the project. To compare a new loss, add a row.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import sys
@@ -20,75 +19,15 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from temper_trainer.algorithms.distillation_losses.top_k_losses import (
-    ForwardKl,
-    JensenShannon,
-    TopKLoss,
-    TopKReverseKl,
-)
 from tools.peers import openrlhf_adapters, slime_adapters, verl_adapters
+from tools.peers.random_data import Data, Pair, Row, make_data
+from tools.peers.trl_comparisons import TRL, list_trl_rows, load_trl
 
 NUM_SEEDS = 5
 TOLERANCE = 2e-5
 """Largest accepted difference relative to the largest number of the other
 project: float32 sums of a few
 hundred terms in another order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
-    """Random input of one seed: rows of different length with holes, one of them empty."""
-
-    logprobs: Tensor
-    """[B, L] with gradient."""
-    old: Tensor
-    rollout: Tensor
-    ref: Tensor
-    advantages: Tensor
-    values: Tensor
-    mask: Tensor
-    """[B, L] float32."""
-    rewards: Tensor
-    """[B]"""
-    groups: tuple[int, ...]
-
-    @property
-    def token_rewards(self) -> Tensor:
-        """[B, L] with the rewards at each row's last trained token."""
-        column = torch.zeros_like(self.mask)
-        for row, mask in enumerate(self.mask):
-            if mask.any():
-                column[row, int(mask.nonzero().max())] = self.rewards[row]
-        return column
-
-
-def make_data(seed: int, *, num_rows: int = 8, length: int = 12) -> Data:
-    """Return random data; ratios are between about e^-1.5 and e^1.5."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(scale: float = 1.0) -> Tensor:
-        return torch.randn(num_rows, length, generator=generator) * scale
-
-    old = -draw().abs()
-    lengths = torch.randint(1, length + 1, (num_rows,), generator=generator)
-    mask = (torch.arange(length) < lengths[:, None]) & (draw() > -1.5)
-    mask[:, 0] = True
-    mask[-1] = False
-    return Data(
-        logprobs=(old + draw(0.5)).requires_grad_(),
-        old=old,
-        rollout=old + draw(0.3),
-        ref=old + draw(0.3),
-        advantages=draw(),
-        values=draw(),
-        mask=mask.float(),
-        rewards=torch.randint(0, 5, (num_rows,), generator=generator).float(),
-        groups=tuple(i // 4 for i in range(num_rows)),
-    )
-
-
-Pair = tuple[Tensor, Tensor]
-"""Our result and that of the other project; it may have a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,23 +182,6 @@ def _slime_losses(name: str, **arguments: float) -> Callable[[Any, Data], Pair]:
     return compute
 
 
-def _trl_divergence(loss: TopKLoss, *, beta: float) -> Callable[[Any, Data], Pair]:
-    """Compare a divergence over the teacher's top-k tokens, with the rest as one more token."""
-
-    def compute(module: Any, data: Data) -> Pair:
-        # A vocabulary of the row's length: its tokens are the columns of the data.
-        policy, teacher = data.logprobs.log_softmax(-1), data.ref.log_softmax(-1)
-        top, ids = teacher.topk(loss.top_k, dim=-1)
-        policy = policy.gather(-1, ids)
-        support = torch.ones_like(top, dtype=torch.bool)
-        policy_tail, is_counted = module._add_tail_bucket(policy, support)
-        teacher_tail, _ = module._add_tail_bucket(top, support)
-        remote = module._jsd_divergence(policy_tail, teacher_tail, beta, is_counted)
-        return loss.measure(policy, teacher=top), remote.sum(-1)
-
-    return compute
-
-
 def _openrlhf_policy(
     *, has_row_advantages: bool = False, **arguments: Any
 ) -> Callable[[Any, Data], Pair]:
@@ -292,12 +214,7 @@ def _openrlhf_policy(
 
 _VERL, _ROLLOUT = "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper"
 _SLIME, _OPENRLHF = "slime.utils.ppo_utils", "openrlhf.models.loss"
-_TRL = "trl/experimental/server_distillation/server_distillation_trainer.py"
 _MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
-
-Row = tuple[str, str, str, Callable[[Any, Data], Pair]]
-"""Project, module, name and function of a comparison."""
 
 
 def _list_verl_rows() -> list[Row]:
@@ -345,7 +262,7 @@ def _list_verl_rows() -> list[Row]:
 
 
 def _list_other_rows() -> list[Row]:
-    """Return the rows of slime, TRL and OpenRLHF."""
+    """Return the rows of slime and OpenRLHF."""
     return [
         (
             *("slime", _SLIME, "ppo, dual clip"),
@@ -354,14 +271,6 @@ def _list_other_rows() -> list[Row]:
         (
             *("slime", _SLIME, "cispo"),
             _slime_losses("compute_cispo_loss", eps_clip=1.0, eps_clip_high=0.28),
-        ),
-        *(
-            ("trl", _TRL, f"{loss.name} with tail", _trl_divergence(loss, beta=beta))
-            for loss, beta in (
-                (ForwardKl(top_k=5), 0.0),
-                (TopKReverseKl(top_k=5), 1.0),
-                (JensenShannon(top_k=5, mixture=0.3), 0.3),
-            )
         ),
         ("openrlhf", _OPENRLHF, "ppo, dual clip", _openrlhf_policy(dual_clip=3.0)),
         (
@@ -389,7 +298,11 @@ def _list_other_rows() -> list[Row]:
 
 COMPARISONS = [
     Comparison(project=project, module=module, name=name, compute=compute)
-    for project, module, name, compute in (*_list_verl_rows(), *_list_other_rows())
+    for project, module, name, compute in (
+        *_list_verl_rows(),
+        *_list_other_rows(),
+        *list_trl_rows(),
+    )
 ]
 
 
@@ -406,23 +319,11 @@ def compare_all(checkouts: Mapping[str, Path]) -> list[ComparisonResult]:
 def _import(name: str, checkout: Path) -> Any:
     if name == _OPENRLHF:
         return _load_openrlhf(checkout)
-    if name == _TRL:
-        return _load_functions(checkout / _TRL, names=("_jsd_divergence", "_add_tail_bucket"))
+    if name == TRL:
+        return load_trl(checkout)
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
     return importlib.import_module(name)
-
-
-def _load_functions(file: Path, *, names: Sequence[str]) -> Any:
-    """Load single functions of a file without its imports, which need a trainer's libraries."""
-    tree = ast.parse(file.read_text())
-    tree.body = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-    module = types.ModuleType(file.stem)
-    module.__dict__["torch"] = torch
-    exec(compile(tree, str(file), "exec"), module.__dict__)
-    return module
 
 
 def _load_openrlhf(checkout: Path) -> Any:

@@ -19,7 +19,10 @@ class Suite:
     stubs: tuple[str, ...] = ()
     """Modules that the project imports, but that these tests do not use; they are not installed."""
     deselected: tuple[str, ...] = ()
-    """Names of tests that do not run, because they need processes of Ray."""
+    """Ids, or their beginnings, of tests that do not run: they need processes of Ray, or test only
+    the project's own registries."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of pytest."""
 
 
 def _adapt(module: str, *names: str) -> dict[str, str | None]:
@@ -29,6 +32,8 @@ def _adapt(module: str, *names: str) -> dict[str, str | None]:
 def _leave_out(*names: str) -> dict[str, str | None]:
     return dict.fromkeys(names)
 
+
+_SKYRL_TESTS = "tests/backends/skyrl_train/utils/test_ppo_utils.py"
 
 SUITES: dict[str, Suite] = {
     "verl": Suite(
@@ -85,6 +90,41 @@ SUITES: dict[str, Suite] = {
         replaced={},
         stubs=("deepspeed", "deepspeed.comm", "deepspeed.runtime", "deepspeed.runtime.zero"),
         replaced_in_tests=_adapt("openrlhf_adapters", "PolicyLoss", "aggregate_loss"),
+    ),
+    "skyrl": Suite(
+        repository="https://github.com/NovaSky-AI/SkyRL",
+        files=(_SKYRL_TESTS,),
+        stubs=(
+            *("skyrl_gym", "skyrl_gym.envs", "skyrl_gym.envs.search", "skyrl_gym.envs.search.env"),
+            *("skyrl_gym.envs.sql", "skyrl_gym.envs.sql.env"),
+            "skyrl.backends.backend",  # needs Python 3.12
+        ),
+        replaced={
+            "skyrl.backends.skyrl_train.utils.ppo_utils": _adapt(
+                "skyrl_adapters",
+                "AdaptiveKLController",
+                "apply_loss_reduction_to_advantages_minibatch",
+                "compute_approx_kl",
+                "compute_gae_advantage_return",
+                "compute_grpo_outcome_advantage",
+                "compute_maxrl_advantage",
+                "compute_reinforce_plus_plus_outcome_advantage",
+                "compute_rloo_outcome_advantage",
+                "reduce_loss",
+            )
+        },
+        deselected=tuple(
+            f"{_SKYRL_TESTS}::test_{name}"
+            for name in (
+                "fixed_kl_controller",
+                "base_",
+                "advantage_estimator_registry",
+                "policy_loss_registry",
+                "registry_",
+            )
+        ),
+        # The conftest starts Ray.
+        arguments=("--noconftest",),
     ),
     "areal": Suite(
         repository="https://github.com/inclusionAI/AReaL",

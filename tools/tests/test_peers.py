@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tools.peers.__main__ import _classify, main
-from tools.peers.comparisons import Comparison, make_data, measure
+from tools.peers.comparisons import Comparison, measure
 from tools.peers.padded import build_batch, flatten, unflatten
+from tools.peers.random_data import make_data
 from tools.peers.suites import SUITES
 
 

@@ -1,0 +1,228 @@
+"""Comparisons with TRL, from single functions of its files.
+
+Importing TRL would need the libraries of all its trainers, so functions and methods are compiled
+without the imports of their files. Methods get an object with the settings that they read.
+"""
+
+from __future__ import annotations
+import __future__ as future
+
+import ast
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.objective import HeadOutput, HeadOutputs
+from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.distillation_losses.top_k_losses import (
+    ForwardKl,
+    JensenShannon,
+    TopKLoss,
+    TopKReverseKl,
+)
+from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
+from temper_trainer.algorithms.preference_losses.reference_free_losses import Orpo, SimPo
+from temper_trainer.algorithms.preference_losses.unpaired_losses import Kto
+from temper_trainer.algorithms.preference_objective import PreferenceObjective
+from temper_trainer.algorithms.sft_losses import Dft
+from temper_trainer.algorithms.supervised_losses import SftObjective
+from tools.peers.padded import build_batch, compute_loss, flatten
+from tools.peers.random_data import Data, Pair, Row
+
+TRL = "trl"
+"""Stands for the functions of `load_trl` in a row, in place of an import path."""
+
+_FUNCTIONS = {
+    "trl/experimental/server_distillation/server_distillation_trainer.py": (
+        "_jsd_divergence",
+        "_add_tail_bucket",
+    ),
+    "trl/trainer/utils.py": ("selective_log_softmax", "entropy_from_logits"),
+    "trl/trainer/sft_trainer.py": ("dft_loss",),
+    "trl/experimental/cpo/cpo_trainer.py": ("cpo_loss",),
+    "trl/experimental/orpo/orpo_trainer.py": ("log1mexp", "odds_ratio_loss"),
+    "trl/trainer/kto_trainer.py": ("_compute_loss",),
+}
+"""Functions and methods by file."""
+
+_NUM_ROWS = 6
+"""Rows with trained tokens that preferences use; consecutive ones are pairs."""
+
+
+def load_trl(checkout: Path) -> Any:
+    """Return a module with the functions of `_FUNCTIONS`."""
+    module = types.ModuleType(TRL)
+    module.__dict__.update(torch=torch, nn=nn, F=nn.functional)
+    for file, names in _FUNCTIONS.items():
+        tree = ast.parse((checkout / file).read_text())
+        definitions = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name in names
+        ]
+        assert {node.name for node in definitions} == set(names), f"{file} lacks one of {names}"
+        tree.body = list(definitions)
+        # Annotations name classes whose imports are left out.
+        flags = future.annotations.compiler_flag
+        exec(compile(tree, str(checkout / file), "exec", flags=flags), module.__dict__)
+    return module
+
+
+def _make_logits(logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probs [B, L] of at most 0, and logits [B, L + 1, 2] that give token 0 these."""
+    log_odds = nn.functional.pad(logprobs, (0, 1))
+    logits = torch.stack([log_odds, torch.zeros_like(log_odds)], dim=-1)
+    # The first column predicts the first label, so that the last column is not used.
+    return nn.functional.logsigmoid(logprobs), logits
+
+
+def _compare_divergence(loss: TopKLoss, *, beta: float) -> Callable[[Any, Data], Pair]:
+    """Compare a divergence over the teacher's top-k tokens, with the rest as one more token."""
+
+    def compute(module: Any, data: Data) -> Pair:
+        # A vocabulary of the row's length: its tokens are the columns of the data.
+        policy, teacher = data.logprobs.log_softmax(-1), data.ref.log_softmax(-1)
+        top, ids = teacher.topk(loss.top_k, dim=-1)
+        policy = policy.gather(-1, ids)
+        support = torch.ones_like(top, dtype=torch.bool)
+        policy_tail, is_counted = module._add_tail_bucket(policy, support)
+        teacher_tail, _ = module._add_tail_bucket(top, support)
+        remote = module._jsd_divergence(policy_tail, teacher_tail, beta, is_counted)
+        return loss.measure(policy, teacher=top), remote.sum(-1)
+
+    return compute
+
+
+def _compare_dft(module: Any, data: Data) -> Pair:
+    logprobs, logits = _make_logits(data.logprobs)
+    local = compute_loss(
+        SftObjective(loss=Dft()), mask=data.mask, output=(HeadOutput.LOGPROB, logprobs), columns={}
+    )
+    labels = nn.functional.pad(torch.where(data.mask > 0, 0, -100), (1, 0), value=-100)
+    return local, module.dft_loss(SimpleNamespace(logits=logits), labels)
+
+
+def _select_preferences(data: Data) -> tuple[Data, Tensor]:
+    """Return the rows that preferences use, and True for the first row of each pair."""
+    columns = ("logprobs", "ref", "mask")
+    selected = replace(data, **{name: getattr(data, name)[:_NUM_ROWS] for name in columns})
+    return selected, torch.arange(_NUM_ROWS) % 2 == 0
+
+
+def _compute_preference_loss(
+    loss: PreferenceLoss, *, data: Data, is_chosen: Tensor, kl_baseline: float = 0.0
+) -> Tensor:
+    """Return our loss of the selected rows."""
+    pairs = torch.arange(_NUM_ROWS) // (2 if loss.is_paired else 1)
+    batch: SequenceBatch = replace(
+        build_batch(data.mask, columns={"ref_logprobs": data.ref}),
+        group_ids=pairs,
+        pack_group_ids=pairs,
+        sequence_columns={
+            "is_chosen": is_chosen,
+            "kl_baseline": torch.full((_NUM_ROWS,), kl_baseline),
+        },
+    )
+    objective = PreferenceObjective(loss=loss)
+    logprobs = nn.functional.logsigmoid(data.logprobs)
+    terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: flatten(logprobs)}), batch)
+    return reduce_loss(
+        terms, batch, denominators=count_denominators(batch), aggregation=objective.aggregation
+    )
+
+
+def _average_pairs(data: Data, is_chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean log-prob of the tokens of each chosen and of each rejected row."""
+    logprobs = nn.functional.logsigmoid(data.logprobs) * data.mask
+    means = logprobs.sum(-1) / data.mask.sum(-1)
+    return means[is_chosen], means[~is_chosen]
+
+
+def _compare_simpo(module: Any, data: Data) -> Pair:
+    selected, is_chosen = _select_preferences(data)
+    settings = SimpleNamespace(
+        loss_type="simpo",
+        beta=2.5,
+        simpo_gamma=1.4,
+        alpha=0.0,
+        label_smoothing=0.0,
+        accelerator=_ACCELERATOR,
+    )
+    losses, _, _ = module.cpo_loss(settings, *_average_pairs(selected, is_chosen))
+    loss = SimPo(beta=2.5, gamma=1.4)
+    return _compute_preference_loss(loss, data=selected, is_chosen=is_chosen), losses.mean()
+
+
+def _compare_orpo(module: Any, data: Data) -> Pair:
+    """Compare ORPO with the likelihood of completions; TRL's also counts the tokens of prompts."""
+    selected, is_chosen = _select_preferences(data)
+    chosen, rejected = _average_pairs(selected, is_chosen)
+    settings = SimpleNamespace(beta=0.3, accelerator=_ACCELERATOR)
+    losses, *_ = module.odds_ratio_loss(settings, chosen, rejected)
+    local = _compute_preference_loss(Orpo(beta=0.3), data=selected, is_chosen=is_chosen)
+    return local, -(losses + chosen).mean()
+
+
+def _compare_kto(module: Any, data: Data) -> Pair:
+    selected, _ = _select_preferences(data)
+    is_desirable = torch.tensor([True, True, False, True, False, False])
+    _, logits = _make_logits(selected.logprobs)
+    mask = nn.functional.pad(selected.mask, (1, 0))
+    baseline = torch.full((_NUM_ROWS,), 0.4)
+    settings = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=_ACCELERATOR,
+        loss_type="kto",
+        beta=0.7,
+        desirable_weight=1.3,
+        undesirable_weight=0.8,
+        aux_loss_enabled=False,
+        calculate_KL=True,
+        precompute_ref_logps=True,
+        _compute_kl_logps=lambda model, batch: baseline,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+    )
+    inputs = {
+        "input_ids": torch.zeros_like(mask, dtype=torch.int64),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+        "label": is_desirable,
+        "ref_logps": (selected.ref * selected.mask).sum(-1),
+        "ref_KL_logps": torch.zeros(_NUM_ROWS),
+    }
+    outputs = SimpleNamespace(logits=logits)
+    remote = module._compute_loss(settings, lambda **_: outputs, inputs, return_outputs=False)
+    loss = Kto(beta=0.7, desirable_weight=1.3, undesirable_weight=0.8)
+    local = _compute_preference_loss(loss, data=selected, is_chosen=is_desirable, kl_baseline=0.4)
+    return local, remote
+
+
+_ACCELERATOR = SimpleNamespace(device="cpu", gather_for_metrics=lambda tensor: tensor)
+"""Stands for accelerate's, of one process."""
+
+
+def list_trl_rows() -> list[Row]:
+    """Return the rows of TRL."""
+    return [
+        *(
+            (TRL, TRL, f"{loss.name} with tail", _compare_divergence(loss, beta=beta))
+            for loss, beta in (
+                (ForwardKl(top_k=5), 0.0),
+                (TopKReverseKl(top_k=5), 1.0),
+                (JensenShannon(top_k=5, mixture=0.3), 0.3),
+            )
+        ),
+        (TRL, TRL, "dft", _compare_dft),
+        (TRL, TRL, "simpo", _compare_simpo),
+        (TRL, TRL, "orpo", _compare_orpo),
+        (TRL, TRL, "kto", _compare_kto),
+    ]
