@@ -1,4 +1,7 @@
 import inspect
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -159,6 +162,28 @@ def test_what_can_not_be_adopted_gets_a_sentence(model_folder: Path) -> None:
         class Derived(DataParallelPPOActor):
             def _forward_micro_batch(self, micro_batch, temperature, calculate_entropy=False):  # type: ignore[no-untyped-def]
                 raise NotImplementedError
+
+
+def test_copies_of_models_from_failed_calls_and_killed_processes_are_removed(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    killed = (
+        "import os, signal\n"
+        "from temper_trainer.temporary_folders import make_temporary_folder\n"
+        "make_temporary_folder('adopted')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", killed], check=False)
+    assert len(list(tmp_path.glob("temper-adopted-*"))) == 1
+    model = load_model(model_folder)
+    with (
+        pytest.warns(LegacyWorkerWarning),
+        pytest.raises(ConfigError, match="the optimizer is a SGD"),
+    ):
+        DataParallelPPOActor(CONFIG, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert list(tmp_path.glob("temper-adopted-*")) == []
 
 
 @pytest.mark.parametrize(

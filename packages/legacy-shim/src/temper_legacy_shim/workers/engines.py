@@ -4,7 +4,6 @@ The engine is given, or is built around a Hugging Face model.
 """
 
 import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from temper_engine_api.registry import load_engine_class
 from temper_engine_api.specs import EngineConfig, ModelSpec, ModelType, OptimizerSpec, PrecisionSpec
 from temper_engine_api.weights import NamedWeight
 from temper_legacy_shim.workers.updates import set_rate
+from temper_trainer.temporary_folders import make_temporary_folder
 
 NEVER = 10**9
 """Skips that the old classes passed over before stopping: they never stopped."""
@@ -127,15 +127,20 @@ def adopt(
             "the engine shards itself, "
             "or an initialized engine."
         )
-    folder = tempfile.mkdtemp(prefix="temper-adopted-")
-    module.save_pretrained(folder)
-    config = configure(
-        model=ModelSpec(path=folder, model_type=model_type),
-        optimizer=None if optimizer is None else optimizer_spec(optimizer, grad_clip=grad_clip),
-        precision=PrecisionSpec(compute="bf16" if module.dtype == torch.bfloat16 else "fp32"),
-    )
-    engine = load_engine_class(engine_name)(config)
-    engine.init_model()
+    # Its name contains this process, so that a later one removes it if this one is killed.
+    folder = str(make_temporary_folder("adopted"))
+    try:
+        module.save_pretrained(folder)
+        config = configure(
+            model=ModelSpec(path=folder, model_type=model_type),
+            optimizer=None if optimizer is None else optimizer_spec(optimizer, grad_clip=grad_clip),
+            precision=PrecisionSpec(compute="bf16" if module.dtype == torch.bfloat16 else "fp32"),
+        )
+        engine = load_engine_class(engine_name)(config)
+        engine.init_model()
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return Adopted(engine, module=module, optimizer=optimizer, folder=folder)
 
 
