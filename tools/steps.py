@@ -131,17 +131,17 @@ STEPS = (
     Step(
         name="kit-on-fsdp",
         budget_s=8 * 60,
-        # Two ranks run every test. A single rank reduces gradients differently. FSDP1 steps and
-        # writes files differently; its other tests, and those of a single rank, are nightly. All
-        # layouts share one session, because each session imports the engine in every rank.
+        # Two ranks run every test. A single rank reduces gradients and saves its state differently,
+        # FSDP1 steps and saves its state differently; their other tests are nightly. All layouts
+        # share one session, because each session imports the engine in every rank.
         commands=_conformance_tests(
             "fsdp",
             *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2"),
             expressions={
                 "[2-ranks": "test_",
-                "[1-rank": "test_gradient.py and (oracle or data_parallel_size) "
-                "or test_rfc_loop.py",
-                "[fsdp1.2": "test_update.py or test_resume or test_background_save",
+                "[1-rank": "test_gradient.py or test_rfc_loop.py or test_checkpoint.py "
+                "or test_settings.py",
+                "[fsdp1.2": "test_update.py or test_optimizer.py or test_checkpoint.py",
                 "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) "
                 "and (data_parallel_size or value or entropy)",
             },

@@ -45,8 +45,6 @@ ADVANTAGES = ("advantage/mean", "advantage/min", "advantage/max")
 REMAX = (*SHORT, "algorithm=remax", "batching.prompts_per_step=16", "run.total_steps=1")
 
 
-# Nightly: test_remax_baseline_includes_the_rewards_of_the_environment scores the same completions.
-@pytest.mark.nightly
 def test_remax_shapes_the_reward_of_the_greedy_completion_like_the_others(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 40))]
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))]
 )
 def test_resumed_run_logs_the_metrics_of_the_uninterrupted_one(
     run: Run, rows: Rows, folder: Path, tmp_path: Path, seed: int
@@ -62,12 +62,7 @@ def warm_started(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "num_lost_bytes"),
-    [
-        ("model.safetensors", 100),
-        # Nightly: other files are found by the same comparison.
-        pytest.param("config.json", None, marks=pytest.mark.nightly),
-        pytest.param("tokenizer_config.json", 3, marks=pytest.mark.nightly),
-    ],
+    [("model.safetensors", 100), ("config.json", None), ("tokenizer_config.json", 3)],
 )
 def test_damaged_model_of_the_warm_start_is_written_again_from_its_checkpoint(
     run: Run, warm_started: Path, tmp_path: Path, name: str, num_lost_bytes: int | None
@@ -101,11 +96,7 @@ def test_model_of_the_warm_start_without_a_config_is_written_again(
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "num_lost_bytes"),
-    # Nightly: a missing model is written again by the same code as a damaged one.
-    [("model.safetensors", 100), pytest.param("", 0, marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize(("name", "num_lost_bytes"), [("model.safetensors", 100), ("", 0)])
 def test_damaged_final_model_is_renamed_and_written_again(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, num_lost_bytes: int
 ) -> None:
@@ -130,8 +121,6 @@ def test_damaged_final_model_is_renamed_and_written_again(
     assert "renamed to huggingface.damaged-1, and written again" in caplog.text
 
 
-# Nightly: test_runs.py resumes from given checkpoints.
-@pytest.mark.nightly
 def test_run_that_resumes_from_another_runs_checkpoint_repeats_no_warm_start(
     run: Run, rows: Rows, warm_started: Path, tmp_path: Path
 ) -> None:

@@ -89,8 +89,6 @@ def test_two_steps_then_two_more_equal_four_bitwise(run: Run, rows: Rows, tmp_pa
     assert all(torch.equal(uninterrupted[name], parts[name]) for name in uninterrupted)
 
 
-# Nightly: rollout/test_weight_delta.py tests deltas alone.
-@pytest.mark.nightly
 def test_weight_deltas_give_the_metrics_of_full_weights_also_after_a_resume(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
@@ -123,11 +121,7 @@ def test_weight_deltas_give_the_metrics_of_full_weights_also_after_a_resume(
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize(
-    # Nightly: test_error_in_the_sampling_thread_ends_the_run fails in the other loop.
-    "loop",
-    ["sync", pytest.param("one_step_off", marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize("loop", ["sync", "one_step_off"])
 def test_failing_reward_loses_no_completed_step(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str
 ) -> None:
@@ -221,11 +215,7 @@ def test_step_saved_in_the_background_resumes_bitwise(
     assert all(torch.equal(again[name], model[name]) for name in model)
 
 
-@pytest.mark.parametrize(
-    # Nightly: both tasks save through the same object.
-    "task",
-    ["rl", pytest.param("sft", marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize("task", ["rl", "sft"])
 def test_step_is_logged_after_the_background_save_of_the_step_before_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
@@ -300,14 +290,7 @@ def test_every_completion_has_the_weight_version_of_its_step(
     assert [row["weight_sync/version"] for row in rows(tmp_path / "run")] == [2.0, 3.0, 4.0, 5.0]
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        "reinforce_plus_plus",
-        # Nightly: GRPO is in most runs of this file, and test_advantages.py has every estimator.
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("grpo", "dr_grpo", "rloo")),
-    ],
-)
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])
 def test_every_estimator_runs(run: Run, rows: Rows, tmp_path: Path, algorithm: str) -> None:
     run(
         tmp_path / "run",
@@ -563,8 +546,6 @@ def test_finished_run_can_be_extended_but_not_shortened(run: Run, tmp_path: Path
         run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", "data.eval=null")
 
 
-# Nightly: test_recovery_runs.py replaces exported models.
-@pytest.mark.nightly
 def test_extended_run_exports_its_model_and_keeps_the_earlier_one(run: Run, tmp_path: Path) -> None:
     folder, always = tmp_path / "run", ("run.resume=auto", "data.eval=null")
     run(folder, "run.total_steps=1", "data.eval=null")
@@ -595,8 +576,6 @@ def test_trainer_state_contains_step_and_position_in_the_data(run: Run, tmp_path
 SFT = ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
 
 
-# Nightly: test_run_resumes_from_a_requested_earlier_step uses the same code.
-@pytest.mark.nightly
 @pytest.mark.bitwise
 def test_supervised_run_resumes_from_a_requested_checkpoint(
     run: Run, rows: Rows, tmp_path: Path
@@ -704,8 +683,6 @@ def as_converted(step: Path, folder: Path, *, roles: Sequence[str]) -> None:
         )
 
 
-# Nightly: the shim's test_resumed.py continues converted checkpoints.
-@pytest.mark.nightly
 def test_converted_policy_and_critic_resume_like_native_ones(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
