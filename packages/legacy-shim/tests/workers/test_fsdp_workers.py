@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from temper_engine_api.errors import BatchError, ConfigError, EngineStateError
 from temper_legacy_shim.data_proto import DataProto
@@ -231,6 +232,32 @@ def test_what_can_not_be_carried_on_is_named(
         worker = ActorRolloutRefWorker(actor_config, "actor")
     with pytest.raises(ConfigError, match=sentence):
         worker.init_model()
+
+
+@pytest.mark.parametrize(
+    ("role", "block", "change"),
+    [
+        ("actor", "actor", {"ppo_micro_batch_size_per_gpu": 3}),
+        ("actor_rollout_ref", "ref", {"fsdp_config": {"dtype": "int8"}}),
+    ],
+)
+def test_policy_that_cannot_start_leaves_no_process_group(
+    actor_config: dict[str, Any], role: str, block: str, change: dict[str, Any]
+) -> None:
+    actor_config[block] = {**actor_config[block], **change}
+    with pytest.warns(LegacyWorkerWarning):
+        worker = ActorRolloutRefWorker(actor_config, role)
+    with pytest.raises(ConfigError):
+        worker.init_model()
+    assert not dist.is_initialized()
+
+
+def test_critic_that_cannot_start_leaves_no_process_group(critic_config: dict[str, Any]) -> None:
+    with pytest.warns(LegacyWorkerWarning):
+        critic = CriticWorker(config={**critic_config, "ppo_micro_batch_size_per_gpu": 3})
+    with pytest.raises(ConfigError, match="ppo_micro_batch_size_per_gpu"):
+        critic.init_model()
+    assert not dist.is_initialized()
 
 
 def test_wrong_roles_keywords_and_calls_out_of_order_get_a_sentence(

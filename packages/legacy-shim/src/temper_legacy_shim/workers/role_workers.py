@@ -6,8 +6,8 @@ They are roles around an actor or a critic, standalone or as Ray actors.
 import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -69,6 +69,7 @@ class RoleWorker(ABC):
     def __init__(self, config: object, kwargs: Values) -> None:
         self.config = plain(config)
         self.numerics, self._engines = self._options(kwargs)
+        self._opened_engines: list[BaseEngine] = []
 
     @abstractmethod
     def _old_rates(self, optim: Values) -> OldRates:
@@ -81,7 +82,23 @@ class RoleWorker(ABC):
     def _open_engine(self, config: EngineConfig) -> BaseEngine:
         engine: BaseEngine = load_engine_class(self.engine_name)(config)
         engine.init_model()
+        self._opened_engines.append(engine)
         return engine
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Close the engines opened so far if the body raises.
+
+        An engine owns the default process group that it created. Left open, it would keep the
+        caller from creating another group after it has corrected its configuration.
+        """
+        try:
+            yield
+        except BaseException:
+            # Newest first, because the first engine may own the group that the others use.
+            while self._opened_engines:
+                self._opened_engines.pop().close()
+            raise
 
     def _options(self, kwargs: Values) -> tuple[Numerics, dict[str, EngineConfig]]:
         if unknown := kwargs.keys() - {"numerics", "engines"}:
@@ -176,20 +193,21 @@ class PolicyWorker(RoleWorker):
 
     def init_model(self) -> None:
         """Build the role's engines and sampler. Collective."""
-        if self._is_actor:
-            self._init_actor()
-        if self._is_rollout:
-            spec = self._engine_config("actor")
-            self.rollout = OldRollout(
-                block(self.config, "rollout"), model=spec.model, compute=spec.precision.compute
-            )
-            if self.actor is not None:
-                self.rollout.take_weights(self.actor.engine)
-        has_adapter = self.actor is not None and self.actor.engine.config.lora.rank > 0
-        if self._is_ref and not has_adapter:
-            self.ref_policy = self._new_policy(
-                block(self.config, "ref"), self._open_engine(self._engine_config("ref"))
-            )
+        with self._closed_on_error():
+            if self._is_actor:
+                self._init_actor()
+            if self._is_rollout:
+                spec = self._engine_config("actor")
+                self.rollout = OldRollout(
+                    block(self.config, "rollout"), model=spec.model, compute=spec.precision.compute
+                )
+                if self.actor is not None:
+                    self.rollout.take_weights(self.actor.engine)
+            has_adapter = self.actor is not None and self.actor.engine.config.lora.rank > 0
+            if self._is_ref and not has_adapter:
+                self.ref_policy = self._new_policy(
+                    block(self.config, "ref"), self._open_engine(self._engine_config("ref"))
+                )
 
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on this rank's rows.
@@ -339,13 +357,14 @@ class ValueWorker(RoleWorker):
 
     def init_model(self) -> None:
         """Build the value model. Collective."""
-        engine = self._open_engine(self._engines.get("critic") or self._engine_config())
-        rollout_n = self.config.get("rollout_n", 1)
-        sizes = compute_rank_sizes(
-            self.config, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="critic"
-        )
-        self.critic = self._new_critic(sizes, engine)
-        self._rates = self._rates_of(engine, optim=block(self.config, "optim"), role="critic")
+        with self._closed_on_error():
+            engine = self._open_engine(self._engines.get("critic") or self._engine_config())
+            rollout_n = self.config.get("rollout_n", 1)
+            sizes = compute_rank_sizes(
+                self.config, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="critic"
+            )
+            self.critic = self._new_critic(sizes, engine)
+            self._rates = self._rates_of(engine, optim=block(self.config, "optim"), role="critic")
 
     def compute_values(self, data: DataProto) -> DataProto:
         """Return the values [B, W]."""
