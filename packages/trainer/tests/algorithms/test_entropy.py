@@ -4,12 +4,12 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.algorithms.adaptive_coefficients import build_entropy_controller
-from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.config.algorithm import AlgorithmConfig, EntropyControllerConfig
 
 
 def test_coefficient_rises_below_the_target_and_falls_to_zero_above_it() -> None:
     controller = build_entropy_controller(
-        AlgorithmConfig(entropy_target=0.5, entropy_coef_step=0.01)
+        AlgorithmConfig(entropy_controller=EntropyControllerConfig(target=0.5, coef_step=0.01))
     )
     raised = controller.adapt(entropy=0.4).adapt(entropy=0.4)
     assert raised.coef == pytest.approx(0.02)
@@ -19,7 +19,10 @@ def test_coefficient_rises_below_the_target_and_falls_to_zero_above_it() -> None
 
 def test_bonus_is_applied_only_after_a_step_at_or_below_the_target() -> None:
     controller = build_entropy_controller(
-        AlgorithmConfig(entropy_target=0.5, entropy_coef=0.02, entropy_coef_step=0.01)
+        AlgorithmConfig(
+            entropy_coef=0.02,
+            entropy_controller=EntropyControllerConfig(target=0.5, coef_step=0.01),
+        )
     )
     assert controller.applied_coef == 0.02
     above = controller.adapt(entropy=0.6)
@@ -30,7 +33,9 @@ def test_bonus_is_applied_only_after_a_step_at_or_below_the_target() -> None:
 
 
 def test_sum_of_bonuses_above_the_target_is_zero() -> None:
-    controller = build_entropy_controller(AlgorithmConfig(entropy_target=0.5))
+    controller = build_entropy_controller(
+        AlgorithmConfig(entropy_controller=EntropyControllerConfig(target=0.5))
+    )
     for _ in range(20):
         controller = controller.adapt(entropy=0.4)
     assert controller.applied_coef == pytest.approx(0.02)
@@ -43,18 +48,20 @@ def test_sum_of_bonuses_above_the_target_is_zero() -> None:
 
 def test_coefficient_has_an_upper_bound() -> None:
     controller = build_entropy_controller(
-        AlgorithmConfig(entropy_target=0.5, entropy_coef_step=0.3, entropy_coef_max=0.5)
+        AlgorithmConfig(
+            entropy_controller=EntropyControllerConfig(target=0.5, coef_step=0.3, coef_max=0.5)
+        )
     )
     for _ in range(5):
         controller = controller.adapt(entropy=0.1)
     assert controller.coef == 0.5
 
 
-def test_upper_bound_is_refused_where_it_has_no_effect_or_is_below_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"entropy_coef_max has no effect without"):
-        AlgorithmConfig(entropy_coef_max=0.5)
-    with pytest.raises(ConfigError, match=r"entropy_coef is 0\.6, above .*entropy_coef_max 0\.5"):
-        AlgorithmConfig(entropy_target=0.5, entropy_coef=0.6, entropy_coef_max=0.5)
+@pytest.mark.parametrize("coef", [0.6, -0.1])
+def test_initial_coefficient_outside_the_controllers_bounds_is_refused(coef: float) -> None:
+    controller = EntropyControllerConfig(target=0.5, coef_max=0.5)
+    with pytest.raises(ConfigError, match=r"must be between 0 and its coef_max 0\.5"):
+        AlgorithmConfig(entropy_coef=coef, entropy_controller=controller)
 
 
 def test_without_a_target_the_coefficient_is_fixed() -> None:

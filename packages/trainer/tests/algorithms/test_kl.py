@@ -16,9 +16,12 @@ from temper_trainer.algorithms.kl import (
     get_value_estimator,
     mean_sequence_kl,
 )
-from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.config.algorithm import AlgorithmConfig, KlControllerConfig
 
 EVERY: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
+
+
+ADAPTIVE = AlgorithmConfig(kl_reward_coef=0.2, kl_controller=KlControllerConfig(target=6.0))
 
 
 def test_three_kl_estimators_computed_by_hand() -> None:
@@ -132,13 +135,13 @@ def test_controller_without_a_target_does_not_change() -> None:
 def test_controller_follows_the_error_clipped_to_one_fifth(kl: float, expected: float) -> None:
     # 100 samples over a horizon of 10,000 is 0.01; errors of 6.6, 60, 0 and 6 over 6 are 0.1, 9
     # (held at 0.2), -1 (held) and 0.
-    controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
+    controller = build_kl_controller(ADAPTIVE)
     assert controller.adapt(kl=kl, num_samples=100).coef == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_step_with_nan_kl_does_not_change_the_controller(kl: float) -> None:
-    controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
+    controller = build_kl_controller(ADAPTIVE)
     assert controller.adapt(kl=kl, num_samples=100) == controller
 
 

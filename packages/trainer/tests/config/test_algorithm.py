@@ -1,5 +1,7 @@
 """Settings of the algorithm that contradict each other, or have no effect together, are refused."""
 
+import math
+
 import pytest
 
 from temper_engine_api.errors import ConfigError
@@ -7,13 +9,17 @@ from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.estimators.group_estimators import Grpo, ReMax
 from temper_trainer.algorithms.estimators.token_estimators import Gae, ReinforcePlusPlus
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
-from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
+from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig, KlControllerConfig
 from temper_trainer.settings.variants import list_variants
 
 
 def test_default_algorithm_settings_are_unchanged() -> None:
     config = AlgorithmConfig()
-    assert (config.advantage, config.aggregation, config.kl_target) == (Grpo(), "token_mean", None)
+    assert (config.advantage, config.aggregation, config.kl_controller) == (
+        Grpo(),
+        "token_mean",
+        None,
+    )
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
@@ -47,11 +53,11 @@ def test_horizon_is_accepted_only_by_the_aggregation_that_divides_by_it() -> Non
 
 def test_adaptive_kl_needs_an_initial_coefficient() -> None:
     with pytest.raises(
-        ConfigError, match=r"algorithm\.kl_target is 6\.0 and algorithm\.kl_reward_coef is 0\.0"
+        ConfigError, match=r"algorithm\.kl_reward_coef is 0, which no factor changes"
     ):
-        AlgorithmConfig(kl_target=6.0)
-    with pytest.raises(ConfigError, match=r"algorithm\.kl_horizon has no effect"):
-        AlgorithmConfig(kl_reward_coef=0.1, kl_horizon=100)
+        AlgorithmConfig(kl_controller=KlControllerConfig(target=6.0))
+    with pytest.raises(ConfigError, match=r"target.* is inf"):
+        KlControllerConfig(target=math.inf)
 
 
 def test_dual_clip_must_be_above_one() -> None:

@@ -73,6 +73,35 @@ def test_message_of_a_renamed_key_has_its_renamed_value() -> None:
     assert "to preference.name; sigmoid is now dpo, and its other values mean the same." in text
 
 
+def test_message_of_a_controllers_key_says_what_replaces_null() -> None:
+    text = str(describe_renamed_key("algorithm.kl_target"))
+    assert "to algorithm.kl_controller.target; its values mean the same." in text
+    assert "Instead of null, leave out algorithm.kl_controller." in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "renamed"),
+    [
+        (
+            {"algorithm.kl_target": None, "algorithm.kl_horizon": 10_000},
+            {"algorithm.kl_controller": None},
+        ),
+        (
+            {"algorithm.entropy_target": 0.5, "algorithm.entropy_coef_step": 0.01},
+            {
+                "algorithm.entropy_controller.target": 0.5,
+                "algorithm.entropy_controller.coef_step": 0.01,
+            },
+        ),
+        ({"algorithm.kl_controller": None}, {"algorithm.kl_controller": None}),
+    ],
+)
+def test_controller_without_a_target_is_no_controller(
+    settings: dict[str, object], renamed: dict[str, object]
+) -> None:
+    assert rename_settings(settings) == renamed
+
+
 def test_settings_of_a_reward_model_of_0_1_are_those_of_its_own_block() -> None:
     settings = {"task": "rm", "preference.loss": "sigmoid", "preference.label_smoothing": 0.1}
     assert rename_settings(settings | {"preference.center_coef": 0.01}) == {

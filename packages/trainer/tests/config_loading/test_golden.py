@@ -49,8 +49,9 @@ def test_configuration_of_0_1_is_refused_with_the_new_name_of_each_key(
         load([], config_dir=str(folder), config_name="config")
     lines = str(caught.value).splitlines()
     # The offload policy has five keys, the policy loss ten, the estimator four, distillation five,
-    # the preference loss two, and one is of the rewards. Up to 25 are listed, then their number.
-    num_keys = 5 * num_engines + 10 + 4 + 5 + 2 + 1
+    # the preference loss two, each of two controllers two, and one is of the rewards. Up to 25 are
+    # listed, then their number.
+    num_keys = 5 * num_engines + 10 + 4 + 5 + 2 + 2 * 2 + 1
     if num_keys > 25:
         assert str(num_keys - 25) in lines.pop()
     assert len(lines) == min(num_keys, 25)

@@ -153,8 +153,8 @@ def test_controllers_and_reward_statistics_resume_from_a_checkpoint(
         "warm_start=null",
         "data.eval=null",
         "actor.engine.optimizer.lr=1e-2",
-        "algorithm.entropy_target=9.0",
-        "algorithm.entropy_coef_step=0.05",
+        "algorithm.entropy_controller.target=9.0",
+        "algorithm.entropy_controller.coef_step=0.05",
         "reward.shaping={normalization: running, scale: 2.0, overlong: {buffer_tokens: 20}}",
         "algorithm=rloo",
     )

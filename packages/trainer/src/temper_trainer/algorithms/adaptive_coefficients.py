@@ -47,12 +47,13 @@ class EntropyController:
 
 
 def build_entropy_controller(config: AlgorithmConfig) -> EntropyController:
-    """Return the controller at the start of a run; fixed if algorithm.entropy_target is None."""
+    """Return the controller at the start of a run; fixed without algorithm.entropy_controller."""
+    controller = config.entropy_controller
     return EntropyController(
         coef=config.entropy_coef,
-        target=config.entropy_target,
-        step=config.entropy_coef_step,
-        maximum=config.entropy_coef_max,
+        target=None if controller is None else controller.target,
+        step=0.0 if controller is None else controller.coef_step,
+        maximum=config.entropy_coef if controller is None else controller.coef_max,
     )
 
 
@@ -88,7 +89,10 @@ class KlController:
 
 
 def build_kl_controller(config: AlgorithmConfig) -> KlController:
-    """Return the controller at the start of a run; fixed if algorithm.kl_target is None."""
+    """Return the controller at the start of a run; fixed without algorithm.kl_controller."""
+    controller = config.kl_controller
     return KlController(
-        coef=config.kl_reward_coef, target=config.kl_target, horizon=config.kl_horizon
+        coef=config.kl_reward_coef,
+        target=None if controller is None else controller.target,
+        horizon=1 if controller is None else controller.horizon_completions,
     )

@@ -1,7 +1,6 @@
 """Settings of the RL algorithm and of the batches that it trains on."""
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -115,6 +114,40 @@ def _check_rejection_rule(rule: str, bounds: RejectionBounds, *, key: str) -> No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EntropyControllerConfig:
+    """A controller that raises entropy_coef after each step below the target, and lowers it above.
+
+    The bonus is applied only after a step at or below the target (arXiv:2505.22312).
+    """
+
+    target: PositiveFloat
+    """Entropy to keep, in nats."""
+    coef_step: PositiveFloat = 0.001
+    """Change of entropy_coef per step."""
+    coef_max: PositiveFloat = 1.0
+    """Upper bound on entropy_coef."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlControllerConfig:
+    """A controller that steers the KL in the reward to a target, by scaling kl_reward_coef.
+
+    See arXiv:1909.08593.
+    """
+
+    target: PositiveFloat
+    """KL per completion, in nats."""
+    horizon_completions: PositiveInt = 10_000
+    """Completions over which a lasting error of 20 % or more scales the weight by about e^0.2."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSamplingConfig:
     """DAPO's dynamic sampling: discard groups with equal rewards, and sample more prompts."""
 
@@ -181,16 +214,9 @@ class AlgorithmConfig:
     sampling.max_tokens.
     """
     entropy_coef: FiniteFloat = 0.0
-    """Weight of the entropy bonus; with entropy_target, the controller's initial weight."""
-    entropy_target: PositiveFloat | None = None
-    """Entropy in nats: a controller raises entropy_coef after each step below it, and lowers it
-    after each step above it. The bonus is applied only after a step at or below it. None keeps the
-    weight fixed.
-    """
-    entropy_coef_step: PositiveFloat = 0.001
-    """Change of entropy_coef per step by the controller; only with entropy_target."""
-    entropy_coef_max: PositiveFloat = 1.0
-    """Upper bound on the controller's weight; only with entropy_target."""
+    """Weight of the entropy bonus; with entropy_controller, its initial weight."""
+    entropy_controller: EntropyControllerConfig | None = None
+    """Adapt entropy_coef after each step. None keeps it fixed."""
     kl_loss_coef: NonNegativeFloat = 0.0
     """Weight of KL(policy, reference) in the loss. Above 0 needs a reference, see
     kl_reference.
@@ -203,12 +229,8 @@ class AlgorithmConfig:
     """Reference policy. ref: the ref role; disabled_adapter: the actor without its LoRA adapter,
     which needs no second model.
     """
-    kl_target: float | None = None
-    """KL per completion in nats that an adaptive controller steers kl_reward_coef to, above 0. None
-    keeps the weight fixed.
-    """
-    kl_horizon: PositiveInt = 10_000
-    """Completions over which the controller adapts kl_reward_coef; only with kl_target."""
+    kl_controller: KlControllerConfig | None = None
+    """Adapt kl_reward_coef after each step. None keeps it fixed."""
     kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+", "k3_ratio"] = "k3"
     """Estimator of the KL. k1, k2, k3: Schulman's; as a loss, k2 has the gradient of KL(policy,
     reference) and k3 that of KL(reference, policy); k1 has none and is rejected. The others are
@@ -278,22 +300,12 @@ class AlgorithmConfig:
             )
 
     def _check_entropy(self) -> None:
-        for name, default in (("entropy_coef_step", 0.001), ("entropy_coef_max", 1.0)):
-            if self.entropy_target is None and getattr(self, name) != default:
-                raise ConfigError(
-                    f"algorithm.{name} has no effect without algorithm.entropy_target: remove it, "
-                    "or set a target."
-                )
-        if self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max:
+        controller = self.entropy_controller
+        if controller is not None and not 0 <= self.entropy_coef <= controller.coef_max:
             raise ConfigError(
-                f"algorithm.entropy_coef is {self.entropy_coef}, above algorithm.entropy_coef_max "
-                f"{self.entropy_coef_max}: lower it, or raise the bound."
-            )
-        if self.entropy_target is not None and self.entropy_coef < 0:
-            raise ConfigError(
-                f"algorithm.entropy_coef is {self.entropy_coef}, but with "
-                "algorithm.entropy_target it is the controller's initial weight: set it to 0 or "
-                "more."
+                f"algorithm.entropy_coef is {self.entropy_coef}, but the initial weight of "
+                "algorithm.entropy_controller must be between 0 and its coef_max "
+                f"{controller.coef_max}: change one of them."
             )
 
     def _check_kl(self) -> None:
@@ -313,18 +325,10 @@ class AlgorithmConfig:
                 f"loss, but algorithm.kl_loss_coef is 0: use {value}, which has the same value in "
                 "a reward, or set kl_loss_coef."
             )
-        if self.kl_target is not None and (
-            self.kl_reward_coef == 0 or not 0 < self.kl_target < math.inf
-        ):
+        if self.kl_controller is not None and self.kl_reward_coef == 0:
             raise ConfigError(
-                f"algorithm.kl_target is {self.kl_target} and algorithm.kl_reward_coef is "
-                f"{self.kl_reward_coef}: both must be finite and above 0, because the controller "
-                "scales the coefficient."
-            )
-        if self.kl_target is None and self.kl_horizon != 10_000:
-            raise ConfigError(
-                "algorithm.kl_horizon has no effect without algorithm.kl_target: remove it, or "
-                "set a target."
+                "algorithm.kl_controller is set and algorithm.kl_reward_coef is 0, which no factor "
+                "changes: set kl_reward_coef above 0."
             )
 
 

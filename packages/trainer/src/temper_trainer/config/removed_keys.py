@@ -174,9 +174,7 @@ REMOVED_KEYS = (
     RemovedKey(key="critic.fsdp", replacement="critic.engine"),
     RemovedKey(key="critic.megatron", replacement="critic.engine"),
     RemovedKey(key="critic.strategy", replacement="critic.engine.strategy (fsdp is fsdp1)"),
-    RemovedKey(
-        key="algorithm.kl_ctrl", replacement="algorithm.kl_reward_coef, kl_target and kl_horizon"
-    ),
+    RemovedKey(key="algorithm.kl_ctrl", replacement="algorithm.kl_reward_coef and kl_controller"),
     RemovedKey(key="algorithm.filter_groups", replacement="algorithm.dynamic_sampling"),
     RemovedKey(key="algorithm.use_pf_ppo", replacement="algorithm.reweight"),
     RemovedKey(
@@ -240,6 +238,11 @@ RENAMED_KEYS = {
     "algorithm.kl_cov_coef": "algorithm.policy_loss.kl_cov_coef",
     "algorithm.sapo_positive_temperature": "algorithm.policy_loss.positive_temperature",
     "algorithm.sapo_negative_temperature": "algorithm.policy_loss.negative_temperature",
+    "algorithm.kl_target": "algorithm.kl_controller.target",
+    "algorithm.kl_horizon": "algorithm.kl_controller.horizon_completions",
+    "algorithm.entropy_target": "algorithm.entropy_controller.target",
+    "algorithm.entropy_coef_step": "algorithm.entropy_controller.coef_step",
+    "algorithm.entropy_coef_max": "algorithm.entropy_controller.coef_max",
     "preference.loss": "preference.name",
     "preference.center_coef": "rm.center_coef",
     "reward.max_failure_share": "reward.max_failure_fraction",
@@ -389,6 +392,10 @@ UNIONS: Mapping[str, type[Variant]] = {
 """Settings that were a name in 0.1, with those of all names next to it."""
 
 
+OPTIONAL_BLOCKS = {"algorithm.kl_controller": "target", "algorithm.entropy_controller": "target"}
+"""Blocks whose settings were next to each other in 0.1, and the one whose null was `off`."""
+
+
 def rename_settings(settings: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a run of 0.1 under their present keys.
 
@@ -407,6 +414,11 @@ def rename_settings(settings: Mapping[str, object]) -> dict[str, object]:
     if settings.get("task") == "rm" and "preference.label_smoothing" in renamed:
         # Tasks dpo and rm had this key in common.
         renamed["rm.label_smoothing"] = renamed.pop("preference.label_smoothing")
+    for block, switch in OPTIONAL_BLOCKS.items():
+        own_keys = [key for key in renamed if key.startswith(f"{block}.")]
+        if own_keys and renamed.get(f"{block}.{switch}") is None:
+            renamed = {key: value for key, value in renamed.items() if key not in own_keys}
+            renamed[block] = None
     for block, union in UNIONS.items():
         if block in renamed:
             renamed[f"{block}.name"] = renamed.pop(block)
@@ -432,9 +444,11 @@ def describe_renamed_key(key: str) -> str | None:
         f"{value} is now {new_value}, and "
         for value, new_value in RENAMED_VALUES.get(new, {}).items()
     )
+    block = new.rpartition(".")[0]
+    null = f" Instead of null, leave out {block}." if block in OPTIONAL_BLOCKS else ""
     return (
         f"{key} was renamed in {RENAMED_SINCE} to {new}; {values}its "
-        f"{'other ' if values else ''}values mean the same. Write the new name."
+        f"{'other ' if values else ''}values mean the same. Write the new name.{null}"
     )
 
 

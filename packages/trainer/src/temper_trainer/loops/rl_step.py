@@ -271,7 +271,7 @@ def can_drop_zero_advantage(config: TrainerConfig) -> bool:
     algorithm = config.algorithm
     has_other_terms = (
         algorithm.entropy_coef != 0
-        or algorithm.entropy_target is not None
+        or algorithm.entropy_controller is not None
         or algorithm.kl_loss_coef > 0
     )
     has_teacher_loss = config.has_teachers and not config.distillation.loss.is_reward

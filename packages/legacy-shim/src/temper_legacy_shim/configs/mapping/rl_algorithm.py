@@ -261,13 +261,13 @@ def _kl_reward(draft: Draft, coef: float) -> None:
         target = draft.number(f"{block}.target_kl")
         horizon = draft.integer(f"{block}.horizon")
         draft.put(
-            "algorithm.kl_target",
+            "algorithm.kl_controller.target",
             float(target or 0.1),
             rule="kl-controller",
             old=[f"{block}.target_kl", f"{block}.type"],
         )
         draft.put(
-            "algorithm.kl_horizon",
+            "algorithm.kl_controller.horizon_completions",
             horizon or 10_000,
             rule="kl-controller",
             old=[f"{block}.horizon"],
