@@ -324,7 +324,8 @@ def test_lora_without_peft_names_the_extra_to_install(
         sys.modules, "peft", None
     )  # what is None there can't be imported, as if it were not installed
     with pytest.raises(
-        ConfigError, match=r"peft is not installed: run pip install 'temper-engine-fsdp\[lora\]'\."
+        ConfigError,
+        match=r"peft is not installed: run pip install '\./packages/engine-fsdp\[lora\]'",
     ):
         start(lora=LoraSpec(rank=2, alpha=4.0))
 

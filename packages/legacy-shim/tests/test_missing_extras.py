@@ -3,12 +3,14 @@
 A missing module of this package is reported as it is.
 """
 
+import re
 import subprocess
 import sys
+from importlib.metadata import requires
 
 import pytest
 
-from temper_legacy_shim.errors import MissingExtraError, explain_missing_extra
+from temper_legacy_shim.errors import MissingExtraError, explain_missing_extra, format_extra_install
 
 
 @pytest.mark.parametrize(
@@ -30,8 +32,8 @@ def test_a_package_without_its_extra_says_what_to_install(
     )
     name = feature.partition(".")[0]
     sentence = (
-        f"temper_legacy_shim.{name} needs {hidden}, which is not installed: pip install "
-        f"'temper-legacy-shim[{extra}]'."
+        f"temper_legacy_shim.{name} needs {hidden}, which is not installed: run "
+        f"{format_extra_install(extra)}."
     )
     assert (
         done.stderr.splitlines()[-1] == f"temper_legacy_shim.errors.MissingExtraError: {sentence}"
@@ -49,3 +51,29 @@ def test_code_that_expects_a_missing_module_still_does() -> None:
         "No module named 'temper_legacy_shim.workers.gone'", name="temper_legacy_shim.workers.gone"
     )
     assert explain_missing_extra("workers", "workers", target) is target
+
+
+def test_message_names_both_ways_to_install_an_extra() -> None:
+    assert format_extra_install("checkpoint") == (
+        "pip install ./packages/engine-api './packages/legacy-shim[checkpoint]' in a clone of "
+        "Temper (with its wheels in DIR: pip install --find-links DIR "
+        "'temper-legacy-shim[checkpoint]')"
+    )
+
+
+@pytest.mark.parametrize("extra", ["checkpoint", "workers", "workers-megatron"])
+def test_command_for_a_clone_has_all_packages_of_temper_that_an_extra_requires(extra: str) -> None:
+    command = format_extra_install(extra).partition(" in a clone")[0]
+    given = {f"temper-{name}" for name in re.findall(r"\./packages/([a-z-]+)", command)}
+    assert given == required_packages("temper-legacy-shim", extra)
+
+
+def required_packages(package: str, extra: str = "") -> set[str]:
+    """Return a package and those of Temper that it requires with an extra, of installed ones."""
+    packages = {package}
+    for line in requires(package) or ():
+        requirement = re.match(r"(temper-[a-z-]+)(?:\[([a-z-]+)\])?", line)
+        condition = re.search(r"extra == '([a-z-]+)'", line.replace('"', "'"))
+        if requirement and (condition is None or condition[1] == extra):
+            packages |= required_packages(requirement[1], requirement[2] or "")
+    return packages

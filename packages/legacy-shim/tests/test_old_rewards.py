@@ -97,6 +97,6 @@ def test_mathematics_without_math_verify_names_the_extra(
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(
         MissingExtraError,
-        match=rf"'{source}' is scored by math-verify.*pip install 'temper-trainer\[math\]'",
+        match=rf"'{source}' is scored by math-verify.*pip install './packages/trainer\[math\]'",
     ):
         by_data_source(prompt("4", data_source=source), "4")

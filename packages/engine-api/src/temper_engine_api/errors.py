@@ -15,7 +15,11 @@ TemperError
 └── CheckpointError(RuntimeError)
     ├── IncompleteCheckpointError       a directory without its manifest: never committed
     └── DamagedCheckpointError          a file is missing, short, or its checksum differs
+
+`format_install` is the part of a message that says how to install a package of Temper.
 """
+
+import shlex
 
 
 class TemperError(Exception):
@@ -79,3 +83,23 @@ class IncompleteCheckpointError(CheckpointError):
 
 class DamagedCheckpointError(CheckpointError):
     """A committed file is missing, short, or its checksum differs."""
+
+
+def format_install(*requirements: str, command: str = "pip install") -> str:
+    """Return how to install packages of Temper, from a clone and from wheels.
+
+    Args:
+        requirements: Names of packages with their extras.
+        command: Installs into the environment in question.
+
+    Example:
+        >>> print(format_install("temper-trainer[ray]"))
+        pip install './packages/trainer[ray]' in a clone of Temper (with its wheels in DIR: pip \
+        install --find-links DIR 'temper-trainer[ray]')
+    """
+    # No package is on an index: there, a name without --find-links would find nothing of ours.
+    paths = shlex.join(f"./packages/{name.removeprefix('temper-')}" for name in requirements)
+    return (
+        f"{command} {paths} in a clone of Temper (with its wheels in DIR: {command} --find-links "
+        f"DIR {shlex.join(requirements)})"
+    )

@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from temper_engine_api.contract_version import check_contract
-from temper_engine_api.errors import EngineNotFoundError
+from temper_engine_api.errors import EngineNotFoundError, format_install
 from temper_engine_api.layout import Layout
 from temper_engine_api.specs import EngineConfig
 
@@ -142,10 +142,9 @@ def _load_class(group: str, name: str) -> type[object]:
     if name not in points:
         installed = ", ".join(sorted(points)) or "none"
         raise EngineNotFoundError(
-            f"no engine is called {name!r}; installed are: {installed}. Install one from a clone "
-            "of Temper with `pip install ./packages/engine-fsdp` (fsdp) or `pip install "
-            "./packages/engine-megatron` (megatron). Other engines need an entry point in "
-            f"{group!r}."
+            f"no engine is called {name!r}; installed are: {installed}. Install fsdp with "
+            f"{format_install('temper-engine-fsdp')}, and megatron in the same way. Other engines "
+            f"need an entry point in {group!r}."
         )
     point = points[name]
     loaded = _load_entry_point(point)

@@ -50,7 +50,8 @@ def test_a_missing_extra_is_reported_with_its_install_command(start):
     )
     message = (
         "the conformance kit needs peft, transformers, which are not installed: "
-        "pip install 'temper-engine-api[conformance]'."
+        "pip install './packages/engine-api[conformance]' in a clone of Temper (with its wheels in "
+        "DIR: pip install --find-links DIR 'temper-engine-api[conformance]')."
     )
     assert done.stderr.strip() == f"ERROR: {message}"
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from temper_engine_api import adapter_checks
 from temper_engine_api.determinism import check_deterministic_environment
-from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.errors import CapabilityError, ConfigError, format_install
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.offload import (
     GRADIENTS,
@@ -227,7 +227,8 @@ def _import_lora_adapter() -> ModuleType:
         if error.name != "peft":
             raise
         raise ConfigError(
-            "lora is on, but peft is not installed: run pip install 'temper-engine-fsdp[lora]'."
+            "lora is on, but peft is not installed: run "
+            f"{format_install('temper-engine-fsdp[lora]')}."
         ) from error
 
 

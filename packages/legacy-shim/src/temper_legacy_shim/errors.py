@@ -1,15 +1,24 @@
 """Errors of the shim. Every message has the fault, the expected value and the remedy.
 
-ShimError ├── UsageError(ValueError)          options that conflict, are missing, or have no effect
-on this input ├── LayoutError(ValueError)         a directory is no checkpoint that we know, or a
-file of it is missing ├── DamagedFileError(ValueError)    a file is truncated, malformed, or
-contradicts the others; names file and key │   └── UnsafeFileError             a file asks for
-something that no checkpoint needs; names the global ├── ScriptError(ValueError)         a launch
-script is no bash, or can't be followed without executing it; names the line ├──
-MissingExtraError(ModuleNotFoundError)  a room was imported whose extra is not installed; names the
-extra ├── OutputError(RuntimeError)       the output exists, is in use, or can't be written └──
-VerificationError(RuntimeError) what was written is not what was read, or a receipt does not hold
+ShimError
+├── UsageError(ValueError)          options that conflict, are missing, or have no effect
+├── LayoutError(ValueError)         a directory is no known checkpoint, or a file of it is missing
+├── DamagedFileError(ValueError)    a file is truncated, malformed, or contradicts the others
+│   └── UnsafeFileError             a file asks for a global that no checkpoint needs
+├── ScriptError(ValueError)         a launch script that cannot be followed without running it
+├── MissingExtraError(ModuleNotFoundError)  a package was imported whose extra is not installed
+├── OutputError(RuntimeError)       the output exists, is in use, or is not writable
+└── VerificationError(RuntimeError) written data differ from the read data or a receipt
 """
+
+import shlex
+
+_SIBLINGS = {
+    "checkpoint": ("engine-api",),
+    "workers": ("engine-api", "engine-fsdp", "trainer"),
+    "workers-megatron": ("engine-api", "engine-fsdp", "engine-megatron", "trainer"),
+}
+"""Packages of Temper that an extra requires. A clone's pip has to get them from the clone, too."""
 
 
 class ShimError(Exception):
@@ -57,7 +66,18 @@ class ScriptError(ShimError, ValueError):
 
 
 class MissingExtraError(ShimError, ModuleNotFoundError):
-    """A room was imported whose extra is not installed."""
+    """A package was imported whose extra is not installed; names the extra."""
+
+
+def format_extra_install(extra: str) -> str:
+    """Return how to install an extra, from a clone and from wheels: no package is on an index."""
+    paths = shlex.join(
+        f"./packages/{name}" for name in (*_SIBLINGS[extra], f"legacy-shim[{extra}]")
+    )
+    return (
+        f"pip install {paths} in a clone of Temper (with its wheels in DIR: pip install "
+        f"--find-links DIR 'temper-legacy-shim[{extra}]')"
+    )
 
 
 def explain_missing_extra(
@@ -71,7 +91,7 @@ def explain_missing_extra(
     if module in ("", "temper_legacy_shim"):
         return error
     return MissingExtraError(
-        f"temper_legacy_shim.{feature} needs {module}, which is not installed: pip install "
-        f"'temper-legacy-shim[{extra}]'.",
+        f"temper_legacy_shim.{feature} needs {module}, which is not installed: run "
+        f"{format_extra_install(extra)}.",
         name=error.name,
     )

@@ -132,10 +132,12 @@ def _gsm8k(answer: str, text: str) -> float:
 
 def _maths(prompt: ScoredPrompt, text: str) -> float:
     if importlib.util.find_spec("math_verify") is None:
+        # Imported late, because this file is also read where temper-engine-api is not installed.
+        from temper_engine_api.errors import format_install
+
         raise MissingExtraError(
             f"data_source {prompt.extra.get(SOURCE)!r} is scored by math-verify, which is not "
-            "installed: "
-            "pip install 'temper-trainer[math]'."
+            f"installed: run {format_install('temper-trainer[math]')}."
         )
     from temper_trainer.reward.builtin_rewards import math_verify
 

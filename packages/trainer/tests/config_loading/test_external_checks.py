@@ -9,7 +9,12 @@ import pytest
 from pyarrow import parquet
 
 from temper_engine_api.checkpoint import PartReport, report_part
-from temper_engine_api.errors import CheckpointError, ConfigError, IncompleteCheckpointError
+from temper_engine_api.errors import (
+    CheckpointError,
+    ConfigError,
+    IncompleteCheckpointError,
+    format_install,
+)
 from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config_loading import external_checks, load
@@ -327,8 +332,8 @@ def test_tracker_that_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     expected = (
-        f"run.trackers has {tracker}, which is not installed: pip install "
-        f"'temper-trainer[{tracker}]'"
+        f"run.trackers has {tracker}, which is not installed: run "
+        f"pip install './packages/trainer[{tracker}]' in a clone of Temper"
     )
     assert refusal([*there, f"run.trackers=[jsonl,{tracker}]"]).startswith(expected)
 
@@ -360,16 +365,16 @@ def test_missing_extra_is_refused_before_the_run_but_not_by_a_check(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for setting, sentence in {
         "runtime.kind=ray": (
-            "runtime.kind is ray, but Ray is not installed: pip install "
-            "'temper-trainer[ray]', or use inline."
+            "runtime.kind is ray, but Ray is not installed: run "
+            f"{format_install('temper-trainer[ray]')}, or use inline."
         ),
         "rollout=vllm": (
-            "rollout.sampler is vllm, but vLLM is not installed here: pip "
-            "install 'temper-trainer[vllm]', or set"
+            "rollout.sampler is vllm, but vLLM is not installed here: run "
+            f"{format_install('temper-trainer[vllm]')}, or set"
         ),
         "actor.engine.lora.rank=4 actor.engine.lora.alpha=8": (
-            "actor.engine.lora is on, but peft is not installed: pip install "
-            "'temper-engine-fsdp[lora]'."
+            "actor.engine.lora is on, but peft is not installed: run "
+            f"{format_install('temper-engine-fsdp[lora]')}."
         ),
     }.items():
         config = load([*there, *setting.split()]).config
@@ -699,6 +704,7 @@ def interpreter(folder: Path, *, says: str, status: int = 0) -> str:
     ("packages", "sentence"),
     [
         ({}, "has no temper-trainer and no temper-engine-api: run"),
+        ({}, "pip install --no-deps ./packages/trainer ./packages/engine-api in a clone"),
         ({}, "It has no vLLM either: rollout.sampler is vllm."),
         ({"temper_trainer": "", "temper_engine_api": ""}, "has no vLLM, which rollout=vllm needs"),
         (

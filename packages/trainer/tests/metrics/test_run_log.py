@@ -151,8 +151,8 @@ def test_missing_wandb_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"run.trackers names wandb, which is not installed: pip install "
-            r"'temper-trainer\[wandb\]'"
+            r"run.trackers names wandb, which is not installed: run pip install "
+            r"'\./packages/trainer\[wandb\]'"
         ),
     ):
         open_log(tmp_path, trackers=["wandb"])

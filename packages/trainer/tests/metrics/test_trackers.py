@@ -84,8 +84,8 @@ def test_missing_tracker_package_is_a_configuration_error(
     with pytest.raises(
         ConfigError,
         match=(
-            rf"run\.trackers names {tracker}, which is not installed: pip install "
-            rf"'temper-trainer\[{tracker}\]'"
+            rf"run\.trackers names {tracker}, which is not installed: run pip install "
+            rf"'\./packages/trainer\[{tracker}\]' in a clone"
         ),
     ):
         open_log(tmp_path, tracker)
@@ -97,7 +97,7 @@ def test_missing_prometheus_client_is_a_configuration_error(
     monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
     with pytest.raises(
         ConfigError,
-        match=r"prometheus_client is not installed: pip install 'temper-trainer\[prometheus\]'",
+        match=r"client is not installed: run pip install './packages/trainer\[prometheus\]' in a",
     ):
         open_log(tmp_path, "", port=9)
 

@@ -77,7 +77,8 @@ def test_missing_math_verify_library_is_a_configuration_error(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"needs the math-verify library: pip install 'temper-trainer\[math\]'\."
+        ConfigError,
+        match=r"needs the math-verify library: run pip install '\./packages/trainer\[math\]'",
     ):
         resolve_reward(RewardConfig(function="math_verify"))
 

@@ -21,6 +21,7 @@ from temper_engine_api.errors import (
     CheckpointError,
     DamagedCheckpointError,
     IncompleteCheckpointError,
+    format_install,
 )
 from temper_engine_api.topology import Topology
 
@@ -155,8 +156,8 @@ def check_not_another_system(directory: str | Path) -> None:
         raise IncompleteCheckpointError(
             f"{directory} contains {file.relative_to(folder)}, which is another system's layout: "
             f"convert it with `temper-migrate checkpoint {shlex.quote(str(directory))} --to temper "
-            "--out NEW` (pip install './packages/legacy-shim[checkpoint]' in a clone of Temper), "
-            "and load NEW."
+            f"--out NEW`, and load NEW. To install temper-migrate: "
+            f"{format_install('temper-legacy-shim[checkpoint]')}."
         )
 
 

@@ -8,6 +8,8 @@ or ``python -m temper_engine_api.conformance``. It needs the extra
 
 from importlib.util import find_spec
 
+from temper_engine_api.errors import format_install
+
 KIT = "temper_engine_api.conformance"
 PLUGIN = f"{KIT}.plugin"
 
@@ -22,5 +24,5 @@ def missing_extra() -> str:
         return ""
     return (
         f"the conformance kit needs {', '.join(missing)}, which are not installed: "
-        "pip install 'temper-engine-api[conformance]'."
+        f"{format_install('temper-engine-api[conformance]')}."
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.errors import CapabilityError, ConfigError, format_install
 
 NORMS = frozenset(
     {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm"}
@@ -79,8 +79,8 @@ def load_kernels(device: torch.device) -> Kernels:
         )
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"liger_layers is on, but {error.name} is not installed: run pip install "
-            "'temper-engine-fsdp[liger]', or set it to false."
+            f"liger_layers is on, but {error.name} is not installed: run "
+            f"{format_install('temper-engine-fsdp[liger]')}, or set it to false."
         ) from error
     apply_norm: Callable[..., Tensor] = norms.LigerRMSNormFunction.apply
     # The last argument turns off the in-place gradient: autograd may pass the same tensor to other

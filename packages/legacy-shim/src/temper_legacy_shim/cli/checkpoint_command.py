@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from temper_legacy_shim.cli.output import print_facts
-from temper_legacy_shim.errors import LayoutError, ShimError, UsageError
+from temper_legacy_shim.errors import LayoutError, ShimError, UsageError, format_extra_install
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """A URL as a path, in which the second slash is lost."""
-_NEEDS = "pip install 'temper-legacy-shim[checkpoint]'"
 
 
 class To(StrEnum):
@@ -268,8 +267,8 @@ def _require_extra() -> None:
         import numpy  # noqa: F401
     except ImportError as error:
         raise ShimError(
-            "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: "
-            f"{_NEEDS}"
+            "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: run "
+            f"{format_extra_install('checkpoint')}"
         ) from error
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from temper_legacy_shim.configs import Outcome, Translation
-from temper_legacy_shim.errors import ShimError, UsageError
+from temper_legacy_shim.errors import ShimError, UsageError, format_extra_install
 from temper_legacy_shim.imports.source_files import SKIPPED, is_copy
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def _checkpoint(folder: Path, directory: Path, names: list[str], files: list[str
     try:
         from temper_legacy_shim.checkpoints.layouts import find_roles
     except ImportError:
-        hint = "what it holds is not known: pip install 'temper-legacy-shim[checkpoint]'"
+        hint = f"what it holds is not known: run {format_extra_install('checkpoint')}"
         return Step(
             kind=Kind.CHECKPOINT,
             path=shown,

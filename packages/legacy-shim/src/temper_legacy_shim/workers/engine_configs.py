@@ -16,6 +16,7 @@ from temper_engine_api.specs import (
     ScheduleSpec,
 )
 from temper_engine_fsdp.config import FSDPConfig
+from temper_legacy_shim.errors import format_extra_install
 from temper_legacy_shim.workers.engines import NEVER, ConfigureEngine
 from temper_legacy_shim.workers.settings import block, known
 from temper_legacy_shim.workers.updates import OldMegatronSchedule, OldSchedule
@@ -361,8 +362,7 @@ def _config_class() -> "type[MegatronConfig]":
     except ModuleNotFoundError as error:
         raise ConfigError(
             "the deprecated Megatron workers run on temper-engine-megatron, which is not "
-            "installed: "
-            "pip install 'temper-legacy-shim[workers-megatron]'"
+            f"installed: run {format_extra_install('workers-megatron')}."
         ) from error
     return MegatronConfig
 

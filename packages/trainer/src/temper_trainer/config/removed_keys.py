@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from temper_engine_api.errors import format_install
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKlReward
 from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
@@ -307,7 +308,7 @@ OLD_CONFIG_NAMES = (
 OLD_CONFIG_HINT = (
     "This is a configuration of the older generation: `temper-migrate config --config-name NAME "
     "KEY=VALUE...` translates it with its overrides, and `temper-migrate script FILE` a launch "
-    "script (pip install ./packages/legacy-shim in a clone of Temper)."
+    f"script. To install it: {format_install('temper-legacy-shim')}."
 )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from temper_engine_api.capabilities import Capability, find_required_capabilities
 from temper_engine_api.checkpoint import verify
 from temper_engine_api.checkpoint.manifest import read_manifest
-from temper_engine_api.errors import CheckpointError, ConfigError, TemperError
+from temper_engine_api.errors import CheckpointError, ConfigError, TemperError, format_install
 from temper_engine_api.settings_check import find_write_error
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
@@ -192,14 +192,14 @@ def check_libraries(config: TrainerConfig) -> None:
     for name, source in {**config.data.train_sources, **config.data.eval_sources}.items():
         if source.kind == "datasets" and not _is_installed("datasets"):
             raise ConfigError(
-                f"{name}.kind is datasets, but datasets is not installed: pip install "
-                "'temper-trainer[datasets]'."
+                f"{name}.kind is datasets, but datasets is not installed: run "
+                f"{format_install('temper-trainer[datasets]')}."
             )
     if config.runtime.kind == "ray":
         if not _is_installed("ray"):
             raise ConfigError(
-                "runtime.kind is ray, but Ray is not installed: pip install "
-                "'temper-trainer[ray]', or use inline."
+                "runtime.kind is ray, but Ray is not installed: run "
+                f"{format_install('temper-trainer[ray]')}, or use inline."
             )
         return  # the libraries of servers and engines may be on other hosts
     adapted = [
@@ -209,8 +209,8 @@ def check_libraries(config: TrainerConfig) -> None:
     ]
     if adapted and config.model_engine in _ENGINES_WITH_PEFT and not _is_installed("peft"):
         raise ConfigError(
-            f"{adapted[0]}.engine.lora is on, but peft is not installed: pip install "
-            "'temper-engine-fsdp[lora]'."
+            f"{adapted[0]}.engine.lora is on, but peft is not installed: run "
+            f"{format_install('temper-engine-fsdp[lora]')}."
         )
     taught = [name for name, teacher in config.teachers.items() if teacher.backend == "vllm"]
     if config.generates_completions and config.rollout.sampler == "vllm":
@@ -231,8 +231,9 @@ def _check_vllm(setting: str, *, python: str | None) -> None:
     if python is None:
         if not _is_installed("vllm"):
             raise ConfigError(
-                f"{setting}, but vLLM is not installed here: pip install 'temper-trainer[vllm]', "
-                "or set runtime.rollout_python to the Python of an environment that has it."
+                f"{setting}, but vLLM is not installed here: run "
+                f"{format_install('temper-trainer[vllm]')}, or set "
+                "runtime.rollout_python to the Python of an environment that has it."
             )
         versions = vllm_versions.find_installed_versions()
     else:
@@ -250,10 +251,11 @@ def _check_vllm(setting: str, *, python: str | None) -> None:
             if module not in listed
         ]
         if missing:
+            install = format_install(*missing, command=f"{python} -m pip install --no-deps")
             vllm_note = "" if "vllm" in listed else f" It has no vLLM either: {setting}."
             raise ConfigError(
                 f"runtime.rollout_python is {python}, which has no {' and no '.join(missing)}: run "
-                f"{python} -m pip install --no-deps {' '.join(missing)}.{vllm_note}"
+                f"{install}.{vllm_note}"
             )
         versions = listed
     if problem := vllm_versions.find_version_problem(versions, python=python or sys.executable):
@@ -345,8 +347,8 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
     for name in ("wandb", "mlflow", "trackio"):
         if name in run.trackers and not _is_installed(name):
             yield (
-                f"run.trackers has {name}, which is not installed: pip install "
-                f"'temper-trainer[{name}]', or remove it from run.trackers."
+                f"run.trackers has {name}, which is not installed: run "
+                f"{format_install(f'temper-trainer[{name}]')}, or remove it from run.trackers."
             )
     if run.prometheus_port is not None:
         yield from _find_port_problems(run.prometheus_address, run.prometheus_port)
@@ -419,8 +421,8 @@ def _find_folder_problems(config: TrainerConfig) -> Iterator[str]:
 def _find_port_problems(address: str, port: int) -> Iterator[str]:
     if not _is_installed("prometheus_client"):
         yield (
-            "run.prometheus_port is set, but prometheus_client is not installed: pip install "
-            "'temper-trainer[prometheus]', or remove it."
+            "run.prometheus_port is set, but prometheus_client is not installed: run "
+            f"{format_install('temper-trainer[prometheus]')}, or remove it."
         )
     if error := _find_bind_error(address, port):
         yield (

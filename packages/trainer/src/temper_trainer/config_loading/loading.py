@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from temper_engine_api.errors import ConfigError, EngineNotFoundError
+from temper_engine_api.errors import ConfigError, EngineNotFoundError, format_install
 from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROUP
@@ -295,9 +295,9 @@ def check_worker_switch(config: TrainerConfig) -> None:
     }:
         raise ConfigError(
             "use_legacy_worker_impl is enable, but no installed package provides the deprecated "
-            f"workers (entry points {LEGACY_WORKER_GROUP!r}): pip install "
-            "'temper-legacy-shim[workers]', or set use_legacy_worker_impl=disable to run on "
-            "engines."
+            f"workers (entry points {LEGACY_WORKER_GROUP!r}): run "
+            f"{format_install('temper-legacy-shim[workers]')}, or set "
+            "use_legacy_worker_impl=disable to run on engines."
         )
     if config.task == "sft":
         raise ConfigError(

@@ -10,7 +10,7 @@ import fsspec
 import pyarrow as pa
 from pyarrow import parquet
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, format_install
 from temper_trainer.config.data import PreferenceKind, SourceConfig
 from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from temper_trainer.data.loss_weights import describe_missing_weights, read_loss_weights
@@ -233,8 +233,8 @@ def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[t
         import datasets
     except ImportError as error:
         raise ConfigError(
-            "a source of kind datasets needs the Hugging Face datasets library: pip install "
-            "'temper-trainer[datasets]'."
+            "a source of kind datasets needs the Hugging Face datasets library: run "
+            f"{format_install('temper-trainer[datasets]')}."
         ) from error
     if len(source.paths) != 1:
         raise ConfigError(

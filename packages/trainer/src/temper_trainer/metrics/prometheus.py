@@ -16,7 +16,7 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, format_install
 from temper_engine_api.rendezvous import get_run_token
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class PrometheusTracker:
             import prometheus_client
         except ImportError as error:
             raise ConfigError(
-                "run.prometheus_port is set, but prometheus_client is not installed: "
-                "pip install 'temper-trainer[prometheus]', or remove it."
+                "run.prometheus_port is set, but prometheus_client is not installed: run "
+                f"{format_install('temper-trainer[prometheus]')}, or remove it."
             ) from error
         self._make_gauge = prometheus_client.Gauge
         self._registry = prometheus_client.CollectorRegistry()

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, format_install
 from temper_trainer.metrics.run_files import METRICS_FILE, Row, read_rows, read_settings, to_json
 
 T = TypeVar("T")
@@ -69,8 +69,8 @@ def open_tracker(name: str, directory: Path, *, is_superseded: bool) -> Tracker:
 
 def _missing_package(name: str) -> ConfigError:
     return ConfigError(
-        f"run.trackers names {name}, which is not installed: "
-        f"pip install 'temper-trainer[{name}]', or remove it from run.trackers."
+        f"run.trackers names {name}, which is not installed: run "
+        f"{format_install(f'temper-trainer[{name}]')}, or remove it from run.trackers."
     )
 
 

@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import os
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, format_install
 from temper_trainer.config.judge import JudgeConfig
 from temper_trainer.redaction import redact_secrets, register_secrets
 
@@ -25,7 +25,8 @@ def check_judge(config: JudgeConfig, *, name: str) -> None:
     """
     if importlib.util.find_spec("openai") is None:
         raise ConfigError(
-            f"reward.judges.{name} needs the openai library: pip install 'temper-trainer[judge]'."
+            f"reward.judges.{name} needs the openai library: run "
+            f"{format_install('temper-trainer[judge]')}."
         )
     read_api_key(config, name=name)
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, format_install
 from temper_trainer.config.reward import REWARD_MODEL, Argument, RewardConfig, RewardFunctionConfig
 from temper_trainer.reward.builtin_rewards import (
     exact_match,
@@ -126,8 +126,8 @@ def resolve_reward(config: RewardConfig | RewardFunctionConfig) -> RewardFunctio
         )
     if function is math_verify and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            "the reward math_verify needs the math-verify library: pip install "
-            "'temper-trainer[math]'."
+            "the reward math_verify needs the math-verify library: run "
+            f"{format_install('temper-trainer[math]')}."
         )
     try:
         # Bind the arguments without a call, so that a wrong name is found before the first step.

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, format_install
 from temper_engine_api.rendezvous import bind_collectives
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
@@ -98,8 +98,8 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
         if error.name != "ray":
             raise
         raise ConfigError(
-            "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or "
-            "set runtime.kind=inline."
+            "runtime.kind is ray, but Ray is not installed: run "
+            f"{format_install('temper-trainer[ray]')}, or set runtime.kind=inline."
         ) from error
     with open_ray_runtime(config, roles=collect_role_requests(config)) as runtime:
         yield runtime

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, format_install
 
 
 def is_import_path(name: str) -> bool:
@@ -59,5 +59,5 @@ def _suggest_remedy(absent: str) -> str:
     Translated configurations refer to modules of the migration package.
     """
     if absent.partition(".")[0] == "temper_legacy_shim":
-        return "run pip install ./packages/legacy-shim in a clone of Temper"
+        return f"run {format_install('temper-legacy-shim')}"
     return "add the folder that contains it to PYTHONPATH"
