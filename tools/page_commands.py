@@ -89,6 +89,7 @@ _MORE = {
     "rejected": "2",
     "data_source": "openai/gsm8k",  # chooses the reward of verl's projects
     "subject": "math",
+    "level": 3,
     "messages": _MESSAGES,
     "reward_model": {"ground_truth": "1"},
 }
