@@ -11,7 +11,7 @@ from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.policy_losses.clipped_losses import Gspo, Ppo
 from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS, PolicyObjective
 from temper_trainer.algorithms.rollout_correction import compute_rollout_correction
-from temper_trainer.config.algorithm import RejectionBounds, RolloutCorrectionConfig
+from temper_trainer.config.rollout_correction import RejectionBounds, TokenWeights
 from tools.peers.padded import (
     NoCounterpartError,
     build_batch,
@@ -120,15 +120,13 @@ class PolicyLoss:
         bounds = RejectionBounds(low=low or None, high=high)
         rules = {"icepop": "ratio_token", "seq-mask-tis": "ratio_mean"}
         if self.vllm_is_correction_type in rules:
-            config = RolloutCorrectionConfig(
-                level="token",
-                truncate_at=None,
-                reject={rules[self.vllm_is_correction_type]: bounds},
+            config = TokenWeights(
+                truncate_at=None, reject={rules[self.vllm_is_correction_type]: bounds}
             )
         elif bool(((old - rollout).exp()[mask] < low).any()):
             raise NoCounterpartError("weights that are raised to a lower bound")
         else:
-            config = RolloutCorrectionConfig(level="token", truncate_at=high)
+            config = TokenWeights(truncate_at=high)
         weights = compute_rollout_correction(
             config,
             samples=build_batch(mask),

@@ -21,7 +21,12 @@ from temper_trainer.algorithms.rollout_correction import (
     compute_rollout_correction,
 )
 from temper_trainer.algorithms.value_loss import ValueObjective
-from temper_trainer.config.algorithm import RejectionBounds, RolloutCorrectionConfig
+from temper_trainer.config.rollout_correction import (
+    Mask,
+    RejectionBounds,
+    SequenceWeights,
+    TokenWeights,
+)
 from tools.peers.padded import (
     NoCounterpartError,
     build_batch,
@@ -312,7 +317,7 @@ def compute_rollout_correction_and_rejection_mask(
     if options:
         rules = dict(map(_translate_rule, options, thresholds))
         correction = compute_rollout_correction(
-            RolloutCorrectionConfig(level="none", truncate_at=None, reject=rules),
+            Mask(reject=rules),
             samples=batch,
             old_logprobs=old,
             rollout_logprobs=rollout,
@@ -324,9 +329,9 @@ def compute_rollout_correction_and_rejection_mask(
         low, high = _parse_bounds(rollout_is_threshold)
         # Two bounds are IcePop's: weights outside them become 0 and are not truncated.
         reject = {} if low is None else {f"ratio_{rollout_is}": RejectionBounds(low=low, high=high)}
+        weights_class = TokenWeights if rollout_is == "token" else SequenceWeights
         correction = compute_rollout_correction(
-            RolloutCorrectionConfig(
-                level="token" if rollout_is == "token" else "sequence",
+            weights_class(
                 truncate_at=high if low is None else None,
                 self_normalize=rollout_is_batch_normalize,
                 reject=reject,

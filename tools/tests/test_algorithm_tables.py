@@ -16,6 +16,7 @@ from temper_trainer.algorithms.preference_losses.preference_loss import Preferen
 from temper_trainer.algorithms.sft_losses import SftLoss
 from temper_trainer.config.algorithm import AggregationName
 from temper_trainer.config.distillation import SelfTeacher
+from temper_trainer.config.rollout_correction import RolloutCorrection
 from temper_trainer.settings.variants import list_variants
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -60,6 +61,12 @@ def list_table_names(page: str, heading: str, *, header: str | None = None) -> l
             "## Aggregation of per-token losses (`algorithm.aggregation`)",
             None,
             get_args(AggregationName),
+        ),
+        (
+            "algorithms.md",
+            "## Rollout correction (`algorithm.rollout_correction`)",
+            None,
+            list_variants(RolloutCorrection),  # type: ignore[type-abstract]
         ),
         (
             "algorithms.md",

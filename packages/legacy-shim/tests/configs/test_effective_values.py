@@ -46,7 +46,7 @@ def correction(translation: Translation) -> dict[str, Plain]:
 @pytest.mark.parametrize("version", NEWEST)
 def test_asynchronous_run_keeps_the_samplers_log_probs_as_denominator(version: str) -> None:
     # fully_async_ppo_trainer.yaml ends with bypass_mode: True.
-    assert correction(asynchronous(version)) == {"proximal": "rollout", "level": "none"}
+    assert correction(asynchronous(version)) == {"name": "rollout_ratio"}
     decoupled = asynchronous(version, f"{CORRECTION}.bypass_mode=False")
     assert correction(decoupled) == {}
 
@@ -55,7 +55,7 @@ def test_asynchronous_run_keeps_the_samplers_log_probs_as_denominator(version: s
 def test_first_asynchronous_trainers_took_the_samplers_log_probs_by_a_switch(version: str) -> None:
     # recipe/fully_async_policy/ray_trainer.py:370 reads async_training.use_rollout_log_probs, True
     # by default.
-    assert correction(asynchronous(version)) == {"proximal": "rollout", "level": "none"}
+    assert correction(asynchronous(version)) == {"name": "rollout_ratio"}
     reported = asynchronous(version, "async_training.use_rollout_log_probs=True")
     assert reported.tokens[-1].disposition == "mapped"
     assert correction(asynchronous(version, "async_training.compute_prox_log_prob=True")) == {}
@@ -72,7 +72,7 @@ def test_one_step_off_run_keeps_the_denominator_of_its_release(
     version: str, is_bypassed: bool
 ) -> None:
     entry = ONE_STEP_OFF if version in NEWEST else "recipe.one_step_off_policy.main_ppo"
-    expected = {"proximal": "rollout", "level": "none"} if is_bypassed else {}
+    expected = {"name": "rollout_ratio"} if is_bypassed else {}
     assert correction(translated(version, entry=entry)) == expected
 
 
@@ -150,7 +150,7 @@ def test_bounds_of_k1_are_mirrored_since_k1_is_sampler_over_trainer(rejection: s
     )
     weighed = correction(translated("v0.8.0", *keys))
     assert weighed == {
-        "level": level,
+        "name": level,
         "truncate_at": 2.0,
         f"reject.{rule}.low": 0.625,
         f"reject.{rule}.high": 2.0,
@@ -180,7 +180,7 @@ def test_rejection_without_weights_multiplies_by_no_ratio(rejection: str) -> Non
     )
     rule = "ratio_token" if rejection == "token_k1" else "ratio_sum"
     assert correction(run) == {
-        "level": "none",
+        "name": "mask",
         f"reject.{rule}.low": 0.625,
         f"reject.{rule}.high": 2.0,
     }
@@ -194,7 +194,7 @@ def test_range_of_weights_is_icepop() -> None:
         "v0.9.0", f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5.0"
     )
     bounds = {"reject.ratio_token.low": 0.5, "reject.ratio_token.high": 5.0}
-    assert correction(run) == {"level": "token", "truncate_at": None, **bounds}
+    assert correction(run) == {"name": "token", "truncate_at": None, **bounds}
     assert "value-unknown" not in rules_found(run, "person")
 
 

@@ -285,7 +285,8 @@ def expected_estimator(word: str, plus: str) -> str | None:
     return value if value is None or not plus or value == "k2" else f"{value}+"
 
 
-DENOMINATOR = "algorithm.rollout_correction.proximal"
+DENOMINATOR = "denominator of the ratio"
+"""Not a key: whether algorithm.rollout_correction.name is rollout_ratio."""
 
 
 def is_async(row: Mapping[str, object]) -> bool:
@@ -489,7 +490,8 @@ def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
     new: dict[str, object] = {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
     steps = number(new.get("actor.engine.schedule.warmup_steps"))
     new[FIRST_RATE] = 1 / steps if steps > 0 else 1.0
-    new.setdefault(DENOMINATOR, "old")
+    is_rollout = new.get("algorithm.rollout_correction.name") == "rollout_ratio"
+    new[DENOMINATOR] = "rollout" if is_rollout else "old"
     new.setdefault("algorithm.dynamic_sampling.max_rounds", ABSENT)
     expected = expectations(old, row)
     explained = frozenset(

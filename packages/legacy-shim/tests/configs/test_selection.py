@@ -33,10 +33,10 @@ def _corrected(result: Translation) -> dict[str, Plain]:
 
 def test_the_first_release_capped_weights_or_left_out_what_lay_outside() -> None:
     veto = {"reject.ratio_max.low": 1e-4}  # its default
-    assert _corrected(_first(threshold=3.0)) == {"level": "token", "truncate_at": 3.0, **veto}
+    assert _corrected(_first(threshold=3.0)) == {"name": "token", "truncate_at": 3.0, **veto}
     masked = _corrected(_first(threshold=4.0, mode="mask", level="sequence"))
     bounds = {"reject.ratio_sum.high": 4.0, "reject.ratio_sum.low": 0.25}  # 1 / 4
-    assert masked == {"level": "sequence", "truncate_at": None, **bounds, **veto}
+    assert masked == {"name": "sequence", "truncate_at": None, **bounds, **veto}
     assert (
         _corrected(_first(threshold=4.0, threshold_lower=0.5, mode="mask"))[
             "reject.ratio_token.low"
@@ -111,12 +111,12 @@ def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
                 "rollout_is_threshold": 3.0,
                 "rollout_is_batch_normalize": True,
             },
-            {"level": "token", "truncate_at": 3.0, "self_normalize": True},
+            {"name": "token", "truncate_at": 3.0, "self_normalize": True},
         ),
         (
             {"rollout_rs": "token", "rollout_rs_threshold": 2.0},
             {
-                "level": "none",
+                "name": "mask",
                 "reject.ratio_token.high": 2.0,
                 "reject.ratio_token.low": 0.5,
             },  # 1 / 2
@@ -125,7 +125,7 @@ def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
             {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_1.6"},
             # 1 / 0.5, 1 / 1.6
             {
-                "level": "token",
+                "name": "token",
                 "truncate_at": 2.0,
                 "reject.ratio_token.high": 2.0,
                 "reject.ratio_token.low": 0.625,
@@ -133,11 +133,11 @@ def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
         ),
         (
             {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
-            {"level": "none", "reject.k3_mean.high": 0.01},
+            {"name": "mask", "reject.k3_mean.high": 0.01},
         ),
         (
             {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.8_1.25"},
-            {"level": "none", "reject.ratio_mean.low": 0.8, "reject.ratio_mean.high": 1.25},
+            {"name": "mask", "reject.ratio_mean.low": 0.8, "reject.ratio_mean.high": 1.25},
         ),
         (
             {
@@ -145,7 +145,7 @@ def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
                 "rollout_rs_threshold": 1.001,
                 "rollout_rs_threshold_lower": 0.99,
             },
-            {"level": "none", "reject.ratio_mean.low": 0.99, "reject.ratio_mean.high": 1.001},
+            {"name": "mask", "reject.ratio_mean.low": 0.99, "reject.ratio_mean.high": 1.001},
         ),
         (
             {
@@ -154,7 +154,7 @@ def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
                 "rollout_rs_threshold": "'0.5_2.0,0.3,4.0'",
             },
             {
-                "level": "sequence",
+                "name": "sequence",
                 "truncate_at": 2.0,
                 "reject.ratio_token.low": 0.5,
                 "reject.ratio_token.high": 2.0,
@@ -164,19 +164,18 @@ def test_a_level_that_is_not_here_is_left_out_and_reported() -> None:
         ),
         (
             {"rollout_rs": "'token_k2,token_k3'", "rollout_rs_threshold": 0.1},
-            {"level": "none", "reject.k2_token.high": 0.1, "reject.k3_token.high": 0.1},
+            {"name": "mask", "reject.k2_token.high": 0.1, "reject.k3_token.high": 0.1},
         ),
         (
             {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
             {
-                "level": "none",
-                "proximal": "rollout",
+                "name": "rollout_ratio",
                 "reject.ratio_token.low": 0.5,
                 "reject.ratio_token.high": 2.0,
             },
         ),
-        ({"bypass_mode": True}, {"level": "none", "proximal": "rollout"}),
-        ({"bypass_mode": True, "rollout_is": "token"}, {"level": "none", "proximal": "rollout"}),
+        ({"bypass_mode": True}, {"name": "rollout_ratio"}),
+        ({"bypass_mode": True, "rollout_is": "token"}, {"name": "rollout_ratio"}),
     ],
 )
 def test_later_releases_named_weights_and_rejection_apart(
@@ -188,12 +187,12 @@ def test_later_releases_named_weights_and_rejection_apart(
 def test_weights_of_one_level_go_with_rejection_by_another() -> None:
     result = _later(rollout_is="token", rollout_rs="sequence", rollout_rs_threshold=2.0)
     bounds = {"reject.ratio_sum.low": 0.5, "reject.ratio_sum.high": 2.0}
-    assert _corrected(result) == {"level": "token", "truncate_at": 2.0, **bounds}
+    assert _corrected(result) == {"name": "token", "truncate_at": 2.0, **bounds}
 
 
 def test_an_unknown_rule_is_left_out_and_reported() -> None:
     result = _later(rollout_rs="'token_k1,seq_median_k2'", rollout_rs_threshold=2.0)
-    assert set(_corrected(result)) == {"level", "reject.ratio_token.low", "reject.ratio_token.high"}
+    assert set(_corrected(result)) == {"name", "reject.ratio_token.low", "reject.ratio_token.high"}
     assert any("seq_median_k2, for which" in finding.message for finding in result.findings)
 
 
@@ -221,5 +220,5 @@ def test_completions_are_drawn_again_by_their_rewards_as_they_were() -> None:
 
 def test_the_cap_before_the_first_release_is_the_cap() -> None:
     cap = "+actor_rollout_ref.actor.tis_imp_ratio_cap"
-    assert _corrected(translated("v0.5.0", f"{cap}=3")) == {"truncate_at": 3.0}
+    assert _corrected(translated("v0.5.0", f"{cap}=3")) == {"name": "token", "truncate_at": 3.0}
     assert _corrected(translated("v0.5.0", f"{cap}=-1")) == {}

@@ -32,7 +32,8 @@ from temper_trainer.algorithms.policy_losses.covariance_losses import IS_SELECTE
 from temper_trainer.algorithms.policy_losses.divergence_losses import Dppo
 from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS, PolicyObjective
 from temper_trainer.algorithms.rollout_correction import compute_rollout_correction
-from temper_trainer.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.config.rollout_correction import SequenceWeights, TokenWeights
 
 pytestmark = needs_golden
 
@@ -415,8 +416,8 @@ def test_importance_weights_agree_but_for_the_mean_that_normalises_those_of_comp
     samples = samples_of(
         mask, old=column(case["old_log_prob"]), rollout=column(case["rollout_log_prob"])
     )
-    config = RolloutCorrectionConfig(
-        level=case["rollout_is"],
+    weights_class = {"token": TokenWeights, "sequence": SequenceWeights}[case["rollout_is"]]
+    config = weights_class(
         truncate_at=case["rollout_is_threshold"],
         self_normalize=case["rollout_is_batch_normalize"],
     )

@@ -11,11 +11,15 @@ from temper_trainer.algorithms.rollout_correction import (
     compute_mismatch_metrics,
     compute_rollout_correction,
 )
-from temper_trainer.config.algorithm import (
+from temper_trainer.config.rollout_correction import (
     REJECTION_RULES,
+    Mask,
     RejectionBounds,
-    RolloutCorrectionConfig,
+    RolloutCorrection,
+    RolloutRatio,
+    TokenWeights,
 )
+from temper_trainer.settings.variants import list_variants
 
 SAMPLES = from_sequences([torch.arange(4)], loss_masks=[torch.arange(4) > 0])
 ROLLOUT = torch.tensor([torch.nan, -1.0, -1.0, -1.0])
@@ -27,8 +31,8 @@ def bounds(low: float | None = None, high: float | None = None) -> RejectionBoun
     return RejectionBounds(low=low, high=high)
 
 
-def corrected(**settings: object) -> Correction:
-    config = RolloutCorrectionConfig(**settings)  # type: ignore[arg-type]
+def corrected(name: str = "token", **settings: object) -> Correction:
+    config = list_variants(RolloutCorrection)[name](**settings)  # type: ignore[type-abstract]
     return compute_rollout_correction(
         config, samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=ROLLOUT
     )
@@ -52,7 +56,7 @@ def test_rejected_tokens_have_weight_zero_and_the_rest_is_normalized() -> None:
 
 
 def test_rules_without_weights_only_mask() -> None:
-    masked = corrected(level="none", reject={"ratio_token": bounds(low=0.5, high=1.6)})
+    masked = corrected(name="mask", reject={"ratio_token": bounds(low=0.5, high=1.6)})
     assert masked.weights.tolist() == [0.0, 0.0, 0.0, 1.0]
     assert masked.metrics["correction/truncated_fraction"] == 0.0
     # The product of the completion's ratios is 0.606531, their geometric mean 0.846482.
@@ -61,13 +65,13 @@ def test_rules_without_weights_only_mask() -> None:
         ("ratio_sum", 0.61, 0),
         ("ratio_mean", 0.8, 1),
     ):
-        weights = corrected(level="none", reject={rule: bounds(low=low)}).weights
+        weights = corrected(name="mask", reject={rule: bounds(low=low)}).weights
         assert weights.tolist() == [0, weight, weight, weight]
 
 
 def test_weights_of_completions_go_with_rejection_of_tokens_and_several_rules() -> None:
     reject = {"ratio_token": bounds(low=0.5), "k2_max": bounds(high=0.6), "k3_mean": bounds(high=1)}
-    weights = corrected(level="sequence", reject=reject).weights
+    weights = corrected(name="sequence", reject=reject).weights
     assert weights.tolist() == pytest.approx([0.0, 0.606531, 0.0, 0.606531], abs=1e-6)
 
 
@@ -80,7 +84,7 @@ def test_one_outlier_token_rejects_its_completion() -> None:
 @pytest.mark.parametrize("rule", REJECTION_RULES)
 def test_every_rule_keeps_what_sampler_and_trainer_agree_on(rule: str) -> None:
     correction = compute_rollout_correction(
-        RolloutCorrectionConfig(level="none", reject={rule: bounds(high=1.5)}),
+        Mask(reject={rule: bounds(high=1.5)}),
         samples=SAMPLES,
         old_logprobs=OLD,
         rollout_logprobs=OLD,
@@ -91,7 +95,7 @@ def test_every_rule_keeps_what_sampler_and_trainer_agree_on(rule: str) -> None:
 
 def test_sequence_weight_is_the_product_of_its_ratios() -> None:
     # e^(0.5 - 1 + 0) = 0.606531.
-    assert corrected(level="sequence").weights.tolist() == pytest.approx(
+    assert corrected(name="sequence").weights.tolist() == pytest.approx(
         [0.0, 0.606531, 0.606531, 0.606531], abs=1e-6
     )
 
@@ -99,14 +103,14 @@ def test_sequence_weight_is_the_product_of_its_ratios() -> None:
 @pytest.mark.parametrize(("bound", "is_rejected"), [(0.172, True), (0.173, False)])
 def test_completion_with_too_large_a_kl_is_rejected(bound: float, is_rejected: bool) -> None:
     # k3 with d = 0.5, -1, 0: 0.148721, 0.367879, 0; mean 0.172200.
-    correction = corrected(level="none", reject={"k3_mean": bounds(high=bound)})
+    correction = corrected(name="mask", reject={"k3_mean": bounds(high=bound)})
     assert correction.weights[1:].tolist() == ([0.0] * 3 if is_rejected else [1.0] * 3)
     assert correction.metrics["correction/rejected_fraction"] == float(is_rejected)
 
 
 def test_equal_logprobs_give_weights_of_one() -> None:
     correction = compute_rollout_correction(
-        RolloutCorrectionConfig(), samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=OLD
+        TokenWeights(), samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=OLD
     )
     assert correction.weights.tolist() == [0.0, 1.0, 1.0, 1.0]
     assert correction.metrics["correction/effective_sample_fraction"] == pytest.approx(1.0)
@@ -135,17 +139,25 @@ def test_effective_sample_fraction_is_always_reported() -> None:
         ({"reject": {"ratio_token": bounds()}}, "reject.ratio_token has no bound"),
         ({"reject": {"k3_mean": bounds(low=1.0, high=2.0)}}, "has only an upper bound"),
         ({"reject": {"ratio_tokens": bounds(high=2.0)}}, "Did you mean 'ratio_token'"),
-        ({"level": "none"}, "so there is no correction"),
-        (
-            {"level": "none", "self_normalize": True, "reject": {"k3_mean": bounds(high=1.0)}},
-            "have no effect at level none",
-        ),
-        ({"proximal": "rollout"}, "would correct twice"),
     ],
 )
 def test_contradicting_settings_are_refused(settings: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        RolloutCorrectionConfig(**settings)  # type: ignore[arg-type]
+        TokenWeights(**settings)  # type: ignore[arg-type]
+
+
+def test_mask_without_a_rule_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is mask and reject is empty, so there is no correction"):
+        Mask()
+
+
+def test_only_a_ratio_to_the_sampler_replaces_the_old_logprobs() -> None:
+    reject = {"ratio_token": bounds(high=2.0)}
+    variants = list_variants(RolloutCorrection)  # type: ignore[type-abstract]
+    made = {name: cls(reject=reject) for name, cls in variants.items()}  # type: ignore[call-arg]
+    assert [name for name, each in made.items() if each.replaces_old_logprobs] == ["rollout_ratio"]
+    assert all(each.has_weights for each in made.values())
+    assert not RolloutRatio().has_weights
 
 
 def test_bound_of_zero_is_refused() -> None:

@@ -102,6 +102,25 @@ def test_controller_without_a_target_is_no_controller(
     assert rename_settings(settings) == renamed
 
 
+@pytest.mark.parametrize(
+    ("settings", "renamed"),
+    [
+        ({"level": "sequence", "proximal": "old", "truncate_at": 3.0}, ("sequence", 3.0)),
+        ({"level": "none", "proximal": "old", "truncate_at": 2.0}, ("mask", None)),
+        ({"level": "none", "proximal": "rollout"}, ("rollout_ratio", None)),
+    ],
+)
+def test_level_and_denominator_of_0_1_are_the_name_of_a_correction(
+    settings: dict[str, object], renamed: tuple[str, float | None]
+) -> None:
+    block = "algorithm.rollout_correction"
+    result = rename_settings({f"{block}.{key}": value for key, value in settings.items()})
+    name, truncate_at = renamed
+    bound = {} if truncate_at is None else {f"{block}.truncate_at": truncate_at}
+    assert result == {f"{block}.name": name} | bound
+    assert rename_settings({block: None}) == {block: None}
+
+
 def test_settings_of_a_reward_model_of_0_1_are_those_of_its_own_block() -> None:
     settings = {"task": "rm", "preference.loss": "sigmoid", "preference.label_smoothing": 0.1}
     assert rename_settings(settings | {"preference.center_coef": 0.01}) == {

@@ -89,9 +89,9 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
             (
                 TEACHER,
                 "task=distill",
-                "algorithm.rollout_correction={proximal: rollout, level: none}",
+                "algorithm.rollout_correction=rollout_ratio",
             ),
-            "(distillation.objective reverse_kl) has no ratio to correct: use proximal=old",
+            "(distillation.objective reverse_kl) has no ratio: use another correction",
         ),
         (
             (TEACHER, "task=distill", "distillation.off_policy_fraction=0.5"),

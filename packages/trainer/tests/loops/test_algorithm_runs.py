@@ -86,7 +86,7 @@ def test_rollout_correction_reports_weights_and_changes_the_update(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     correction = (
-        "algorithm.rollout_correction={level: sequence, truncate_at: 1.5, "
+        "algorithm.rollout_correction={name: sequence, truncate_at: 1.5, "
         "self_normalize: true, reject: {k3_mean: {high: 1.0}, ratio_max: {low: 1.0e-4}}}"
     )
     run(tmp_path / "run", *SHORT, correction)
@@ -99,7 +99,7 @@ def test_rollout_correction_reports_weights_and_changes_the_update(
 
 
 def test_log_probs_of_the_sampler_can_be_the_old_ones(run: Run, rows: Rows, tmp_path: Path) -> None:
-    run(tmp_path / "run", *SHORT, "algorithm.rollout_correction={level: none, proximal: rollout}")
+    run(tmp_path / "run", *SHORT, "algorithm.rollout_correction=rollout_ratio")
     assert all(row["policy/ratio_error_max"] < 1e-3 for row in rows(tmp_path / "run"))
 
 

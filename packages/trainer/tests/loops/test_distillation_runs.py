@@ -85,7 +85,7 @@ def test_rejected_completions_are_not_distilled(run: Run, rows: Rows, tmp_path: 
         "algorithm=distill",
         *TWO,
         # Sampler and trainer agree to rounding, so no ratio is above 2.
-        "algorithm.rollout_correction={level: token, reject: {ratio_token: {low: 2.0}}}",
+        "algorithm.rollout_correction={name: token, reject: {ratio_token: {low: 2.0}}}",
         "run.total_steps=1",
     )
     (row,) = rows(tmp_path / "run")
@@ -126,7 +126,7 @@ def test_correction_leaves_given_completions_as_they_are(
         *OFF_POLICY,
         "run.total_steps=1",
         # Their ratio is exactly 1, and those of the policy's tokens are 1 up to rounding.
-        "algorithm.rollout_correction={level: none, reject: {ratio_max: {low: 0.9, high: 1.1}}}",
+        "algorithm.rollout_correction={name: mask, reject: {ratio_max: {low: 0.9, high: 1.1}}}",
     )
     (row,) = rows(tmp_path / "run")
     assert row["correction/rejected_fraction"] == 0.0

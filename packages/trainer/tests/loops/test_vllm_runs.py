@@ -389,7 +389,7 @@ def test_one_step_off_gives_the_losses_of_the_transformers_sampler(
 def test_loop_async_stays_within_its_staleness_limit_on_servers(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
-    correction = "algorithm.rollout_correction={level: token}"
+    correction = "algorithm.rollout_correction=token"
     run(
         tmp_path / "run",
         *SHORT_RUN,

@@ -106,7 +106,7 @@ def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> boo
     correction = config.rollout_correction
     # The sampler's log-probs take the place of the old ones in the ratio, so only a comparison with
     # them still needs a pass.
-    if correction is not None and correction.proximal == "rollout":
+    if correction is not None and correction.replaces_old_logprobs:
         return config.kl_reward_coef > 0 or bool(correction.reject)
     needs_numbers = (
         config.kl_reward_coef > 0
@@ -152,7 +152,7 @@ def build_policy_objective(
 
 def _has_correction_weights(config: AlgorithmConfig) -> bool:
     correction = config.rollout_correction
-    return correction is not None and (correction.level != "none" or bool(correction.reject))
+    return correction is not None and correction.has_weights
 
 
 def add_distillation_loss(

@@ -18,7 +18,7 @@ from temper_trainer.algorithms.rejection_rules import (
     RuleScope,
     apply_rejection_rules,
 )
-from temper_trainer.config.algorithm import RejectionBounds, RolloutCorrectionConfig
+from temper_trainer.config.rollout_correction import RejectionBounds, RolloutCorrection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Correction:
 
 
 def compute_rollout_correction(
-    config: RolloutCorrectionConfig,
+    config: RolloutCorrection,
     *,
     samples: SequenceBatch,
     old_logprobs: Tensor,
@@ -44,7 +44,7 @@ def compute_rollout_correction(
 
         token:     w_t = min(r_t, truncate_at)
         sequence:  w_t = min(product of r_s over the completion of t, truncate_at)
-        none:      w_t = 1
+        others:    w_t = 1
 
     Weights of tokens that fail a rule of ``reject`` become 0, see `apply_rejection_rules`. With
     self_normalize the weights are divided by their mean over the step's trained tokens. Sums are
@@ -66,7 +66,7 @@ def compute_rollout_correction(
         samples=samples,
     )
     raw = _raw_weights(config.level, log_ratio, samples=samples)
-    truncate_at = None if config.level == "none" else config.truncate_at
+    truncate_at = config.truncate_at
     weights = raw if truncate_at is None else raw.clamp(max=truncate_at)
     weights = torch.where(rejection.is_kept, weights, 0.0)
     total = float(weights.sum())

@@ -1,7 +1,5 @@
 """Settings of the RL algorithm and of the batches that it trains on."""
 
-import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +8,7 @@ from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.estimators.group_estimators import Grpo
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.config.rollout_correction import RolloutCorrection
 from temper_trainer.settings.ranges import (
     FiniteFloat,
     NonNegativeFloat,
@@ -18,99 +17,6 @@ from temper_trainer.settings.ranges import (
     check_ranges,
 )
 from temper_trainer.settings.variants import Custom, list_variants
-
-REJECTION_RULES = tuple(
-    f"{statistic}_{over}"
-    for statistic in ("ratio", "k2", "k3")
-    for over in ("token", "sum", "mean", "max")
-)
-"""Names of the rules in algorithm.rollout_correction.reject."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RejectionBounds:
-    """Bounds of one rule; what is outside them gets weight 0."""
-
-    low: PositiveFloat | None = None
-    """Lower bound on p_old / p_rollout; only for the rules by ratio. None is none."""
-    high: PositiveFloat | None = None
-    """Upper bound: on p_old / p_rollout, or on the KL(sampler, trainer) in nats. None is none."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutCorrectionConfig:
-    """Importance weights w = p_old / p_rollout, and the rejection of tokens and completions.
-
-    They correct the difference between the sampler's log-probs and the trainer's. Rejected tokens
-    keep counting in the loss denominators.
-    """
-
-    level: Literal["token", "sequence", "none"] = "token"
-    """token: the ratio of each token; sequence: the product over the completion, used for all its
-    tokens; none: all weights are 1.
-    """
-    truncate_at: PositiveFloat | None = 2.0
-    """Upper bound on the weights; larger weights are lowered to it. None does not
-    truncate.
-    """
-    self_normalize: bool = False
-    """Divide the weights by their mean over the step's trained tokens."""
-    reject: Mapping[str, RejectionBounds] = field(default_factory=dict)
-    """Bounds by rule; a token must pass all of them. A rule is the name of a statistic (ratio, or
-    the KL estimator k2 or k3) and of what it is taken over (token, or sum, mean or max over the
-    completion), such as ratio_token or k3_mean.
-    """
-    proximal: Literal["old", "rollout"] = "old"
-    """Denominator of the policy loss's ratio. old: log-probs measured before the update; rollout:
-    the sampler's log-probs, so that the ratio itself is the correction.
-    """
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        name = "algorithm.rollout_correction"
-        for rule, bounds in self.reject.items():
-            _check_rejection_rule(rule, bounds, key=f"{name}.reject")
-        if self.level == "none" and (self.self_normalize or self.truncate_at not in (None, 2.0)):
-            raise ConfigError(
-                f"{name}: truncate_at and self_normalize have no effect at level none, where all "
-                "weights are 1: remove them."
-            )
-        if self.level == "none" and not self.reject and self.proximal == "old":
-            raise ConfigError(
-                f"{name}.level is none and reject is empty, so there is no correction: set one of "
-                "them, or remove the block."
-            )
-        # p / p_rollout = (p / p_old) * (p_old / p_rollout), so the weight is already in the ratio.
-        if self.proximal == "rollout" and self.level != "none":
-            raise ConfigError(
-                f"{name}.proximal is rollout, where the ratio of the policy loss is already the "
-                f"correction, but level is {self.level}, which would correct twice: set "
-                "level=none or proximal=old."
-            )
-
-
-def _check_rejection_rule(rule: str, bounds: RejectionBounds, *, key: str) -> None:
-    if rule not in REJECTION_RULES:
-        near = difflib.get_close_matches(rule, REJECTION_RULES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"{key} names the rule {rule!r}, but must be one of {', '.join(REJECTION_RULES)}.{hint}"
-        )
-    if not rule.startswith("ratio") and bounds.low is not None:
-        raise ConfigError(
-            f"{key}.{rule}.low is {bounds.low}, but a KL is best at 0 and has only an upper bound: "
-            "remove it."
-        )
-    if bounds.low is None and bounds.high is None:
-        raise ConfigError(f"{key}.{rule} has no bound: set high, or remove the rule.")
-    if bounds.low is not None and bounds.high is not None and bounds.low >= bounds.high:
-        raise ConfigError(
-            f"{key}.{rule}.low is {bounds.low} and high is {bounds.high}: the first must be "
-            "smaller than the second."
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +155,7 @@ class AlgorithmConfig:
     """Keep sampling until a step has prompts_per_step groups with different rewards. None trains on
     all sampled groups.
     """
-    rollout_correction: RolloutCorrectionConfig | None = None
+    rollout_correction: RolloutCorrection | None = None
     """Correct for the difference between the trainer's and the sampler's log-probs. None only
     reports it.
     """

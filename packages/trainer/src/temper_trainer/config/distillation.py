@@ -294,12 +294,12 @@ def find_distillation_conflicts(
         and not isinstance(objective, Custom)
         and not objective.is_reward
         and correction is not None
-        and correction.proximal == "rollout"
+        and correction.replaces_old_logprobs
     ):
         yield (
-            "algorithm.rollout_correction.proximal is rollout, but a loss of distillation "
-            f"(distillation.objective {objective.name}) has no ratio to correct: use proximal=old, "
-            "or distillation.objective=reverse_kl_reward."
+            f"algorithm.rollout_correction is {correction.name}, but a loss of distillation "
+            f"(distillation.objective {objective.name}) has no ratio: use another correction, or "
+            "distillation.objective=reverse_kl_reward."
         )
     if task == "distill" and algorithm.reweight is not None:
         yield (

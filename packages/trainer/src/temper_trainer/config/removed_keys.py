@@ -10,6 +10,7 @@ from temper_trainer.algorithms.distillation_losses.sampled_token_losses import R
 from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
+from temper_trainer.config.rollout_correction import RolloutCorrection, RolloutRatio
 from temper_trainer.settings.variants import Custom, Variant, list_variants
 
 SINCE = "0.1"
@@ -63,6 +64,11 @@ REMOVED_KEYS = (
         key="algorithm.adv_estimator",
         replacement="the group algorithm=NAME, or algorithm.advantage",
     ),
+    RemovedKey(
+        key="algorithm.rollout_correction.proximal",
+        replacement="algorithm.rollout_correction=rollout_ratio in place of proximal rollout",
+        since="0.2",
+    ),
     *(
         RemovedKey(
             key=f"algorithm.rollout_correction.{name}",
@@ -70,9 +76,9 @@ REMOVED_KEYS = (
             since="0.2",
         )
         for name, rule in (
-            ("mask_low", "ratio_token.low (with level sequence: ratio_sum.low)"),
-            ("mask_high", "ratio_token.high (with level sequence: ratio_sum.high)"),
-            ("mask_only", "ratio_token or ratio_sum, with level none"),
+            ("mask_low", "ratio_token.low (for sequence: ratio_sum.low)"),
+            ("mask_high", "ratio_token.high (for sequence: ratio_sum.high)"),
+            ("mask_only", "ratio_token or ratio_sum, and rollout_correction.name=mask"),
             ("reject_kl_estimator", "k2_mean.high or k3_mean.high"),
             ("reject_kl", "k3_mean.high, or the rule of another estimator"),
         )
@@ -239,6 +245,7 @@ RENAMED_KEYS = {
     "algorithm.kl_cov_coef": "algorithm.policy_loss.kl_cov_coef",
     "algorithm.sapo_positive_temperature": "algorithm.policy_loss.positive_temperature",
     "algorithm.sapo_negative_temperature": "algorithm.policy_loss.negative_temperature",
+    "algorithm.rollout_correction.level": "algorithm.rollout_correction.name",
     "algorithm.kl_target": "algorithm.kl_controller.target",
     "algorithm.kl_horizon": "algorithm.kl_controller.horizon_completions",
     "algorithm.entropy_target": "algorithm.entropy_controller.target",
@@ -254,7 +261,10 @@ RENAMED_KEYS = {
 }
 """New keys by the key of 0.1; the values kept their meaning, except for RENAMED_VALUES."""
 
-RENAMED_VALUES = {"preference.name": {"sigmoid": "dpo"}}
+RENAMED_VALUES = {
+    "preference.name": {"sigmoid": "dpo"},
+    "algorithm.rollout_correction.name": {"none": "mask"},
+}
 """New values by the value of 0.1, by the present key."""
 
 RENAMED_ENGINE_KEYS = {
@@ -387,6 +397,7 @@ def find_new_key(key: str) -> str | None:
 UNIONS: Mapping[str, type[Variant]] = {
     "algorithm.advantage": AdvantageEstimator,
     "algorithm.policy_loss": PolicyLoss,
+    "algorithm.rollout_correction": RolloutCorrection,
     "distillation.objective": DistillationLoss,
     "preference": PreferenceLoss,
 }
@@ -415,13 +426,15 @@ def rename_settings(settings: Mapping[str, object]) -> dict[str, object]:
     if settings.get("task") == "rm" and "preference.label_smoothing" in renamed:
         # Tasks dpo and rm had this key in common.
         renamed["rm.label_smoothing"] = renamed.pop("preference.label_smoothing")
+    if renamed.pop("algorithm.rollout_correction.proximal", "old") == "rollout":
+        renamed["algorithm.rollout_correction.name"] = RolloutRatio.name
     for block, switch in OPTIONAL_BLOCKS.items():
         own_keys = [key for key in renamed if key.startswith(f"{block}.")]
         if own_keys and renamed.get(f"{block}.{switch}") is None:
             renamed = {key: value for key, value in renamed.items() if key not in own_keys}
             renamed[block] = None
     for block, union in UNIONS.items():
-        if block in renamed:
+        if renamed.get(block) is not None:
             renamed[f"{block}.name"] = renamed.pop(block)
         if f"{block}.name" not in renamed:
             continue

@@ -248,7 +248,7 @@ RULES = (
             and config.algorithm.kl_reward_coef == 0
             and (
                 config.algorithm.rollout_correction is None
-                or config.algorithm.rollout_correction.proximal == "old"
+                or not config.algorithm.rollout_correction.replaces_old_logprobs
             )
         ),
         reason=(

@@ -19,8 +19,8 @@ from temper_trainer.algorithms.rollout_correction import (
     compute_mismatch_metrics,
     compute_rollout_correction,
 )
-from temper_trainer.config.algorithm import RolloutCorrectionConfig
 from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.config.rollout_correction import RolloutCorrection
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.teacher.teacher_client import TEACHER_LOGPROBS, TEACHER_WEIGHTS
 from temper_trainer.types import TURNS_AFTER, Rollout
@@ -127,13 +127,13 @@ def _add_teacher_reward(
 
 
 def _add_correction(
-    samples: SequenceBatch, config: RolloutCorrectionConfig | None
+    samples: SequenceBatch, config: RolloutCorrection | None
 ) -> tuple[SequenceBatch, dict[str, float]]:
     """Add the weights that correct the mismatch between sampler and engine, if configured."""
     if config is None:
         return samples, {}
     columns, added, metrics = samples.columns, dict[str, Tensor](), dict[str, float]()
-    if config.level != "none" or config.reject:
+    if config.has_weights:
         correction = compute_rollout_correction(
             config,
             samples=samples,
@@ -142,7 +142,7 @@ def _add_correction(
         )
         added[CORRECTION_WEIGHTS], metrics = correction.weights, correction.metrics
     # Last, because the weights above compare the sampler with the log-probs of the engine.
-    if config.proximal == "rollout":
+    if config.replaces_old_logprobs:
         added["old_logprobs"] = columns["rollout_logprobs"]
     return samples.with_columns(added), metrics
 

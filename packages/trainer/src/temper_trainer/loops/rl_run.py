@@ -335,7 +335,7 @@ def build_objectives(config: TrainerConfig, *, controllers: Controllers) -> dict
     # Without them, the objective takes its own log-probs without gradient: with one update per
     # step, the old policy is the current one (docs/decisions/0008).
     has_old_logprobs = needs_old_logprob_pass(config) or (
-        correction is not None and correction.proximal == "rollout"
+        correction is not None and correction.replaces_old_logprobs
     )
     actor: Objective = build_policy_objective(
         config.algorithm,

@@ -34,6 +34,7 @@ def build_selection(draft: Draft) -> None:
         draft.explain_drop("algorithm.rollout_is", "rollout_is is not enabled")
     cap = draft.number("actor_rollout_ref.actor.tis_imp_ratio_cap")
     if cap is not None and cap > 0:
+        _put(draft, "name", "token", "actor_rollout_ref.actor.tis_imp_ratio_cap")
         _put(draft, "truncate_at", float(cap), "actor_rollout_ref.actor.tis_imp_ratio_cap")
 
 
@@ -126,7 +127,7 @@ def _first_correction(draft: Draft) -> None:
     if level not in ("token", "sequence"):
         _no_counterpart(draft, f"{block}_level", level)
         return
-    _put(draft, "level", level, f"{block}_level", block)
+    _put(draft, "name", level, f"{block}_level", block)
     if mode == "truncate":
         _put(draft, "truncate_at", high, f"{block}_threshold", f"{block}_mode")
         return
@@ -154,13 +155,13 @@ def _correction(draft: Draft) -> None:
     if rejects:
         _rejection(draft, rejects=rejects)
     if not weighs and not bypasses and any(key.startswith(REJECT) for key in draft.settings):
-        _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
+        _put(draft, "name", "mask", f"{CORRECTION}.rollout_is")
 
 
 def _weights(draft: Draft, level: str) -> None:
     """Set truncated weights; a threshold ``LOW_HIGH`` sets weights to 0 outside (IcePop)."""
     key = f"{CORRECTION}.rollout_is_threshold"
-    _put(draft, "level", level, f"{CORRECTION}.rollout_is")
+    _put(draft, "name", level, f"{CORRECTION}.rollout_is")
     pair = _pair(draft.old.get(key))
     if pair is not None:
         _put(draft, "truncate_at", None, key)
@@ -186,8 +187,7 @@ def _bypass(draft: Draft, weighs: str) -> None:
             "reinforce" if draft.switch(f"{CORRECTION}.use_policy_gradient") else "ppo_clip"
         )
     if loss == "ppo_clip":
-        _put(draft, "proximal", "rollout", *keys)
-        _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
+        _put(draft, "name", "rollout_ratio", *keys, f"{CORRECTION}.rollout_is")
         if weighs:
             draft.explain_drop(
                 f"{CORRECTION}.rollout_is",
