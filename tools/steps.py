@@ -92,22 +92,22 @@ def _conformance_tests(
     )
 
 
-ENVIRONMENT = Step(name="environment", budget_s=4 * 60, commands=())
+ENVIRONMENT = Step(name="environment", budget_s=3 * 60, commands=())
 
 STEPS = (
     Step(
         name="lint",
-        budget_s=20,
+        budget_s=15,
         commands=(
             ("-m", "ruff", "check", "."),
             ("-m", "ruff", "format", "--check", "."),
             ("tools/wording.py",),
         ),
     ),
-    Step(name="types", budget_s=80, commands=(("-m", "mypy"),)),
+    Step(name="types", budget_s=40, commands=(("-m", "mypy"),)),
     Step(
         name="layers",
-        budget_s=20,
+        budget_s=10,
         commands=(
             ("-c", "from importlinter.cli import lint_imports_command as c; c()"),
             ("tools/layers.py",),
@@ -116,7 +116,7 @@ STEPS = (
     ),
     Step(
         name="engine-api",
-        budget_s=60,
+        budget_s=75,
         commands=_pytest(
             "packages/engine-api/tests", "--ignore=packages/engine-api/tests/conformance"
         ),
@@ -124,13 +124,13 @@ STEPS = (
     ),
     Step(
         name="kit-itself",
-        budget_s=6 * 60,
+        budget_s=3 * 60,
         commands=_pytest("packages/engine-api/tests/conformance"),
         is_pytest=True,
     ),
     Step(
         name="kit-on-fsdp",
-        budget_s=8 * 60,
+        budget_s=4 * 60,
         # Two ranks run every test. A single rank reduces gradients and saves its state differently,
         # FSDP1 steps and saves its state differently; their other tests are nightly. All layouts
         # share one session, because each session imports the engine in every rank.
@@ -150,13 +150,13 @@ STEPS = (
     ),
     Step(
         name="engine-fsdp",
-        budget_s=4 * 60,
+        budget_s=2 * 60,
         commands=_pytest("packages/engine-fsdp/tests"),
         is_pytest=True,
     ),
     Step(
         name="kit-on-megatron",
-        budget_s=4 * 60,
+        budget_s=1.5 * 60,
         # Every mandatory group that trains or computes outputs, each in its most demanding layout.
         commands=_conformance_tests(
             "megatron",
@@ -174,18 +174,21 @@ STEPS = (
     ),
     Step(
         name="engine-megatron",
-        budget_s=5 * 60,
+        budget_s=2.5 * 60,
         commands=_pytest("packages/engine-megatron/tests"),
         is_pytest=True,
     ),
     Step(
-        name="trainer", budget_s=16 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True
+        name="trainer", budget_s=9 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True
     ),
     Step(
-        name="shim", budget_s=7 * 60, commands=_pytest("packages/legacy-shim/tests"), is_pytest=True
+        name="shim",
+        budget_s=5.25 * 60,
+        commands=_pytest("packages/legacy-shim/tests"),
+        is_pytest=True,
     ),
-    Step(name="tools", budget_s=2 * 60, commands=_pytest("tools/tests"), is_pytest=True),
-    Step(name="docs", budget_s=2.5 * 60, commands=(("tools/docs.py",),)),
+    Step(name="tools", budget_s=2.25 * 60, commands=_pytest("tools/tests"), is_pytest=True),
+    Step(name="docs", budget_s=1.5 * 60, commands=(("tools/docs.py",),)),
 )
 
 STEP_NAMES = tuple(step.name for step in STEPS)

@@ -213,8 +213,8 @@ def test_last_line_counts_all_tests(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
 
 
-def test_total_budget_is_below_thirty_five_minutes() -> None:
-    assert compute_total_budget_s((ENVIRONMENT, *STEPS)) < 35 * 60
+def test_total_budget_is_below_twenty_minutes() -> None:
+    assert compute_total_budget_s((ENVIRONMENT, *STEPS)) < 20 * 60
 
 
 def _is_gone(pid: int) -> bool:
