@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from temper_engine_api.adapter_checks import check_target_names
+from temper_engine_api.compile_cache import protect_compile_cache
 from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader, OffloadPolicy
@@ -133,6 +134,9 @@ def _build(
         placement = plan_placement(
             config, hf_config=hf_config, translation=translation, membership=membership
         )
+    # On a GPU, Megatron compiles small functions of its own at their first call.
+    if config.compile_head or membership.device.type == "cuda":
+        protect_compile_cache()
     # Building modules draws random numbers that no weight keeps.
     with support_missing_cuda(), preserve_rng_state():
         chunks = build_chunks(

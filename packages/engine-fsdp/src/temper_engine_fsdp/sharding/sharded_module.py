@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from temper_engine_api.compile_cache import protect_compile_cache
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.activation_checkpointing import checkpoint_layers
 from temper_engine_fsdp.model.packed_model import PackedModel, compile_layers, find_layers
@@ -79,6 +80,7 @@ def shard_model(
     if config.activation_checkpointing:
         checkpoint_layers(model.hf, config=config)
     if config.compile_layers:
+        protect_compile_cache()
         compile_layers(find_layers(model.hf, names=config.wrap_modules))
     if config.strategy == "fsdp1":
         return FSDP1Module(model, config=config, mesh=mesh, host_mesh=host_mesh)

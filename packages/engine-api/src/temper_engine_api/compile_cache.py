@@ -1,0 +1,38 @@
+"""The folder in which torch.compile caches code, closed to other users of the machine."""
+
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from temper_engine_api.errors import ConfigError
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""torch's environment variable with the folder."""
+
+
+def protect_compile_cache() -> None:
+    """Let torch.compile cache its code in a folder to which only this user can write.
+
+    torch unpickles and executes files of its cache. By default that is `torchinductor_USER` in the
+    temporary directory, and torch also uses the folder if another user made it. Call this function
+    before the first compiled function runs. A folder that the user has set is not changed.
+
+    Raises:
+        ConfigError: If other users own the folder or can write to it.
+    """
+    if CACHE_VARIABLE in os.environ:
+        return
+    folder = Path(tempfile.gettempdir(), f"torchinductor-{os.getuid()}")
+    # An existing folder is checked below.
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    state = folder.lstat()
+    is_own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
+    if not is_own or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"{folder} can be changed by other users, but torch.compile would execute files in it: "
+            f"remove it, or set {CACHE_VARIABLE} to a folder of your own."
+        )
+    os.environ[CACHE_VARIABLE] = str(folder)
