@@ -273,6 +273,32 @@ def test_remains_of_a_killed_save_are_renamed_and_later_deleted(
     assert list_partial_saves(tmp_path) == [foreign]
 
 
+def test_remains_of_a_killed_save_take_no_space_during_the_next_save(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path, max_to_keep=2)
+    save(checkpointer, 1)
+    begin_checkpoint(tmp_path, 2, run_id="ours")
+    begin_checkpoint(tmp_path, 3, run_id="another")
+    checkpointer.find("auto")
+    running = begin_checkpoint(tmp_path, 4, run_id="ours")
+    with checkpointer.begin(2) as transaction:
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+            [
+                transaction.staging.name,
+                running.staging.name,
+                "step_00000001",
+                "step_00000003.incomplete-1",
+            ]
+        )
+
+
+def test_without_retention_remains_of_a_killed_save_are_kept(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path, max_to_keep=None)
+    begin_checkpoint(tmp_path, 2, run_id="ours")
+    checkpointer.find("auto")
+    save(checkpointer, 2)
+    assert (tmp_path / "step_00000002.incomplete-1").is_dir()
+
+
 @pytest.fixture
 def readable_by_all() -> Iterator[Path]:
     """A folder that a user other than root may enter, which pytest's own is not."""

@@ -28,6 +28,7 @@ from temper_engine_api.checkpoint.part_files import (
 )
 from temper_engine_api.checkpoint.remote_copy import download, upload
 from temper_engine_api.checkpoint.step_directories import (
+    delete_killed_saves,
     find_latest_step,
     find_step,
     list_complete_steps,
@@ -52,6 +53,7 @@ __all__ = [
     "StagedEngine",
     "begin_checkpoint",
     "config_hash",
+    "delete_killed_saves",
     "download",
     "find_latest_step",
     "find_step",

@@ -178,10 +178,8 @@ def prune(
         raise ConfigError(
             f"max_ckpt_to_keep is {max_to_keep}, but must be at least 1, or null to keep all."
         )
-    for partial in [*list_partial_saves(root), *_list_renamed_partials(root)]:
-        # A link may lead to a folder that this run did not write.
-        if not partial.is_symlink() and _read_owner(partial) == (run_id or ""):
-            _delete_uncommitted(partial)
+    _delete_own(list_partial_saves(root), run_id=run_id)
+    delete_killed_saves(root, run_id=run_id)
     manifests = {
         step: _try_read_manifest(step_directory(root, step)) for step in list_complete_steps(root)
     }
@@ -198,6 +196,22 @@ def prune(
         ):
             deleted.append(step)
     return sorted(deleted)
+
+
+def delete_killed_saves(root: str | Path, *, run_id: str | None = None) -> None:
+    """Delete what `set_aside` has renamed of the killed saves and deletions of a run.
+
+    Unlike `prune`, this function may be called while a save is running. See there for which files
+    belong to the run.
+    """
+    _delete_own(_list_renamed_partials(root), run_id=run_id)
+
+
+def _delete_own(partials: Iterable[Path], *, run_id: str | None) -> None:
+    for partial in partials:
+        # A link may lead to a folder that this run did not write.
+        if not partial.is_symlink() and _read_owner(partial) == (run_id or ""):
+            _delete_uncommitted(partial)
 
 
 def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -> bool:

@@ -22,6 +22,7 @@ from temper_engine_api.checkpoint import (
     ManifestInfo,
     PartReport,
     begin_checkpoint,
+    delete_killed_saves,
     find_step,
     list_complete_steps,
     list_partial_saves,
@@ -116,9 +117,17 @@ class Checkpointer:
     def begin(self, step: int) -> CheckpointTransaction:
         """Start the transaction of a step.
 
+        First delete the remains of killed saves. A disk may have no space for them and the new
+        step, and then each restart of the run would fail at this save.
+
         Raises:
             CheckpointError: If the step's directory already exists.
         """
+        if self.max_to_keep is not None:
+            try:
+                delete_killed_saves(self.root, run_id=self.run_id)
+            except OSError as error:
+                logger.warning("killed saves in %s could not be deleted: %s", self.root, error)
         return begin_checkpoint(self.root, step, run_id=self.run_id)
 
     def commit(
