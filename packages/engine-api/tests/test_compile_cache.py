@@ -53,20 +53,23 @@ def test_link_to_another_folder_is_refused(folder: Path, tmp_path: Path) -> None
         protect_compile_cache()
 
 
-def test_configured_cache_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, "elsewhere")
+def test_configured_cache_is_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "chosen"))
     protect_compile_cache()
-    assert os.environ[CACHE_VARIABLE] == "elsewhere"
+    assert os.environ[CACHE_VARIABLE] == str(tmp_path / "chosen")
     assert not folder.exists()
 
 
 def test_torch_caches_in_the_protected_folder(folder: Path, tmp_path: Path) -> None:
     program = (
-        "import torch\n"
-        "from temper_engine_api.compile_cache import protect_compile_cache\n"
-        "protect_compile_cache()\n"
+        "import torch._dynamo\n"  # sets the variable to torch's default
         "from torch._inductor.runtime.cache_dir_utils import cache_dir\n"
-        "print(cache_dir())\n"
+        "from temper_engine_api.compile_cache import protect_compile_cache\n"
+        "before = cache_dir()\n"
+        "protect_compile_cache()\n"
+        "print(before, cache_dir())\n"
     )
     printed = subprocess.run(
         [sys.executable, "-c", program],
@@ -75,4 +78,7 @@ def test_torch_caches_in_the_protected_folder(folder: Path, tmp_path: Path) -> N
         text=True,
         check=True,
     ).stdout
-    assert printed.strip() == str(folder)
+    before, after = printed.split()
+    assert Path(before).parent == tmp_path
+    assert before != after
+    assert after == str(folder)

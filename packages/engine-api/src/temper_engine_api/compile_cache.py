@@ -22,7 +22,7 @@ def protect_compile_cache() -> None:
     Raises:
         ConfigError: If other users own the folder or can write to it.
     """
-    if CACHE_VARIABLE in os.environ:
+    if CACHE_VARIABLE in os.environ and not _is_default(os.environ[CACHE_VARIABLE]):
         return
     folder = Path(tempfile.gettempdir(), f"torchinductor-{os.getuid()}")
     # An existing folder is checked below.
@@ -36,3 +36,12 @@ def protect_compile_cache() -> None:
             f"remove it, or set {CACHE_VARIABLE} to a folder of your own."
         )
     os.environ[CACHE_VARIABLE] = str(folder)
+
+
+def _is_default(folder: str) -> bool:
+    """Return True for torch's default, to which torch sets the variable when it is imported."""
+    # Imported here, because it takes 3 s unless torch has done so. Private, but torch has no public
+    # name for the folder.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return folder == default_cache_dir()
