@@ -41,8 +41,8 @@ def test_enable_without_the_shim_says_how_to_install_it(monkeypatch: pytest.Monk
     with pytest.raises(
         ConfigError,
         match=(
-            r"no installed package provides the deprecated workers .*: pip install "
-            r"'temper-legacy-shim\[workers\]'"
+            r"no installed package provides the deprecated workers .*: run pip install "
+            r"'\./packages/legacy-shim\[workers\]' in a clone of Temper"
         ),
     ):
         load([*RL, "use_legacy_worker_impl=enable"])

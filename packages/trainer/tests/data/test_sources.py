@@ -147,8 +147,8 @@ def test_missing_datasets_library_is_a_configuration_error(monkeypatch: pytest.M
     with pytest.raises(
         ConfigError,
         match=(
-            r"needs the Hugging Face datasets library: pip install "
-            r"'temper-trainer\[datasets\]'\."
+            r"needs the Hugging Face datasets library: run pip install "
+            r"'\./packages/trainer\[datasets\]' in a clone of Temper"
         ),
     ):
         load_rows(SourceConfig(kind="datasets", paths=("any",)))
