@@ -1,9 +1,11 @@
 """Rewards: the scoring function, and changes of the score."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rl_facts import is_dapo
 
 _MANAGERS = ("naive", "dapo", "prime", "batch")
-MANAGER_KEYS = ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")
+# The oldest key first: the later programs copied it over the newer ones.
+MANAGER_KEYS = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
 KWARGS = ("reward.reward_kwargs", "reward_model.reward_kwargs")
 
 
@@ -13,13 +15,19 @@ _FUNCTIONS = ("reward.custom_reward_function", "custom_reward_function")
 
 def build_reward(draft: Draft) -> None:
     """Set the block ``reward``."""
-    model = scoring_model(draft)
-    if model and not _file_of(draft):
+    model, file = scoring_model(draft), _function_file(draft)
+    is_scored_by_model = bool(model) and not (file and _was_served(draft))
+    if is_scored_by_model:
         _model(draft, model)
     else:
         _function(draft)
+    if model and file:
+        name = (
+            "reward-model.with-function" if _was_served(draft) else "reward-model.before-function"
+        )
+        draft.find(name, f"{model}.enable", block=model, path=file)
     _manager(draft)
-    _overlong(draft)
+    _overlong(draft, is_scored_by_model=is_scored_by_model)
     # The first call of a model loads it.
     draft.put("reward.timeout_s", 1800.0 if model else 300.0, rule="reward-timeout")
 
@@ -35,10 +43,17 @@ def reads_messages(draft: Draft) -> bool:
     It always has one, except in the old workers without an input_tokenizer.
     """
     block = scoring_model(draft)
-    was_served = draft.since("v0.7.1") or draft.switch("reward_model.use_reward_loop")
     return bool(block) and (
-        was_served or draft.old.get("reward_model.model.input_tokenizer") is not None
+        _was_served(draft) or draft.old.get("reward_model.model.input_tokenizer") is not None
     )
+
+
+def _was_served(draft: Draft) -> bool:
+    """Check if the reward model was a server, which a function could ask.
+
+    Before, workers scored each batch with the model, and the function was not called in training.
+    """
+    return draft.since("v0.7.1") or draft.switch("reward_model.use_reward_loop")
 
 
 def _model(draft: Draft, block: str) -> None:
@@ -78,14 +93,10 @@ def _model(draft: Draft, block: str) -> None:
     draft.find("reward-model.unsharded", key, value=draft.text(key))
 
 
-def _file_of(draft: Draft) -> str:
-    """Return the user's own function, which may have asked the model."""
+def _function_file(draft: Draft) -> str:
+    """Return the file of the user's own function, or empty."""
     result = (draft.text(f"{block}.path") for block in _FUNCTIONS)
-    path = next((path for path in result if path and path.lower() not in ("null", "none")), "")
-    block = scoring_model(draft)
-    if path and block:
-        draft.find("reward-model.with-function", f"{block}.enable", block=block, path=path)
-    return path
+    return next((path for path in result if path and path.lower() not in ("null", "none")), "")
 
 
 def _function(draft: Draft) -> None:
@@ -128,27 +139,48 @@ def _function(draft: Draft) -> None:
     )
 
 
-def _manager(draft: Draft) -> None:
+def _manager_of(draft: Draft) -> tuple[str, str]:
+    """Return the key that named the reward manager, and its value."""
     key = next(
         (key for key in MANAGER_KEYS if draft.old.is_set(key)),
-        next((key for key in MANAGER_KEYS if draft.old.has(key)), ""),
+        next((key for key in MANAGER_KEYS if draft.text(key)), ""),
     )
-    name = draft.text(key) or "naive"
+    return key, draft.text(key) or "naive"
+
+
+def _manager(draft: Draft) -> None:
+    key, name = _manager_of(draft)
     if name not in _MANAGERS:
         draft.find("reward-manager", key, name=name)
 
 
-def _overlong(draft: Draft) -> None:
+def _overlong(draft: Draft, *, is_scored_by_model: bool) -> None:
     """Set DAPO's soft penalty of long completions."""
-    positions = [f"{block}.overlong_buffer_cfg" for block in KWARGS] + [
-        "reward_model.overlong_buffer",
-        "reward.overlong_buffer",
-    ]
-    block = next((position for position in positions if draft.switch(f"{position}.enable")), "")
-    if not block:
-        for position in positions:
-            draft.explain_drop(position, "the penalty is not enabled")
+    by_recipe = ("reward_model.overlong_buffer", "reward.overlong_buffer")
+    by_manager = tuple(f"{block}.overlong_buffer_cfg" for block in KWARGS)
+    block = next((key for key in by_manager + by_recipe if draft.switch(f"{key}.enable")), "")
+    manager = _manager_of(draft)[1]
+    reason = ""
+    if is_scored_by_model:
+        reason = "a reward model scored"
+    elif manager in _MANAGERS and manager != "dapo":
+        reason = f"the reward manager was {manager}, and only dapo subtracts it"
+    elif block in by_recipe and not is_dapo(draft):
+        reason = "only the recipes of DAPO read this block"
+    elif block in by_recipe and _was_served(draft):
+        # The loop scored before the recipe's own manager could, and has a block of its own.
+        reason = "scores came from the reward loop, which reads reward_kwargs alone"
+    if block and not reason:
+        _penalty(draft, block)
         return
+    for key in by_manager + by_recipe:
+        draft.explain_drop(key, reason or "the penalty is not enabled")
+    if block:
+        draft.find("overlong.without-effect", f"{block}.enable", reason=reason)
+
+
+def _penalty(draft: Draft, block: str) -> None:
+    """Set the penalty of a block that is enabled."""
     tokens, penalty = draft.integer(f"{block}.len"), draft.number(f"{block}.penalty_factor")
     if tokens is None or tokens < 1:
         return
