@@ -2,23 +2,36 @@
 
     OMP_NUM_THREADS=1 python bench/bench_loops.py [--steps 12] [--rollout-python PYTHON]
         [--json FILE]
+    python bench/bench_loops.py --turns [--rollouts 128]
 
 Uses the quickstart's model and problems, with sampler and actor in separate Ray processes. Each
 loop is a `temper-train` run, whose first two steps are skipped. Sampling ahead can save at most
 the shorter of sampling and training, if each has a core; the table also shows its cost, staleness.
 With --rollout-python the sampler is a vLLM server of that interpreter, otherwise the transformers
 sampler.
+
+`--turns` compares rollouts of eight turns that take turns together, as with the transformers
+sampler, and concurrent ones, as with vLLM. A completion takes DECODE_S, and a tool a log-normal
+time with the median TOOL_S. The ideal is the time of the slowest rollout alone.
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.environment.protocol import Observation
+from temper_trainer.loops.multi_turn import RolloutLimits, run_conversations
+from temper_trainer.rollout.scripted_sampler import ScriptedSampler
+from temper_trainer.types import Completion, Prompt, SamplingRequest
 
 LOOPS = {
     "sync": ("loop=sync",),
@@ -48,6 +61,76 @@ COLUMNS = (
     "time/weight_sync_s",
     "staleness/mean",
 )
+
+
+NUM_TURNS = 8
+DECODE_S, TOOL_S, TOOL_SIGMA = 0.05, 0.05, 1.0
+"""Seconds of a completion, median seconds of a tool, and the deviation of their logarithm."""
+
+
+class TimedSampler(ScriptedSampler):
+    """A sampler that takes DECODE_S for all requests of a call, however many they are."""
+
+    def __init__(self, *, is_concurrent: bool) -> None:
+        super().__init__(lambda request: [1], end_token_id=0)
+        self._is_concurrent = is_concurrent
+
+    @property
+    def is_concurrent(self) -> bool:
+        """True if rollouts do not take turns together."""
+        return self._is_concurrent
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        """Return one token per request after DECODE_S."""
+        time.sleep(DECODE_S)
+        return super().sample(requests)
+
+
+class TimedTool:
+    """An environment whose answers take given times."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self._seconds = iter(seconds)
+
+    def reset(self, prompt: Prompt) -> None:
+        """Do nothing; the times are those of one rollout."""
+
+    def step(self, tokens: Sequence[int]) -> Observation:
+        """Answer nothing after the next time."""
+        time.sleep(next(self._seconds))
+        return Observation()
+
+
+def measure_turns(*, num_rollouts: int) -> None:
+    """Print the seconds of both ways to run turns, and their ratio to the ideal."""
+    draw = random.Random(0)
+    times = [
+        [draw.lognormvariate(0.0, TOOL_SIGMA) * TOOL_S for _ in range(NUM_TURNS)]
+        for _ in range(num_rollouts)
+    ]
+    prompts = [Prompt(prompt_id=i, text="", tokens=(1,), answer="") for i in range(num_rollouts)]
+    requests = [
+        SamplingRequest(
+            request_id=i, prompt_tokens=(1,), sampling=SamplingConfig(max_tokens=1), seed=i
+        )
+        for i in range(num_rollouts)
+    ]
+    ideal = max(sum(seconds) for seconds in times) + NUM_TURNS * DECODE_S
+    print(f"| {num_rollouts} rollouts of {NUM_TURNS} turns | seconds | / ideal |\n|---|---|---|")
+    print(f"| ideal: the slowest rollout alone | {ideal:.2f} | 1 |")
+    for name, is_concurrent in (("turns together", False), ("concurrent", True)):
+        tools = iter(times)
+        begin = time.perf_counter()
+        run_conversations(
+            TimedSampler(is_concurrent=is_concurrent),
+            requests,
+            prompts=prompts,
+            make_environment=lambda tools=tools: TimedTool(next(tools)),  # type: ignore[misc]
+            limits=RolloutLimits(max_turns=NUM_TURNS, max_tokens=1000, stop="="),
+            max_concurrent=num_rollouts,
+        )
+        seconds = time.perf_counter() - begin
+        print(f"| {name} | {seconds:.2f} | {seconds / ideal:.2f} |")
 
 
 def list_overrides(settings: Sequence[str], *, steps: int, folder: Path) -> list[str]:
@@ -97,7 +180,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rollout-python")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--turns", action="store_true", help="compare ways to run turns instead")
+    parser.add_argument("--rollouts", type=int, default=128)
     chosen = parser.parse_args()
+    if chosen.turns:
+        measure_turns(num_rollouts=chosen.rollouts)
+        return
     sampler = sampler_settings(chosen.rollout_python)
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -63,6 +63,13 @@ def test_longest_wait_is_reported_first() -> None:
         ]
 
 
+def test_waits_for_the_same_thing_share_a_line() -> None:
+    with track_wait("replica 0"), track_wait("replica 0"), track_wait("replica 1"):
+        time.sleep(0.01)
+        lines = [line.partition("s: ")[2] for line in describe_long_waits(0.001)]
+    assert lines == ["replica 0 (2 calls)", "replica 1"]
+
+
 def test_watchdog_without_an_interval_starts_no_thread() -> None:
     with Watchdog(None, log=lambda line: None):
         assert "watchdog" not in {thread.name for thread in threading.enumerate()}

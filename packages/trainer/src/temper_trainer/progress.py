@@ -120,16 +120,21 @@ def track_wait(
 
 
 def describe_long_waits(longer_than_s: float) -> list[str]:
-    """Return a line for each wait that has lasted over `longer_than_s`, the longest first."""
+    """Return a line for each thing waited for over `longer_than_s`, the longest wait first."""
     now = time.monotonic()
     # A copy, because other threads start and end waits meanwhile.
     waits = sorted(
         (wait for wait in list(_waits.values()) if now - wait.since > longer_than_s),
         key=lambda wait: wait.since,
     )
+    # Hundreds of rollouts may wait for the same server: they share a line with the longest wait.
+    by_text: dict[str, list[_Wait]] = {}
+    for wait in waits:
+        by_text.setdefault(f"{wait.description}{wait.describe_pending()}", []).append(wait)
     return [
-        f"waiting for {now - wait.since:.0f} s: {wait.description}{wait.describe_pending()}"
-        for wait in waits
+        f"waiting for {now - same[0].since:.0f} s: {text}"
+        + (f" ({len(same)} calls)" if len(same) > 1 else "")
+        for text, same in by_text.items()
     ]
 
 

@@ -1,7 +1,10 @@
 """Multi-turn rollouts: exactly the sampled tokens are trained; text is never tokenized again."""
 
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 
+import pytest
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -11,7 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from temper_trainer.batching.samples import to_samples
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.environment.protocol import EnvironmentFactory, Observation
+from temper_trainer.environment.protocol import (
+    BrokenEnvironmentError,
+    EnvironmentFactory,
+    Observation,
+)
 from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops.multi_turn import Conversation, RolloutLimits, run_conversations
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
@@ -65,6 +72,7 @@ def run_conversation(
         make_environment=make_environment
         or make_environment_factory(config, tokenizer=tokenizer()),
         limits=limits,
+        max_concurrent=16,
     )
     return conversation, sampler, metrics
 
@@ -166,3 +174,145 @@ def test_the_reward_of_each_turn_is_kept_and_their_sum_is_the_rollouts() -> None
     )
     assert conversation.rewards == [-1.0, -1.5, -1.0]
     assert conversation.reward == -3.5
+
+
+WAIT_S = 60.0
+
+
+class ConcurrentSampler(ScriptedSampler):
+    """A scripted sampler that is called by several threads, as a server is."""
+
+    is_concurrent = True
+
+
+def count_down(request: SamplingRequest) -> list[int]:
+    """Return a call until the prompt has four tokens, then an answer with an end token."""
+    if len(request.prompt_tokens) < 4:
+        return [IDS["1"], IDS["="]]
+    return [IDS["7"], IDS["<eos>"]]
+
+
+class Tool:
+    """An environment that answers with nothing once a function of its prompt returns."""
+
+    def __init__(self, use: Callable[[Prompt], None]) -> None:
+        self._use = use
+
+    def reset(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+
+    def step(self, tokens: Sequence[int]) -> Observation:
+        self._use(self._prompt)
+        return Observation(reward=0.1 * len(tokens), metrics={"tool/calls": 1.0})
+
+
+def run_group(
+    sampler: ScriptedSampler,
+    use: Callable[[Prompt], None],
+    *,
+    num_rollouts: int,
+    max_concurrent: int = 16,
+) -> tuple[list[Conversation], dict[str, float]]:
+    requests = [
+        SamplingRequest(
+            request_id=i, prompt_tokens=(i + 2,), sampling=SamplingConfig(max_tokens=9), seed=i
+        )
+        for i in range(num_rollouts)
+    ]
+    prompts = [
+        Prompt(prompt_id=i, text="", tokens=requests[i].prompt_tokens, answer="")
+        for i in range(num_rollouts)
+    ]
+    return run_conversations(
+        sampler,
+        requests,
+        prompts=prompts,
+        make_environment=lambda: Tool(use),
+        limits=LIMITS,
+        max_concurrent=max_concurrent,
+    )
+
+
+def test_slow_tool_holds_back_only_its_own_rollout() -> None:
+    others_are_done = threading.Event()
+    finished: Counter[int] = Counter()
+
+    def use(prompt: Prompt) -> None:
+        if prompt.prompt_id == 0:
+            # With turns in common, the other rollouts would wait for this one's first turn.
+            assert others_are_done.wait(WAIT_S)
+            return
+        finished[prompt.prompt_id] += 1
+        if len(finished) == 3 and set(finished.values()) == {3}:
+            others_are_done.set()
+
+    conversations, _ = run_group(ConcurrentSampler(count_down, end_token_id=0), use, num_rollouts=4)
+    assert [len(each.completions) for each in conversations] == [3, 3, 3, 3]
+
+
+def test_concurrent_rollouts_equal_those_that_take_turns() -> None:
+    runs = [
+        run_group(sampler(count_down, end_token_id=0), lambda prompt: None, num_rollouts=40)
+        for sampler in (ScriptedSampler, ConcurrentSampler)
+    ]
+    (in_turns, counts), (concurrent, concurrent_counts) = runs
+    assert [each.completions for each in concurrent] != []
+    assert [[(c.tokens, c.finish_reason) for c in each.completions] for each in concurrent] == [
+        [(c.tokens, c.finish_reason) for c in each.completions] for each in in_turns
+    ]
+    assert [each.rewards for each in concurrent] == [each.rewards for each in in_turns]
+    assert concurrent_counts == counts
+    assert counts["tool/calls"] == 120.0
+
+
+def test_number_of_environments_at_a_time_is_limited() -> None:
+    lock, both_are_running = threading.Lock(), threading.Barrier(2)
+    running, most = 0, 0
+
+    def use(_: Prompt) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        # Two must be able to run together; a third one would raise `most`.
+        both_are_running.wait(WAIT_S)
+        with lock:
+            running -= 1
+
+    # One turn each, so that the last two environments belong to two rollouts.
+    sampler = ConcurrentSampler(lambda request: [IDS["<eos>"]], end_token_id=0)
+    run_group(sampler, use, num_rollouts=8, max_concurrent=2)
+    assert most == 2
+
+
+def test_broken_environment_ends_the_other_rollouts_after_their_turn() -> None:
+    num_steps: Counter[int] = Counter()
+    is_broken = threading.Event()
+
+    def use(prompt: Prompt) -> None:
+        num_steps[prompt.prompt_id] += 1
+        if prompt.prompt_id == 1:
+            is_broken.set()
+            raise BrokenEnvironmentError("the tool's server is gone.")
+        assert is_broken.wait(WAIT_S)
+
+    sampler = ConcurrentSampler(count_down, end_token_id=0)
+    with pytest.raises(BrokenEnvironmentError, match="server is gone"):
+        run_group(sampler, use, num_rollouts=3)
+    assert num_steps[1] == 1
+    # A rollout that was in its first turn ends after it; it can be one turn later by chance.
+    assert max(num_steps.values()) <= 2
+
+
+def test_later_turns_go_to_the_replica_of_the_first_one() -> None:
+    seen: list[SamplingRequest] = []
+
+    def script(request: SamplingRequest) -> list[int]:
+        seen.append(request)
+        return count_down(request)
+
+    run_group(ConcurrentSampler(script, end_token_id=0), lambda prompt: None, num_rollouts=2)
+    sessions = {(request.prompt_tokens[0], request.session) for request in seen}
+    assert len(seen) == 6
+    assert len(sessions) == 2
+    assert None not in {session for _, session in sessions}

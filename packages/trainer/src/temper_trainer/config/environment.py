@@ -46,6 +46,8 @@ class EnvironmentConfig:
     """Text before a tool's answer; may be empty."""
     answer_end: str = "</result>"
     """Text after a tool's answer; may be empty."""
+    max_concurrent: PositiveInt = 16
+    """Maximum number of environments that answer at the same time, each in its own thread."""
     tool_timeout_s: PositiveFloat = 5.0
     """Maximum time in seconds of a tool call; the answer then reports the timeout."""
     tool_memory_mib: Annotated[int, Range(at_least=16)] = 256

@@ -3,9 +3,14 @@
 With an environment, completions of the sampler and answers of the environment alternate. The tokens
 of later turns are appended to those that were sampled; text is never tokenized again, because that
 could give other tokens than the policy sampled.
+
+A concurrent sampler, such as vLLM, gets the next request of a rollout as soon as its environment
+has answered, so no rollout waits for another one. Other samplers get the requests of a turn
+together, because their batches, and with them rounding, would depend on which tool was faster.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +22,8 @@ from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.types import Completion, FinishReason, Prompt, SamplingRequest, Score, Turn
 
-MAX_TOOL_THREADS = 16
-"""Maximum number of environments that run at the same time."""
+MAX_ROLLOUT_THREADS = 1024
+"""Maximum number of rollouts that a concurrent sampler completes at the same time."""
 
 
 @dataclass(slots=True)
@@ -123,7 +128,12 @@ def complete_rollouts(
     max_tokens = config.max_rollout_tokens(max(request.sampling.max_tokens for request in requests))
     limits = RolloutLimits(max_turns=config.max_turns, max_tokens=max_tokens, stop=config.call_end)
     return run_conversations(
-        sampler, requests, prompts=prompts, make_environment=make_environment, limits=limits
+        sampler,
+        requests,
+        prompts=prompts,
+        make_environment=make_environment,
+        limits=limits,
+        max_concurrent=config.max_concurrent,
     )
 
 
@@ -134,8 +144,9 @@ def run_conversations(
     prompts: Sequence[Prompt],
     make_environment: EnvironmentFactory,
     limits: RolloutLimits,
+    max_concurrent: int,
 ) -> tuple[list[Conversation], dict[str, float]]:
-    """Run multi-turn rollouts to their end. In each turn, all unfinished ones are sampled together.
+    """Run multi-turn rollouts to their end.
 
     Args:
         sampler: Samples the completions.
@@ -143,6 +154,7 @@ def run_conversations(
         prompts: The prompt of each request.
         make_environment: Makes the environment of a rollout.
         limits: When a rollout ends even if its environment would continue.
+        max_concurrent: Maximum number of environments that answer at the same time.
 
     Returns:
         Conversations in the order of the requests, and metrics of turns and tools.
@@ -152,6 +164,24 @@ def run_conversations(
         environment = make_environment()
         environment.reset(prompt)
         conversations.append(Conversation(request=request, environment=environment))
+    run = _run_concurrently if sampler.is_concurrent else _run_turn_by_turn
+    counts = run(conversations, sampler=sampler, limits=limits, max_concurrent=max_concurrent)
+    num_turns = [len(conversation.completions) for conversation in conversations]
+    return conversations, {
+        **counts,
+        "rollout/turns_mean": sum(num_turns) / len(num_turns),
+        "rollout/turns_max": float(max(num_turns)),
+    }
+
+
+def _run_turn_by_turn(
+    conversations: Sequence[Conversation],
+    *,
+    sampler: Sampler,
+    limits: RolloutLimits,
+    max_concurrent: int,
+) -> dict[str, float]:
+    """Sample each turn of all unfinished rollouts together; return the environments' counts."""
     counts: dict[str, float] = {}
     for turn in range(limits.max_turns):
         active = [conversation for conversation in conversations if not conversation.is_done]
@@ -165,18 +195,68 @@ def run_conversations(
             conversation.add(completion)
         step = partial(_step_environment, is_last=turn == limits.max_turns - 1, limits=limits)
         # Threads, because tools wait for processes and servers.
-        with ThreadPoolExecutor(max_workers=MAX_TOOL_THREADS) as pool:
+        with ThreadPoolExecutor(max_workers=max_concurrent) as pool:
             # `map` yields in the order of the rollouts, so float sums do not depend on which tool
             # was faster.
-            for metrics in pool.map(step, active):
-                for name, count in metrics.items():
-                    counts[name] = counts.get(name, 0.0) + count
-    num_turns = [len(conversation.completions) for conversation in conversations]
-    return conversations, {
-        **counts,
-        "rollout/turns_mean": sum(num_turns) / len(num_turns),
-        "rollout/turns_max": float(max(num_turns)),
-    }
+            _add_counts(counts, pool.map(step, active))
+    return counts
+
+
+def _run_concurrently(
+    conversations: Sequence[Conversation],
+    *,
+    sampler: Sampler,
+    limits: RolloutLimits,
+    max_concurrent: int,
+) -> dict[str, float]:
+    """Run each rollout in its own thread; return the environments' counts.
+
+    The threads mostly wait for the sampler and for tools.
+
+    Raises:
+        TemperError: The error of a rollout. The other rollouts end after their present turn.
+    """
+    environments = threading.BoundedSemaphore(max_concurrent)
+    is_stopped = threading.Event()
+
+    def run(index: int) -> dict[str, float]:
+        conversation, counts = conversations[index], dict[str, float]()
+        try:
+            for turn in range(limits.max_turns):
+                if conversation.is_done or is_stopped.is_set():
+                    break
+                request = _make_request(conversation, turn=turn, request_id=index, limits=limits)
+                (completion,) = sampler.sample([request])
+                conversation.add(completion)
+                with environments:
+                    is_last = turn == limits.max_turns - 1
+                    metrics = _step_environment(conversation, is_last=is_last, limits=limits)
+                _add_counts(counts, [metrics])
+        except BaseException:
+            is_stopped.set()
+            raise
+        return counts
+
+    pool = ThreadPoolExecutor(
+        min(len(conversations), MAX_ROLLOUT_THREADS), thread_name_prefix="rollout"
+    )
+    counts: dict[str, float] = {}
+    try:
+        # In the order of the rollouts, so that float sums do not depend on which one was faster.
+        _add_counts(counts, pool.map(run, range(len(conversations))))
+    except BaseException:
+        # Also a request to stop the run, which must not wait for completions and tools in progress.
+        is_stopped.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+    return counts
+
+
+def _add_counts(counts: dict[str, float], metrics: Iterable[Mapping[str, float]]) -> None:
+    for each in metrics:
+        for name, count in each.items():
+            counts[name] = counts.get(name, 0.0) + count
 
 
 def _make_request(
@@ -195,6 +275,8 @@ def _make_request(
         prompt_tokens=(*first.prompt_tokens, *tokens),
         sampling=sampling,
         seed=seed,
+        # The replica of the first turn has the beginning of the conversation in its prefix cache.
+        session=hash(first.prompt_tokens) if first.session is None else first.session,
     )
 
 

@@ -66,6 +66,11 @@ class PausableSampler:
         """Version of the inner sampler's weights."""
         return self._sampler.weight_version
 
+    @property
+    def is_concurrent(self) -> bool:
+        """True if the inner sampler is concurrent; see Sampler."""
+        return self._sampler.is_concurrent
+
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one finished completion per request, in their order."""
         partial = {request.request_id: _PartialCompletion() for request in requests}

@@ -18,6 +18,14 @@ class Sampler(Protocol):
         """Version of the current weights; 0 before the first publish."""
         ...
 
+    @property
+    def is_concurrent(self) -> bool:
+        """True if requests of several threads are decoded together, each call for itself.
+
+        Otherwise only one call of `sample` may be open.
+        """
+        ...
+
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one completion per request, in the order of the requests.
 

@@ -26,6 +26,11 @@ class ScriptedSampler:
         """Version of the last load; 0 before it."""
         return self._version
 
+    @property
+    def is_concurrent(self) -> bool:
+        """Always False; see Sampler."""
+        return False
+
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return the script's tokens, truncated to `max_tokens`."""
         return [self._complete(request) for request in requests]

@@ -75,6 +75,11 @@ class VllmSampler:
         """Version of the weights of every replica; 0 before the first publish."""
         return self._version
 
+    @property
+    def is_concurrent(self) -> bool:
+        """Always True, because a server decodes all open requests together; see Sampler."""
+        return True
+
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one completion per request; requests of a dead replica are repeated."""
         check_requests(requests, self._spec)
