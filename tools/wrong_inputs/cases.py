@@ -648,7 +648,7 @@ FOLDERS = (
         name="resume from an empty checkpoint file",
         needs_run=True,
         mode="",
-        exit_code=1,
+        exit_code=2,
         arguments=("run.resume=out/checkpoints/step_00000002", "run.total_steps=3"),
         prepare=_empty_checkpoint_file,
         expects="0 bytes",
