@@ -640,7 +640,7 @@ FOLDERS = (
     Case(
         name="resume after the last step",
         needs_run=True,
-        arguments=("run.resume=auto",),
+        arguments=("run.resume=auto", "run.total_steps=1"),
         expects="run.total_steps",
         before=NEW,
     ),
@@ -660,7 +660,7 @@ FOLDERS = (
         exit_code=1,
         arguments=("run.save_every=1",),
         prepare=_mount_small_disk,
-        expects="Free space, then run",
+        expects="Free space there",
         before="good, 1",
     ),
 )
