@@ -159,7 +159,7 @@ def test_model_that_a_function_asks_through_the_loop_stays_a_question(facts: Pat
         assert wrong_of(facts, launch("v0.7.0", *overrides)) is None
 
 
-def test_penalty_without_effect_is_said() -> None:
+def test_penalty_without_effect_is_reported() -> None:
     given = ("enable=True", "len=512", "penalty_factor=1.0")
     on = tuple(f"reward_model.overlong_buffer.{item}" for item in given)
     result = translated("v0.7.0", *on, entry="recipe.dapo.main_dapo")

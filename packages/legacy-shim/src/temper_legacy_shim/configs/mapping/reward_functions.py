@@ -156,24 +156,24 @@ def _manager(draft: Draft) -> None:
 
 def _overlong(draft: Draft, *, is_scored_by_model: bool) -> None:
     """Set DAPO's soft penalty of long completions."""
-    by_recipe = ("reward_model.overlong_buffer", "reward.overlong_buffer")
-    by_manager = tuple(f"{block}.overlong_buffer_cfg" for block in KWARGS)
-    block = next((key for key in by_manager + by_recipe if draft.switch(f"{key}.enable")), "")
+    dapo_blocks = ("reward_model.overlong_buffer", "reward.overlong_buffer")
+    manager_blocks = tuple(f"{block}.overlong_buffer_cfg" for block in KWARGS)
+    block = next((key for key in manager_blocks + dapo_blocks if draft.switch(f"{key}.enable")), "")
     manager = _manager_of(draft)[1]
     reason = ""
     if is_scored_by_model:
         reason = "a reward model scored"
     elif manager in _MANAGERS and manager != "dapo":
         reason = f"the reward manager was {manager}, and only dapo subtracts it"
-    elif block in by_recipe and not is_dapo(draft):
+    elif block in dapo_blocks and not is_dapo(draft):
         reason = "only the recipes of DAPO read this block"
-    elif block in by_recipe and _was_served(draft):
+    elif block in dapo_blocks and _was_served(draft):
         # The loop scored before the recipe's own manager could, and has a block of its own.
         reason = "scores came from the reward loop, which reads reward_kwargs alone"
     if block and not reason:
         _penalty(draft, block)
         return
-    for key in by_manager + by_recipe:
+    for key in manager_blocks + dapo_blocks:
         draft.explain_drop(key, reason or "the penalty is not enabled")
     if block:
         draft.find("overlong.without-effect", f"{block}.enable", reason=reason)
