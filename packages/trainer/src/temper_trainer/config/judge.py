@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import Scalar
-from temper_trainer.config.ranges import check_range
 from temper_trainer.settings.ranges import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    check_range,
     check_ranges,
 )
 

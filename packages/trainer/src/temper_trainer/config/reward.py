@@ -9,13 +9,13 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.judge import JudgeConfig
-from temper_trainer.config.ranges import check_range
 from temper_trainer.settings.ranges import (
     FiniteFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     UnitFloat,
+    check_range,
     check_ranges,
 )
 

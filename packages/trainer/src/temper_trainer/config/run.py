@@ -2,11 +2,11 @@
 
 import re
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address
 from typing import Annotated, Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.ranges import LOOPBACK, check_listen_address, check_range
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.settings.ranges import (
     FiniteFloat,
@@ -15,8 +15,36 @@ from temper_trainer.settings.ranges import (
     PositiveFloat,
     PositiveInt,
     Range,
+    check_range,
     check_ranges,
 )
+
+LOOPBACK = "127.0.0.1"
+"""Reachable only from processes on the same host."""
+
+
+def check_listen_address(key: str, value: str, *, may_be_any: bool = False) -> None:
+    """Raise unless a value is an IPv4 address that the run may listen on.
+
+    Args:
+        key: Dotted key, for the message.
+        value: IPv4 address.
+        may_be_any: True to allow 0.0.0.0, all addresses of the host.
+
+    Raises:
+        ConfigError: If it is not an IPv4 address, or is 0.0.0.0 where that is not allowed.
+    """
+    try:
+        address = IPv4Address(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"{key} is {value!r}, but must be an IPv4 address of this host, such as {LOOPBACK}."
+        ) from error
+    if address.is_unspecified and not may_be_any:
+        raise ConfigError(
+            f"{key} is {value}, which opens every port on all networks of this host: give the "
+            f"address at which other hosts reach it, or keep {LOOPBACK}."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from temper_trainer.config.ranges import LOOPBACK
+from temper_trainer.config.run import LOOPBACK
 from temper_trainer.metrics.prometheus import PrometheusTracker
 from temper_trainer.metrics.report import write_report
 from temper_trainer.metrics.run_files import METRICS_FILE, move_damaged_lines, supersede_rows

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, get_run_token
-from temper_trainer.config.ranges import LOOPBACK
+from temper_trainer.config.run import LOOPBACK
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
     pack_tensors,

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.ranges import LOOPBACK
+from temper_trainer.config.run import LOOPBACK
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.hf_model import read_end_token_ids
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec

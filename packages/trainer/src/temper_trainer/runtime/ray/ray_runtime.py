@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.ranges import LOOPBACK
-from temper_trainer.config.run import RuntimeConfig
+from temper_trainer.config.run import LOOPBACK, RuntimeConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.sampler import Replica, Sampler
 from temper_trainer.rollout.vllm.server_spec import build_server_spec
