@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
-from temper_trainer.data.curriculum import Curriculum, measure_difficulty, sort_by_difficulty
 from temper_trainer.data.rows import DataError
 from temper_trainer.data.sources import load_rows
-from temper_trainer.data.streams import InMemoryStream, MixedStream
+from temper_trainer.data.streams import (
+    Curriculum,
+    InMemoryStream,
+    MixedStream,
+    measure_difficulty,
+    sort_by_difficulty,
+)
 from temper_trainer.types import Prompt
 
 WORDS = ("ccc", "a", "bb", "d", "ee", "f")

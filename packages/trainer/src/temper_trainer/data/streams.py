@@ -1,12 +1,12 @@
-"""Streams of training items that resume from a cursor."""
+"""Streams of training items that resume from a cursor, also from easy to hard items."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from temper_trainer.data.curriculum import Curriculum, sort_by_difficulty
 from temper_trainer.data.rows import DataError
-from temper_trainer.types import DataCursor
+from temper_trainer.types import DataCursor, Prompt
 
 Item = TypeVar("Item")
 
@@ -18,6 +18,62 @@ def epoch_order(num_items: int, *, seed: int, epoch: int, shuffle: bool) -> list
         # Python guarantees that shuffle with a string seed gives the same order in later versions.
         random.Random(f"order {seed} {epoch}").shuffle(order)
     return order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curriculum(Generic[Item]):
+    """The order of an epoch from easy to hard items."""
+
+    get_difficulty: Callable[[Item], float]
+    """Returns the difficulty of an item, a finite number."""
+    shuffled_fraction: float = 0.0
+    """Fraction of the items that exchange their positions at random, in [0, 1]."""
+
+
+def sort_by_difficulty(
+    order: Sequence[int],
+    difficulties: Sequence[float],
+    *,
+    seed: int,
+    epoch: int,
+    shuffled_fraction: float,
+) -> list[int]:
+    """Return the indices of an epoch from easy to hard, equally difficult ones in their order.
+
+    A fraction of the positions is then drawn by (seed, epoch), and the indices at them are
+    shuffled. With the fraction 1 the result is a random order.
+
+    Example:
+        >>> difficulties = [3.0, 1.0, 2.0, 1.0]
+        >>> sort_by_difficulty(
+        ...     [2, 3, 0, 1], difficulties, seed=0, epoch=0, shuffled_fraction=0.0
+        ... )
+        [3, 1, 2, 0]
+    """
+    ordered = sorted(order, key=difficulties.__getitem__)
+    drawn = list(range(len(ordered)))
+    random.Random(f"curriculum {seed} {epoch}").shuffle(drawn)
+    drawn = drawn[: round(shuffled_fraction * len(ordered))]
+    # The drawn positions are in random order, so their indices, taken in another one, are shuffled.
+    moved = [ordered[position] for position in sorted(drawn)]
+    for position, index in zip(drawn, moved, strict=True):
+        ordered[position] = index
+    return ordered
+
+
+def get_difficulty(prompt: Prompt) -> float:
+    """Return the difficulty of a prompt whose source has a `difficulty_key`."""
+    assert prompt.difficulty is not None
+    return prompt.difficulty
+
+
+def measure_difficulty(prompts: Iterable[Prompt]) -> dict[str, float]:
+    """Return the metric ``data/difficulty``, the mean over the prompts that have a difficulty.
+
+    Empty if none has one.
+    """
+    difficulties = [prompt.difficulty for prompt in prompts if prompt.difficulty is not None]
+    return {"data/difficulty": sum(difficulties) / len(difficulties)} if difficulties else {}
 
 
 class InMemoryStream(Generic[Item]):

@@ -19,8 +19,7 @@ from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.data.curriculum import Curriculum, get_difficulty
-from temper_trainer.data.streams import InMemoryStream, MixedStream
+from temper_trainer.data.streams import Curriculum, InMemoryStream, MixedStream, get_difficulty
 from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.metrics.run_log import RunLog

@@ -13,7 +13,7 @@ from temper_trainer.algorithms.advantage_estimators import compute_group_statist
 from temper_trainer.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from temper_trainer.config.reward import ShapingConfig
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.data.curriculum import measure_difficulty
+from temper_trainer.data.streams import measure_difficulty
 from temper_trainer.loops.multi_turn import (
     Conversation,
     add_environment_rewards,

@@ -35,12 +35,17 @@ from temper_trainer.config.algorithm import BatchingConfig
 from temper_trainer.config.data import DataConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.data.curriculum import Curriculum, get_difficulty, measure_difficulty
 from temper_trainer.data.loss_weights import describe_missing_weights
 from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_preferences
 from temper_trainer.data.rows import DataError, PreferenceRow, Row
 from temper_trainer.data.sources import iterate_rows
-from temper_trainer.data.streams import BufferedStream, InMemoryStream
+from temper_trainer.data.streams import (
+    BufferedStream,
+    Curriculum,
+    InMemoryStream,
+    get_difficulty,
+    measure_difficulty,
+)
 from temper_trainer.data.tokenizer import compute_tokenizer_digest
 from temper_trainer.loops.interrupts import StopRequest
 from temper_trainer.loops.rl_step import collect_update_metrics, run_forward
