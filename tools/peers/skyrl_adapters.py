@@ -11,10 +11,11 @@ from torch import Tensor
 from temper_engine_api.objective import Aggregation, AggregationMode, LossTerms
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.reduction import reduce_loss as reduce_our_loss
-from temper_trainer.algorithms import advantage_estimators
+from temper_trainer.algorithms import advantage_statistics
 from temper_trainer.algorithms.adaptive_coefficients import KlController
+from temper_trainer.algorithms.estimators import token_estimators
+from temper_trainer.algorithms.estimators.pass_rate_estimators import compute_maxrl_advantages
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl
-from temper_trainer.algorithms.pass_rate_estimators import compute_maxrl_advantages
 from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.prompt_mean import PROMPT_WEIGHTS, PromptMeanObjective
 from tools.peers import verl_adapters
@@ -110,10 +111,10 @@ def compute_reinforce_plus_plus_outcome_advantage(
     """Return REINFORCE++'s advantages, and the returns before whitening."""
     batch = build_batch(response_mask)
     rewards = torch.where(batch.loss_mask, flatten(token_level_rewards), 0.0)
-    advantages = advantage_estimators.compute_reinforce_plus_plus_advantages(
+    advantages = token_estimators.compute_reinforce_plus_plus_advantages(
         rewards, samples=batch, gamma=gamma
     )
-    returns = advantage_estimators.compute_discounted_sums(rewards, samples=batch, decay=gamma)
+    returns = advantage_statistics.compute_discounted_sums(rewards, samples=batch, decay=gamma)
     return unflatten(advantages, response_mask), unflatten(returns, response_mask)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from temper_engine_api.batch import Denominators, SequenceBatch
 from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, LossTerms
 from temper_engine_api.reduction import count_denominators, reduce_loss, sum_per_sequence
-from temper_trainer.algorithms import advantage_estimators
+from temper_trainer.algorithms import advantage_statistics
+from temper_trainer.algorithms.estimators import group_estimators, token_estimators
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl, estimate_kl_loss
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS, PolicyObjective
@@ -64,7 +65,7 @@ def compute_grpo_outcome_advantage(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     """Return GRPO's advantages."""
-    advantages = advantage_estimators.compute_grpo_advantages(
+    advantages = group_estimators.compute_grpo_advantages(
         token_level_rewards.sum(dim=-1),
         group_ids=number_groups(index),
         scale_by_std=norm_adv_by_std_in_grpo,
@@ -76,7 +77,7 @@ def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[object], **_: object
 ) -> tuple[Tensor, Tensor]:
     """Return RLOO's advantages."""
-    advantages = advantage_estimators.compute_rloo_advantages(
+    advantages = group_estimators.compute_rloo_advantages(
         token_level_rewards.sum(dim=-1), group_ids=number_groups(index)
     )
     return _spread(advantages, response_mask)
@@ -87,14 +88,14 @@ def compute_gae_advantage_return(
 ) -> tuple[Tensor, Tensor]:
     """Return whitened GAE advantages, and returns."""
     batch = build_batch(response_mask)
-    advantages, returns = advantage_estimators.compute_gae(
+    advantages, returns = token_estimators.compute_gae(
         torch.where(batch.loss_mask, flatten(token_level_rewards), 0.0),
         values=flatten(values),
         samples=batch,
         gamma=gamma,
         gae_lambda=lam,
     )
-    whitened = advantage_estimators.whiten(advantages, mask=batch.loss_mask)
+    whitened = advantage_statistics.whiten(advantages, mask=batch.loss_mask)
     return unflatten(whitened, response_mask), unflatten(returns, response_mask)
 
 
@@ -104,10 +105,10 @@ def compute_reinforce_plus_plus_outcome_advantage(
     """Return REINFORCE++'s advantages, and the returns before whitening."""
     batch = build_batch(response_mask)
     rewards = torch.where(batch.loss_mask, flatten(token_level_rewards), 0.0)
-    advantages = advantage_estimators.compute_reinforce_plus_plus_advantages(
+    advantages = token_estimators.compute_reinforce_plus_plus_advantages(
         rewards, samples=batch, gamma=config.gamma
     )
-    returns = advantage_estimators.compute_discounted_sums(
+    returns = advantage_statistics.compute_discounted_sums(
         rewards, samples=batch, decay=config.gamma
     )
     return unflatten(advantages, response_mask), unflatten(returns, response_mask)

@@ -23,7 +23,7 @@ ALLOWED = {
     "temper_trainer/__main__.py": "import hydra\nfrom temper_trainer import config_loading, loops",
     "temper_trainer/config_loading.py": "import omegaconf\nimport temper_trainer.config",
     "temper_trainer/loops/sync.py": (
-        "import temper_trainer.runtime.workers, temper_trainer.algorithms.advantage_estimators"
+        "import temper_trainer.runtime.workers, temper_trainer.algorithms.value_loss"
     ),
     "temper_trainer/runtime/workers.py": (
         "import ray\nimport temper_trainer.rollout.hf, temper_trainer.types"
@@ -31,7 +31,7 @@ ALLOWED = {
     "temper_trainer/rollout/hf.py": (
         "import temper_trainer.metrics, temper_trainer.config, temper_engine_api"
     ),
-    "temper_trainer/algorithms/advantage_estimators.py": "import torch",
+    "temper_trainer/algorithms/value_loss.py": "import torch",
     "temper_trainer/metrics.py": "import temper_trainer.types",
     "temper_trainer/types.py": "import temper_trainer.config",
     "temper_trainer/settings/ranges.py": "",

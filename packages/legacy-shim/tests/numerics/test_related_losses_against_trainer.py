@@ -23,10 +23,10 @@ from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.estimators.group_estimators import Gdpo, Gpg, Grpo, Opo, ReMax
-from temper_trainer.algorithms.estimators.pass_rate import GrpoPassk
-from temper_trainer.algorithms.optimal_token_baseline import (
+from temper_trainer.algorithms.estimators.optimal_token_baseline import (
     compute_optimal_token_baseline_advantages,
 )
+from temper_trainer.algorithms.estimators.pass_rate_estimators import GrpoPassk
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Sapo
 from temper_trainer.algorithms.policy_losses.covariance_losses import IS_SELECTED, ClipCov, KlCov
 from temper_trainer.algorithms.policy_losses.divergence_losses import Dppo

@@ -5,15 +5,16 @@ import torch
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import BatchError
-from temper_trainer.algorithms.advantage_estimators import (
+from temper_trainer.algorithms.advantages import estimate_advantages
+from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.estimators.group_estimators import (
+    Gdpo,
+    ReMax,
     compute_gdpo_advantages,
     compute_gpg_advantages,
     compute_opo_advantages,
     compute_remax_advantages,
 )
-from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
-from temper_trainer.algorithms.estimators.group_estimators import Gdpo, ReMax
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.settings.variants import list_variants
 

@@ -9,8 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_trainer.algorithms.advantage_estimators import compute_gae, compute_grpo_advantages
-from temper_trainer.algorithms.turn_credit import compute_turn_advantages, compute_turn_rewards
+from temper_trainer.algorithms.estimators.group_estimators import compute_grpo_advantages
+from temper_trainer.algorithms.estimators.token_estimators import compute_gae
+from temper_trainer.algorithms.estimators.turn_estimators import (
+    compute_turn_advantages,
+    compute_turn_rewards,
+)
 
 TURNS_AFTER, TURN_REWARDS = "turns_after", "turn_rewards"
 

@@ -149,17 +149,17 @@ _row(
 )
 _row(
     (f"{_CORE}.compute_gae_advantage_return",),
-    f"{_ALGORITHMS}.advantage_estimators:compute_gae",
+    f"{_ALGORITHMS}.estimators.token_estimators:compute_gae",
     "samples are packed, not padded",
 )
 _row(
     (f"{_CORE}.compute_grpo_outcome_advantage",),
-    f"{_ALGORITHMS}.advantage_estimators:compute_grpo_advantages",
+    f"{_ALGORITHMS}.estimators.group_estimators:compute_grpo_advantages",
     "rewards are one number a sample",
 )
 _row(
     (f"{_CORE}.compute_rloo_outcome_advantage",),
-    f"{_ALGORITHMS}.advantage_estimators:compute_rloo_advantages",
+    f"{_ALGORITHMS}.estimators.group_estimators:compute_rloo_advantages",
     "rewards are one number a sample",
 )
 _policy = tuple(

@@ -13,7 +13,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError
 from temper_engine_api.reduction import sum_per_sequence
-from temper_trainer.algorithms.advantage_estimators import (
+from temper_trainer.algorithms.advantage_statistics import (
     assign_to_last_token,
     compute_group_statistics,
     whiten,

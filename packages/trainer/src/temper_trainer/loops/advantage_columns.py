@@ -8,7 +8,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric
 from temper_trainer.algorithms.adaptive_coefficients import KlController
-from temper_trainer.algorithms.advantage_estimators import discount_by_turn
+from temper_trainer.algorithms.advantage_statistics import discount_by_turn
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.distillation_objective import compute_teacher_reward
 from temper_trainer.algorithms.kl import estimate_kl, get_value_estimator, mean_sequence_kl

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["lazy_module", "sum_per_sequence", "torch", "weighted_mean"]
+__all__ = ["find_trained_sequences", "lazy_module", "sum_per_sequence", "torch", "weighted_mean"]
 
 
 class _LazyModule:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from temper_engine_api.metrics import weighted_mean
-    from temper_engine_api.reduction import sum_per_sequence
+    from temper_engine_api.reduction import find_trained_sequences, sum_per_sequence
 else:
 
     class _LazyFunction:
@@ -44,3 +44,4 @@ else:
     torch = lazy_module("torch")
     weighted_mean = _LazyFunction("temper_engine_api.metrics", "weighted_mean")
     sum_per_sequence = _LazyFunction("temper_engine_api.reduction", "sum_per_sequence")
+    find_trained_sequences = _LazyFunction("temper_engine_api.reduction", "find_trained_sequences")

@@ -1,4 +1,4 @@
-"""Advantage estimators: settings and inputs of each.
+"""Advantage estimators: settings and formula of each.
 
 Every module of this folder is imported, so that its estimators are registered. None may import
 torch at the top: see ``temper_trainer.settings.lazy_torch``.

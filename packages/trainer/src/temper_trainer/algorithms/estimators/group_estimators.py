@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from temper_trainer.algorithms.advantage_statistics import (
+    STD_EPSILON,
+    compute_group_statistics,
+    whiten,
+)
 from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator, StepRewards
-from temper_trainer.settings.lazy_torch import lazy_module, sum_per_sequence
+from temper_trainer.settings.lazy_torch import sum_per_sequence, torch
 from temper_trainer.settings.variants import variant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from temper_trainer.algorithms import advantage_estimators as formulas
-else:
-    formulas = lazy_module("temper_trainer.algorithms.advantage_estimators")
+    from temper_engine_api.batch import SequenceBatch
 
 
 @variant("grpo")
@@ -22,7 +26,7 @@ class Grpo(AdvantageEstimator):
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_grpo_advantages``."""
-        return formulas.compute_grpo_advantages(
+        return compute_grpo_advantages(
             step.rewards, group_ids=step.samples.group_ids, scale_by_std=True
         ), None
 
@@ -33,7 +37,7 @@ class DrGrpo(AdvantageEstimator):
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_grpo_advantages``."""
-        return formulas.compute_grpo_advantages(
+        return compute_grpo_advantages(
             step.rewards, group_ids=step.samples.group_ids, scale_by_std=False
         ), None
 
@@ -44,9 +48,7 @@ class Rloo(AdvantageEstimator):
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_rloo_advantages``."""
-        return formulas.compute_rloo_advantages(
-            step.rewards, group_ids=step.samples.group_ids
-        ), None
+        return compute_rloo_advantages(step.rewards, group_ids=step.samples.group_ids), None
 
 
 @variant("opo")
@@ -56,7 +58,7 @@ class Opo(AdvantageEstimator):
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_opo_advantages``."""
         lengths = sum_per_sequence(step.samples.loss_mask.double(), step.samples)
-        return formulas.compute_opo_advantages(
+        return compute_opo_advantages(
             step.rewards, lengths=lengths, group_ids=step.samples.group_ids
         ), None
 
@@ -67,7 +69,7 @@ class Gpg(AdvantageEstimator):
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_gpg_advantages``."""
-        return formulas.compute_gpg_advantages(step.rewards, group_ids=step.samples.group_ids), None
+        return compute_gpg_advantages(step.rewards, group_ids=step.samples.group_ids), None
 
 
 @variant("reinforce_plus_plus_baseline")
@@ -78,7 +80,7 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_reinforce_plus_plus_baseline_advantages``."""
-        return formulas.compute_reinforce_plus_plus_baseline_advantages(
+        return compute_reinforce_plus_plus_baseline_advantages(
             step.rewards, samples=step.samples
         ), None
 
@@ -93,7 +95,7 @@ class ReMax(AdvantageEstimator):
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_remax_advantages``."""
         assert step.baselines is not None
-        return formulas.compute_remax_advantages(step.rewards, baselines=step.baselines), None
+        return compute_remax_advantages(step.rewards, baselines=step.baselines), None
 
 
 @variant("gdpo")
@@ -105,9 +107,179 @@ class Gdpo(AdvantageEstimator):
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_gdpo_advantages``."""
         assert step.components is not None
-        return formulas.compute_gdpo_advantages(
+        return compute_gdpo_advantages(
             step.components,
             weights=step.component_weights,
             penalty=step.penalty,
             samples=step.samples,
         ), None
+
+
+def compute_grpo_advantages(rewards: Tensor, *, group_ids: Tensor, scale_by_std: bool) -> Tensor:
+    """Return rewards minus the group's mean, optionally divided by the group's standard deviation.
+
+        A_i = (r_i - mean(r)) / (std(r) + 1e-6)
+
+    The mean and the unbiased std are over the completions of one prompt.
+
+    Args:
+        rewards: [B] one scalar per completion.
+        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+        scale_by_std: True is GRPO. False is Dr. GRPO, which does not divide and so does not
+            overweight prompts with a small spread.
+
+    Returns:
+        [B] float64. Exactly 0 in a group with equal rewards, even if their mean rounds, and in a
+        group of one.
+
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Liu et al.
+    2025, arXiv:2503.20783.
+    """
+    group = compute_group_statistics(rewards, group_ids=group_ids)
+    centered = torch.where(group.is_zero_std, 0.0, rewards.double() - group.mean)
+    return centered / (group.std + STD_EPSILON) if scale_by_std else centered
+
+
+def compute_rloo_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
+    """Return rewards minus the mean of the group's other completions (leave-one-out).
+
+        A_i = r_i - sum_{j != i} r_j / (G - 1) = G / (G - 1) * (r_i - mean(r))
+
+    Unbiased, because the baseline does not depend on r_i.
+
+    Args:
+        rewards: [B] one scalar per completion.
+        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+
+    Returns:
+        [B] float64; exactly 0 in a group with equal rewards and in a group of one.
+
+    Source: Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al.
+    2024, arXiv:2402.14740, section 3.
+    """
+    group = compute_group_statistics(rewards, group_ids=group_ids)
+    scale = group.size / (group.size - 1).clamp(min=1)
+    return torch.where(group.is_zero_std, 0.0, scale * (rewards.double() - group.mean))
+
+
+def compute_opo_advantages(rewards: Tensor, *, lengths: Tensor, group_ids: Tensor) -> Tensor:
+    """Return rewards minus the group's length-weighted mean, OPO's variance-minimizing baseline.
+
+        A_i = r_i - sum_j l_j * r_j / sum_j l_j
+
+    The sums are over the completions j of the prompt. The baseline is optimal if the squared norm
+    of a completion's gradient is proportional to its length.
+
+    Args:
+        rewards: [B] one scalar per completion.
+        lengths: [B] number of trained tokens of each completion.
+        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+
+    Returns:
+        [B] float64; exactly 0 in a group with equal rewards.
+
+    Source: Hao et al. 2025, arXiv:2505.23585, equation 7.
+    """
+    group = compute_group_statistics(rewards, group_ids=group_ids)
+    distinct, group_index = torch.unique(group_ids, return_inverse=True)
+    weights = lengths.double()
+    total = weights.new_zeros(len(distinct)).index_add(0, group_index, weights)
+    weighted = weights.new_zeros(len(distinct)).index_add(
+        0, group_index, weights * rewards.double()
+    )
+    # The clamp only matters for a group without trained tokens, which would be 0 / 0.
+    baseline = weighted / total.clamp(min=1.0)
+    return torch.where(group.is_zero_std, 0.0, rewards.double() - baseline[group_index])
+
+
+def compute_gpg_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
+    """Return rewards minus the group's mean, scaled up for completions in zero-std groups.
+
+        A_i = B / (B - M) * (r_i - mean(r))
+
+    M is the number of completions in groups with equal rewards, which have no gradient. The scale
+    keeps them from diluting the mean over the batch. There is no division by the standard
+    deviation.
+
+    Args:
+        rewards: [B] one scalar per completion.
+        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+
+    Returns:
+        [B] float64; 0 in a group with equal rewards.
+
+    Source: Chu et al. 2025, arXiv:2504.02546, equations 6 and 7 with F_norm = 1.
+    """
+    num_with_signal = float(
+        (~compute_group_statistics(rewards, group_ids=group_ids).is_zero_std).sum()
+    )
+    scale = len(rewards) / num_with_signal if num_with_signal else 1.0
+    return scale * compute_grpo_advantages(rewards, group_ids=group_ids, scale_by_std=False)
+
+
+def compute_remax_advantages(rewards: Tensor, *, baselines: Tensor) -> Tensor:
+    """Return rewards minus the reward of the same prompt's greedy completion.
+
+        A_i = r_i - r_greedy
+
+    Unbiased, because the greedy completion does not depend on the sampled one.
+
+    Args:
+        rewards: [B] one scalar per completion.
+        baselines: [B] reward of the greedy completion of each sample's prompt.
+
+    Returns:
+        [B] float64.
+
+    Source: Li et al. 2023, arXiv:2310.10505, algorithm 1.
+    """
+    return rewards.double() - baselines.double()
+
+
+def compute_gdpo_advantages(
+    components: Tensor, *, weights: Sequence[float], penalty: Tensor, samples: SequenceBatch
+) -> Tensor:
+    """Return the whitened weighted sum of per-reward GRPO advantages.
+
+        S_i = sum_k w_k * (r_ik - mean_k) / (std_k + 1e-6)
+        A = (S - mean(S)) / std(S)
+
+    mean_k and std_k are over the group of i; mean(S) and std(S) are over the step's trained tokens.
+    Normalizing each reward separately keeps combinations of rewards apart that a sum of the raw
+    rewards would map to the same value.
+
+    Args:
+        components: [B, K] rewards.
+        weights: K weights.
+        penalty: [B] KL penalty, subtracted from S before whitening.
+        samples: B sequences, T tokens.
+
+    Returns:
+        [T] float64, 0 at untrained tokens.
+
+    Source: Liu et al. 2026, arXiv:2601.05242, section 3.
+    """
+    total = sum(
+        weight
+        * compute_grpo_advantages(components[:, k], group_ids=samples.group_ids, scale_by_std=True)
+        for k, weight in enumerate(weights)
+    )
+    return whiten((total - penalty)[samples.sequence_index], mask=samples.loss_mask)
+
+
+def compute_reinforce_plus_plus_baseline_advantages(
+    rewards: Tensor, *, samples: SequenceBatch
+) -> Tensor:
+    """Return rewards minus the group's mean on every trained token, whitened over the step.
+
+    Args:
+        rewards: [B] one scalar per completion.
+        samples: B sequences, T tokens.
+
+    Returns:
+        [T] float64, 0 at untrained tokens.
+
+    Source: Hu et al. 2025, arXiv:2501.03262, section 3 (REINFORCE++-baseline).
+    """
+    advantages = compute_grpo_advantages(rewards, group_ids=samples.group_ids, scale_by_std=False)
+    return whiten(advantages[samples.sequence_index], mask=samples.loss_mask)

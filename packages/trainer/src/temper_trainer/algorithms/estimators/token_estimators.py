@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from temper_trainer.algorithms.advantage_statistics import (
+    compute_discounted_sums,
+    gather_next_trained,
+    whiten,
+)
 from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator, StepRewards
 from temper_trainer.algorithms.estimators.turn_estimators import select_token_rewards
-from temper_trainer.settings.lazy_torch import lazy_module
+from temper_trainer.settings.lazy_torch import sum_per_sequence, torch
 from temper_trainer.settings.ranges import PositiveFloat, UnitFloat
 from temper_trainer.settings.variants import variant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from temper_trainer.algorithms import advantage_estimators as formulas
-else:
-    formulas = lazy_module("temper_trainer.algorithms.advantage_estimators")
+    from temper_engine_api.batch import SequenceBatch
 
 
 @variant("gae")
@@ -43,7 +46,7 @@ class Gae(AdvantageEstimator):
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages and returns of ``compute_gae``."""
         assert step.values is not None
-        return formulas.compute_gae(
+        return compute_gae(
             select_token_rewards(step, turn_rewards=self.turn_rewards),
             values=step.values,
             samples=step.samples,
@@ -74,12 +77,12 @@ class Vapo(AdvantageEstimator):
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages and returns of ``compute_gae`` with both lambdas."""
         assert step.values is not None
-        return formulas.compute_gae(
+        return compute_gae(
             select_token_rewards(step, turn_rewards=self.turn_rewards),
             values=step.values,
             samples=step.samples,
             gamma=self.gamma,
-            gae_lambda=formulas.compute_length_adaptive_lambdas(
+            gae_lambda=compute_length_adaptive_lambdas(
                 step.samples, length_factor=self.length_factor
             ),
             value_lambda=self.value_lambda,
@@ -101,6 +104,98 @@ class ReinforcePlusPlus(AdvantageEstimator):
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_reinforce_plus_plus_advantages``."""
         rewards = select_token_rewards(step, turn_rewards=self.turn_rewards)
-        return formulas.compute_reinforce_plus_plus_advantages(
+        return compute_reinforce_plus_plus_advantages(
             rewards, samples=step.samples, gamma=self.gamma
         ), None
+
+
+def compute_gae(
+    token_rewards: Tensor,
+    *,
+    values: Tensor,
+    samples: SequenceBatch,
+    gamma: float,
+    gae_lambda: float | Tensor,
+    value_lambda: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute GAE advantages, and the returns that the value model is trained on.
+
+        delta_i = r_i + gamma * V_(i+1) - V_i
+        A_i = delta_i + gamma * lambda * A_(i+1)
+        R_i = A_i + V_i   with lambda = value_lambda
+
+    The index i runs over the trained tokens of a sample; tool results and other untrained tokens
+    between them are skipped. V and A are 0 after the last trained token, also if a completion was
+    truncated at its token limit.
+
+    Args:
+        token_rewards: [T], see ``advantages.compute_token_rewards``.
+        values: [T] value of the state before each token; entries at untrained tokens are ignored,
+            even NaN.
+        samples: B sequences, T tokens.
+        gamma: Discount per trained token.
+        gae_lambda: 0 bootstraps from the value model only, 1 uses the rewards only. One number, or
+            [B] one per sample, see `compute_length_adaptive_lambdas`.
+        value_lambda: Lambda of the returns; None takes gae_lambda.
+
+    Returns:
+        (advantages, returns), both [T] float64, 0 at untrained tokens.
+
+    Source: Schulman et al. 2016, arXiv:1506.02438, equations 11 and 16; another lambda for the
+    returns: Yuan et al. 2025, arXiv:2503.01491, section 4.2.
+    """
+    trained_values = torch.where(samples.loss_mask, values.double(), 0.0)
+    deltas = (
+        token_rewards.double()
+        + gamma * gather_next_trained(values, samples=samples)
+        - trained_values
+    )
+    advantages = compute_discounted_sums(deltas, samples=samples, decay=gamma * gae_lambda)
+    value_advantages = (
+        advantages
+        if value_lambda is None
+        else compute_discounted_sums(deltas, samples=samples, decay=gamma * value_lambda)
+    )
+    return advantages, torch.where(samples.loss_mask, value_advantages + trained_values, 0.0)
+
+
+def compute_length_adaptive_lambdas(samples: SequenceBatch, *, length_factor: float) -> Tensor:
+    """Return a GAE lambda for each sample that grows with its length.
+
+        lambda = 1 - 1 / (length_factor * l), at least 0
+
+    l is the number of trained tokens. The sum of the weights of the deltas, 1 / (1 - lambda), is
+    then proportional to the length, so that a reward at the end reaches the first tokens of long
+    completions, too.
+
+    Returns:
+        [B] float64 in [0, 1).
+
+    Source: Yue et al. 2025, arXiv:2504.05118, section 4.2 (VAPO), with length_factor 0.05.
+    """
+    lengths = sum_per_sequence(samples.loss_mask.double(), samples)
+    # The product is below 1 for short completions, and 0 for one without trained tokens.
+    return 1.0 - 1.0 / (length_factor * lengths).clamp(min=1.0)
+
+
+def compute_reinforce_plus_plus_advantages(
+    token_rewards: Tensor, *, samples: SequenceBatch, gamma: float
+) -> Tensor:
+    """Return the discounted reward-to-go, whitened over the step's trained tokens.
+
+        R_t = r_t + gamma * R_(t+1)
+        A_t = (R_t - mean(R)) / std(R)
+
+    Args:
+        token_rewards: [T] with the KL penalty subtracted, see ``advantages.compute_token_rewards``.
+        samples: B sequences, T tokens.
+        gamma: Discount per trained token.
+
+    Returns:
+        [T] float64, 0 at untrained tokens.
+
+    Source: Hu et al. 2025, arXiv:2501.03262, section 3.
+    """
+    return whiten(
+        compute_discounted_sums(token_rewards, samples=samples, decay=gamma), mask=samples.loss_mask
+    )

@@ -1,13 +1,43 @@
-"""Advantage estimators whose objective is not the mean reward of a prompt.
+"""Estimators whose objective is not the mean reward of a prompt: MaxRL and pass@k.
 
 MaxRL maximizes the log of the pass rate, so that rare successes count more. The pass@k estimator
 maximizes the best reward of a group, so that completions need not all be right.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
-from temper_trainer.algorithms.advantage_estimators import STD_EPSILON, compute_group_statistics
+from typing import TYPE_CHECKING
+
+from temper_trainer.algorithms.advantage_statistics import STD_EPSILON, compute_group_statistics
+from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator, StepRewards
+from temper_trainer.settings.lazy_torch import torch
+from temper_trainer.settings.variants import variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@variant("maxrl")
+class MaxRl(AdvantageEstimator):
+    """Mean of the group, divided by that mean: the log of the pass rate (arXiv:2602.02710)."""
+
+    def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
+        """Return the advantages of ``compute_maxrl_advantages``."""
+        return compute_maxrl_advantages(step.rewards, group_ids=step.samples.group_ids), None
+
+
+@variant("grpo_passk")
+class GrpoPassk(AdvantageEstimator):
+    """Lead of the group's best completion over the second, else 0 (arXiv:2503.19595)."""
+
+    scale_by_std: bool = True
+    """Divide by the standard deviation of the group."""
+
+    def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
+        """Return the advantages of ``compute_passk_advantages``."""
+        return compute_passk_advantages(
+            step.rewards, group_ids=step.samples.group_ids, scale_by_std=self.scale_by_std
+        ), None
 
 
 def compute_maxrl_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:

@@ -1,11 +1,33 @@
 """The optimal token baseline, which minimizes the variance of the gradient at each position."""
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
-from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.reduction import sum_per_sequence
-from temper_trainer.algorithms.advantage_estimators import compute_discounted_sums
+from typing import TYPE_CHECKING
+
+from temper_trainer.algorithms.advantage_statistics import compute_discounted_sums
+from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator, StepRewards
+from temper_trainer.settings.lazy_torch import sum_per_sequence, torch
+from temper_trainer.settings.variants import variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from temper_engine_api.batch import SequenceBatch
+
+
+@variant("optimal_token_baseline")
+class OptimalTokenBaseline(AdvantageEstimator):
+    """Mean of the group at each position, weighted by gradient energy (arXiv:2602.07078)."""
+
+    def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
+        """Return the advantages of ``compute_optimal_token_baseline_advantages``."""
+        # Of the policy that sampled the tokens: only then is the estimated energy unbiased.
+        logprobs = step.samples.columns["rollout_logprobs"]
+        return compute_optimal_token_baseline_advantages(
+            step.token_rewards,
+            energies=estimate_token_energies(logprobs),
+            samples=step.samples,
+        ), None
 
 
 def estimate_token_energies(logprobs: Tensor) -> Tensor:
