@@ -215,11 +215,11 @@ class SequenceBatch:
         """Return the same batch with every tensor on this device."""
         return replace(
             self,
-            sequence_starts=_copy_to_device(self.sequence_starts, device),
+            sequence_starts=copy_to_device(self.sequence_starts, device),
             **_map_columns(
                 [self],
-                per_token=lambda tensors, *, dim: _copy_to_device(tensors[0], device),
-                per_sequence=lambda tensors: _copy_to_device(tensors[0], device),
+                per_token=lambda tensors, *, dim: copy_to_device(tensors[0], device),
+                per_sequence=lambda tensors: copy_to_device(tensors[0], device),
                 media=tuple,
             ),
         )
@@ -269,7 +269,7 @@ class PackedBatch(SequenceBatch):
         """Return the same batch with every tensor on this device."""
         return replace(
             SequenceBatch.to(self, device),
-            micro_batch_starts=_copy_to_device(self.micro_batch_starts, device),
+            micro_batch_starts=copy_to_device(self.micro_batch_starts, device),
         )
 
     @property
@@ -311,7 +311,12 @@ def list_columns(batch: SequenceBatch) -> list[Column]:
     return columns
 
 
-def _copy_to_device(column: Tensor, device: torch.device | str) -> Tensor:
+def copy_to_device(column: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor; the host waits only for copies to the host.
+
+    A host that waits for the device within a micro-batch starts the next one with an empty queue.
+    With several ranks, all of them then wait for the slowest host.
+    """
     if torch.device(device).type == "cuda" and column.device.type == "cpu":
         # A copy from pageable memory would block the host until the stream has drained.
         return column.pin_memory().to(device, non_blocking=True)

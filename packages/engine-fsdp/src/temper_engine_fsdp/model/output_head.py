@@ -12,11 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.batch import SequenceBatch, copy_to_device
 from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput
 from temper_engine_fsdp.model.token_logprobs import chunked_logprobs, full_logprobs
-from temper_engine_fsdp.runtime.host_device import to_device
 
 LANGUAGE_OUTPUTS = frozenset(
     {HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGPROB_AT, HeadOutput.LOGSUMEXP}
@@ -79,8 +78,8 @@ def build_head_request(
     return HeadRequest(
         requested_outputs=frozenset(requested_outputs),
         with_gradient=frozenset(with_gradient),
-        positions=to_device(positions, device),
-        score_sequences=to_device(torch.nonzero((last >= first) & (last < end))[:, 0], device),
+        positions=copy_to_device(positions, device),
+        score_sequences=copy_to_device(torch.nonzero((last >= first) & (last < end))[:, 0], device),
         first_position=first,
         is_unit_temperature=bool((batch.temperature == 1.0).all()),
     )

@@ -20,10 +20,10 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import AttentionInterface
 
+from temper_engine_api.batch import copy_to_device
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_fsdp.config import AttentionKernel
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, parallelize_attention
-from temper_engine_fsdp.runtime.host_device import to_device
 
 CALL_COST = {"cpu": 2048, "cuda": 1 << 18}
 """Cost of one more SDPA call, in pairs of attended positions.
@@ -86,7 +86,7 @@ class PackLayout:
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] + length)
-        self.starts = to_device(torch.tensor(starts, dtype=torch.int32), device)
+        self.starts = copy_to_device(torch.tensor(starts, dtype=torch.int32), device)
         self.buckets: list[Bucket] = []
         self.is_padded = False
         self._window_masks: dict[tuple[int, int], Tensor] = {}
@@ -99,7 +99,7 @@ class PackLayout:
         self.is_padded = len(self.buckets) > 1 or self.buckets[0].num_rows != starts[-1]
         if self.is_padded:
             maps = _padding_maps(lengths, starts=starts, order=order, buckets=self.buckets)
-            self.token_index, self.row_index = (to_device(index, device) for index in maps)
+            self.token_index, self.row_index = (copy_to_device(index, device) for index in maps)
 
     def sliding_window_mask(self, length: int, *, window: int | None) -> Tensor | None:
         """Return a causal mask over the last `window` positions.

@@ -1,8 +1,4 @@
-"""Copies to the device that the host does not wait for, and the CPU cores near a device.
-
-A host that waits for the device within a micro-batch starts the next one with an empty queue. With
-several ranks, all of them then wait for the slowest host.
-"""
+"""The CPU cores near a device."""
 
 import logging
 import os
@@ -12,19 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 _SYS = Path("/sys")
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device; copies to CUDA are asynchronous."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    # From pageable memory the copy would block the host until the device has caught up.
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def bind_to_near_cores(device: torch.device) -> None:
