@@ -46,7 +46,7 @@ from temper_engine_fsdp.model.weight_headers import check_weight_headers
 from temper_engine_fsdp.model.weight_names import hf_name, split_adapter_parameters
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
-from temper_engine_fsdp.runtime.host_device import bind_to_near_cores
+from temper_engine_fsdp.runtime.numa_affinity import bind_to_near_cores
 from temper_engine_fsdp.runtime.numerics import torch_dtype
 from temper_engine_fsdp.runtime.performance import (
     ThroughputMeter,

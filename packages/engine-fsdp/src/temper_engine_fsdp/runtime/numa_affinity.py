@@ -1,4 +1,4 @@
-"""The CPU cores near a device."""
+"""Pin a process to the CPU cores near its device (`numa_affinity`)."""
 
 import logging
 import os

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from temper_engine_fsdp.runtime.host_device import (
+from temper_engine_fsdp.runtime.numa_affinity import (
     bind_to_near_cores,
     find_near_cores,
     parse_core_list,
