@@ -1,13 +1,12 @@
 """The components of an engine, and how they are built from its config."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
@@ -57,7 +56,11 @@ from temper_engine_fsdp.runtime.process_group import DataGroups, Membership
 from temper_engine_fsdp.sharding.sharded_module import ShardedModule, shard_model
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.micro_batch_runner import MicroBatchRunner
-from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW, ShardedOptimizer
+from temper_engine_fsdp.training.sharded_optimizer import (
+    ShardedAdamW,
+    ShardedOptimizer,
+    make_shard_sum,
+)
 from temper_engine_fsdp.training.torch_optimizer import TorchOptimizer, check_optimizer
 
 if TYPE_CHECKING:
@@ -374,7 +377,7 @@ def _set_dtypes(root: PackedModel, *, config: FSDPConfig) -> dict[str, Tensor]:
 def _build_optimizer(
     config: FSDPConfig, *, parameters: ShardedParameters, mesh: DeviceMesh
 ) -> ShardedOptimizer | None:
-    spec, sum_over_shards = config.optimizer, _make_shard_sum(mesh)
+    spec, sum_over_shards = config.optimizer, make_shard_sum(mesh)
     if spec is None:
         return None
     if spec.is_adamw:
@@ -421,19 +424,6 @@ def _iterate_gradient_tensors(parameters: ShardedParameters) -> Iterator[Tensor]
 
 def _iterate_optimizer_tensors(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
     return iter(()) if optimizer is None else optimizer.offloadable_tensors()
-
-
-def _make_shard_sum(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """Return a function that sums a tensor over the shards, in place."""
-    group = mesh.get_group(process_group.SHARD_AXIS)
-
-    def sum_in_place(value: Tensor) -> Tensor:
-        if group.size() > 1:
-            # Over the shards of one copy only: replicas have the same gradients.
-            dist.all_reduce(value, group=group)
-        return value
-
-    return sum_in_place
 
 
 def _use_fast_matmul(config: FSDPConfig, *, device: torch.device) -> bool:

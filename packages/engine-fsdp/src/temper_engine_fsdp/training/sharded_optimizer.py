@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
 from temper_engine_api.specs import OptimizerSpec
+from temper_engine_fsdp.runtime.process_group import SHARD_AXIS
 from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameter, ShardedParameters
 
 GradientShards = Mapping[str, Tensor]
@@ -60,6 +63,19 @@ class AsyncScalar:
         if self._copy_done is not None:
             self._copy_done.synchronize()
         return float(self._on_host)
+
+
+def make_shard_sum(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Return a function that sums a tensor over the shards, in place."""
+    group = mesh.get_group(SHARD_AXIS)
+
+    def sum_in_place(value: Tensor) -> Tensor:
+        if group.size() > 1:
+            # Over the shards of one copy only: replicas have the same gradients.
+            dist.all_reduce(value, group=group)
+        return value
+
+    return sum_in_place
 
 
 class ShardedOptimizer(ABC):
