@@ -42,7 +42,7 @@ def run_ranks(job: Callable[[int, str], None], folder: Path) -> None:
 
 
 def call(failures: RankFailures, *, fails: bool, num_collectives: int = 1) -> None:
-    with failures.reported("a training call"):
+    with failures.report_failure("a training call"):
         failures.set_position(" at micro-batch 2 of 3")
         for _ in range(num_collectives):
             dist.all_reduce(torch.zeros(1), async_op=fails)
@@ -72,7 +72,7 @@ def raise_on_one(rank: int, folder: str) -> None:
     sentence = "rank 1 raised in a training call at micro-batch 2 of 3: ValueError: bad sample. "
     if rank == 0:
         assert str(caught.value).startswith(sentence)
-    for context in (failures.reported("a forward call"), failures.explained()):
+    for context in (failures.report_failure("a forward call"), failures.explain_lost_connection()):
         with pytest.raises(RankFailedError) as later, context:
             raise AssertionError("the call is refused before it begins")
         assert str(later.value).startswith(sentence)
@@ -98,7 +98,7 @@ def test_group_breaks_if_ranks_have_started_different_collectives(tmp_path: Path
 
 
 def call_stages(failures: RankFailures, *, fails: bool) -> None:
-    with failures.reported("a training call"), failures.exchanging_messages():
+    with failures.report_failure("a training call"), failures.track_messages():
         if fails:
             raise ValueError("bad sample")
 

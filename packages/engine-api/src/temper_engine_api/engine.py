@@ -221,7 +221,7 @@ class BaseEngine(ABC):
                     "forward_backward_batch() needs an Objective: call set_loss_fn() first."
                 )
             loss = ObjectiveLoss(self._objective, batch=batch)
-        with self._reported("a forward call" if forward_only else "a training call"):
+        with self._report_failure("a forward call" if forward_only else "a training call"):
             head_outputs = self._run_passes(
                 batch,
                 requested_outputs=requested | (loss.required_outputs if loss else frozenset()),
@@ -286,7 +286,7 @@ class BaseEngine(ABC):
             EngineStateError: If called outside a mode, or in training without a loss function.
         """
         self._check_can_run(forward_only=forward_only)
-        with self._reported("a forward call" if forward_only else "a training call"):
+        with self._report_failure("a forward call" if forward_only else "a training call"):
             if preprocess_fn is not None:
                 batch, ctx = preprocess_fn(batch, ctx)
             packed = pack_single_micro_batch(
@@ -336,7 +336,7 @@ class BaseEngine(ABC):
         Raises:
             RankFailedError: If a rank raised and the process group did not survive.
         """
-        with self._explained():
+        with self._explain_lost_connection():
             if self._update_cycle.has_failed:
                 self._discard_update()
             else:
@@ -365,12 +365,12 @@ class BaseEngine(ABC):
         # Raise errors of a background save before the update, so that the update can be repeated.
         self._raise_background_error()
         cycle.check_can_step()
-        with self._reported("an optimizer step"), self._loaded("update"):
+        with self._report_failure("an optimizer step"), self._loaded("update"):
             if cycle.has_unreduced_gradients:
-                with cycle.training_call(result=GradientState.REDUCED):
+                with cycle.record_training_call(result=GradientState.REDUCED):
                     self._reduce_pending_gradients()
             # A call of its own: only after an exception in here parameters may have changed.
-            with cycle.training_call(result=GradientState.APPLIED):
+            with cycle.record_training_call(result=GradientState.APPLIED):
                 norm = self._apply_gradients(lr=self.current_lr) if cycle.trains_something else 0.0
         cycle.finish(norm, max_consecutive_skips=optimizer.max_consecutive_skips)
         return norm
@@ -538,7 +538,7 @@ class BaseEngine(ABC):
         Raises:
             MessageError: If `gather_codec.encode_value` does not support the value.
         """
-        with self._explained():
+        with self._explain_lost_connection():
             return self._gather_objects(item)
 
     def export_weights(self) -> WeightStream:
@@ -897,7 +897,7 @@ class BaseEngine(ABC):
             forward_only=forward_only,
         )
         failures = self._rank_failures
-        passes = nullcontext() if failures is None else failures.exchanging_messages()
+        passes = nullcontext() if failures is None else failures.track_messages()
         if forward_only:
             # No backward pass can use the tensors that an engine makes in inference mode and keeps,
             # such as FSDP2's gathered parameters. The check is needed, because
@@ -911,7 +911,7 @@ class BaseEngine(ABC):
         are_trained = self._loss_fn is not None or not batch.denominators.is_empty
         self._update_cycle.record_samples(batch.sample_ids, are_trained=are_trained)
         result = GradientState.REDUCED if final else GradientState.ACCUMULATED
-        with self._update_cycle.training_call(result=result), passes:
+        with self._update_cycle.record_training_call(result=result), passes:
             return run(reduce_gradients=final)
 
     def _with_position(
@@ -933,15 +933,23 @@ class BaseEngine(ABC):
         if self._rank_failures is not None:
             self._rank_failures.check()
 
-    def _reported(self, call: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._rank_failures is None else self._rank_failures.reported(call)
+    def _report_failure(self, call: str) -> AbstractContextManager[None]:
+        return (
+            nullcontext()
+            if self._rank_failures is None
+            else self._rank_failures.report_failure(call)
+        )
 
-    def _explained(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._rank_failures is None else self._rank_failures.explained()
+    def _explain_lost_connection(self) -> AbstractContextManager[None]:
+        return (
+            nullcontext()
+            if self._rank_failures is None
+            else self._rank_failures.explain_lost_connection()
+        )
 
     @contextmanager
     def _load(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
-        with self._explained(), self._loaded(mode):
+        with self._explain_lost_connection(), self._loaded(mode):
             yield
 
     def _stage(self, write: Callable[[str], list[str]]) -> checkpoint.StagedEngine:

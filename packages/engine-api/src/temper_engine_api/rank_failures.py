@@ -146,7 +146,7 @@ class RankFailures:
         self._position = position
 
     @contextmanager
-    def exchanging_messages(self) -> Iterator[None]:
+    def track_messages(self) -> Iterator[None]:
         """Enclose the passes of a call, in which pipeline stages exchange messages."""
         self._may_have_messages = self._has_stages
         yield
@@ -154,7 +154,7 @@ class RankFailures:
         self._may_have_messages = False
 
     @contextmanager
-    def reported(self, call: str) -> Iterator[None]:
+    def report_failure(self, call: str) -> Iterator[None]:
         """Enclose a collective call: report its exception, and take part in the agreement.
 
         Args:
@@ -175,7 +175,7 @@ class RankFailures:
         self.check()
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explain_lost_connection(self) -> Iterator[None]:
         """Enclose another collective operation: explain a lost connection by a failed rank.
 
         Raises:

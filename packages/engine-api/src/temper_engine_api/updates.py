@@ -124,7 +124,7 @@ class UpdateCycle:
         self._pending_sample_ids: list[Tensor] = []
 
     @contextmanager
-    def training_call(self, *, result: GradientState) -> Iterator[None]:
+    def record_training_call(self, *, result: GradientState) -> Iterator[None]:
         """Enclose a call that changes gradients or parameters, and record its effect on them.
 
         An exception marks the update as failed: gradients may be partly accumulated or reduced.

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from temper_engine_api.checkpoint import (
     FileRecord,
     config_hash,
+    list_package_versions,
     lock_for_reading,
-    package_versions,
     verify,
 )
 from temper_engine_api.checkpoint.manifest import (
@@ -248,7 +248,7 @@ def test_configuration_with_an_arbitrary_object_has_no_hash() -> None:
 
 
 def test_versions_include_engine_api_and_torch() -> None:
-    versions = package_versions()
+    versions = list_package_versions()
     assert {"temper-engine-api", "torch"} <= versions.keys()
     assert all(versions.values())
 

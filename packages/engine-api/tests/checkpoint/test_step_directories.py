@@ -19,7 +19,7 @@ from temper_engine_api.checkpoint import (
     verify,
 )
 from temper_engine_api.checkpoint.manifest import read_manifest
-from temper_engine_api.checkpoint.step_directories import partial_directory, remove_step
+from temper_engine_api.checkpoint.step_directories import make_partial_path, remove_step
 from temper_engine_api.errors import ConfigError, IncompleteCheckpointError
 
 SaveStep = Callable[..., Path]
@@ -333,7 +333,7 @@ def test_keeping_none_is_refused(save_step: SaveStep, tmp_path: Path, number: in
 
 
 def test_partial_names_do_not_collide(tmp_path: Path) -> None:
-    assert partial_directory(tmp_path, 1) != partial_directory(tmp_path, 1)
+    assert make_partial_path(tmp_path, 1) != make_partial_path(tmp_path, 1)
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,9 @@ class HidesTheFailedRank(DataParallelOracle):
     """Raises an error of its own instead of the one that names the failed rank."""
 
     @contextmanager
-    def _reported(self, call):
+    def _report_failure(self, call):
         try:
-            with super()._reported(call):
+            with super()._report_failure(call):
                 yield
         except RankFailedError as error:
             raise RuntimeError("a rank was lost") from error
@@ -118,5 +118,5 @@ class AcceptsCallsInABrokenGroup(DataParallelOracle):
     """Accepts calls after a rank failed, although its process group is broken."""
 
     @contextmanager
-    def _explained(self):
+    def _explain_lost_connection(self):
         yield

@@ -31,7 +31,7 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.weight_names import check_expert_names
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.numerics import torch_dtype
-from temper_engine_fsdp.runtime.performance import memory_metrics
+from temper_engine_fsdp.runtime.performance import measure_memory
 from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class FSDPEngine(BaseEngine):
 
     def _collect_metrics(self) -> Mapping[str, Metric]:
         memory, speed = (
-            memory_metrics(self._components.membership.device),
+            measure_memory(self._components.membership.device),
             self._components.throughput.stop(),
         )
         return LazyMetrics(lambda: {**memory, **speed()})

@@ -11,10 +11,10 @@ from temper_trainer.algorithms.adaptive_coefficients import build_kl_controller
 from temper_trainer.algorithms.kl import (
     KlEstimator,
     KlLossEstimator,
+    compute_mean_sequence_kl,
     estimate_kl,
     estimate_kl_loss,
     get_value_estimator,
-    mean_sequence_kl,
 )
 from temper_trainer.config.algorithm import AlgorithmConfig, KlControllerConfig
 
@@ -150,7 +150,7 @@ def test_sequence_kl_sums_tokens_and_averages_samples() -> None:
     samples = from_sequences(
         [torch.arange(3), torch.arange(2)], loss_masks=[torch.arange(n) >= 1 for n in (3, 2)]
     )
-    assert mean_sequence_kl(
+    assert compute_mean_sequence_kl(
         torch.tensor([math.nan, 1.0, 2.0, math.nan, 4.0]), samples=samples
     ) == pytest.approx(3.5)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from temper_trainer.data.rows import DataError
-from temper_trainer.data.streams import InMemoryStream, epoch_order
+from temper_trainer.data.streams import InMemoryStream, draw_epoch_order
 from temper_trainer.types import DataCursor
 
 ORDER_OF_SEED_0 = [4, 5, 0, 7, 2, 3, 1, 6]
@@ -46,17 +46,17 @@ def test_cursor_at_the_end_of_an_epoch_starts_the_next() -> None:
     stream = InMemoryStream("abc", seed=1, shuffle=True, cursor=DataCursor(epoch=4, index=3))
     assert stream.cursor == DataCursor(epoch=5, index=0)
     assert stream.take(3) == [
-        *map("abc".__getitem__, epoch_order(3, seed=1, epoch=5, shuffle=True))
+        *map("abc".__getitem__, draw_epoch_order(3, seed=1, epoch=5, shuffle=True))
     ]
 
 
 def test_order_of_an_epoch_does_not_depend_on_the_python_version() -> None:
     # Fixed by random.Random's promise for string seeds; written down so that a change of our own
     # shows.
-    assert epoch_order(8, seed=0, epoch=0, shuffle=True) == ORDER_OF_SEED_0
-    assert epoch_order(8, seed=0, epoch=1, shuffle=True) != ORDER_OF_SEED_0
-    assert epoch_order(8, seed=1, epoch=0, shuffle=True) != ORDER_OF_SEED_0
-    assert epoch_order(3, seed=0, epoch=9, shuffle=False) == [0, 1, 2]
+    assert draw_epoch_order(8, seed=0, epoch=0, shuffle=True) == ORDER_OF_SEED_0
+    assert draw_epoch_order(8, seed=0, epoch=1, shuffle=True) != ORDER_OF_SEED_0
+    assert draw_epoch_order(8, seed=1, epoch=0, shuffle=True) != ORDER_OF_SEED_0
+    assert draw_epoch_order(3, seed=0, epoch=9, shuffle=False) == [0, 1, 2]
 
 
 def test_empty_stream_is_refused() -> None:

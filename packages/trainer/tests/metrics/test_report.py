@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from temper_trainer.config_loading import load, write_resolved
-from temper_trainer.metrics.run_files import last_lines
+from temper_trainer.metrics.run_files import read_last_lines
 from temper_trainer.metrics.run_log import RunLog, SampleRow
 from temper_trainer.metrics.run_starts import record_start
 
@@ -96,8 +96,8 @@ def test_last_lines_are_read_from_the_end_of_the_file(tmp_path: Path) -> None:
     path.write_text("".join(f"line {i} ü\n" for i in range(1000)) + "cut o")
     expected = [f"line {i} ü".encode() for i in range(1000)]
     for block_bytes in (1, 7, 64, 1 << 20):
-        assert last_lines(path, 3, block_bytes=block_bytes) == expected[-3:]
-    assert last_lines(path, 5000, block_bytes=64) == expected
+        assert read_last_lines(path, 3, block_bytes=block_bytes) == expected[-3:]
+    assert read_last_lines(path, 5000, block_bytes=64) == expected
 
 
 def test_failure_to_write_the_report_is_printed_and_not_raised(tmp_path: Path) -> None:

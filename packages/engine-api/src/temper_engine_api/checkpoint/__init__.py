@@ -16,7 +16,7 @@ from temper_engine_api.checkpoint.manifest import (
     Manifest,
     ManifestInfo,
     config_hash,
-    package_versions,
+    list_package_versions,
     verify,
 )
 from temper_engine_api.checkpoint.part_files import (
@@ -58,11 +58,11 @@ __all__ = [
     "find_latest_step",
     "find_step",
     "list_complete_steps",
+    "list_package_versions",
     "list_partial_saves",
     "list_step_entries",
     "load_engine_checkpoint",
     "lock_for_reading",
-    "package_versions",
     "prune",
     "read_json",
     "report_part",

@@ -57,7 +57,7 @@ _TEMPORARY_ERRORS = frozenset(
 """Errors whose cause is not the file, which may be intact. All others are treated as damage."""
 
 
-def package_versions(
+def list_package_versions(
     libraries: Collection[str] = ("torch", "transformers", "megatron-core"),
 ) -> dict[str, str]:
     """Return the versions of all Temper distributions, and of the libraries that are installed."""
@@ -82,8 +82,8 @@ class ManifestInfo:
     """Sizes of the parallel axes that wrote the state, for information only."""
     config_hash: str
     """Result of `config_hash` for the configuration."""
-    packages: Mapping[str, str] = field(default_factory=package_versions)
-    """Versions by distribution, from `package_versions`."""
+    packages: Mapping[str, str] = field(default_factory=list_package_versions)
+    """Versions by distribution, from `list_package_versions`."""
     run_id: str | None = None
     """Run that wrote the step: retention deletes only steps of its own run. None if the writer has
     no such identity, for example an engine that saves by itself."""
@@ -138,7 +138,7 @@ def read_manifest(directory: str | Path) -> Manifest:
             "directory."
         ) from error
     except OSError as error:
-        raise unreadable_error(path, error) from error
+        raise make_unreadable_error(path, error) from error
     return parse_manifest(content, source=str(path))
 
 
@@ -281,13 +281,13 @@ def _check_file(directory: Path, record: FileRecord, *, with_content: bool) -> N
     try:
         fault = find_file_damage(directory, record, with_content=with_content)
     except OSError as error:
-        raise unreadable_error(directory / record.path, error) from error
+        raise make_unreadable_error(directory / record.path, error) from error
     if fault is not None:
         path = directory / record.path
         raise DamagedCheckpointError(f"{path} {fault}: load another step directory.")
 
 
-def unreadable_error(path: Path, error: OSError) -> CheckpointError:
+def make_unreadable_error(path: Path, error: OSError) -> CheckpointError:
     """Return the error for a file that is there but cannot be read.
 
     It is a `DamagedCheckpointError` if the file is damaged. A missing permission, for example, says

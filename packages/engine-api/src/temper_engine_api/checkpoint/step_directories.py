@@ -25,9 +25,9 @@ from temper_engine_api.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     check_not_another_system,
+    make_unreadable_error,
     open_manifest,
     read_manifest,
-    unreadable_error,
     verify,
 )
 from temper_engine_api.errors import CheckpointError, ConfigError, IncompleteCheckpointError
@@ -58,7 +58,7 @@ def step_directory(root: str | Path, step: int) -> Path:
     return _folder(root) / f"step_{step:08d}"
 
 
-def partial_directory(root: str | Path, step: int) -> Path:
+def make_partial_path(root: str | Path, step: int) -> Path:
     """Return a new unique path next to the step directory, for writing the step."""
     # In the same folder, since a rename is atomic only within one file system; unique, so that
     # nothing is overwritten.
@@ -239,7 +239,7 @@ def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -
             return False
         # Renamed first, so that a crash never leaves half a step under the name of a complete one.
         (directory / MARKER_NAME).write_text(manifest.info.run_id or "")
-        hidden = partial_directory(directory.parent, manifest.step)
+        hidden = make_partial_path(directory.parent, manifest.step)
         os.rename(directory, hidden)
     # Delete only after the manifest is closed: NFS renames an open file that is deleted, and keeps
     # its folder.
@@ -277,7 +277,7 @@ def lock_for_reading(directory: str | Path) -> Iterator[None]:
                 f"{directory} has no {MANIFEST_NAME}: load another step directory."
             ) from error
         except OSError as error:
-            raise unreadable_error(path, error) from error
+            raise make_unreadable_error(path, error) from error
         yield
 
 

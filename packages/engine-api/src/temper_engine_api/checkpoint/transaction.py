@@ -20,7 +20,7 @@ from temper_engine_api.checkpoint.step_directories import (
     MARKER_NAME,
     find_latest_step,
     list_partial_saves,
-    partial_directory,
+    make_partial_path,
     step_directory,
 )
 from temper_engine_api.errors import CheckpointError
@@ -170,7 +170,7 @@ def begin_checkpoint(
         )
     for partial in list_partial_saves(root):
         logger.warning("%s was never committed: its run died, or is still saving", partial)
-    staging = partial_directory(root, step)
+    staging = make_partial_path(root, step)
     # exist_ok is not set, because the name is random: a directory that exists is not from this
     # save.
     staging.mkdir(parents=True)

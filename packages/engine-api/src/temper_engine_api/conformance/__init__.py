@@ -17,7 +17,7 @@ NEEDS = ("numpy", "peft", "pytest", "safetensors", "transformers")
 """Modules of the extra ``conformance``."""
 
 
-def missing_extra() -> str:
+def describe_missing_extra() -> str:
     """Return a message naming missing modules of the extra; empty if all are installed."""
     missing = [module for module in NEEDS if find_spec(module) is None]
     if not missing:

@@ -5,7 +5,7 @@
 
 import sys
 
-from temper_engine_api.conformance import KIT, PLUGIN, missing_extra
+from temper_engine_api.conformance import KIT, PLUGIN, describe_missing_extra
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
         pytest's exit status: 0 if all tests passed; 4 also if the optional dependencies of
             the kit are not installed.
     """
-    if message := missing_extra():
+    if message := describe_missing_extra():
         print(f"ERROR: {message}", file=sys.stderr)
         return 4
     import pytest

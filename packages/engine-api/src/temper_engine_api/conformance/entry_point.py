@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from temper_engine_api.conformance import KIT, PLUGIN, missing_extra
+from temper_engine_api.conformance import KIT, PLUGIN, describe_missing_extra
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, args: Sequence[str]) -> None:
@@ -24,6 +24,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: Sequence[st
     if any(
         KIT in argument.replace(os.sep, ".") for argument in args if not argument.startswith("-")
     ):
-        if message := missing_extra():
+        if message := describe_missing_extra():
             raise pytest.UsageError(message)
         early_config.pluginmanager.import_plugin(PLUGIN)

@@ -187,7 +187,7 @@ _GIB = 2**30
 _STATM = Path("/proc/self/statm")
 
 
-def memory_metrics(device: torch.device) -> Mapping[str, Metric]:
+def measure_memory(device: torch.device) -> Mapping[str, Metric]:
     """Return memory in GiB; the maximum over ranks is reported.
 
     Host memory of this process (Linux only) and, on CUDA, peak allocated and reserved memory.

@@ -116,7 +116,7 @@ def estimate_kl_loss(
     return estimate_kl(logprobs, ref_logprobs=ref_logprobs, estimator=estimator, clamp=clamp)
 
 
-def mean_sequence_kl(kl: Tensor, *, samples: SequenceBatch) -> float:
+def compute_mean_sequence_kl(kl: Tensor, *, samples: SequenceBatch) -> float:
     """Return the mean over samples of the KL [T] summed over trained tokens, in nats.
 
     Summed in float64. This is the number that ``KlController`` is given.

@@ -25,7 +25,7 @@ from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
 from temper_trainer.types import IS_CHOSEN
 
 
-def mean_over_groups() -> Aggregation:
+def make_group_mean() -> Aggregation:
     """Return the mean over groups, which are pairs."""
     return Aggregation(mode=AggregationMode.GROUP_MEAN)
 
@@ -41,7 +41,7 @@ class PreferenceObjective(Objective):
 
     loss: PreferenceLoss = field(default_factory=Dpo)
     """Computes the loss of each completion."""
-    aggregation: Aggregation = field(default_factory=mean_over_groups)
+    aggregation: Aggregation = field(default_factory=make_group_mean)
     """Must be group_mean, the mean over pairs."""
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from temper_trainer.algorithms.preference_losses.preference_loss import (
     compute_pair_difference,
     sum_over_pair,
 )
-from temper_trainer.algorithms.preference_objective import mean_over_groups
+from temper_trainer.algorithms.preference_objective import make_group_mean
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
 from temper_trainer.types import IS_CHOSEN, LOSS_WEIGHTS, MARGIN
 
@@ -100,7 +100,7 @@ class RewardModelObjective(Objective):
     """Weight of the squared sum of a pair's scores, which keeps scores near 0."""
     has_margin: bool = False
     """True to read the column margin."""
-    aggregation: Aggregation = field(default_factory=mean_over_groups)
+    aggregation: Aggregation = field(default_factory=make_group_mean)
     """Must be group_mean, the mean over pairs."""
 
     @property

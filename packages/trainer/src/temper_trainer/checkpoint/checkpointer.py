@@ -25,16 +25,16 @@ from temper_engine_api.checkpoint import (
     delete_killed_saves,
     find_step,
     list_complete_steps,
+    list_package_versions,
     list_partial_saves,
     list_step_entries,
     lock_for_reading,
-    package_versions,
     prune,
     report_part,
     set_aside,
     verify,
 )
-from temper_engine_api.checkpoint.manifest import read_manifest, unreadable_error
+from temper_engine_api.checkpoint.manifest import make_unreadable_error, read_manifest
 from temper_engine_api.checkpoint.step_directories import MARKER_NAME, STEP_NAME
 from temper_engine_api.checkpoint.transaction import write_durably
 from temper_engine_api.errors import (
@@ -142,7 +142,7 @@ class Checkpointer:
         info = ManifestInfo(
             topology=topology,
             config_hash=state.config_digest,
-            packages=package_versions(),
+            packages=list_package_versions(),
             run_id=self.run_id,
         )
         own = transaction.part(TRAINER_PART)
@@ -514,7 +514,7 @@ def _check_trainer_state(directory: Path) -> None:
             try:
                 content = path.read_bytes()
             except OSError as error:
-                raise unreadable_error(path, error) from error
+                raise make_unreadable_error(path, error) from error
             if hashlib.sha256(content).hexdigest() != record.sha256:
                 raise DamagedCheckpointError(
                     f"{path} has another checksum than when it was written: load another step "

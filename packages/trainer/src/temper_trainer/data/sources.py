@@ -182,7 +182,7 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
             "another kind?"
         ) from error
     except OSError as error:
-        raise _unreadable_error(path, error) from error
+        raise _make_unreadable_error(path, error) from error
 
 
 def _parquet_records(
@@ -215,7 +215,7 @@ def _parquet_records(
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
     except OSError as error:
-        raise _unreadable_error(path, error) from error
+        raise _make_unreadable_error(path, error) from error
 
 
 def _find_column(key: str, names: Sequence[str]) -> str:
@@ -260,7 +260,7 @@ def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[t
         yield f"{name}[{source.split}] row {number}", record
 
 
-def _unreadable_error(path: str, error: OSError) -> DataError:
+def _make_unreadable_error(path: str, error: OSError) -> DataError:
     return DataError(
         f"{path} cannot be read ({type(error).__name__}: {error}): give the path of a readable "
         "file. Relative paths start at the working directory, or at the given base directory."

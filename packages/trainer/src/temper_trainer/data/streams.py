@@ -11,7 +11,7 @@ from temper_trainer.types import DataCursor, Prompt
 Item = TypeVar("Item")
 
 
-def epoch_order(num_items: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+def draw_epoch_order(num_items: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
     """Return [num_items] indices in the order of one epoch."""
     order = list(range(num_items))
     if shuffle:
@@ -157,7 +157,7 @@ class InMemoryStream(Generic[Item]):
         if cursor.index == len(self._items):
             cursor = DataCursor(epoch=cursor.epoch + 1)
         if self._order_epoch != cursor.epoch:
-            self._order = epoch_order(
+            self._order = draw_epoch_order(
                 len(self._items), seed=self._seed, epoch=cursor.epoch, shuffle=self._shuffle
             )
             if self._curriculum is not None:

@@ -11,7 +11,7 @@ from temper_trainer.algorithms.adaptive_coefficients import KlController
 from temper_trainer.algorithms.advantage_statistics import discount_by_turn
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.distillation_objective import compute_teacher_reward
-from temper_trainer.algorithms.kl import estimate_kl, get_value_estimator, mean_sequence_kl
+from temper_trainer.algorithms.kl import compute_mean_sequence_kl, estimate_kl, get_value_estimator
 from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS
 from temper_trainer.algorithms.rollout_correction import (
     RATIO_SQUARE_MEAN,
@@ -74,7 +74,7 @@ def add_advantages(
         else None,
     )
     if token_kl is not None:
-        mean_kl = mean_sequence_kl(token_kl, samples=samples)
+        mean_kl = compute_mean_sequence_kl(token_kl, samples=samples)
         metrics |= {"ref/kl": mean_kl, "ref/kl_coef": kl_controller.coef}
         # After this step's rewards: the new coefficient applies from the next step on.
         kl_controller = kl_controller.adapt(kl=mean_kl, num_samples=samples.num_sequences)

@@ -27,8 +27,8 @@ from temper_trainer.metrics.headline import describe_result, format_duration
 from temper_trainer.metrics.run_files import (
     METRICS_FILE,
     Row,
-    last_lines,
     parse_line,
+    read_last_lines,
     read_latest_rows,
     read_settings,
 )
@@ -208,7 +208,7 @@ def _format_times(rows: Sequence[Row]) -> str:
 def _samples(path: Path) -> str:
     if not path.exists():
         return ""
-    parsed = [parse_line(line) for line in last_lines(path, NUM_SAMPLES)]
+    parsed = [parse_line(line) for line in read_last_lines(path, NUM_SAMPLES)]
     rows = [fields for fields in parsed if fields is not None]
     names = ("step", "prompt", "completion", "answer", "reward")
     lines = [tuple(_shorten(row[name]) for name in names) for row in reversed(rows)]

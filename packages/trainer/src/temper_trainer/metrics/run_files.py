@@ -161,7 +161,7 @@ def _complete_lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
-def last_lines(path: Path, count: int, *, block_bytes: int = 1 << 16) -> list[bytes]:
+def read_last_lines(path: Path, count: int, *, block_bytes: int = 1 << 16) -> list[bytes]:
     """Return the last complete lines of a file, reading it backwards in blocks."""
     with path.open("rb") as file:
         start, data = file.seek(0, os.SEEK_END), b""

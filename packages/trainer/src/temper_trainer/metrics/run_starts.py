@@ -4,7 +4,7 @@ import json
 import time
 from pathlib import Path
 
-from temper_trainer.metrics.run_files import last_lines
+from temper_trainer.metrics.run_files import read_last_lines
 from temper_trainer.versions import find_commit, list_installed_versions
 
 STARTS_FILE = "starts.jsonl"
@@ -27,7 +27,7 @@ def read_starts(directory: Path) -> list[dict[str, object]]:
     """Return the recorded starts in order; damaged lines are left out."""
     path = directory / STARTS_FILE
     starts = []
-    for line in last_lines(path, 1000) if path.exists() else []:
+    for line in read_last_lines(path, 1000) if path.exists() else []:
         try:
             fields = json.loads(line)
         except ValueError:  # not UTF-8 or not JSON, as a damaged disk leaves
