@@ -78,7 +78,7 @@ def check_external_objects(config: TrainerConfig) -> None:
     ]:
         raise ConfigError("\n".join(problems))
     if config.generates_completions:
-        check_rewards(config.reward, iterate_selected_rewards(config))
+        check_rewards(config.reward, iterate_selected_rewards(config.data, config.reward))
     if config.environment is not None and config.environment.name not in BUILT_IN_ENVIRONMENTS:
         _check_custom_environment(config.environment)
     elif config.environment is not None and config.environment.name == "python":
@@ -109,7 +109,7 @@ def warn_about_judges(config: TrainerConfig) -> None:
     """Log a warning for each judge whose endpoint cannot be reached or does not know its model."""
     if not config.generates_completions:
         return
-    for name in find_rewards(config.reward, iterate_selected_rewards(config)):
+    for name in find_rewards(config.reward, iterate_selected_rewards(config.data, config.reward)):
         if name in config.reward.judges:
             warn_if_unreachable(config.reward.judges[name], name=name)
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.config.data import PreferenceKind, SourceConfig
+from temper_trainer.config.run import RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.data_files import NUM_CHECKED_ROWS, trains_new_tokenizer
 from temper_trainer.config_loading.external_checks import preview_checkpoint
@@ -86,7 +87,7 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[FirstSample]:
             uses = eval_uses or [(train, "prompts")]
         case "rl" | "distill":
             uses = [*all_train, *eval_uses]
-            if config.warm_start is not None and not _has_warm_start(config):
+            if config.warm_start is not None and not _has_warm_start(config.run):
                 own = config.warm_start.data
                 uses.append((train if own is None else ("warm_start.data", own), "demonstrations"))
     for (key, source), use in uses:
@@ -94,10 +95,10 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[FirstSample]:
             yield read_sample(key, source, use=use)
 
 
-def _has_warm_start(config: TrainerConfig) -> bool:
+def _has_warm_start(config: RunConfig) -> bool:
     """Return True if the run may skip its warm start: its model or a checkpoint exists."""
-    folder = Path(config.run.dir) / "warm_start"
-    return (folder / "huggingface").exists() or preview_checkpoint(config.run) is not None
+    folder = Path(config.dir) / "warm_start"
+    return (folder / "huggingface").exists() or preview_checkpoint(config) is not None
 
 
 def read_sample(key: str, source: SourceConfig, *, use: SampleUse) -> FirstSample:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.reward import REWARD_MODEL
+from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.first_rows import read_sample
 from temper_trainer.data.rows import Row
@@ -39,13 +39,13 @@ def _find_problems(config: TrainerConfig) -> Iterator[str]:
                 if name == REWARD_MODEL or name in config.reward.judges or name in called:
                     continue
                 called.add(name)
-                if problem := _call(config, name, row):
+                if problem := _call(config.reward, name, row):
                     yield f"{key}: the reward {name} of the first row failed: {problem}"
 
 
-def _call(config: TrainerConfig, name: str, row: Row) -> str | None:
+def _call(config: RewardConfig, name: str, row: Row) -> str | None:
     """Return why a reward function gives no reward for a row, or None."""
-    function = get_function_config(config.reward, name)
+    function = get_function_config(config, name)
     reward = resolve_reward(function)
     if not getattr(reward, "call_in_check", True):
         return None
@@ -62,7 +62,7 @@ def _call(config: TrainerConfig, name: str, row: Row) -> str | None:
         reward=row.reward,
         category=row.category,
     )
-    scoring = ThreadScoring(call, timeout_s=config.reward.timeout_s)
+    scoring = ThreadScoring(call, timeout_s=config.timeout_s)
     (outcome,) = scoring.run([(prompt, row.answer)], max_failures=1)
     outcome = outcome.redacted()
     return None if outcome.kind is None else f"{outcome.kind}: {outcome.message}\n{outcome.trace}"

@@ -16,6 +16,7 @@ from temper_engine_api.objective import HeadOutput
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_trainer.checkpoint.trainer_state import TrainerState
+from temper_trainer.config.data import DataConfig
 from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
@@ -134,7 +135,9 @@ def build_components(
             config=config,
             log=log,
             tokenizer=tokenizer,
-            prompts=_open_prompts(prompts, config=config, cursor=state.cursor),
+            prompts=_open_prompts(
+                prompts, data=config.data, seed=config.run.seed, cursor=state.cursor
+            ),
             eval_sets=eval_sets,
             sampler=_make_pausable(sampler, interrupts=config.asynchrony.partial_rollouts)
             if config.loop == "async"
@@ -151,10 +154,9 @@ def build_components(
 
 
 def _open_prompts(
-    prompts: Sequence[Prompt], *, config: TrainerConfig, cursor: DataCursor
+    prompts: Sequence[Prompt], *, data: DataConfig, seed: int, cursor: DataCursor
 ) -> InMemoryStream[Prompt] | MixedStream[Prompt]:
     """Return the stream of training prompts, mixed by the weights of the sources if any."""
-    data, seed = config.data, config.run.seed
     curriculum = Curriculum(get_difficulty=get_difficulty, shuffled_fraction=data.shuffled_fraction)
     if data.train.weight is None:
         return InMemoryStream(

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
+from temper_trainer.config.data import DataConfig
 from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
-from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.reward.registry import list_registered_names
 from temper_trainer.settings.import_path import is_import_path
 
@@ -28,11 +28,11 @@ def find_unknown_rewards(config: RewardConfig, rewards: Iterable[tuple[str, str]
             )
 
 
-def iterate_selected_rewards(config: TrainerConfig) -> Iterator[str]:
+def iterate_selected_rewards(data: DataConfig, reward: RewardConfig) -> Iterator[str]:
     """Yield the names of the rewards in the configuration. Rows of data may select others."""
     yield ""
-    for source in (*config.data.train_sources.values(), *config.data.eval_sources.values()):
+    for source in (*data.train_sources.values(), *data.eval_sources.values()):
         if source.reward is not None:
             yield source.reward
         if source.reward_key is not None:
-            yield from config.reward.defined_names
+            yield from reward.defined_names
