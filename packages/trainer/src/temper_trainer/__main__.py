@@ -39,8 +39,7 @@ from temper_trainer.config_loading.hub_models import load_hub_models
 from temper_trainer.config_loading.reward_calls_check import check_reward_calls
 from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.sizes import describe_sizes
-from temper_trainer.metrics.run_files import METRICS_FILE, read_latest_rows
-from temper_trainer.metrics.run_starts import record_start
+from temper_trainer.metrics.run_files import METRICS_FILE, read_latest_rows, record_start
 from temper_trainer.redaction import (
     RedactingFormatter,
     print_redacted_traceback,

@@ -7,9 +7,8 @@ import pytest
 from rich.console import Console
 
 from temper_trainer.config_loading import load, write_resolved
-from temper_trainer.metrics.run_files import read_last_lines
+from temper_trainer.metrics.run_files import read_last_lines, record_start
 from temper_trainer.metrics.run_log import RunLog, SampleRow
-from temper_trainer.metrics.run_starts import record_start
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from temper_trainer.metrics.run_files import (
     read_last_lines,
     read_latest_rows,
     read_settings,
+    read_starts,
 )
-from temper_trainer.metrics.run_starts import read_starts
 from temper_trainer.versions import list_installed_versions
 
 REPORT_FILE = "report.html"

@@ -1,9 +1,10 @@
-"""Read and write the files of a run folder that record its metrics and its settings."""
+"""Read and write the files of a run folder that record its metrics, settings and starts."""
 
 import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,13 @@ from typing import Any
 
 import yaml
 
+from temper_trainer.versions import find_commit, list_installed_versions
+
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+STARTS_FILE = "starts.jsonl"
+"""One JSON object per start of the run, the last one for the newest."""
 WARM_START_PHASE = "warm_start"
 """The only phase with its own step counter; rl, sft and eval use the step of the run."""
 
@@ -221,3 +226,29 @@ def flatten_settings(tree: Mapping[str, object], prefix: str = "") -> Iterable[t
             yield from flatten_settings(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def record_start(directory: Path, *, command: str) -> None:
+    """Append this start; the command must not contain secrets."""
+    start = {
+        "time_s": round(time.time(), 3),
+        "command": command,
+        "commit": find_commit(),
+        "versions": list_installed_versions(),
+    }
+    with (directory / STARTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(start, ensure_ascii=False) + "\n")
+
+
+def read_starts(directory: Path) -> list[dict[str, object]]:
+    """Return the recorded starts in order; damaged lines are left out."""
+    path = directory / STARTS_FILE
+    starts = []
+    for line in read_last_lines(path, 1000) if path.exists() else []:
+        try:
+            fields = json.loads(line)
+        except ValueError:  # not UTF-8 or not JSON, as a damaged disk leaves
+            continue
+        if isinstance(fields, dict):
+            starts.append(fields)
+    return starts
