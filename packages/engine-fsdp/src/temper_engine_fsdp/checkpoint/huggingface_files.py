@@ -128,7 +128,10 @@ def write_weights(
     except OSError as error:
         # Consume the rest: the other ranks still gather.
         deque(weights, maxlen=0)
-        raise CheckpointError(f"could not write the weights to {folder} ({error})") from error
+        raise CheckpointError(
+            f"could not write the weights to {folder} ({error}): free disk space, or save to a "
+            "folder that this process may write."
+        ) from error
 
 
 def _write_shards(

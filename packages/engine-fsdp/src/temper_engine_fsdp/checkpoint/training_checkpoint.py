@@ -85,7 +85,8 @@ def write_dcp(
         OSError,
     ) as error:  # a full disk raises any of these
         raise CheckpointError(
-            f"could not write the checkpoint to {folder} ({str(error).strip().splitlines()[-1]})"
+            f"could not write the checkpoint to {folder} ({str(error).strip().splitlines()[-1]}): "
+            "free disk space, or save to a folder that this process may write."
         ) from error
     # DCP names the files of a rank __RANK_NUMBER.distcp; the coordinator writes the metadata.
     own_files = sorted(path.name for path in folder.glob(f"__{rank}_*"))
@@ -207,7 +208,8 @@ def write_rng_states(states: Mapping[str, Tensor], *, directory: str, rank: int)
         torch.save(dict(states), path)
     except (RuntimeError, OSError) as error:  # torch raises RuntimeError on a full disk
         raise CheckpointError(
-            f"could not write {path} ({str(error).strip().splitlines()[0]})"
+            f"could not write {path} ({str(error).strip().splitlines()[0]}): free disk space, or "
+            "save to a folder that this process may write."
         ) from error
     return relative
 

@@ -166,7 +166,8 @@ def load_state(
         if len(shapes) != 1:
             raise WeightError(
                 f"master weight and moments of {state.name} have different shapes "
-                f"{sorted(shapes)}, but must have the same: nothing was loaded."
+                f"{sorted(shapes)}, but must have the same, so nothing was loaded: export the "
+                "state again."
             )
         received.append(WeightEntry(name=state.name, shape=shapes.pop(), dtype=state.master.dtype))
         tensors = (state.master, state.first_moment, state.second_moment)

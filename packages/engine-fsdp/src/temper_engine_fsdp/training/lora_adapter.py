@@ -357,7 +357,7 @@ def _refuse_unsupported(
     if missing:
         raise ConfigError(
             f"lora.modules_to_save names {', '.join(missing)}, but {type(hf_model).__name__} has "
-            "no such module."
+            "no such module: name modules by the end of their path, such as lm_head."
         )
 
 

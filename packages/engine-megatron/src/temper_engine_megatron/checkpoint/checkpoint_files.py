@@ -201,7 +201,10 @@ def _report_write_errors(path: Path) -> Iterator[None]:
         yield
     # Errors that Python, torch and safetensors raise on a full disk.
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"could not write {path} ({error})") from error
+        raise CheckpointError(
+            f"could not write {path} ({error}): free disk space, or save to a folder that this "
+            "process may write."
+        ) from error
 
 
 def get_rng_states(

@@ -288,5 +288,5 @@ def _check_same_shapes(state: TrainingState) -> None:
     if len(shapes) != 1:
         raise WeightError(
             f"master weight and moments of {state.name} have different shapes {sorted(shapes)}, "
-            "but must have the same: nothing was loaded."
+            "but must have the same, so nothing was loaded: export the state again."
         )

@@ -60,7 +60,7 @@ def _parse_reference(prompt: Prompt) -> Decimal:
     if not _ANY_NUMBER.fullmatch(answer):
         raise ValueError(
             f"the reference answer of prompt {prompt.prompt_id} ({prompt.location}) is {answer!r}, "
-            "but must be a number."
+            "but must be a number: correct the row, or choose another reward for it."
         )
     return _parse_number(answer)
 
