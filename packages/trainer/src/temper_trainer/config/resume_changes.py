@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from temper_trainer.config.removed_keys import rename_settings
+from temper_trainer.config.run import ROLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,9 +15,6 @@ class FixedSetting:
     """Dotted keys and blocks."""
     source: str
     """Reason; completes "has no effect on a resumed run: ..."."""
-
-
-ROLES = ("actor", "critic", "ref")
 
 
 WRITES_NO_COMPLETIONS = FixedSetting(

@@ -224,6 +224,10 @@ LEGACY_TRAINING_WORKER = "training_worker"
 """Name of the entry point for a ``TrainingWorker`` that wraps the deprecated workers."""
 
 
+ROLES = ("actor", "critic", "ref")
+"""Models of a run that have settings of their own: keys of the configuration."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleConfig:
     """One model of a run: its engine, and the resources it runs on."""

@@ -32,7 +32,7 @@ from temper_trainer.config.rollout import (
     WeightSyncConfig,
     find_rollout_conflicts,
 )
-from temper_trainer.config.run import RoleConfig, RunConfig, RuntimeConfig
+from temper_trainer.config.run import ROLES, RoleConfig, RunConfig, RuntimeConfig
 from temper_trainer.config.tasks import GenerateConfig, RewardModelTaskConfig, WarmStartConfig
 
 
@@ -121,6 +121,17 @@ class TrainerConfig:
         if self.task != "dpo":
             return None
         return "pairs" if self.preference.is_paired else "labels"
+
+    @property
+    def roles(self) -> dict[str, RoleConfig]:
+        """The models that the run has, by the key of their settings."""
+        roles = {name: getattr(self, name) for name in ROLES}
+        return {name: role for name, role in roles.items() if role is not None}
+
+    @property
+    def trained_roles(self) -> dict[str, RoleConfig]:
+        """The models that the run trains: all roles but the frozen reference."""
+        return {name: role for name, role in self.roles.items() if name != "ref"}
 
     @property
     def has_teachers(self) -> bool:
@@ -252,14 +263,13 @@ def _find_optional_role_conflicts(config: TrainerConfig) -> list[str]:
 
 def _find_role_conflicts(config: TrainerConfig) -> Iterator[str]:
     """Yield layouts that do not fit the number of workers, and models of the wrong type."""
-    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
-    for name, role in roles.items():
-        if role is not None and role.num_workers > 1 and config.runtime.kind == "inline":
+    for name, role in config.roles.items():
+        if role.num_workers > 1 and config.runtime.kind == "inline":
             yield (
                 f"{name}.num_workers is {role.num_workers}, but runtime.kind is inline, which "
                 "runs one process: use ray."
             )
-        if role is not None and role.num_workers % role.engine.replica_size:
+        if role.num_workers % role.engine.replica_size:
             yield (
                 f"{name}.num_workers is {role.num_workers}, but the layout of {name}.engine "
                 f"shards one copy of the model over {role.engine.replica_size} ranks: set "
@@ -439,9 +449,8 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
 
 def _name_pools(config: TrainerConfig) -> dict[str, str]:
     """Return the key that names each resource pool, for all roles but the teachers."""
-    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     # Roles may share a pool; one of their keys is enough for the message.
-    pools = {role.pool: f"{name}.pool" for name, role in roles.items() if role is not None}
+    pools = {role.pool: f"{name}.pool" for name, role in config.roles.items()}
     pools[config.rollout.pool] = "rollout.pool"
     if config.reward.model is not None:
         pools[config.reward.model.pool] = "reward.model.pool"

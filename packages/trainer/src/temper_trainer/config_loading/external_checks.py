@@ -118,8 +118,8 @@ def warn_about_settings(config: TrainerConfig) -> None:
     """Log a warning for each trained model whose learning rate is 0."""
     if config.task in ("eval", "generate"):
         return
-    for name, role in (("actor", config.actor), ("critic", config.critic)):
-        optimizer = None if role is None else role.engine.optimizer
+    for name, role in config.trained_roles.items():
+        optimizer = role.engine.optimizer
         if optimizer is not None and optimizer.lr == 0:
             logger.warning(
                 "%s.engine.optimizer.lr is 0, so its weights will not change: set it above 0, or "
@@ -202,11 +202,7 @@ def check_libraries(config: TrainerConfig) -> None:
                 f"{format_install('temper-trainer[ray]')}, or use inline."
             )
         return  # the libraries of servers and engines may be on other hosts
-    adapted = [
-        name
-        for name, role in (("actor", config.actor), ("critic", config.critic))
-        if role is not None and role.engine.lora.is_enabled
-    ]
+    adapted = [name for name, role in config.trained_roles.items() if role.engine.lora.is_enabled]
     if adapted and config.model_engine in _ENGINES_WITH_PEFT and not _is_installed("peft"):
         raise ConfigError(
             f"{adapted[0]}.engine.lora is on, but peft is not installed: run "
@@ -410,10 +406,9 @@ def _find_folder_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield which folders engines cannot write to; with Ray, those may be on other hosts."""
     if config.runtime.kind == "ray":
         return
-    for name, role in (("actor", config.actor), ("critic", config.critic), ("ref", config.ref)):
+    for name, role in config.roles.items():
         try:
-            if role is not None:
-                role.engine.check_folders()
+            role.engine.check_folders()
         except ConfigError as error:
             yield f"{name}.engine: {error}"
 

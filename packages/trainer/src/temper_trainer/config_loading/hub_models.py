@@ -48,8 +48,7 @@ def load_hub_models(loaded: LoadedConfig) -> LoadedConfig:
 
 def _iterate_paths(config: TrainerConfig) -> Iterator[tuple[str, str, bool]]:
     """Yield key and value of each path to a model, and whether only its tokenizer is needed."""
-    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
-    engines = {f"{name}.engine": role.engine for name, role in roles.items() if role is not None}
+    engines = {f"{name}.engine": role.engine for name, role in config.roles.items()}
     if config.reward.model is not None:
         engines["reward.model.engine"] = config.reward.model.engine
     engines |= {f"teachers.{name}.engine": each.engine for name, each in config.teachers.items()}

@@ -359,9 +359,7 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
 
 
 def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
-    for name, role in {"actor": config.actor, "critic": config.critic, "ref": config.ref}.items():
-        if role is None:
-            continue
+    for name, role in config.roles.items():
         model = role.engine.model
         if role.engine.optimizer is None:
             keys: tuple[str, ...] = (

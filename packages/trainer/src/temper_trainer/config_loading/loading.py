@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from temper_engine_api.errors import ConfigError, EngineNotFoundError, format_install
 from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROUP
+from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROUP, ROLES
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.composition import (
     COMMAND_LINE,
@@ -70,7 +70,7 @@ DIGEST_EXCLUDED_KEYS = (
     "run.prometheus_port",
     "run.prometheus_address",
     "runtime",
-    *(f"{role}.{key}" for role in ("actor", "critic", "ref") for key in ("num_workers", "pool")),
+    *(f"{role}.{key}" for role in ROLES for key in ("num_workers", "pool")),
     "rollout.max_concurrent",
     "rollout.num_replicas",
     "rollout.pool",

@@ -10,9 +10,6 @@ from pathlib import Path
 from temper_engine_api.specs import ModelSpec
 from temper_trainer.checkpoint.weight_files import find_damaged_weights
 from temper_trainer.config.data import DataConfig, TokenizerConfig
-from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.reward import RewardModelConfig
-from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -32,17 +29,12 @@ _MODEL_TYPE_FILES = ("auto_mappings.py", "configuration_auto.py")
 
 def find_model_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield what is wrong with the folders of models and of the tokenizer."""
-    roles: dict[str, RoleConfig | TeacherConfig | RewardModelConfig | None] = {
-        "actor": config.actor,
-        "critic": config.critic,
-        "ref": config.ref,
-        "reward.model": config.reward.model,
-    }
-    roles |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
-    for name, role in roles.items():
-        if role is not None and (
-            problem := _find_model_problem(f"{name}.engine.model", role.engine.model)
-        ):
+    engines = {name: role.engine for name, role in config.roles.items()}
+    if config.reward.model is not None:
+        engines["reward.model"] = config.reward.model.engine
+    engines |= {f"teachers.{name}": teacher.engine for name, teacher in config.teachers.items()}
+    for name, engine in engines.items():
+        if problem := _find_model_problem(f"{name}.engine.model", engine.model):
             yield problem
     for name, teacher in config.teachers.items():
         path = teacher.engine.model.path
@@ -59,8 +51,8 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
             "have no base to put the adapter on: set weight_sync.content=full, or save the base "
             "as a Hugging Face directory first."
         )
-    for name, role in (("actor", config.actor), ("critic", config.critic)):
-        adapter = None if role is None else role.engine.lora.path
+    for name, role in config.trained_roles.items():
+        adapter = role.engine.lora.path
         if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
             yield (
                 f"{name}.engine.lora.path is {adapter}, but there is no PEFT adapter in that "

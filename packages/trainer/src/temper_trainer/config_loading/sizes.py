@@ -17,14 +17,10 @@ def describe_sizes(config: TrainerConfig) -> list[str]:
     else:
         lines = _sft_sizes(config.run, prompts_per_step=config.batching.prompts_per_step)
     lines.append(f"micro-batches: at most {config.batching.max_tokens:,} tokens each")
-    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    roles = config.roles
     if config.averaged_engine is not None:
         roles["averaged_actor"] = replace(config.actor, engine=config.averaged_engine)
-    lines += [
-        _role_line(name, role, engine=config.model_engine)
-        for name, role in roles.items()
-        if role is not None
-    ]
+    lines += [_role_line(name, role, engine=config.model_engine) for name, role in roles.items()]
     if config.reward.model is not None:
         lines.append(_reward_model_line(config.reward.model, engine=config.model_engine))
     lines += [

@@ -18,7 +18,6 @@ from temper_engine_api.reduction import count_denominators
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.data import DataConfig
 from temper_trainer.config.reward import RewardConfig
-from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.streams import Curriculum, InMemoryStream, MixedStream, get_difficulty
 from temper_trainer.environment.protocol import EnvironmentFactory
@@ -183,25 +182,20 @@ def _open_prompts(
 @contextmanager
 def _open_roles(config: TrainerConfig, *, runtime: Runtime) -> Iterator[Mapping[str, WorkerGroup]]:
     """Open and initialize the workers of all roles that the run has."""
-    configs: dict[str, RoleConfig | None] = {
-        "actor": config.actor,
-        "critic": config.critic,
-        "ref": config.ref,
-    }
+    configs = config.roles
     if config.averaged_engine is not None:
         configs[AVERAGED_ROLE] = replace(config.actor, engine=config.averaged_engine)
     with ExitStack() as stack:
         roles: dict[str, WorkerGroup] = {}
         for name, role in configs.items():
-            if role is not None:
-                roles[name] = runtime.open_group(
-                    name,
-                    engine=role.engine,
-                    num_workers=role.num_workers,
-                    is_deprecated=config.use_legacy_worker_impl == "enable",
-                )
-                # Before `init`, so that ranks are also freed if building a model fails.
-                stack.callback(roles[name].close)
+            roles[name] = runtime.open_group(
+                name,
+                engine=role.engine,
+                num_workers=role.num_workers,
+                is_deprecated=config.use_legacy_worker_impl == "enable",
+            )
+            # Before `init`, so that ranks are also freed if building a model fails.
+            stack.callback(roles[name].close)
         for group in roles.values():
             group.init()
         yield roles

@@ -403,12 +403,10 @@ class _TaskRun:
         """
         if self.checkpoint is None or self.folder.warm_start.root.exists():
             return False
-        config = self.config
-        roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
-        used = {name: role for name, role in roles.items() if role is not None}
+        roles = self.config.roles
         # Servers load the warm start's model as the base of an adapter.
-        is_adapted = any(role.engine.lora.is_enabled for role in used.values())
-        if is_adapted or not used.keys() <= list_restored_parts(self.checkpoint):
+        is_adapted = any(role.engine.lora.is_enabled for role in roles.values())
+        if is_adapted or not roles.keys() <= list_restored_parts(self.checkpoint):
             return False
         self.log.print_line(
             f"warm start: skipped, because the weights of all roles come from {self.checkpoint}"

@@ -19,9 +19,8 @@ logger = logging.getLogger(__name__)
 
 def iterate_engines(config: TrainerConfig) -> Iterator[tuple[str, EngineConfig]]:
     """Yield the engines of the roles by key, and that of the warm start if it is another one."""
-    for name, role in (("actor", config.actor), ("critic", config.critic), ("ref", config.ref)):
-        if role is not None:
-            yield f"{name}.engine", role.engine
+    for name, role in config.roles.items():
+        yield f"{name}.engine", role.engine
     if config.warm_start is not None and not config.warm_start.optimizer.is_adamw:
         yield "warm_start", replace(config.actor.engine, optimizer=config.warm_start.optimizer)
 

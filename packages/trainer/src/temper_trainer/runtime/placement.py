@@ -79,13 +79,10 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
 
     The sampler is `rollout`; replica R of a teacher is `teacher.NAME.R`.
     """
-    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
-    if config.task in ("eval", "generate"):
-        roles = {}
+    roles = {} if config.task in ("eval", "generate") else config.roles
     requests = {
-        n: RoleRequest(num_workers=r.num_workers, pool=r.pool)
-        for n, r in roles.items()
-        if r is not None
+        name: RoleRequest(num_workers=role.num_workers, pool=role.pool)
+        for name, role in roles.items()
     }
     if config.averaged_engine is not None:
         # With the actor, so that each of its ranks has the same memory for a second model.
