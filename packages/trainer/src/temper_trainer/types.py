@@ -85,7 +85,21 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRequest:
-    """A request for one completion."""
+    """A request for one completion.
+
+    Example:
+        Two completions of one prompt, which differ by their seeds:
+
+        >>> sampling = SamplingConfig(max_tokens=8)
+        >>> requests = [
+        ...     SamplingRequest(
+        ...         request_id=i, prompt_tokens=(5, 6), sampling=sampling, seed=40 + i
+        ...     )
+        ...     for i in range(2)
+        ... ]
+        >>> [request.seed for request in requests]
+        [40, 41]
+    """
 
     request_id: int
     """Unique in one call of the sampler."""
@@ -293,7 +307,32 @@ class DataCursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """The result of an advantage estimator, in the layout of the samples of a step."""
+    """The result of an advantage estimator, in the layout of the samples of a step.
+
+    Example:
+        Two completions of one prompt with the rewards 1 and 0, each of a prompt token and a trained
+        token, by the estimator dr_grpo:
+
+        >>> import torch
+        >>> from temper_engine_api.batch import from_sequences
+        >>> from temper_trainer.algorithms.advantages import estimate_advantages
+        >>> from temper_trainer.algorithms.estimators.group_estimators import DrGrpo
+        >>> from temper_trainer.config.algorithm import AlgorithmConfig
+        >>> samples = from_sequences(
+        ...     [torch.tensor([5, 6]), torch.tensor([5, 7])],
+        ...     loss_masks=[torch.tensor([False, True])] * 2,
+        ...     group_ids=[0, 0],
+        ... )
+        >>> result = estimate_advantages(
+        ...     AlgorithmConfig(advantage=DrGrpo()),
+        ...     samples=samples,
+        ...     rewards=torch.tensor([1.0, 0.0]),
+        ... )
+        >>> result.advantages.tolist()
+        [0.0, 0.5, 0.0, -0.5]
+        >>> result.returns is None
+        True
+    """
 
     advantages: "Tensor"
     """[T] float32; 0 at untrained tokens."""
