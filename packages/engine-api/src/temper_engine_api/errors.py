@@ -93,8 +93,8 @@ def format_install(*requirements: str, command: str = "pip install") -> str:
         command: Installs into the environment in question.
 
     Example:
-        >>> print(format_install("temper-trainer[ray]"))
-        pip install './packages/trainer[ray]' in a clone of Temper (with its wheels in DIR: pip \
+        >>> print(format_install("temper-trainer[ray]"))  # doctest: +NORMALIZE_WHITESPACE
+        pip install './packages/trainer[ray]' in a clone of Temper (with its wheels in DIR: pip
         install --find-links DIR 'temper-trainer[ray]')
     """
     # No package is on an index: there, a name without --find-links would find nothing of ours.

@@ -76,7 +76,7 @@ def test_checkpoint_of_another_system_is_refused_with_the_command_that_converts_
 ) -> None:
     folder = tmp_path / "an old run"
     (folder / inside).mkdir(parents=True)
-    message = rf"contains {inside}, .*`temper-migrate checkpoint '{folder}' --to temper --out NEW` "
+    message = rf"contains {inside}, .*`temper-migrate checkpoint '{folder}' --to temper --out NEW`"
     with pytest.raises(IncompleteCheckpointError, match=message):
         find_step(folder)
     with pytest.raises(IncompleteCheckpointError, match=message):
