@@ -63,7 +63,7 @@ def test_longest_wait_is_reported_first() -> None:
         ]
 
 
-def test_waits_for_the_same_thing_share_a_line() -> None:
+def test_waits_for_the_same_thing_are_one_line() -> None:
     with track_wait("replica 0"), track_wait("replica 0"), track_wait("replica 1"):
         time.sleep(0.01)
         lines = [line.partition("s: ")[2] for line in describe_long_waits(0.001)]
