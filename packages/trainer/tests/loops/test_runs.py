@@ -409,6 +409,30 @@ def test_resumed_run_lists_changed_settings_and_those_without_effect(
     assert "run.resume:" not in out
 
 
+def test_changed_settings_are_compared_with_those_of_the_last_step_not_of_a_failed_start(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "run", *SHORT_RUN)
+    changes = ("run.total_steps=3", "actor.engine.model.seed=5", "run.resume=auto")
+    for _ in range(2):
+        with pytest.raises(RewardFailureError):
+            run(
+                tmp_path / "run",
+                *SHORT_RUN,
+                *changes,
+                "reward.function=temper_trainer_test_rewards:always_fails",
+            )
+        assert "  actor.engine.model.seed: 0 -> 5\n" in capsys.readouterr().out
+    run(tmp_path / "run", *SHORT_RUN, *changes)
+    out = capsys.readouterr().out
+    assert "  actor.engine.model.seed: 0 -> 5\n" in out
+    assert "actor.engine.model.seed has no effect on a resumed run" in out
+    assert "reward.function" not in out
+    # That start has trained, so there is nothing to list now.
+    run(tmp_path / "run", *SHORT_RUN, *changes, "run.total_steps=4")
+    assert "actor.engine.model.seed" not in capsys.readouterr().out
+
+
 def test_resumed_run_warns_about_changed_settings_that_only_its_finished_warm_start_uses(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

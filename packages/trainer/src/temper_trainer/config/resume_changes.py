@@ -1,4 +1,4 @@
-"""Describe settings that changed since the last start of a run."""
+"""Describe settings that changed since the last step of a run."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -59,8 +59,8 @@ def describe_changes(
     """Yield a line for each setting that changed, and a warning for each change without effect.
 
     Args:
-        before: Settings of the last start by dotted key; empty if there was none. Keys that have
-            been renamed since are compared under their present names.
+        before: Settings of the last start that completed a step, by dotted key; empty without one.
+            Keys that have been renamed since are compared under their present names.
         after: Settings of this start.
         restored_parts: Parts of the checkpoint from which this start continues: roles, and
             ``trainer``; empty without a checkpoint.
@@ -76,7 +76,7 @@ def describe_changes(
     if not before or not changed:
         return
     yield (
-        "settings that differ from the last start of this run (its config.yaml is kept as "
+        "settings that differ from those of the last step of this run (kept as "
         "config.superseded-*.yaml):"
     )
     for key in changed:
@@ -135,7 +135,7 @@ def _find_replaced_models(
     checkpoint whose tensors do not fit. The seed still draws a value head and a new LoRA adapter,
     which the warm start's model does not have.
     """
-    # A role that was no copy of the actor at the last start, or is none now, changes its model.
+    # A role that was no copy of the actor at that start, or is none now, changes its model.
     roles = [role for role in ROLES if _is_copy(role, before) and _is_copy(role, after)]
     unseeded = [
         role for role in roles if role != "critic" and not after.get(f"{role}.engine.lora.rank")

@@ -2,12 +2,15 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.checkpoint import set_aside
+from temper_engine_api.checkpoint.transaction import write_durably
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.checkpoint.huggingface_export import write_model_directory
@@ -19,11 +22,14 @@ from temper_trainer.config.run_folder_checks import (
     contains_run,
     find_wrong_entries,
 )
-from temper_trainer.metrics.run_files import next_superseded_path
+from temper_trainer.metrics.run_files import next_superseded_path, read_settings
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buckets, unpack_buckets
 
 logger = logging.getLogger(__name__)
+
+TRAINED_CONFIG = ".trained_config.yaml"
+"""Copy of `config.yaml` of the last start that completed a step, while a later one has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +75,33 @@ class RunFolder:
         if os.path.lexists(self.model):  # also a link to a disk that is not mounted
             self.model.rename(next_superseded_path(self.model))
 
+    def read_trained_settings(self) -> dict[str, object]:
+        """Return the settings of the last start that completed a step; empty without one."""
+        kept = (self.root / TRAINED_CONFIG).exists()
+        return read_settings(self.root, name=TRAINED_CONFIG if kept else "config.yaml")
+
+    @contextmanager
+    def keep_trained_settings(self) -> Iterator[None]:
+        """Keep a copy of the configuration that the body replaces, until `mark_used`.
+
+        If this start fails before its first step, the next one still finds the settings with which
+        the checkpoint was trained.
+        """
+        config, kept = self.root / "config.yaml", self.root / TRAINED_CONFIG
+        before = config.read_bytes() if config.is_file() else None
+        yield
+        if before is not None and not kept.exists() and config.read_bytes() != before:
+            # A damaged file may not be UTF-8.
+            write_durably(kept, before.decode(errors="replace"))
+
     def mark_used(self) -> None:
-        """Record that the run has results: from now on, only `run.resume` continues the folder."""
+        """Record that this start has results.
+
+        From now on, only `run.resume` continues the folder, and its settings are those with which
+        the run was trained.
+        """
         (self.root / UNTRAINED).unlink(missing_ok=True)
+        (self.root / TRAINED_CONFIG).unlink(missing_ok=True)
 
 
 def open_run_folder(run: RunConfig) -> RunFolder:

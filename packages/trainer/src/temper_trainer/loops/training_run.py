@@ -142,8 +142,8 @@ def _run_task(
         )
     data = load_run_data(config, folder=folder, checkpoint=checkpoint)
     # Read the old settings before `write_config` replaces the file. Changed ones are listed below.
-    previous_settings = read_settings(folder.root)
-    with stop.defer():
+    previous_settings = folder.read_trained_settings()
+    with stop.defer(), folder.keep_trained_settings():
         # A signal between the two files would leave settings without their origins, so defer it.
         write_config(folder.root)
     with (
@@ -204,7 +204,8 @@ def _describe_start(
         config: The configuration, which the run folder already has.
         folder: The run folder.
         checkpoint: Checkpoint from which the run resumes.
-        previous_settings: Settings of the last start by dotted key; empty if there was none.
+        previous_settings: Settings of the last start that completed a step, by dotted key; empty
+            without one.
         has_saved_tokenizer: True if this start uses the tokenizer of existing weights.
     """
     yield from describe_changes(

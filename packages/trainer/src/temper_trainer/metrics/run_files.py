@@ -195,13 +195,13 @@ def _write_lines(path: Path, lines: list[bytes]) -> None:
     partial.replace(path)
 
 
-def read_settings(directory: Path) -> dict[str, object]:
-    """Return the settings in ``config.yaml`` by dotted key; empty if it is missing or unreadable.
+def read_settings(directory: Path, *, name: str = "config.yaml") -> dict[str, object]:
+    """Return the settings in a file by dotted key; empty if it is missing or unreadable.
 
     An unreadable file is only a warning: a full disk may have truncated it, and the next start
     writes it again.
     """
-    path = directory / "config.yaml"
+    path = directory / name
     if not path.exists():
         return {}
     try:
