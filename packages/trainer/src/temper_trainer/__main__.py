@@ -41,7 +41,7 @@ from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.sizes import describe_sizes
 from temper_trainer.metrics.run_files import METRICS_FILE, read_latest_rows, record_start
 from temper_trainer.redaction import (
-    RedactingFormatter,
+    configure_logging,
     print_redacted_traceback,
     redact_secrets,
 )
@@ -67,9 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 failed, 2 wrong configuration, 130 stopped by SIGINT, 143 stopped
         by SIGTERM, 141 if the reader of the output has exited.
     """
-    handler = logging.StreamHandler()
-    handler.setFormatter(RedactingFormatter("%(levelname)s: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    configure_logging()
     sys.excepthook = print_redacted_traceback
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     # As with `python -m`, so that reward functions in the current directory can be imported.

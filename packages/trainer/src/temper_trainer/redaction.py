@@ -60,6 +60,11 @@ def register_secrets(values: Iterable[str]) -> None:
     _registered.update(value for value in values if len(value) >= _MIN_REGISTERED_CHARS)
 
 
+def list_registered_secrets() -> list[str]:
+    """Return the values that `register_secrets` was given, for a process that this one starts."""
+    return sorted(_registered)
+
+
 def redact_secrets(text: str) -> str:
     """Return a text with the values of secrets hidden, also in quotes and in URLs.
 
@@ -90,6 +95,13 @@ class RedactingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
         return escape_control_characters(redact_secrets(super().format(record)))
+
+
+def configure_logging() -> None:
+    """Write warnings to stderr with `RedactingFormatter`, unless logging is configured already."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 def print_redacted_traceback(

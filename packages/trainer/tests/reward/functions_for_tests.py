@@ -1,6 +1,7 @@
 """Reward functions that misbehave, importable by worker processes."""
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,12 @@ def follow_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> 
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
     return 1.0 if completion_text == "seize" else float(completion_text) + bonus
+
+
+def log_text(prompt: Prompt, completion_text: str) -> float:
+    """Log the completion as a warning."""
+    logging.getLogger("judge").warning("called with %s", completion_text)
+    return 1.0
 
 
 def process_id(prompt: Prompt, completion_text: str) -> float:

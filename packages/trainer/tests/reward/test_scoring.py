@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer import redaction
 from temper_trainer.config.reward import RewardConfig, RewardFunctionConfig
 from temper_trainer.reward.registry import register_reward
 from temper_trainer.reward.reward_calls import Item
@@ -193,6 +194,17 @@ def test_more_failures_than_accepted_stop_the_run_with_the_first_traceback() -> 
             "reward/timeout": 0.0,
             "reward/not_finite": 1.0,
         }
+
+
+def test_log_messages_in_a_worker_process_hide_secrets(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "value-of-a-variable")
+    monkeypatch.setattr(redaction, "_registered", {"value-of-a-setting"})
+    config = replace(PATIENT, num_workers=1, function="functions_for_tests:log_text")
+    with Scorer(config) as scorer:
+        scorer.score(items("value-of-a-variable and value-of-a-setting"))
+    assert "WARNING: called with <hidden> and <hidden>\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("num_workers", "timeout_s"), [(0, 1.0), (1, 5.0)])

@@ -26,7 +26,12 @@ from multiprocessing.connection import Connection, wait
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.config.reward import Argument
 from temper_trainer.progress import advance_progress
-from temper_trainer.redaction import redact_secrets
+from temper_trainer.redaction import (
+    configure_logging,
+    list_registered_secrets,
+    redact_secrets,
+    register_secrets,
+)
 from temper_trainer.reward.registry import RewardFunction
 from temper_trainer.types import Prompt, Score
 
@@ -372,7 +377,11 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, child_connection = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(child_connection, call), name="temper-reward", daemon=True
+            target=_serve,
+            # Pickled here, so that the function's module is imported only after logging is set up.
+            args=(child_connection, pickle.dumps(call), list_registered_secrets()),
+            name="temper-reward",
+            daemon=True,
         )
         self.process.start()
         # The process must be the only one with that end: otherwise its death would not close the
@@ -410,10 +419,14 @@ class _Worker:
         self.connection.close()
 
 
-def _serve(connection: Connection, call: RewardCall) -> None:
+def _serve(connection: Connection, pickled_call: bytes, secrets: Sequence[str]) -> None:
     """Receive lists of items and send one outcome per item, until the driver is gone."""
     try:
         _die_with_driver()
+        # What the function logs must hide the same values as the driver's log.
+        register_secrets(secrets)
+        configure_logging()
+        call: RewardCall = pickle.loads(pickled_call)  # noqa: S301 - from the parent process
         connection.send("ready")
         while True:
             for item in connection.recv():
