@@ -133,3 +133,41 @@ def test_group_of_a_step_directory_is_written_in_a_few_blocks(tmp_path: Path) ->
         [sys.executable, "-c", _GROUP, str(tmp_path)], check=True, capture_output=True, text=True
     )
     assert float(done.stdout) < 100
+
+
+_LAYERS = """
+import sys
+from pathlib import Path
+import numpy as np
+from temper_legacy_shim.checkpoints.temper.dcp import write_group
+from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32
+
+class Ones:
+    dtype = FLOAT32
+    def __init__(self, rows):
+        self.shape = (rows, 1 << 10)  # 4 KiB a row
+    def read(self, start, stop):
+        return np.ones((stop - start, self.shape[1]), np.float32)
+
+def peak_mb():
+    lines = open("/proc/self/status")
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+
+rows = (1 << 12, 1 << 8, 1 << 11, 1 << 10, 3 << 10, 1)
+write_group(Path(sys.argv[1]) / "first", {"a": Ones(1)}, progress=lambda _: None)
+before = peak_mb()
+for number in range(int(sys.argv[2])):
+    group = {f"{layer}.{i}": Ones(n) for layer in range(6) for i, n in enumerate(rows)}
+    write_group(Path(sys.argv[1]) / str(number), group, progress=lambda _: None)
+print(peak_mb() - before)
+"""
+
+
+def test_tensors_of_many_sizes_leave_no_holes_in_memory(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LAYERS, str(tmp_path), "2"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert float(done.stdout) < 48

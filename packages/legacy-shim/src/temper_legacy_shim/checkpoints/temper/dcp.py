@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,13 +23,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Rows, num_bytes, spans
+from temper_legacy_shim.checkpoints.files.lazy import (
+    LazyTensor,
+    Rows,
+    blocks,
+    num_bytes,
+    spans,
+)
 from temper_legacy_shim.checkpoints.files.safetensors_files import Progress
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 
 DATA = "__0_0.distcp"
 """The one data file of a group."""
-_CHUNK_BYTES = 1 << 26
+_CHUNK_BYTES = 1 << 25
 """Bytes per write: the joined experts of a layer may have tens of gigabytes.
 
 A single row may be larger.
@@ -73,7 +79,9 @@ def write_group(
         try:
             save(
                 _shells(tensors),
-                storage_writer=FileSystemWriter(folder),
+                # Without reading ahead, which torch does where it has CUDA: the planner's memory
+                # holds one chunk.
+                storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=0),
                 planner=planner,
                 no_dist=True,
             )
@@ -175,7 +183,7 @@ class _LazyPlanner(_ChunkPlanner):
     def __init__(self, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> None:
         super().__init__(tensors)
         self._progress = progress
-        self._written = torch.empty(0)
+        self._buffer = np.empty(0, np.uint8)
         self.with_nan: dict[str, None] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -188,14 +196,31 @@ class _LazyPlanner(_ChunkPlanner):
             )
             part = Rows(part, ((start, start + count),))
         self._progress(num_bytes(part))
-        # torch's writer keeps the last chunk of every name until its file is complete, for another
-        # format. What it has written is freed here, which only a storage of torch's own allows.
-        self._written.untyped_storage().resize_(0)
-        content = as_torch(part)
+        content = self._load(part)
         if _is_spoilt(content):
             self.with_nan[write_item.index.fqn] = None
-        self._written = torch.empty_like(content).copy_(content)
-        return self._written
+        return content
+
+    def _load(self, part: LazyTensor) -> Tensor:
+        """Return the content, in memory that the next chunk overwrites."""
+        # torch's writer keeps the last chunk of every name until its file is complete, for another
+        # format. All of them share this memory: a new allocation for each chunk would leave holes
+        # in the heap, which grew by 150 MB for each GB of the checkpoint.
+        size = num_bytes(part)
+        if size > self._buffer.nbytes:
+            self._buffer = np.empty(max(size, _CHUNK_BYTES), np.uint8)
+        dtype: torch.dtype = getattr(torch, part.dtype.name)
+        if size == 0:
+            return torch.empty(part.shape, dtype=dtype)
+        at = 0
+        for block in blocks(part):
+            self._buffer[at : at + block.nbytes] = (
+                np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+            )
+            at += block.nbytes
+        return torch.frombuffer(
+            self._buffer, dtype=dtype, count=size // part.dtype.num_bytes
+        ).reshape(part.shape)
 
 
 def _is_spoilt(content: Tensor) -> bool:
