@@ -15,6 +15,7 @@ from tools.release_checks import (
     check_release,
     check_trials,
     find_reused_versions,
+    list_fragments,
     next_version,
     read_declared_version,
 )
@@ -447,6 +448,14 @@ def test_unrecognized_or_empty_fragment_stops_the_release(
     (repository / "packages/engine-api/changes" / name).write_text(text)
     with pytest.raises(ReleaseError, match=re.escape(name)):
         check_release(repository, "engine-api", "0.3.0")
+
+
+@pytest.mark.parametrize(
+    "package",
+    sorted({path.parts[-3] for path in (ROOT / "packages").glob("*/changes/*.md")}),
+)
+def test_fragments_of_this_repository_can_be_released(package: str) -> None:
+    assert list_fragments(ROOT / "packages" / package)
 
 
 def test_a_sibling_between_two_releases_satisfies_bounds_without_a_pre_release(
