@@ -209,7 +209,7 @@ def test_missing_library_is_a_configuration_error(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the openai library: pip install"):
+    with pytest.raises(ConfigError, match=r"needs the openai library: run pip install"):
         open_scorer(server)
 
 
