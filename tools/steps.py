@@ -124,7 +124,7 @@ STEPS = (
     ),
     Step(
         name="kit-itself",
-        budget_s=3 * 60,
+        budget_s=2.75 * 60,
         commands=_pytest("packages/engine-api/tests/conformance"),
         is_pytest=True,
     ),
@@ -179,15 +179,15 @@ STEPS = (
         is_pytest=True,
     ),
     Step(
-        name="trainer", budget_s=9 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True
+        name="trainer", budget_s=10 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True
     ),
     Step(
         name="shim",
-        budget_s=5.25 * 60,
+        budget_s=5 * 60,
         commands=_pytest("packages/legacy-shim/tests"),
         is_pytest=True,
     ),
-    Step(name="tools", budget_s=2.25 * 60, commands=_pytest("tools/tests"), is_pytest=True),
+    Step(name="tools", budget_s=2 * 60, commands=_pytest("tools/tests"), is_pytest=True),
     Step(name="docs", budget_s=1.5 * 60, commands=(("tools/docs.py",),)),
 )
 
