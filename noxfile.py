@@ -432,7 +432,9 @@ def other_engines(session: nox.Session) -> None:
             success_codes=[0, 1],
         )
     if not session.posargs:
-        session.run("python", "-m", "tools.other_engines.page", env={"PYTHONPATH": str(ROOT)})
+        session.run(
+            "python", "-m", "tools.other_engines.engine_tables", env={"PYTHONPATH": str(ROOT)}
+        )
 
 
 @nox.session

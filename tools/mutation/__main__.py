@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tools.mutation.draw import NUM_MUTANTS, SEED, draw_sample
-from tools.mutation.page import write_page
+from tools.mutation.mutation_page import write_page
 from tools.mutation.run import run_sample
 from tools.mutation.sample import SAMPLE
 from tools.mutation.sessions import SOURCES

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.mutation.__main__ import main
-from tools.mutation.page import render_page
+from tools.mutation.mutation_page import render_page
 from tools.mutation.sample import Mutant, read_equivalents, read_sample
 from tools.mutation.sessions import MODULES, SESSIONS, SOURCES
 from tools.mutation.state import (

@@ -10,7 +10,7 @@ from temper_engine_api.batch import from_sequences
 from temper_engine_api.conformance.results import ConformanceResult, ConformanceRun, Outcome
 from tools.other_engines import ENGINES
 from tools.other_engines.adapter import align_to_labels
-from tools.other_engines.page import PAGE, ROOT, list_failed_tests, read_runs, update_page
+from tools.other_engines.engine_tables import PAGE, ROOT, list_failed_tests, read_runs, update_page
 from tools.other_engines.transformers_trainer import pad_inputs
 
 
