@@ -355,48 +355,8 @@ def build_policy_loss(draft: Draft) -> None:
         draft.find("policy-loss", key, old=old, names=", ".join(_LOSSES))
         return
     draft.put("algorithm.policy_loss.name", new_word, rule="policy-loss", old=[key])
-    block = key.rpartition(".")[0]
-    if new_word == "clip_cov":
-        draft.copy(
-            "algorithm.policy_loss.fraction",
-            f"{block}.clip_cov_ratio",
-            rule="covariance",
-            expected="number",
-        )
-        draft.copy(
-            "algorithm.policy_loss.min_covariance",
-            f"{block}.clip_cov_lb",
-            rule="covariance",
-            expected="number",
-        )
-        draft.copy(
-            "algorithm.policy_loss.max_covariance",
-            f"{block}.clip_cov_ub",
-            rule="covariance",
-            expected="number",
-        )
-    if new_word == "kl_cov":
-        draft.copy(
-            "algorithm.policy_loss.fraction",
-            f"{block}.kl_cov_ratio",
-            rule="covariance",
-            expected="number",
-        )
-        draft.copy(
-            "algorithm.policy_loss.kl_cov_coef",
-            f"{block}.ppo_kl_coef",
-            rule="covariance",
-            expected="number",
-        )
-    if new_word == "sapo":
-        apply_rules(draft, "sapo")
-    if new_word == "dppo":
-        draft.put(
-            "algorithm.policy_loss.divergence",
-            old.removeprefix("dppo_"),
-            rule="policy-loss",
-            old=[key],
-        )
+    blocks = {"mode": key, "block": key.rpartition(".")[0]}
+    apply_rules(draft, "policy-loss", "covariance", "sapo", blocks=blocks)
 
 
 def has_clip(draft: Draft) -> bool:

@@ -286,7 +286,9 @@ def apply_rules(
     Converters: ``number`` and ``any`` copy; ``number or X`` sets X if the release has no such key;
     ``switch`` is a boolean, ``count`` the same as 0 or 1; ``size`` is 1 if unset; ``at least 0``,
     ``above 0`` (else nothing), ``integer`` (if set) and ``frequency`` are whole numbers; ``value
-    X`` is constant; ``a=x b=y else=z`` translates words.
+    X`` is constant; ``a=x b=y else=z`` translates words. Options follow a comma: ``if KEY=VALUE``
+    sets nothing unless the new key was set to that value before, ``verbatim`` keeps the spelling,
+    and ``on by default`` is for switches that a release lacks.
 
     Args:
         draft: the translation; changed in place.
@@ -305,6 +307,8 @@ def apply_rules(
 def _apply(draft: Draft, new: str, old: str, *, rule: str, setting: RuleSetting) -> None:
     converter, *options = setting.converter.split(", ")
     kind, _, argument = converter.partition(" ")
+    if not all(_holds(draft, option) for option in options if option.startswith("if ")):
+        return
     if kind in ("number", "any"):
         draft.copy(new, old, rule=rule, expected="number" if kind == "number" else "any")
         if argument and not draft.old.has(old):
@@ -319,6 +323,13 @@ def _apply(draft: Draft, new: str, old: str, *, rule: str, setting: RuleSetting)
             old=[old] if old else [],
             verbatim=is_verbatim or "verbatim" in options,
         )
+
+
+def _holds(draft: Draft, condition: str) -> bool:
+    """Check a condition, ``if KEY=VALUE``, on the new settings so far."""
+    key, _, value = condition.removeprefix("if ").partition("=")
+    setting = draft.settings.get(key)
+    return setting is not None and str(setting.value) == value
 
 
 def _convert(draft: Draft, old: str, converter: str, *, is_on: bool) -> tuple[Plain, bool, bool]:
