@@ -159,6 +159,14 @@ def test_model_that_a_function_asks_through_the_loop_stays_a_question(facts: Pat
         assert wrong_of(facts, launch("v0.7.0", *overrides)) is None
 
 
+@pytest.mark.parametrize("version", ["v0.8.0", "v0.9.1"])
+def test_program_of_dapo_outside_of_verl_still_has_its_reward_manager(version: str) -> None:
+    given = ("enable=True", "len=512", "penalty_factor=1.0")
+    on = tuple(f"reward.reward_kwargs.overlong_buffer_cfg.{item}" for item in given)
+    result = translated(version, *on, entry="recipe.dapo.main_dapo")
+    assert values(result)[BUFFER] == 512
+
+
 def test_penalty_without_effect_is_reported() -> None:
     given = ("enable=True", "len=512", "penalty_factor=1.0")
     on = tuple(f"reward_model.overlong_buffer.{item}" for item in given)
