@@ -236,6 +236,10 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         )
         if samples
         else 0.0,
+        # Greedy completions of one prompt are equal, so their number has no effect.
+        "run.eval_num_completions": int(number(old("actor_rollout_ref.rollout.val_kwargs.n") or 1))
+        if samples and old("data.val_files")
+        else 1,
         "data.shuffle": True if old("data.shuffle") is None else old("data.shuffle"),
     }
     if old(f"{A}.loss_agg_mode") == "seq-mean-token-sum-norm":

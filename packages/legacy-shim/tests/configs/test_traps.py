@@ -751,3 +751,13 @@ def test_greedy_training_is_a_question_however_it_was_reported() -> None:
         assert "greedy" in rules_found(
             translated("v0.7.0", f"actor_rollout_ref.rollout.{given}"), "person"
         )
+
+
+def test_evaluations_keep_their_number_of_completions() -> None:
+    block = "actor_rollout_ref.rollout.val_kwargs"
+    files = "data.val_files=/data/test.parquet"
+    drawn = (files, f"{block}.do_sample=True", f"{block}.temperature=0.7")
+    result = translated("v0.7.0", *drawn, f"{block}.n=30")
+    assert values(result)["run.eval_num_completions"] == 30
+    assert "eval-completions" not in rules_found(result, "hazard")
+    assert "run.eval_num_completions" not in values(translated("v0.7.0", files, f"{block}.n=30"))

@@ -21,7 +21,7 @@ _GONE = re.compile(
     r"|[\w.]+\.engine\.(distributed_optimizer|override_\w+_config(\..*)?)"
     r"|[\w.]+\.schedule\.(warmup_steps|decay_steps|total_steps)|algorithm\.dynamic_sampling(\..*)?"
     r"|run\.(total_epochs|total_steps|save_every|save_interval_s|max_ckpt_to_keep|keep_every|eval_every|resume|dir|trackers)"
-    r"|run\.eval_sampling\..*|data\.eval\..*"
+    r"|run\.eval_sampling\..*|run\.eval_num_completions|data\.eval\..*"
 )
 """Settings that a CPU cannot have, or that a run of two steps does not come to."""
 

@@ -50,17 +50,15 @@ def _eval_sampling(draft: Draft) -> None:
         temperature = 0.0
     draft.put(f"{new}.temperature", float(temperature or 0.0), rule="eval-temperature", old=old)
     if temperature:
-        apply_rules(draft, "eval-top-p", "eval-top-k")
+        apply_rules(draft, "eval-top-p", "eval-top-k", "eval-completions")
     else:
         for name in ("temperature", "top_p", "top_k"):
             draft.explain_drop(
                 f"{block}.{name}",
                 "evaluation was greedy (val_kwargs.do_sample is false), so it was not read",
             )
+        draft.explain_drop(f"{block}.n", "evaluation was greedy, so all completions were equal")
     _lengths(draft, f"{new}.max_tokens")
-    count = draft.integer(f"{block}.n")
-    if count is not None and count > 1:
-        draft.find("eval-completions", f"{block}.n", block=block, count=count)
 
 
 def _server(draft: Draft) -> None:

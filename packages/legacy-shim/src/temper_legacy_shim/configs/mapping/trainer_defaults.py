@@ -93,6 +93,7 @@ DEFAULTS: dict[str, Plain] = {
     "sampling.top_p": 1.0,
     "sampling.top_k": 0,
     "sampling.max_tokens": 512,
+    "run.eval_num_completions": 1,
     "run.eval_sampling.temperature": 0.0,
     "run.eval_sampling.top_p": 1.0,
     "run.eval_sampling.top_k": 0,
