@@ -65,7 +65,13 @@ class ForwardOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Result of `forward_backward_batch` on one rank."""
+    """Result of `forward_backward_batch` on one rank.
+
+    Example:
+        >>> result = StepResult(outputs=None, metrics={"loss": Metric(value=0.7, reduction="sum")})
+        >>> result.metrics["loss"].result
+        0.7
+    """
 
     outputs: ForwardOutputs | None
     """Requested outputs in input order; None if none were requested, or on ranks where

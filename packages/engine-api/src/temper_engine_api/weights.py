@@ -24,7 +24,21 @@ class NamedWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """Portable training state of one parameter, in float32 and full shape."""
+    """Portable training state of one parameter, in float32 and full shape.
+
+    Example:
+        A norm before its first update:
+
+        >>> state = TrainingState(
+        ...     name="model.norm.weight",
+        ...     master=torch.ones(64),
+        ...     first_moment=torch.zeros(64),
+        ...     second_moment=torch.zeros(64),
+        ...     update_count=0,
+        ... )
+        >>> state.master.shape
+        torch.Size([64])
+    """
 
     name: str
     """Name in the files of the Hugging Face model."""
@@ -51,7 +65,14 @@ class WeightEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """Version of a set of weights, with every name, shape and dtype."""
+    """Version of a set of weights, with every name, shape and dtype.
+
+    Example:
+        >>> norm = WeightEntry(name="model.norm.weight", shape=(64,), dtype=torch.bfloat16)
+        >>> manifest = WeightManifest(version=3, entries=(norm,))
+        >>> manifest.entries[0].name
+        'model.norm.weight'
+    """
 
     version: int
     """Weight version, one higher per weight sync."""

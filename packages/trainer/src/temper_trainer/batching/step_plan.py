@@ -34,7 +34,13 @@ from temper_trainer.config.algorithm import BatchingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleLayout:
-    """The properties of a role's topology that its plan depends on."""
+    """The properties of a role's topology that its plan depends on.
+
+    Example:
+        >>> from temper_engine_api.topology import Axis
+        >>> RoleLayout.from_topology(Topology(world_size=2, dp=Axis(size=2))).dp_size
+        2
+    """
 
     dp_size: int = 1
     """Number of data-parallel ranks."""

@@ -17,7 +17,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRewards:
-    """Rewards of a step, and what some estimators need in addition: B sequences, T tokens."""
+    """Rewards of a step, and what some estimators need in addition: B sequences, T tokens.
+
+    Example:
+        Two completions of one prompt with the rewards 1 and 0, each of a prompt token and a trained
+        token, without a KL penalty:
+
+        >>> import torch
+        >>> from temper_engine_api.batch import from_sequences
+        >>> from temper_trainer.algorithms.estimators.group_estimators import DrGrpo
+        >>> step = StepRewards(
+        ...     samples=from_sequences(
+        ...         [torch.tensor([5, 6]), torch.tensor([5, 7])],
+        ...         loss_masks=[torch.tensor([False, True])] * 2,
+        ...         group_ids=[0, 0],
+        ...     ),
+        ...     rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
+        ...     token_rewards=torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64),
+        ...     penalty=torch.zeros(2, dtype=torch.float64),
+        ... )
+        >>> advantages, returns = DrGrpo().estimate(step)
+        >>> advantages.tolist()
+        [0.5, -0.5]
+    """
 
     samples: SequenceBatch
     """``group_ids`` defines the groups; the order does not matter."""
