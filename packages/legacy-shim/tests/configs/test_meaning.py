@@ -601,6 +601,8 @@ def test_every_core_run_means_the_same(facts: Path, invocations: list[dict[str, 
         ],
     )
     if page := os.environ.get("TEMPER_MEANING_PAGE"):
-        Path(page).write_text(meaning_page(result, reasons=REASONS), encoding="utf-8")
+        # Tests run in an empty folder, so a relative path is one of the repository.
+        path = Path(__file__).resolve().parents[4] / page
+        path.write_text(meaning_page(result, reasons=REASONS), encoding="utf-8")
     assert wrong(result) == {}
     assert len(result) >= 60
