@@ -1,5 +1,6 @@
 """Test the engine template: copied under a new name, and run with the kit in a new environment."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_kit_starts_here_with_only_the_plugins_of_its_extra() -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout[-2000:]
+
+
+def test_new_engine_passes_the_tests_of_call_orders_and_failures(tmp_path: Path) -> None:
+    # The other groups are nightly, below; these are the ones that get new rules most often.
+    new_engine(tmp_path / "acme", "acme_engine")
+    kit = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs"]
+    kit += ["temper_engine_api.conformance", "--engine", "acme_engine.engine:AcmeEngine"]
+    kit += ["--world-sizes", "1", "--groups", "call_order,capability,failed_call"]
+    done = subprocess.run(
+        [sys.executable, *kit],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "acme" / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
 @pytest.mark.nightly

@@ -281,7 +281,8 @@ class MyEngine(BaseEngine):
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
     ) -> None:
-        """Do nothing: the engine always runs on the CPU."""
+        """Check the arguments only: the engine always runs on the CPU."""
+        self._check_can_move(device)
 
     def close(self) -> None:
         """Free memory so that another engine can be built in the same process."""
