@@ -152,7 +152,7 @@ class SourceConfig:
             if self.paths or self.max_rows is None:
                 raise ConfigError(
                     "a source of kind arithmetic takes no paths and needs max_rows, the number of "
-                    "problems to generate."
+                    "problems to generate. For files, set kind=jsonl or parquet."
                 )
         elif not self.paths:
             raise ConfigError(
