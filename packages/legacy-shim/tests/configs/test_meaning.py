@@ -477,8 +477,12 @@ class Comparison:
         return {key: (self.old[key], self.new[key]) for key in keys}
 
 
-def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
-    """Return the none where a person has to decide first, or Hydra cannot read a token."""
+def read_both(facts: Path, row: Mapping[str, object]) -> tuple[Old, dict[str, object]] | None:
+    """Return the values of the old run and of its translation.
+
+    None where a person has to decide first, or where Hydra cannot read a token, so that the old
+    program did not start either.
+    """
     translation = translate(
         row["overrides"],
         entry=str(row["entry"]),
@@ -491,7 +495,15 @@ def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
         old = old_effective(facts, row)
     except HydraException:
         return None
-    new: dict[str, object] = {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
+    return old, {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
+
+
+def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
+    """Return the none where a person has to decide first, or Hydra cannot read a token."""
+    values_of_row = read_both(facts, row)
+    if values_of_row is None:
+        return None
+    old, new = values_of_row
     steps = number(new.get("actor.engine.schedule.warmup_steps"))
     new[FIRST_RATE] = 1 / steps if steps > 0 else 1.0
     is_rollout = new.get("algorithm.rollout_correction.name") == "rollout_ratio"

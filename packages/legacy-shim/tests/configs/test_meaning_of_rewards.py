@@ -10,21 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip(
     "hydra", reason="needs Hydra, which temper-trainer brings, to compose the old side with"
 )
 
-from hydra.errors import HydraException
 
 from temper_legacy_shim.configs import translate
-from temper_legacy_shim.configs.mapping.trainer_defaults import DEFAULTS
-from temper_legacy_shim.configs.reading.config_values import flatten
-from temper_legacy_shim.configs.report import yaml_of
 
 from .conftest import BASE, rules_found, translated, values
-from .test_meaning import ABSENT, Old, comparable, is_dapo, old_effective, release
+from .test_meaning import ABSENT, Old, comparable, is_dapo, read_both, release
 
 Row = Mapping[str, object]
 
@@ -96,19 +91,10 @@ def wrong_of(facts: Path, row: Row) -> dict[str, tuple[object, object]] | None:
 
     None where a person has to decide first.
     """
-    translation = translate(
-        row["overrides"],
-        entry=str(row["entry"]),
-        config_name=row["config_name"],
-        version=str(row["tag"]),
-    )  # type: ignore[arg-type]
-    if any(finding.level == "person" for finding in translation.findings):
+    values_of_row = read_both(facts, row)
+    if values_of_row is None:
         return None
-    try:
-        old = old_effective(facts, row)
-    except HydraException:
-        return None
-    new = {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
+    old, new = values_of_row
     return {
         key: (value, new.get(key, ABSENT))
         for key, value in expect_rewards(old, row).items()
