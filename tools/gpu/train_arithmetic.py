@@ -15,9 +15,10 @@ are `ok` in FOLDER/rows.jsonl are skipped, so the same command
 continues an interrupted measurement. `--parallel N` runs N of them on the GPU at once: learning
 curves stay the same, times do not. `--rehearse` runs a tiny model on a CPU.
 
-Needs the trainer, both engines and their dependencies; Ray is not needed. The runs `tool-sync` and
-`tool-async` need vLLM: name its interpreter with `--rollout-python`, and the runs with `--runs`.
-They call a calculator at every `=`; the server and the actor share the GPU.
+Needs the trainer, both engines and their dependencies. The runs `ray-grpo` and `ray-ppo-megatron`
+need Ray and four GPUs. The runs `tool-sync` and `tool-async` need vLLM: name its interpreter with
+`--rollout-python`. They call a calculator at every `=`; the server and the actor share the GPU. Name
+runs with Ray or vLLM with `--runs`.
 """
 
 import argparse
@@ -113,6 +114,19 @@ VLLM_RUNS: dict[str, tuple[str, ...]] = {
     "tool-async": (*_TOOL, "loop=async", "asynchrony.max_staleness=2"),
 }
 """Configuration overrides by run with a vLLM server."""
+_ON_FOUR_WORKERS = ("runtime.kind=ray", "actor.num_workers=4")
+RAY_RUNS: dict[str, tuple[str, ...]] = {
+    "ray-grpo": _ON_FOUR_WORKERS,
+    "ray-ppo-megatron": (
+        *_ON_FOUR_WORKERS,
+        *RUNS["ppo"],
+        "model_engine=megatron",
+        "actor.engine.tensor_parallel=2",
+        "critic.engine.tensor_parallel=2",
+        "critic.num_workers=4",
+    ),
+}
+"""Configuration overrides by run with four Ray workers, each on its own GPU."""
 _VLLM_ON_GPU = ("rollout.vllm.gpu_memory_utilization=0.3", "weight_sync.transport=cuda_ipc")
 _VLLM_ON_CPU = ("rollout.vllm.kv_cache_bytes=67108864", "rollout.vllm.enforce_eager=true")
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/weight_sync_s")
@@ -151,11 +165,13 @@ def list_overrides(
         if name == "distillation"
         else []
     )
-    server: list[str] = []
+    placement: list[str] = []
     if name in VLLM_RUNS:
-        server = [f"runtime.rollout_python={rollout_python}"]
-        server += _VLLM_ON_CPU if rehearse else _VLLM_ON_GPU
-    chosen = (RUNS | FROM_WARM_START | VLLM_RUNS)[name]
+        placement = [f"runtime.rollout_python={rollout_python}"]
+        placement += _VLLM_ON_CPU if rehearse else _VLLM_ON_GPU
+    elif name in RAY_RUNS:
+        placement = ["runtime.cpus_per_worker=0.5" if rehearse else "runtime.gpus_per_worker=1"]
+    chosen = (RUNS | FROM_WARM_START | VLLM_RUNS | RAY_RUNS)[name]
     base: list[str] = []
     if name in FROM_WARM_START:
         # Without the sizes and the settings of the warm start, which the saved model replaces.
@@ -180,7 +196,7 @@ def list_overrides(
         *teacher,
         *base,
         *(each.replace("PAIRS", str(out / "pairs.jsonl")) for each in chosen),
-        *server,
+        *placement,
     ]
 
 
