@@ -11,6 +11,9 @@ with the Python of --verl-python, an environment with verl 0.9.1; without it, it
 The work differs in two ways. temper-migrate also reads its output back, compares it, and waits
 until it is on disk; the merger also builds the transformers model. Pending writes are flushed
 before each run. Copying the checkpoint with cp is timed for reference.
+
+The contender `--to temper` writes a step directory of float32 weights and two moments, six times
+the bytes of the others. verl has no counterpart of it, so the table has its bytes too.
 """
 
 import argparse
@@ -22,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -46,6 +49,8 @@ class Cost:
     wall_s: float
     cpu_s: float
     peak_mb: float
+    written_mb: float = 0.0
+    """Bytes of the output, in units of 10^6."""
 
 
 def make_checkpoint(folder: Path, *, num_layers: int) -> int:
@@ -120,6 +125,11 @@ def run(command: list[str], *, environment: dict[str, str], folder: Path) -> Cos
     )
 
 
+def measure_output(folder: Path) -> float:
+    """Return the megabytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
 def time_copy(source: Path, target: Path) -> float:
     """Return the seconds of cp, which does not wait until the copy is on disk."""
     os.sync()
@@ -137,6 +147,7 @@ def select_best(costs: list[Cost]) -> Cost:
         wall_s=min(c.wall_s for c in costs),
         cpu_s=min(c.cpu_s for c in costs),
         peak_mb=min(c.peak_mb for c in costs),
+        written_mb=min(c.written_mb for c in costs),
     )
 
 
@@ -168,7 +179,11 @@ def build_commands(root: Path, verl_python: str | None) -> dict[str, list[str]]:
     actor = str(root / "actor")
     migrate = [sys.executable, "temper_legacy_shim", "checkpoint", actor]
     migrate += ["--dtype", "bfloat16", "--no-verify-names"]
-    commands = {"temper-migrate": [*migrate, "--out", str(root / "temper-migrate")]}
+    step = [sys.executable, "temper_legacy_shim", "checkpoint", actor, "--to", "temper"]
+    commands = {
+        "temper-migrate": [*migrate, "--out", str(root / "temper-migrate")],
+        "--to temper": [*step, "--no-verify-names", "--out", str(root / "--to temper")],
+    }
     if verl_python:
         merge = [verl_python, "verl.model_merger", "merge", "--backend", "fsdp"]
         merge += ["--local_dir", actor, "--target_dir", str(root / "verl merger")]
@@ -183,10 +198,11 @@ def measure(commands: dict[str, list[str]], *, root: Path, repeats: int) -> dict
     costs: dict[str, list[Cost]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
-            environment = dict(os.environ) if name == "temper-migrate" else clean
+            environment = clean if name == "verl merger" else dict(os.environ)
             shutil.rmtree(root / name, ignore_errors=True)
             os.sync()
-            costs[name].append(run(command, environment=environment, folder=root))
+            cost = run(command, environment=environment, folder=root)
+            costs[name].append(replace(cost, written_mb=measure_output(root / name)))
     return {name: select_best(repeated) for name, repeated in costs.items()}
 
 
@@ -199,9 +215,12 @@ def print_table(
         f"best of {repeats}; {platform.machine()}, "
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     )
-    print(f"{'':16} {'wall s':>8} {'CPU s':>8} {'peak MB':>8}")
+    print(f"{'':16} {'wall s':>8} {'CPU s':>8} {'peak MB':>8} {'out MB':>8}")
     for name, cost in results.items():
-        print(f"{name:16} {cost.wall_s:8.1f} {cost.cpu_s:8.1f} {cost.peak_mb:8.0f}")
+        print(
+            f"{name:16} {cost.wall_s:8.1f} {cost.cpu_s:8.1f} {cost.peak_mb:8.0f} "
+            f"{cost.written_mb:8.0f}"
+        )
     print(f"{'cp -r':16} {copy_s:8.1f}")
     if "verl merger" not in results:
         print("verl merger: skipped; name an environment with verl 0.9.1 with --verl-python")
@@ -211,6 +230,12 @@ def print_table(
         getattr(verl, field) / getattr(temper, field) for field in ("wall_s", "cpu_s", "peak_mb")
     )
     print(f"verl / temper    {wall:8.1f} {cpu:8.1f} {peak:8.1f}")
+    step = results["--to temper"]
+    per_byte = (step.written_mb / step.cpu_s) / (verl.written_mb / verl.cpu_s)
+    print(
+        f"verl / to temper {verl.wall_s / step.wall_s:8.1f} {verl.cpu_s / step.cpu_s:8.1f} "
+        f"{verl.peak_mb / step.peak_mb:8.1f}; bytes written per CPU second: {per_byte:.1f} times"
+    )
     print(f"tensors that differ: {len(differing)}")
 
 
