@@ -2,11 +2,20 @@
 
 import json
 import logging
+import math
+from base64 import b64encode, urlsafe_b64encode
+from collections.abc import Callable
 from urllib.parse import quote
 
 import pytest
 
-from temper_trainer.redaction import RedactingFormatter, print_redacted_traceback, redact_secrets
+from temper_trainer.redaction import (
+    HIDDEN,
+    RedactingFormatter,
+    print_redacted_traceback,
+    redact_secrets,
+    register_secrets,
+)
 
 SECRET = "a/'\\\"sentinel"
 
@@ -25,6 +34,42 @@ def test_value_of_a_secret_variable_is_hidden_in_each_form(form: str) -> None:
     assert "sentinel" not in redacted
     assert redacted.startswith("401 for key ")
     assert redacted.endswith(".")
+
+
+@pytest.mark.parametrize("encode", [b64encode, urlsafe_b64encode])
+@pytest.mark.parametrize("user", ["", "u:", "me:", "bob:", "user:"])
+@pytest.mark.parametrize("rest", ["", "\n", "&x", ":12"])
+@pytest.mark.parametrize("value", ["hf_4tokenOfTheHub", "pass\xff\xfe??>>~~word", "eight888"])
+def test_secret_within_base64_is_hidden_at_each_alignment(
+    monkeypatch: pytest.MonkeyPatch,
+    encode: Callable[[bytes], bytes],
+    user: str,
+    rest: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN2", value)
+    text = encode(f"{user}{value}{rest}".encode()).decode()
+    redacted = redact_secrets(f"401 for Authorization: Basic {text} at 10:00")
+    before, after = redacted.split(HIDDEN)
+    assert before.startswith("401 for Authorization: Basic ")
+    assert after.endswith(" at 10:00")
+    # At each end, at most the character that the secret shares with its neighbor is left.
+    kept = before.removeprefix("401 for Authorization: Basic ")
+    assert len(kept) <= math.ceil(len(user) * 8 / 6)
+    left = after.removesuffix(" at 10:00").rstrip("=")
+    assert len(left) <= math.ceil(len(rest) * 8 / 6) + bool(rest)
+
+
+def test_base64_in_a_url_and_of_a_setting_is_hidden() -> None:
+    value = "??>>of a setting"
+    register_secrets([value])
+    text = quote(b64encode(value.encode()), safe="")
+    assert redact_secrets(f"https://judge?auth={text}").startswith(f"https://judge?auth={HIDDEN}")
+
+
+def test_base64_of_something_else_is_shown() -> None:
+    text = b64encode(b"user:no secret of this process").decode()
+    assert redact_secrets(text) == text
 
 
 def test_short_values_and_other_variables_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

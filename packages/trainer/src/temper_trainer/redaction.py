@@ -6,11 +6,14 @@ setting that `register_secrets` was told about. Standard library only.
 
 import json
 import logging
+import math
 import os
 import re
 import sys
 import traceback
+from base64 import b64encode
 from collections.abc import Iterable
+from functools import lru_cache
 from types import TracebackType
 from urllib.parse import quote
 
@@ -35,6 +38,9 @@ _WORKING_DIRECTORY = ("PWD", "OLDPWD")
 """Variables whose values are no secrets and must be written, because a resume may be started in
 another directory.
 """
+
+_TO_URLSAFE = str.maketrans("+/", "-_")
+"""Translation of the standard characters of base64 to those for URLs."""
 
 _registered: set[str] = set()
 """Secrets of this process's configurations."""
@@ -66,7 +72,7 @@ def list_registered_secrets() -> list[str]:
 
 
 def redact_secrets(text: str) -> str:
-    """Return a text with the values of secrets hidden, also in quotes and in URLs.
+    """Return a text with the values of secrets hidden, also in quotes, in URLs and in base64.
 
     Example:
         >>> os.environ["DOC_API_KEY"] = "value of the key"
@@ -75,18 +81,41 @@ def redact_secrets(text: str) -> str:
         >>> del os.environ["DOC_API_KEY"]
     """
     secrets = _registered.union(list_secret_variables().values())
-    forms = {
-        form
-        for secret in secrets
-        for form in (
-            *(secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]),
-            *(quote(secret), quote(secret, safe="")),
-        )
-    }
+    forms = {form for secret in secrets for form in list_secret_forms(secret)}
     # Longest first, because one may be part of another.
     for form in sorted(forms, key=len, reverse=True):
         text = text.replace(form, HIDDEN)
     return text
+
+
+@lru_cache(maxsize=256)
+def list_secret_forms(secret: str) -> frozenset[str]:
+    """Return the texts in which a secret may appear: as it is, quoted, in a URL and in base64.
+
+    Base64 of a longer text, such as ``user:token``, has one of three forms of the token, according
+    to the number of bytes before it.
+
+    Example:
+        >>> sorted(list_secret_forms("my_token"))
+        ['15X3Rva2Vu', 'bXlfdG9rZW', 'bXlfdG9rZW4', 'my_token', 'teV90b2tlb', 'teV90b2tlbg']
+    """
+    data = secret.encode(errors="surrogateescape")
+    encoded = set()
+    for num_before in range(3):
+        # A character holds 6 bits. Those that also hold bits of the bytes before are left out.
+        start = math.ceil(num_before * 8 / 6)
+        text = b64encode(b"\0" * num_before + data).decode().rstrip("=")
+        # The last character depends on the next byte, unless the text ends with the secret.
+        for form in (text[start:], text[start : (num_before + len(data)) * 8 // 6]):
+            encoded |= {form, form.translate(_TO_URLSAFE)}
+    return frozenset(
+        {
+            *(secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]),
+            *(quote(secret), quote(secret, safe="")),
+            *encoded,
+            *(quote(form, safe="") for form in encoded),
+        }
+    )
 
 
 class RedactingFormatter(logging.Formatter):

@@ -1,6 +1,7 @@
 """Passwords and tokens in a configuration: given by the environment, never written."""
 
 import traceback
+from base64 import b64encode
 from importlib.resources import files
 from pathlib import Path
 
@@ -294,15 +295,16 @@ def test_literal_part_of_a_secret_is_refused(value: str, monkeypatch: pytest.Mon
     assert "sentinel" not in redact_override(f"+reward.arguments.api_key='{value}'")
 
 
+@pytest.mark.parametrize("inserted", ["plain-sentinel", b64encode(b"me:plain-sentinel").decode()])
 def test_value_of_a_secret_variable_that_the_shell_expanded_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    inserted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "plain-sentinel")
     with pytest.raises(
         ConfigError, match=r"reward\.arguments\.note .*environment variable MY_TOKEN"
     ) as caught:
-        load([*BASE, "reward.function=my:judge", "+reward.arguments.note='a plain-sentinel b'"])
-    assert "sentinel" not in str(caught.value)
+        load([*BASE, "reward.function=my:judge", f"+reward.arguments.note='a {inserted} b'"])
+    assert inserted not in str(caught.value)
 
 
 def test_path_that_a_secret_variable_names_is_written(

@@ -2,6 +2,7 @@
 
 import os
 import time
+from base64 import b64encode
 from collections.abc import Sequence
 from urllib.parse import quote
 
@@ -86,7 +87,8 @@ def fails_with_its_key(prompt: Prompt, completion: str, *, judge: str, api_key: 
     try:
         raise PermissionError(f"https://judge?{quote(api_key, safe='')}")
     except PermissionError as error:
-        raise RuntimeError(f"401 for {judge!r} with key {api_key}") from error
+        basic = b64encode(f"me:{api_key}".encode()).decode()
+        raise RuntimeError(f"401 for {judge!r} with key {api_key}, Basic {basic}") from error
 
 
 class Fee:

@@ -263,8 +263,11 @@ def test_secrets_in_errors_of_a_reward_function_are_neither_printed_nor_written(
     output = failed.stdout + failed.stderr
     assert ('401 for "<hidden>" with key <hidden>' in output) == (not accepted)
     assert "sentinel" not in output
+    assert "ZW50aW5lb" not in output
     for path in run.rglob("*"):
         assert path.is_dir() or b"sentinel" not in path.read_bytes(), path
+        # "sentinel" within base64 of "me:second/'sentinel".
+        assert path.is_dir() or b"ZW50aW5lb" not in path.read_bytes(), path
 
 
 # Nightly: test_faults.py fills the disk of a run.

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+from base64 import b64encode
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,6 +96,22 @@ def test_restarted_run_keeps_warm_start_rows_up_to_its_checkpoint(
     with log, log.progress_bar("warm_start", total=3, start=2):
         log.log_metrics(3, {"actor/loss": 1.0}, phase="warm_start")
     assert read_steps(tmp_path) == [("warm_start", 1), ("warm_start", 2), ("warm_start", 3)]
+
+
+def test_secrets_in_samples_are_neither_printed_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "value of the token")
+    encoded = b64encode(b"user:value of the token").decode()
+    log, text = open_log(tmp_path)
+    with log:
+        row = SampleRow(prompt="value of the token", completion=encoded, answer=encoded, reward=1.0)
+        log.show_samples(1, [row])
+    written = (tmp_path / "samples.jsonl").read_text()
+    for shown in (text.getvalue(), written):
+        assert "value of the token" not in shown
+        assert encoded[8:] not in shown
+        assert shown.count("<hidden>") == 3
 
 
 def test_samples_are_printed_and_saved(tmp_path: Path) -> None:

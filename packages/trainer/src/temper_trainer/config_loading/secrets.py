@@ -10,7 +10,12 @@ from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading.schema import Plain, flatten
-from temper_trainer.redaction import HIDDEN, is_secret_variable, list_secret_variables
+from temper_trainer.redaction import (
+    HIDDEN,
+    is_secret_variable,
+    list_secret_forms,
+    list_secret_variables,
+)
 
 _SECRET_WORD = re.compile(
     r"(secrets?|passwords?|passwd|passphrase|credentials?|jwt)$"
@@ -118,7 +123,12 @@ def _has_pattern(text: str) -> bool:
 
 
 def _has_variable_value(text: str) -> bool:
-    return any(secret in text for secret in list_secret_variables().values())
+    return any(_contains(text, secret) for secret in list_secret_variables().values())
+
+
+def _contains(text: str, secret: str) -> bool:
+    """Return True if a text contains a secret in one of its forms, such as base64."""
+    return any(form in text for form in list_secret_forms(secret))
 
 
 def check_secrets(composed: Mapping[str, Plain]) -> None:
@@ -141,7 +151,7 @@ def check_secrets(composed: Mapping[str, Plain]) -> None:
             if _is_secret(key) and (_VARIABLE not in text or _has_secret_literal(text)):
                 raise ConfigError(f"{key} is a secret in plain text, {shown}: {advice}")
             for variable, secret in variables.items():
-                if secret in text:
+                if _contains(text, secret):
                     raise ConfigError(
                         f"{key} contains the value of the environment variable {variable}, "
                         f"{shown}: set {key}='${{oc.env:{variable}}}', in quotes, so that the "
@@ -253,7 +263,7 @@ def _has_secret(value: Plain, given: str, key: str, *, secrets: list[str]) -> bo
     if _is_secret(key) or any(map(is_secret_variable, _VARIABLE_NAME.findall(given))):
         return True
     return any(
-        _describe_secret(text) is not None or any(secret in text for secret in secrets)
+        _describe_secret(text) is not None or any(_contains(text, secret) for secret in secrets)
         for text in _find_strings(value)
     )
 

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -176,7 +176,16 @@ class RunLog(AbstractContextManager["RunLog"]):
                 self._dashboard = None
 
     def show_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Print a table of completions, and append them to ``samples.jsonl``."""
+        """Print a table of completions, and append them to ``samples.jsonl``, without secrets."""
+        rows = [
+            replace(
+                row,
+                prompt=redact_secrets(row.prompt),
+                completion=redact_secrets(row.completion),
+                answer=redact_secrets(row.answer),
+            )
+            for row in rows
+        ]
         with (self._directory / SAMPLES_FILE).open("a", encoding="utf-8") as file:
             file.writelines(
                 json.dumps({"step": step} | asdict(row), ensure_ascii=False) + "\n" for row in rows
