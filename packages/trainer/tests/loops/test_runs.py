@@ -54,6 +54,19 @@ def test_run_writes_all_documented_files(run: Run, tmp_path: Path) -> None:
     assert (result.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("table_every", "shown"), [("20", [1, 3]), ("2", [1, 2, 3]), ("0", [])])
+def test_samples_of_the_first_and_the_last_step_are_written(
+    run: Run, tmp_path: Path, table_every: str, shown: list[int]
+) -> None:
+    short = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=3")
+    directory = run(tmp_path / "run", *short, f"run.table_every={table_every}").directory
+    file = directory / "samples.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    assert [json.loads(line)["step"] for line in lines] == [
+        step for step in shown for _ in range(4)
+    ]
+
+
 def test_exported_model_loads_in_transformers_and_generates(run: Run, tmp_path: Path) -> None:
     directory = str(run(tmp_path / "run", "run.total_steps=1").directory / "huggingface")
     model, tokenizer = (

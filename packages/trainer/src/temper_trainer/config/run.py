@@ -116,7 +116,9 @@ class RunConfig:
     num_table_rows: NonNegativeInt = 4
     """Number of completions in the printed table of samples."""
     table_every: NonNegativeInt = 20
-    """Steps between printed tables of samples; 0 prints none."""
+    """Steps between printed tables of samples, which are also shown after the first and the last
+    step; 0 prints none.
+    """
     report: bool = True
     """Write curves.png and report.html after the first step, then at most once a minute, and at the
     end. `temper-train --report RUN_DIR` writes them at any time.

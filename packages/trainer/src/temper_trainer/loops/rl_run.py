@@ -233,12 +233,13 @@ def _run_steps(
             log.log_metrics(step, result.metrics, phase="rl")
             if warning := watch.observe(step, result.metrics):
                 log.print_line(warning)
+            # Before the report of the first step, which shows them.
+            if run.table_every and (step == 1 or step % run.table_every == 0 or is_last):
+                log.show_samples(step, _pick_samples(result, count=run.num_table_rows))
             # Before a save is decided: a process that has lost the lock of the folder must save
             # nothing.
             boundary.end_step()
             bar.advance()
-            if run.table_every and step % run.table_every == 0:
-                log.show_samples(step, _pick_samples(result, count=run.num_table_rows))
             if run.eval_every and step % run.eval_every == 0 and not is_last:
                 # An abandoned evaluation is not repeated: the step is saved below, and the run
                 # ends.
