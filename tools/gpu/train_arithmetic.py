@@ -17,8 +17,8 @@ curves stay the same, times do not. `--rehearse` runs a tiny model on a CPU.
 
 Needs the trainer, both engines and their dependencies. The runs `ray-grpo` and `ray-ppo-megatron`
 need Ray and four GPUs. The runs `tool-sync` and `tool-async` need vLLM: name its interpreter with
-`--rollout-python`. They call a calculator at every `=`; the server and the actor share the GPU. Name
-runs with Ray or vLLM with `--runs`.
+`--rollout-python`. They call a calculator at every `=`; the server and the actor share the GPU.
+Name runs with Ray or vLLM with `--runs`.
 """
 
 import argparse
