@@ -4,25 +4,61 @@ They are the roles around ``DataParallelPPOActor`` and ``DataParallelPPOCritic``
 Ray actors.
 """
 
-from torch import Tensor
 from typing_extensions import deprecated
 
-from temper_engine_api.engine import BaseEngine
-from temper_engine_api.specs import EngineConfig
-from temper_legacy_shim.data_proto import DataProto
+from temper_engine_fsdp.config import FSDPConfig
 from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.workers.engine_configs import build_fsdp_config
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_legacy_shim.workers.role_workers import (
-    OldRates,
+    Backend,
     PolicyWorker,
     Values,
     ValueWorker,
     WeightsByCall,
 )
-from temper_legacy_shim.workers.settings import block, known
+from temper_legacy_shim.workers.settings import block
 from temper_legacy_shim.workers.updates import OldSchedule
+
+
+def _configure_policy(
+    config: Values, role: str, is_trained: bool, keeps_old_schedule: bool
+) -> FSDPConfig:
+    own = block(config, role)
+    model = {**block(config, "model"), **(block(own, "model") if role == "ref" else {})}
+    if role == "ref":
+        model |= {"lora_rank": 0}
+    return build_fsdp_config(
+        model,
+        fsdp=block(own, "fsdp_config"),
+        optim=block(own, "optim") if is_trained else None,
+        actor={**block(config, "actor"), **own},
+        model_type="language_model",
+        keeps_old_schedule=keeps_old_schedule,
+    )
+
+
+def _configure_critic(config: Values, keeps_old_schedule: bool) -> FSDPConfig:
+    model = block(config, "model")
+    return build_fsdp_config(
+        model,
+        fsdp=block(model, "fsdp_config"),
+        optim=block(config, "optim"),
+        actor=config,
+        model_type="value_model",
+        keeps_old_schedule=keeps_old_schedule,
+    )
+
+
+FSDP = Backend(
+    engine_name="fsdp",
+    schedule=OldSchedule,
+    actor=PPOActor,
+    critic=PPOCritic,
+    configure_policy=_configure_policy,
+    configure_critic=_configure_critic,
+)
 
 
 @deprecated_class
@@ -44,7 +80,7 @@ class ActorRolloutRefWorker(PolicyWorker):
             that replace those of the config; other keywords are rejected.
     """
 
-    engine_name = "fsdp"
+    backend = FSDP
 
     def __init__(self, config: object, role: str, **kwargs: object) -> None:
         super().__init__(config, role, kwargs)
@@ -70,37 +106,6 @@ class ActorRolloutRefWorker(PolicyWorker):
         Collective; user files are never deleted.
         """
         self._load(local_path, hdfs_path, del_local_after_load)
-
-    def _old_rates(self, optim: Values) -> OldRates:
-        rates: OldSchedule = known(OldSchedule, optim)
-        return rates
-
-    def _new_policy(self, sizes: Values, engine: BaseEngine) -> PPOActor:
-        return PPOActor(sizes, engine, numerics=self.numerics)
-
-    def _update(self, actor: PPOActor, data: DataProto) -> dict[str, object]:
-        return actor.update_policy(data)
-
-    def _answers(
-        self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool
-    ) -> dict[str, Tensor]:
-        return policy.compute_log_prob(data, calculate_entropy=calculate_entropy)
-
-    def _engine_config(self, role: str) -> EngineConfig:
-        if role in self._engines:
-            return self._engines[role]
-        own = block(self.config, role)
-        model = {**block(self.config, "model"), **(block(own, "model") if role == "ref" else {})}
-        if role == "ref":
-            model |= {"lora_rank": 0}
-        return build_fsdp_config(
-            model,
-            fsdp=block(own, "fsdp_config"),
-            optim=block(own, "optim") if role == "actor" and self._is_actor else None,
-            actor={**block(self.config, "actor"), **own},
-            model_type="language_model",
-            keeps_old_schedule=self.numerics == "legacy",
-        )
 
 
 @deprecated_class
@@ -129,7 +134,7 @@ class CriticWorker(ValueWorker):
     Config is the old ``critic`` block, kwargs are ActorRolloutRefWorker's.
     """
 
-    engine_name = "fsdp"
+    backend = FSDP
 
     def __init__(self, config: object, **kwargs: object) -> None:
         super().__init__(config, kwargs)
@@ -155,34 +160,3 @@ class CriticWorker(ValueWorker):
         Collective; user files are never deleted.
         """
         self._load(local_path, hdfs_path, del_local_after_load)
-
-    def _old_rates(self, optim: Values) -> OldRates:
-        rates: OldSchedule = known(OldSchedule, optim)
-        return rates
-
-    def _new_critic(self, sizes: Values, engine: BaseEngine) -> PPOCritic:
-        return PPOCritic(sizes, engine, numerics=self.numerics)
-
-    def _update(self, critic: PPOCritic, data: DataProto) -> dict[str, object]:
-        return critic.update_critic(data)
-
-    def _forward_sizes(self, num_ranks: int) -> dict[str, object]:
-        total = self.config.get("forward_micro_batch_size")
-        per_rank = self.config.get("forward_micro_batch_size_per_gpu")
-        return {
-            "micro_batch_size": total // num_ranks
-            if isinstance(total, int) and per_rank is None
-            else per_rank,
-            "max_token_len": self.config.get("forward_max_token_len_per_gpu", 32768),
-        }
-
-    def _engine_config(self) -> EngineConfig:
-        model = block(self.config, "model")
-        return build_fsdp_config(
-            model,
-            fsdp=block(model, "fsdp_config"),
-            optim=block(self.config, "optim"),
-            actor=self.config,
-            model_type="value_model",
-            keeps_old_schedule=self.numerics == "legacy",
-        )

@@ -7,42 +7,23 @@ from verl's ``workers/actor/megatron_actor.py`` and ``workers/critic/megatron_cr
 2026.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
-from temper_engine_api.hooks import Context, Predictions
-from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
-from temper_legacy_shim.numerics.masked_losses import aggregate, kl_penalty, value_loss
-from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, policy_loss
 from temper_legacy_shim.workers.engine_configs import adopted_config
 from temper_legacy_shim.workers.engines import Adopted, adopt
-from temper_legacy_shim.workers.objective_updates import (
-    update_actor_with_objective,
-    update_critic_with_objective,
-)
-from temper_legacy_shim.workers.on_engine import (
-    Numerics,
-    OnEngine,
-    column_of,
-    compute_outputs,
-    empty_batch,
-    forward_split,
-    from_replica,
-    needed_column,
-)
-from temper_legacy_shim.workers.ppo_actor import MicroBatch, PPOActor, temperature_of
+from temper_legacy_shim.workers.on_engine import OnEngine, from_replica, needed_column
+from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_legacy_shim.workers.rows import read_rows
 from temper_legacy_shim.workers.settings import block
-from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, matched
+from temper_legacy_shim.workers.updates import SplitSettings
 
 _INPUTS = ("responses", "input_ids", "attention_mask", "position_ids")
 _ACTOR_COLUMNS = (*_INPUTS, "response_mask", "old_log_probs", "advantages")
@@ -56,6 +37,8 @@ class _OnMegatron(OnEngine):
     They have the adopted model's engine, mini-batches as the caller iterates them, and
     micro-batches of equal weight.
     """
+
+    lists_losses = True
 
     def _adopt(
         self,
@@ -118,14 +101,10 @@ class _OnMegatron(OnEngine):
         return tuple(name for name in names if data.batch is not None and name in data.batch)
 
     def _micro_batches(self, mini_batch: DataProto) -> Iterator[tuple[DataProto, float, bool]]:
-        """Yield rows, their weight in the loss, and True for rows that only fill up a rank."""
-        own = self.split.micro_batches(mini_batch)
-        for chosen in matched(own, engine=self.engine):
-            yield (
-                mini_batch.select_idxs(chosen) if chosen else mini_batch[:1],
-                1 / len(own),
-                not chosen,
-            )
+        """Yield micro-batches that weigh the same, however many rows each has."""
+        weight = 1 / len(self.split.micro_batches(mini_batch))
+        for part, _, is_empty in super()._micro_batches(mini_batch):
+            yield part, weight, is_empty
 
     def forward_backward_batch(self, *_: object, **__: object) -> None:
         """Raise an error: the engine runs the passes."""
@@ -138,16 +117,6 @@ class _OnMegatron(OnEngine):
 
 class MegatronActor(_OnMegatron, PPOActor):
     """The old Megatron actor on an engine, without its warning."""
-
-    def __init__(
-        self,
-        config: object,
-        actor_module: nn.Module | BaseEngine,
-        actor_optimizer: torch.optim.Optimizer | None,
-        *,
-        numerics: Numerics,
-    ) -> None:
-        PPOActor.__init__(self, config, actor_module, actor_optimizer, numerics=numerics)
 
     def compute_log_prob(  # type: ignore[override]  # the old class returned another kind than its FSDP sibling
         self, data: DataProto, calculate_entropy: bool = False
@@ -163,7 +132,7 @@ class MegatronActor(_OnMegatron, PPOActor):
         Returns:
             Both, and None in the place of expert choices, which nothing here replays.
         """
-        result = PPOActor.compute_log_prob(self, data, calculate_entropy)
+        result = self.score_rows(data, calculate_entropy=calculate_entropy)
         return result["log_probs"], result.get("entropys", torch.empty(0)), None
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterable[DataProto]:
@@ -188,108 +157,27 @@ class MegatronActor(_OnMegatron, PPOActor):
             raise CapabilityError(
                 "enable_mtp is set, but no engine trains multi-token predictors: set it to False."
             )
-        with self._adopted.trained():
-            if self.numerics == "temper":
-                return self._update_with_objective(dataloader)
-            metrics: dict[str, object] = {}
-            for mini_batch in dataloader:
-                self._update(mini_batch, metrics)
-            self.engine.optimizer_zero_grad()
+        # The old class computed the ratio also where a call made a single update.
+        metrics = self._run_updates((mini_batch, False) for mini_batch in dataloader)
         return from_replica(self.engine, metrics)
 
-    def _update_with_objective(self, dataloader: Iterable[DataProto]) -> dict[str, object]:
-        metrics: dict[str, object] = {}
-        for mini_batch in dataloader:
-            result = update_actor_with_objective(
-                self,
-                [mini_batch],
-                settings=self.settings,
-                loss_settings=self.loss_settings,
-                temperature=temperature_of(mini_batch),
-            )
-            for name, entries in result.items():
-                assert isinstance(entries, list)
-                metrics.setdefault(name, []).extend(entries)  # type: ignore[attr-defined]
-        return metrics
-
-    def _update(self, mini_batch: DataProto, metrics: dict[str, object]) -> None:
-        self.engine.optimizer_zero_grad()
-        with self.engine.train_mode():
-            for part, scale, is_empty in self._micro_batches(mini_batch):
-                rows = read_rows(part, temperature=temperature_of(mini_batch))
-                micro = MicroBatch(
-                    data=part, rows=rows, scale=scale, is_only_update=False, is_empty=is_empty
-                )
-                self._train(micro, metrics=metrics, totals={})
-        append_metrics(metrics, {"actor/grad_norm": float(self._optimizer_step())})
-
-    @property
-    def _needs_entropy(self) -> bool:
-        return self.settings.entropy_coeff != 0
-
-    def _loss(
-        self,
-        micro: MicroBatch,
-        predictions: Predictions,
-        *,
-        metrics: dict[str, float],
-        totals: dict[str, float],
-    ) -> Tensor:
-        settings = self.settings
-        logprobs = micro.rows.grid(predictions[HeadOutput.LOGPROB.value])
-        inputs: PolicyInputs = self._inputs(micro, logprobs)
-        loss, result = policy_loss(self.loss_settings.loss_mode)(inputs, self.loss_settings)
-        metrics.update(result)
-        sampled = column_of(micro.data, "rollout_log_probs", like=logprobs)
-        if sampled is not None and self.loss_settings.loss_mode != "bypass_mode":
-            metrics.update(mismatch(logprobs.detach(), rollout_logprobs=sampled, mask=inputs.mask))
-        metrics["actor/pg_loss"] = float(loss.detach())
-        if self._needs_entropy:
-            entropy = micro.rows.grid(predictions[HeadOutput.ENTROPY.value])
-            loss = loss - settings.entropy_coeff * aggregate(
-                entropy, inputs.mask, settings.loss_agg_mode
-            )
-        if settings.use_kl_loss:
-            kl = kl_penalty(
-                logprobs,
-                needed_column(micro.data, "ref_log_prob", like=logprobs),
-                kind=settings.kl_loss_type,
-            )
-            kl_loss = aggregate(kl, inputs.mask, settings.loss_agg_mode)
-            loss = loss + settings.kl_loss_coef * kl_loss
-            metrics["actor/kl_loss"] = float(kl_loss.detach())
-            metrics["actor/kl_coef"] = settings.kl_loss_coef
-        return loss
+    def update_on_rows(self, data: DataProto) -> dict[str, object]:
+        """Train on this rank's rows, as the worker around the class does."""
+        return self.update_policy(self.make_minibatch_iterator(data))
 
 
 class MegatronCritic(_OnMegatron, PPOCritic):
     """The old Megatron critic on an engine, without its warning."""
-
-    def __init__(
-        self,
-        config: object,
-        critic_module: nn.Module | BaseEngine,
-        critic_optimizer: torch.optim.Optimizer | None,
-        *,
-        numerics: Numerics,
-    ) -> None:
-        PPOCritic.__init__(self, config, critic_module, critic_optimizer, numerics=numerics)
 
     def compute_values(self, data: DataProto) -> Tensor:
         """Compute values [B, W] before each response token, equal on all ranks of a replica.
 
         Values at padding are 0.
         """
-        requested = data.select(batch_keys=list(_INPUTS), non_tensor_batch_keys=[])
-        micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
-        with self._adopted.weights_of_module():
-            return compute_outputs(
-                self.engine,
-                requested,
-                requested_outputs=[HeadOutput.VALUE],
-                temperature=1.0,
-                micro_batches=micro_batches,
-            )[HeadOutput.VALUE]
+        # Without a response_mask, which the old class did not apply.
+        return super().compute_values(
+            data.select(batch_keys=list(_INPUTS), non_tensor_batch_keys=[])
+        )
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterable[DataProto]:
         """Return the mini-batches of every pass, as ``update_critic`` takes them."""
@@ -300,52 +188,26 @@ class MegatronCritic(_OnMegatron, PPOCritic):
 
         Metrics as ``MegatronPPOActor.update_policy`` returns them.
         """
-        with self._adopted.trained():
-            chosen = (
-                mini_batch.select(batch_keys=list(_CRITIC_COLUMNS), non_tensor_batch_keys=[])
-                for mini_batch in dataloader
-            )
-            if self.numerics == "temper":
-                return update_critic_with_objective(self, chosen, settings=self.settings)
-            metrics: dict[str, object] = {}
-            for mini_batch in chosen:
-                lr = self.engine.current_lr
-                self.engine.optimizer_zero_grad()
-                with self.engine.train_mode():
-                    for part, scale, is_empty in self._micro_batches(mini_batch):
-                        self._train_part(part, metrics=metrics, scale=scale, is_empty=is_empty)
-                append_metrics(
-                    metrics, {"critic/grad_norm": float(self._optimizer_step()), "critic/lr": lr}
-                )
-            self.engine.optimizer_zero_grad()
-        return from_replica(self.engine, metrics)
-
-    def _train_part(
-        self, part: DataProto, *, metrics: dict[str, object], scale: float, is_empty: bool
-    ) -> None:
-        """Run one micro-batch forward and backward."""
-        rows = read_rows(part)
-        result: dict[str, float] = {}
-
-        def loss_of(
-            _: SequenceBatch, predictions: Predictions, ctx: Context
-        ) -> tuple[Tensor, Context]:
-            values = rows.grid(predictions[HeadOutput.VALUE.value])
-            width = values.shape[1]
-            loss, numbers = value_loss(
-                values,
-                returns=needed_column(part, "returns", like=values),
-                old_values=needed_column(part, "values", like=values),
-                mask=needed_column(part, "attention_mask", like=values)[:, -width:],
-                cliprange=self.settings.cliprange_value,
-                agg_mode=self.settings.loss_agg_mode,
-            )
-            result.update(numbers)
-            result["critic/vf_loss"] = float(loss.detach())
-            return loss * scale, ctx
-
-        self.engine.set_loss_fn(loss_of, required_outputs={HeadOutput.VALUE})
-        self.engine.forward_backward_step(
-            empty_batch(rows.sequences) if is_empty else rows.sequences
+        chosen = (
+            mini_batch.select(batch_keys=list(_CRITIC_COLUMNS), non_tensor_batch_keys=[])
+            for mini_batch in dataloader
         )
-        append_metrics(metrics, result)
+        return from_replica(self.engine, self._run_updates(chosen))
+
+    def update_on_rows(self, data: DataProto) -> dict[str, object]:
+        """Train on this rank's rows, as the worker around the class does."""
+        return self.update_critic(self.make_minibatch_iterator(data))
+
+    def forward_sizes(self, config: Mapping[str, object], *, num_ranks: int) -> dict[str, object]:
+        """Return the sizes of a worker's forward pass: the old one took those of the update."""
+        total, size = (
+            config.get(name) for name in ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu")
+        )
+        return {
+            **super().forward_sizes(config, num_ranks=num_ranks),
+            "micro_batch_size": total // num_ranks if isinstance(total, int) else size,
+        }
+
+    def _trained_tokens(self, part: DataProto, values: Tensor) -> Tensor:
+        """Return the attention mask of the response, which the old class trained on."""
+        return needed_column(part, "attention_mask", like=values)[:, -values.shape[1] :]

@@ -4,27 +4,24 @@ They are its actor and critic, and the roles around them, standalone or as Ray a
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import deprecated
 
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.specs import EngineConfig
-from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.workers.engine_configs import build_megatron_config
 from temper_legacy_shim.workers.megatron_ppo import MegatronActor, MegatronCritic
 from temper_legacy_shim.workers.on_engine import Numerics
-from temper_legacy_shim.workers.ppo_actor import PPOActor
-from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_legacy_shim.workers.role_workers import (
-    OldRates,
+    Backend,
     PolicyWorker,
     Values,
     ValueWorker,
     WeightsByCall,
 )
-from temper_legacy_shim.workers.settings import block, known
+from temper_legacy_shim.workers.settings import block
 from temper_legacy_shim.workers.updates import OldMegatronSchedule
 
 
@@ -105,6 +102,46 @@ class MegatronPPOCritic(MegatronCritic):
         super().__init__(config, critic_module, critic_optimizer, numerics=numerics)
 
 
+def _configure_policy(
+    config: Values, role: str, is_trained: bool, keeps_old_schedule: bool
+) -> EngineConfig:
+    own = block(config, role)
+    model = {**block(config, "model"), **(block(own, "model") if role == "ref" else {})}
+    if role == "ref":
+        model |= {"lora": {}}
+    return build_megatron_config(
+        model,
+        # The reference policy's layout is the actor's where it says nothing else, and must be
+        # where both live in one process.
+        megatron={**block(block(config, "actor"), "megatron"), **block(own, "megatron")},
+        optim=block(own, "optim") if is_trained else None,
+        role={**block(config, "actor"), **own},
+        model_type="language_model",
+        keeps_old_schedule=keeps_old_schedule,
+    )
+
+
+def _configure_critic(config: Values, keeps_old_schedule: bool) -> EngineConfig:
+    return build_megatron_config(
+        block(config, "model"),
+        megatron=block(config, "megatron"),
+        optim=block(config, "optim"),
+        role=config,
+        model_type="value_model",
+        keeps_old_schedule=keeps_old_schedule,
+    )
+
+
+MEGATRON = Backend(
+    engine_name="megatron",
+    schedule=OldMegatronSchedule,
+    actor=MegatronActor,
+    critic=MegatronCritic,
+    configure_policy=_configure_policy,
+    configure_critic=_configure_critic,
+)
+
+
 @deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.ActorRolloutRefWorker is deprecated since "
@@ -120,7 +157,7 @@ class ActorRolloutRefWorker(PolicyWorker):
     Arguments as those of its FSDP sibling.
     """
 
-    engine_name = "megatron"
+    backend = MEGATRON
 
     def __init__(self, config: object, role: str, **kwargs: object) -> None:
         super().__init__(config, role, kwargs)
@@ -156,42 +193,6 @@ class ActorRolloutRefWorker(PolicyWorker):
         """Wait for a save in the background. Collective."""
         self._trained()[0].engine.finish_saving()
 
-    def _old_rates(self, optim: Values) -> OldRates:
-        rates: OldMegatronSchedule = known(OldMegatronSchedule, optim)
-        return rates
-
-    def _new_policy(self, sizes: Values, engine: BaseEngine) -> PPOActor:
-        return MegatronActor(sizes, engine, None, numerics=self.numerics)
-
-    def _update(self, actor: PPOActor, data: DataProto) -> dict[str, object]:
-        assert isinstance(actor, MegatronActor)
-        return actor.update_policy(actor.make_minibatch_iterator(data))
-
-    def _answers(
-        self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool
-    ) -> dict[str, Tensor]:
-        assert isinstance(policy, MegatronActor)
-        logprobs, entropies, _ = policy.compute_log_prob(data, calculate_entropy)
-        return {"log_probs": logprobs, **({"entropys": entropies} if calculate_entropy else {})}
-
-    def _engine_config(self, role: str) -> EngineConfig:
-        if role in self._engines:
-            return self._engines[role]
-        own = block(self.config, role)
-        model = {**block(self.config, "model"), **(block(own, "model") if role == "ref" else {})}
-        if role == "ref":
-            model |= {"lora": {}}
-        return build_megatron_config(
-            model,
-            # The reference policy's layout is the actor's where it says nothing else, and must be
-            # where both live in one process.
-            megatron={**block(block(self.config, "actor"), "megatron"), **block(own, "megatron")},
-            optim=block(own, "optim") if role == "actor" and self._is_actor else None,
-            role={**block(self.config, "actor"), **own},
-            model_type="language_model",
-            keeps_old_schedule=self.numerics == "legacy",
-        )
-
 
 @deprecated_class
 @deprecated(
@@ -219,7 +220,7 @@ class CriticWorker(ValueWorker):
     Config is the old ``critic`` block, kwargs are ActorRolloutRefWorker's.
     """
 
-    engine_name = "megatron"
+    backend = MEGATRON
 
     def __init__(self, config: object, **kwargs: object) -> None:
         super().__init__(config, kwargs)
@@ -245,34 +246,3 @@ class CriticWorker(ValueWorker):
         Collective; user files are never deleted.
         """
         self._load(checkpoint_path, hdfs_path, del_local_after_load)
-
-    def _old_rates(self, optim: Values) -> OldRates:
-        rates: OldMegatronSchedule = known(OldMegatronSchedule, optim)
-        return rates
-
-    def _new_critic(self, sizes: Values, engine: BaseEngine) -> PPOCritic:
-        return MegatronCritic(sizes, engine, None, numerics=self.numerics)
-
-    def _update(self, critic: PPOCritic, data: DataProto) -> dict[str, object]:
-        assert isinstance(critic, MegatronCritic)
-        return critic.update_critic(critic.make_minibatch_iterator(data))
-
-    def _forward_sizes(self, num_ranks: int) -> dict[str, object]:
-        total, per_rank = (
-            self.config.get("ppo_micro_batch_size"),
-            self.config.get("ppo_micro_batch_size_per_gpu"),
-        )
-        return {
-            "micro_batch_size": total // num_ranks if isinstance(total, int) else per_rank,
-            "max_token_len": self.config.get("forward_max_token_len_per_gpu", 32768),
-        }
-
-    def _engine_config(self) -> EngineConfig:
-        return build_megatron_config(
-            block(self.config, "model"),
-            megatron=block(self.config, "megatron"),
-            optim=block(self.config, "optim"),
-            role=self.config,
-            model_type="value_model",
-            keeps_old_schedule=self.numerics == "legacy",
-        )

@@ -20,7 +20,7 @@ from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
 from temper_legacy_shim.numerics.masked_losses import OLD_KL_CLAMP
 from temper_legacy_shim.workers.on_engine import OnEngine, gather_replicas
-from temper_legacy_shim.workers.rows import read_rows
+from temper_legacy_shim.workers.rows import read_rows, temperature_of
 from temper_legacy_shim.workers.settings import ActorSettings, CriticSettings
 from temper_legacy_shim.workers.updates import append_metrics, scheduled
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
@@ -47,7 +47,6 @@ def update_actor_with_objective(
     *,
     settings: ActorSettings,
     loss_settings: PolicyLossSettings,
-    temperature: float,
 ) -> dict[str, object]:
     """Return one update of each mini-batch by the clipped policy objective."""
     columns = {"advantages": "advantages", "old_log_probs": "old_logprobs"}
@@ -65,7 +64,11 @@ def update_actor_with_objective(
             settings, loss_settings, width=mini_batch.batch.column("responses").shape[1]
         )
         matches = _update(
-            actor, mini_batch, objective=objective, columns=columns, temperature=temperature
+            actor,
+            mini_batch,
+            objective=objective,
+            columns=columns,
+            temperature=temperature_of(mini_batch),
         )
         append_metrics(metrics, _actor_names(matches, has_kl=settings.use_kl_loss))
     actor.engine.optimizer_zero_grad()

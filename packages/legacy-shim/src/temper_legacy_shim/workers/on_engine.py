@@ -4,7 +4,7 @@ Forward passes without gradients return grids [B, W], equal on all ranks of a re
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, TypeVar, cast
 
 import torch
@@ -24,7 +24,7 @@ from temper_legacy_shim.numerics.micro_batches import rows_by_count, rows_by_tok
 from temper_legacy_shim.workers.engines import Adopted, adopt
 from temper_legacy_shim.workers.rows import read_rows, row_lengths
 from temper_legacy_shim.workers.settings import known, plain
-from temper_legacy_shim.workers.updates import SplitSettings, scheduled
+from temper_legacy_shim.workers.updates import SplitSettings, matched, scheduled
 
 Numerics = Literal["legacy", "temper"]
 
@@ -34,6 +34,10 @@ class OnEngine(ABC):
 
     model_type: ClassVar[ModelType]
     """The head that it trains."""
+    lists_losses: ClassVar[bool] = False
+    """True if losses are reported for each micro-batch, as by the Megatron classes; the FSDP
+    classes reported the sum over a call.
+    """
     _adopted: Adopted
     """The engine and its source; set by the class after configuration."""
 
@@ -80,6 +84,13 @@ class OnEngine(ABC):
         """Sizes of an update; parsed at the update, as a reference policy has none."""
         values: SplitSettings = known(SplitSettings, {"ppo_mini_batch_size": 0, **self._values})
         return values
+
+    def _micro_batches(self, mini_batch: DataProto) -> Iterator[tuple[DataProto, float, bool]]:
+        """Yield rows, their weight in the loss, and True for rows that only fill up a rank."""
+        split = self.split
+        for chosen in matched(split.micro_batches(mini_batch), engine=self.engine):
+            part = mini_batch.select_idxs(chosen) if chosen else mini_batch[:1]
+            yield part, split.scale(len(chosen)), not chosen
 
     def _optimizer_step(self) -> float:
         """Take one optimizer step, and return the gradient norm before clipping.

@@ -1,6 +1,6 @@
 """``DataParallelPPOActor``: log-probs and policy updates of an old batch, on an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,6 @@ from typing_extensions import deprecated
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.errors import BatchError
 from temper_engine_api.hooks import Context, Predictions
 from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
@@ -29,9 +28,9 @@ from temper_legacy_shim.workers.on_engine import (
     refuse_own_forward,
     single_forward,
 )
-from temper_legacy_shim.workers.rows import Rows, read_rows
+from temper_legacy_shim.workers.rows import Rows, read_rows, temperature_of
 from temper_legacy_shim.workers.settings import ActorSettings, known, policy_loss_settings
-from temper_legacy_shim.workers.updates import append_metrics, matched, passes
+from temper_legacy_shim.workers.updates import append_metrics, passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +91,10 @@ class PPOActor(OnEngine):
         Returns:
             log_probs [B, W], and if asked entropys and sum_pi_squared [B, W]; 0 at padding.
         """
+        return self.score_rows(data, calculate_entropy=calculate_entropy)
+
+    def score_rows(self, data: DataProto, *, calculate_entropy: bool) -> dict[str, Tensor]:
+        """Return what ``compute_log_prob`` of the FSDP class does, for both families."""
         temperature = temperature_of(data)
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
@@ -138,48 +141,55 @@ class PPOActor(OnEngine):
             Metrics by their old names: sums for the losses, else a list with an entry for each
                 micro-batch or update.
         """
+        return self._run_updates(passes(data, split=self.split, engine=self.engine))
+
+    def update_on_rows(self, data: DataProto) -> dict[str, object]:
+        """Train on this rank's rows, as the worker around the class does."""
+        return self.update_policy(data)
+
+    def _run_updates(self, updates: Iterable[tuple[DataProto, bool]]) -> dict[str, object]:
+        """Take one optimizer step for each mini-batch; true if it is the only one of its call."""
         with self._adopted.trained():
             if self.numerics == "temper":
-                parts = (part for part, _ in passes(data, split=self.split, engine=self.engine))
                 return update_actor_with_objective(
                     self,
-                    parts,
+                    (mini_batch for mini_batch, _ in updates),
                     settings=self.settings,
                     loss_settings=self.loss_settings,
-                    temperature=temperature_of(data),
                 )
-            return self._update_as_before(data)
-
-    def _update_as_before(self, data: DataProto) -> dict[str, object]:
-        metrics: dict[str, object] = {}
-        totals = {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
-        split = self.split
-        for mini_batch, is_only in passes(data, split=split, engine=self.engine):
+            metrics: dict[str, object] = {}
+            sums = {} if self.lists_losses else {"actor/pg_loss": 0.0, "actor/kl_loss": 0.0}
+            for mini_batch, is_only in updates:
+                self.engine.optimizer_zero_grad()
+                with self.engine.train_mode():
+                    for part, scale, is_empty in self._micro_batches(mini_batch):
+                        micro = MicroBatch(
+                            data=part,
+                            rows=read_rows(part, temperature=temperature_of(mini_batch)),
+                            scale=scale,
+                            is_only_update=is_only,
+                            is_empty=is_empty,
+                        )
+                        self._train(micro, metrics=metrics, sums=sums)
+                append_metrics(metrics, {"actor/grad_norm": float(self._optimizer_step())})
             self.engine.optimizer_zero_grad()
-            with self.engine.train_mode():
-                for chosen in matched(split.micro_batches(mini_batch), engine=self.engine):
-                    part = mini_batch.select_idxs(chosen) if chosen else mini_batch[:1]
-                    micro = MicroBatch(
-                        data=part,
-                        rows=read_rows(part, temperature=temperature_of(data)),
-                        scale=split.scale(len(chosen)),
-                        is_only_update=is_only,
-                        is_empty=not chosen,
-                    )
-                    self._train(micro, metrics=metrics, totals=totals)
-            append_metrics(metrics, {"actor/grad_norm": float(self._optimizer_step())})
-        self.engine.optimizer_zero_grad()
-        return {**totals, **metrics}
+        return {**sums, **metrics}
 
     def _train(
-        self, micro: MicroBatch, *, metrics: dict[str, object], totals: dict[str, float]
+        self, micro: MicroBatch, *, metrics: dict[str, object], sums: dict[str, float]
     ) -> None:
-        result: dict[str, float] = {}
+        reported: dict[str, float] = {}
 
         def loss_of(
             _: SequenceBatch, predictions: Predictions, ctx: Context
         ) -> tuple[Tensor, Context]:
-            return self._loss(micro, predictions, metrics=result, totals=totals) * micro.scale, ctx
+            loss, losses = self._loss(micro, predictions, metrics=reported)
+            for name, value in losses.items():
+                if self.lists_losses:
+                    reported[name] = value
+                else:
+                    sums[name] += value * micro.scale
+            return loss * micro.scale, ctx
 
         required_outputs = (
             {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
@@ -190,21 +200,18 @@ class PPOActor(OnEngine):
         self.engine.forward_backward_step(
             empty_batch(micro.rows.sequences) if micro.is_empty else micro.rows.sequences
         )
-        append_metrics(metrics, result)
+        append_metrics(metrics, reported)
 
     @property
     def _needs_entropy(self) -> bool:
-        """True if an update needs the head's entropy."""
-        return self.settings.wants_entropy
+        """True if an update needs the head's entropy; Megatron's class never just reported it."""
+        settings = self.settings
+        return settings.entropy_coeff != 0 if self.lists_losses else settings.wants_entropy
 
     def _loss(
-        self,
-        micro: MicroBatch,
-        predictions: Predictions,
-        *,
-        metrics: dict[str, float],
-        totals: dict[str, float],
-    ) -> Tensor:
+        self, micro: MicroBatch, predictions: Predictions, *, metrics: dict[str, float]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of a micro-batch, and the losses that are reported under old names."""
         settings = self.settings
         logprobs = micro.rows.grid(predictions[HeadOutput.LOGPROB.value])
         inputs = self._inputs(micro, logprobs)
@@ -213,16 +220,18 @@ class PPOActor(OnEngine):
         sampled = column_of(micro.data, "rollout_log_probs", like=logprobs)
         if sampled is not None and self.loss_settings.loss_mode != "bypass_mode":
             metrics.update(mismatch(logprobs.detach(), rollout_logprobs=sampled, mask=inputs.mask))
-        if settings.wants_entropy:
+        losses = {"actor/pg_loss": float(loss.detach())}
+        if self._needs_entropy:
             entropy = aggregate(
                 micro.rows.grid(predictions[HeadOutput.ENTROPY.value]),
                 inputs.mask,
                 settings.loss_agg_mode,
             )
-            metrics["actor/entropy"] = float(entropy.detach())
-            # The old code subtracted in place, so that pg_loss reports the difference.
             loss = loss - settings.entropy_coeff * entropy if settings.entropy_coeff else loss
-        totals["actor/pg_loss"] += float(loss.detach()) * micro.scale
+            if not self.lists_losses:
+                metrics["actor/entropy"] = float(entropy.detach())
+                # The old FSDP code subtracted in place, so that its pg_loss is the difference.
+                losses["actor/pg_loss"] = float(loss.detach())
         if settings.use_kl_loss:
             kl = kl_penalty(
                 logprobs,
@@ -231,9 +240,9 @@ class PPOActor(OnEngine):
             )
             kl_loss = aggregate(kl, inputs.mask, settings.loss_agg_mode)
             loss = loss + settings.kl_loss_coef * kl_loss
-            totals["actor/kl_loss"] += float(kl_loss.detach()) * micro.scale
+            losses["actor/kl_loss"] = float(kl_loss.detach())
             metrics["actor/kl_coef"] = settings.kl_loss_coef
-        return loss
+        return loss, losses
 
     def _inputs(self, micro: MicroBatch, logprobs: Tensor) -> PolicyInputs:
         # As in the old worker: before a single update the old policy is the current one, and its
@@ -286,18 +295,3 @@ class DataParallelPPOActor(PPOActor):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         refuse_own_forward(cls)
-
-
-def temperature_of(data: DataProto) -> float:
-    """Return the temperature at which the responses were sampled.
-
-    Raises:
-        BatchError: meta_info does not say it.
-    """
-    value = data.meta_info.get("temperature")
-    if not isinstance(value, int | float) or not value > 0:
-        raise BatchError(
-            f"meta_info['temperature'] is {value!r}, but must be the number above 0 that the "
-            "responses were sampled with."
-        )
-    return float(value)

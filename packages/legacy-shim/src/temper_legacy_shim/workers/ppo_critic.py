@@ -1,6 +1,6 @@
 """``DataParallelPPOCritic``: values and value updates of an old batch, on an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from temper_legacy_shim.workers.on_engine import (
 )
 from temper_legacy_shim.workers.rows import read_rows
 from temper_legacy_shim.workers.settings import CriticSettings, known
-from temper_legacy_shim.workers.updates import append_metrics, matched, passes
+from temper_legacy_shim.workers.updates import append_metrics, passes
 
 
 class PPOCritic(OnEngine):
@@ -100,36 +100,54 @@ class PPOCritic(OnEngine):
             Metrics by their old names: vf_loss a sum, else a list with an entry for each
                 micro-batch or update.
         """
+        return self._run_updates(
+            mini_batch for mini_batch, _ in passes(data, split=self.split, engine=self.engine)
+        )
+
+    def update_on_rows(self, data: DataProto) -> dict[str, object]:
+        """Train on this rank's rows, as the worker around the class does."""
+        return self.update_critic(data)
+
+    def forward_sizes(self, config: Mapping[str, object], *, num_ranks: int) -> dict[str, object]:
+        """Return micro_batch_size and max_token_len of a worker's forward pass."""
+        total, size = (
+            config.get(name)
+            for name in ("forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
+        )
+        return {
+            "micro_batch_size": total // num_ranks
+            if isinstance(total, int) and size is None
+            else size,
+            "max_token_len": config.get("forward_max_token_len_per_gpu", 32768),
+        }
+
+    def _run_updates(self, mini_batches: Iterable[DataProto]) -> dict[str, object]:
+        """Take one optimizer step for each mini-batch."""
         with self._adopted.trained():
             if self.numerics == "temper":
-                parts = (part for part, _ in passes(data, split=self.split, engine=self.engine))
-                return update_critic_with_objective(self, parts, settings=self.settings)
-            return self._update_as_before(data)
-
-    def _update_as_before(self, data: DataProto) -> dict[str, object]:
-        metrics: dict[str, object] = {}
-        total = 0.0
-        split = self.split
-        for mini_batch, _ in passes(data, split=split, engine=self.engine):
+                return update_critic_with_objective(self, mini_batches, settings=self.settings)
+            metrics: dict[str, object] = {}
+            sums = {} if self.lists_losses else {"critic/vf_loss": 0.0}
+            for mini_batch in mini_batches:
+                lr = self.engine.current_lr
+                self.engine.optimizer_zero_grad()
+                with self.engine.train_mode():
+                    for part, scale, is_empty in self._micro_batches(mini_batch):
+                        reported = self._train(part, scale=scale, is_empty=is_empty)
+                        if not self.lists_losses:
+                            sums["critic/vf_loss"] += reported.pop("critic/vf_loss", 0.0) * scale
+                        append_metrics(metrics, reported)
+                updated = {"critic/grad_norm": float(self._optimizer_step())}
+                append_metrics(
+                    metrics, {**updated, "critic/lr": lr} if self.lists_losses else updated
+                )
             self.engine.optimizer_zero_grad()
-            with self.engine.train_mode():
-                for chosen in matched(split.micro_batches(mini_batch), engine=self.engine):
-                    part = mini_batch.select_idxs(chosen) if chosen else mini_batch[:1]
-                    loss = self._train(
-                        part, metrics=metrics, scale=split.scale(len(chosen)), is_empty=not chosen
-                    )
-                    total += loss * split.scale(len(chosen))
-            append_metrics(metrics, {"critic/grad_norm": float(self._optimizer_step())})
-        self.engine.optimizer_zero_grad()
-        return {"critic/vf_loss": total, **metrics}
+        return {**sums, **metrics}
 
-    def _train(
-        self, part: DataProto, *, metrics: dict[str, object], scale: float, is_empty: bool
-    ) -> float:
-        """Run a micro-batch forward and backward, and return the loss before scaling."""
+    def _train(self, part: DataProto, *, scale: float, is_empty: bool) -> dict[str, float]:
+        """Run a micro-batch forward and backward, and return its metrics by their old names."""
         rows = read_rows(part)
         result: dict[str, float] = {}
-        losses = [0.0]
 
         def loss_of(
             _: SequenceBatch, predictions: Predictions, ctx: Context
@@ -139,20 +157,23 @@ class PPOCritic(OnEngine):
                 values,
                 returns=needed_column(part, "returns", like=values),
                 old_values=needed_column(part, "values", like=values),
-                mask=needed_column(part, "response_mask", like=values),
+                mask=self._trained_tokens(part, values),
                 cliprange=self.settings.cliprange_value,
                 agg_mode=self.settings.loss_agg_mode,
             )
             result.update(numbers)
-            losses.append(float(loss.detach()))
+            result["critic/vf_loss"] = float(loss.detach())
             return loss * scale, ctx
 
         self.engine.set_loss_fn(loss_of, required_outputs={HeadOutput.VALUE})
         self.engine.forward_backward_step(
             empty_batch(rows.sequences) if is_empty else rows.sequences
         )
-        append_metrics(metrics, result)
-        return losses[-1]
+        return result
+
+    def _trained_tokens(self, part: DataProto, values: Tensor) -> Tensor:
+        """Return the mask [B, W] of the tokens whose values are trained."""
+        return needed_column(part, "response_mask", like=values)
 
 
 @deprecated_class

@@ -5,14 +5,13 @@ They are roles around an actor or a critic, standalone or as Ray actors.
 
 import resource
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
 
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError, EngineStateError
@@ -24,7 +23,7 @@ from temper_legacy_shim.workers.old_rollout import OldRollout
 from temper_legacy_shim.workers.on_engine import Numerics
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_legacy_shim.workers.settings import block, plain
+from temper_legacy_shim.workers.settings import block, known, plain
 from temper_legacy_shim.workers.speed import compute_mfu
 from temper_legacy_shim.workers.updates import set_rate
 
@@ -60,27 +59,41 @@ class Rates:
         self._engine.num_schedule_steps += 1
 
 
-class RoleWorker(ABC):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """What the workers of one engine do differently."""
+
+    engine_name: str
+    """Name as in ``model_engine``."""
+    schedule: type[OldRates]
+    """Reads an old ``optim`` block."""
+    actor: type[PPOActor]
+    critic: type[PPOCritic]
+    configure_policy: Callable[[Values, str, bool, bool], EngineConfig]
+    """Builds the engine of a policy from the old config, the role's name, and whether it is trained
+    and keeps the old schedule.
+    """
+    configure_critic: Callable[[Values, bool], EngineConfig]
+    """Builds the engine of a critic; the flag is true if it keeps the old schedule."""
+
+
+class RoleWorker:
     """Shared parts of both kinds: engines, learning rates, checkpoints, profiling calls."""
 
-    engine_name: ClassVar[str]
-    """Name as in ``model_engine``."""
+    backend: ClassVar[Backend]
 
     def __init__(self, config: object, kwargs: Values) -> None:
         self.config = plain(config)
         self.numerics, self._engines = self._options(kwargs)
         self._opened_engines: list[BaseEngine] = []
 
-    @abstractmethod
-    def _old_rates(self, optim: Values) -> OldRates:
-        """Return the schedule of an old ``optim`` block."""
-
     def _rates_of(self, engine: BaseEngine, *, optim: Values, role: str) -> Rates:
         keeps = self.numerics == "legacy" and role not in self._engines
-        return Rates(engine, old=self._old_rates(optim) if keeps else None)
+        old: OldRates | None = known(self.backend.schedule, optim) if keeps else None
+        return Rates(engine, old=old)
 
     def _open_engine(self, config: EngineConfig) -> BaseEngine:
-        engine: BaseEngine = load_engine_class(self.engine_name)(config)
+        engine: BaseEngine = load_engine_class(self.backend.engine_name)(config)
         engine.init_model()
         self._opened_engines.append(engine)
         return engine
@@ -110,7 +123,7 @@ class RoleWorker(ABC):
         if numerics != "legacy" and numerics != "temper":
             raise ConfigError(f"numerics is {numerics!r}, but must be legacy or temper.")
         engines = kwargs.get("engines") or {}
-        expected = load_engine_config_class(self.engine_name) if engines else EngineConfig
+        expected = load_engine_config_class(self.backend.engine_name) if engines else EngineConfig
         if not isinstance(engines, Mapping) or not all(
             isinstance(config, expected) for config in engines.values()
         ):
@@ -173,24 +186,6 @@ class PolicyWorker(RoleWorker):
         self.ref_policy: PPOActor | None = None
         self.rollout: OldRollout | None = None
 
-    @abstractmethod
-    def _engine_config(self, role: str) -> EngineConfig:
-        """Return the configuration of the actor's or the reference policy's engine."""
-
-    @abstractmethod
-    def _new_policy(self, sizes: Values, engine: BaseEngine) -> PPOActor:
-        """Return the old class around an engine."""
-
-    @abstractmethod
-    def _update(self, actor: PPOActor, data: DataProto) -> dict[str, object]:
-        """Train on rows; old metrics."""
-
-    @abstractmethod
-    def _answers(
-        self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool
-    ) -> dict[str, Tensor]:
-        """Return the log_probs, and entropys if asked."""
-
     def init_model(self) -> None:
         """Build the role's engines and sampler. Collective."""
         with self._closed_on_error():
@@ -205,8 +200,9 @@ class PolicyWorker(RoleWorker):
                     self.rollout.take_weights(self.actor.engine)
             has_adapter = self.actor is not None and self.actor.engine.config.lora.rank > 0
             if self._is_ref and not has_adapter:
-                self.ref_policy = self._new_policy(
-                    block(self.config, "ref"), self._open_engine(self._engine_config("ref"))
+                engine = self._open_engine(self._engine_config("ref"))
+                self.ref_policy = self.backend.actor(
+                    block(self.config, "ref"), engine, numerics=self.numerics
                 )
 
     def update_actor(self, data: DataProto) -> DataProto:
@@ -216,7 +212,7 @@ class PolicyWorker(RoleWorker):
         """
         actor, rates = self._trained()
         lr, begin = rates.begin(), time.perf_counter()
-        metrics = self._update(actor, data.to("cpu"))
+        metrics = actor.update_on_rows(data.to("cpu"))
         rates.end()
         speed = self._machine(
             actor.engine,
@@ -236,7 +232,7 @@ class PolicyWorker(RoleWorker):
         is_reference = bool(data.meta_info.pop("is_lora", False))
         requested = self._requested(data, "ref" if is_reference else "rollout")
         with actor.engine.disable_adapter() if is_reference else nullcontext():
-            result = self._answers(actor, requested, calculate_entropy=not is_reference)
+            result = actor.score_rows(requested, calculate_entropy=not is_reference)
         result["ref_log_prob" if is_reference else "old_log_probs"] = result.pop("log_probs")
         return DataProto.from_dict(
             tensors=result, meta_info={"temperature": requested.meta_info["temperature"]}
@@ -255,9 +251,7 @@ class PolicyWorker(RoleWorker):
                 )
             data.meta_info["is_lora"] = True
             return self.compute_log_prob(data)
-        result = self._answers(
-            self.ref_policy, self._requested(data, "ref"), calculate_entropy=False
-        )
+        result = self.ref_policy.score_rows(self._requested(data, "ref"), calculate_entropy=False)
         return DataProto.from_dict(tensors={"ref_log_prob": result["log_probs"]})
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -291,8 +285,17 @@ class PolicyWorker(RoleWorker):
         sizes = compute_rank_sizes(
             actor, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="actor"
         )
-        self.actor = self._new_policy(sizes, engine)
+        self.actor = self.backend.actor(sizes, engine, numerics=self.numerics)
         self._rates = self._rates_of(engine, optim=block(actor, "optim"), role="actor")
+
+    def _engine_config(self, role: str) -> EngineConfig:
+        """Return the configuration of the actor's or the reference policy's engine."""
+        if role in self._engines:
+            return self._engines[role]
+        is_trained = role == "actor" and self._is_actor
+        return self.backend.configure_policy(
+            self.config, role, is_trained, self.numerics == "legacy"
+        )
 
     def _requested(self, data: DataProto, role: str) -> DataProto:
         """Return the batch with the settings of a forward pass, from the role's own block."""
@@ -339,38 +342,26 @@ class ValueWorker(RoleWorker):
         super().__init__(config, kwargs)
         self.critic: PPOCritic | None = None
 
-    @abstractmethod
-    def _engine_config(self) -> EngineConfig:
-        """Return the configuration of the critic's engine."""
-
-    @abstractmethod
-    def _new_critic(self, sizes: Values, engine: BaseEngine) -> PPOCritic:
-        """Return the old class around an engine."""
-
-    @abstractmethod
-    def _update(self, critic: PPOCritic, data: DataProto) -> dict[str, object]:
-        """Train on rows; old metrics."""
-
-    @abstractmethod
-    def _forward_sizes(self, num_ranks: int) -> dict[str, object]:
-        """Return micro_batch_size and max_token_len of a forward pass on `num_ranks` ranks."""
-
     def init_model(self) -> None:
         """Build the value model. Collective."""
         with self._closed_on_error():
-            engine = self._open_engine(self._engines.get("critic") or self._engine_config())
+            given = self._engines.get("critic")
+            engine = self._open_engine(
+                given or self.backend.configure_critic(self.config, self.numerics == "legacy")
+            )
             rollout_n = self.config.get("rollout_n", 1)
             sizes = compute_rank_sizes(
                 self.config, num_ranks=engine.topology.dp.size, rollout_n=rollout_n, where="critic"
             )
-            self.critic = self._new_critic(sizes, engine)
+            self.critic = self.backend.critic(sizes, engine, numerics=self.numerics)
             self._rates = self._rates_of(engine, optim=block(self.config, "optim"), role="critic")
 
     def compute_values(self, data: DataProto) -> DataProto:
         """Return the values [B, W]."""
         critic = self._critic()
+        num_ranks = critic.engine.topology.dp.size
         settings = {
-            **self._forward_sizes(critic.engine.topology.dp.size),
+            **critic.forward_sizes(self.config, num_ranks=num_ranks),
             "use_dynamic_bsz": bool(self.config.get("use_dynamic_bsz", False)),
         }
         requested = DataProto(
@@ -385,7 +376,7 @@ class ValueWorker(RoleWorker):
         """
         critic = self._critic()
         lr, begin = self._rates.begin(), time.perf_counter()
-        metrics = self._update(critic, data.to("cpu"))
+        metrics = critic.update_on_rows(data.to("cpu"))
         self._rates.end()
         speed = self._machine(
             critic.engine,

@@ -71,6 +71,21 @@ def read_rows(data: DataProto, *, temperature: float = 1.0, columns: Sequence[st
     return Rows(sequences=from_padded(padded), position=cells[attention], shape=(batch_size, width))
 
 
+def temperature_of(data: DataProto) -> float:
+    """Return the temperature at which the responses were sampled.
+
+    Raises:
+        BatchError: meta_info does not say it.
+    """
+    value = data.meta_info.get("temperature")
+    if not isinstance(value, int | float) or not value > 0:
+        raise BatchError(
+            f"meta_info['temperature'] is {value!r}, but must be the number above 0 that the "
+            "responses were sampled with."
+        )
+    return float(value)
+
+
 def row_lengths(data: DataProto) -> list[int]:
     """Return the tokens of each row."""
     lengths: list[int] = _tensors(data)["attention_mask"].sum(1).tolist()
