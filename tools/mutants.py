@@ -78,7 +78,7 @@ TARGETS = {
     ),
     "translator": MutationTarget(
         package="legacy-shim",
-        module="temper_legacy_shim/configs/mapping/batches.py",
+        module="temper_legacy_shim/configs/mapping/rl/batches.py",
         tests=("configs/test_arithmetic.py", "configs/test_translate.py", "configs/test_traps.py"),
     ),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from temper_legacy_shim.configs import Outcome, Translation, translate
-from temper_legacy_shim.configs.mapping.trainer_defaults import DEFAULTS
+from temper_legacy_shim.configs.mapping.rl.trainer_defaults import DEFAULTS
 from temper_legacy_shim.configs.reading.config_values import Plain
 
 from .conftest import BASE, rules_found, translated, values

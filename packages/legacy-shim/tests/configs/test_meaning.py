@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from temper_legacy_shim.configs import translate
-from temper_legacy_shim.configs.mapping.trainer_defaults import DEFAULTS
+from temper_legacy_shim.configs.mapping.rl.trainer_defaults import DEFAULTS
 from temper_legacy_shim.configs.reading.config_values import flatten
 from temper_legacy_shim.configs.report import yaml_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from temper_legacy_shim.configs.mapping.trainer_defaults import DEFAULTS, is_our_default
+from temper_legacy_shim.configs.mapping.rl.trainer_defaults import DEFAULTS, is_our_default
 
 pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
 

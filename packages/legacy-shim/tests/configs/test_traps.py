@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from temper_legacy_shim.configs import Outcome, translate
-from temper_legacy_shim.configs.mapping import model_checks as images
+from temper_legacy_shim.configs.mapping.roles import model_checks as images
 
 from .conftest import BASE, pinned, rules_found, translated, values
 

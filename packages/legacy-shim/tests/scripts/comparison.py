@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from bash_itself import run_in_bash
 
-from temper_legacy_shim.bash.shell_state import Event
-from temper_legacy_shim.bash.shell_values import Field, Text, literal
-from temper_legacy_shim.bash.syntax_tree import Span
+from temper_legacy_shim.bash.syntax.syntax_tree import Span
+from temper_legacy_shim.bash.values.shell_state import Event
+from temper_legacy_shim.bash.values.shell_values import Field, Text, literal
 from temper_legacy_shim.scripts.launches import Launch, find_launches
 from temper_legacy_shim.scripts.migrate import migrate_script
 from temper_legacy_shim.scripts.rewrite import COMMAND

@@ -32,10 +32,10 @@ from temper_engine_megatron.config import MegatronConfig
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import LegacyWorkerWarning
 from temper_legacy_shim.workers import MegatronPPOActor, megatron_workers
+from temper_legacy_shim.workers.batches.updates import OldMegatronSchedule
 from temper_legacy_shim.workers.megatron_ppo import MegatronActor, MegatronCritic
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_legacy_shim.workers.updates import OldMegatronSchedule
 
 MakeData = Callable[..., DataProto]
 ADAMW = OptimizerSpec(lr=1e-2, weight_decay=0.0, clip_grad_norm=1.0)

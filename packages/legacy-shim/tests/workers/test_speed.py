@@ -1,6 +1,6 @@
 import pytest
 
-from temper_legacy_shim.workers.speed import operations, peak
+from temper_legacy_shim.workers.engine.speed import operations, peak
 
 TINY = {
     "model_type": "qwen2",

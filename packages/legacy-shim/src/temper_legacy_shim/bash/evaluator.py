@@ -5,11 +5,8 @@ Known values are computed, unknown ones stay symbolic, commands that would run a
 
 import contextlib
 
-from temper_legacy_shim.bash import commands, conditions, expansion
-from temper_legacy_shim.bash.patterns import TooMuch, compiled, matches
-from temper_legacy_shim.bash.shell_state import Exit, Jump, Reading, Return, Shell, Stopped
-from temper_legacy_shim.bash.shell_values import Text, Truth
-from temper_legacy_shim.bash.syntax_tree import (
+from temper_legacy_shim.bash.execution import commands, conditions
+from temper_legacy_shim.bash.syntax.syntax_tree import (
     Block,
     Calculation,
     Case,
@@ -27,6 +24,10 @@ from temper_legacy_shim.bash.syntax_tree import (
     Span,
     Test,
 )
+from temper_legacy_shim.bash.values import expansion
+from temper_legacy_shim.bash.values.patterns import TooMuch, compiled, matches
+from temper_legacy_shim.bash.values.shell_state import Exit, Jump, Reading, Return, Shell, Stopped
+from temper_legacy_shim.bash.values.shell_values import Text, Truth
 
 MAX_ROUNDS = 500
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from temper_legacy_shim.configs.mapping.builder import Draft, Numerics
 from temper_legacy_shim.configs.mapping.generation import build_evaluation, build_generation
-from temper_legacy_shim.configs.mapping.model_checks import (
+from temper_legacy_shim.configs.mapping.rl.ppo import build_ppo
+from temper_legacy_shim.configs.mapping.roles.model_checks import (
     NEUTRAL,
     find_images,
     find_model_fields,
     find_refused_models,
     find_template_arguments,
 )
-from temper_legacy_shim.configs.mapping.ppo import build_ppo
 from temper_legacy_shim.configs.mapping.rules import find_rule, is_block
 from temper_legacy_shim.configs.mapping.sft import build_columns, build_sft
 from temper_legacy_shim.configs.reading.composition import (

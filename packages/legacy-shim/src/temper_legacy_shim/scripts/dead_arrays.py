@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from temper_legacy_shim.bash.syntax_tree import (
+from temper_legacy_shim.bash.syntax.syntax_tree import (
     ArrayElement,
     Assignment,
     Block,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from temper_legacy_shim.bash.shell_values import Piece, Text, literal
+from temper_legacy_shim.bash.values.shell_values import Piece, Text, literal
 from temper_legacy_shim.configs import Cluster, Finding, Outcome, Setting, Translation, translate
 from temper_legacy_shim.configs.cpu_trial import make_cpu_trial
 from temper_legacy_shim.configs.reading.config_files import (

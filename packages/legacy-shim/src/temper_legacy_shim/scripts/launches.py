@@ -4,10 +4,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from temper_legacy_shim.bash.shell_state import Event
-from temper_legacy_shim.bash.shell_values import Field, Text
-from temper_legacy_shim.bash.syntax_tree import Span
-from temper_legacy_shim.bash.wrappers import started
+from temper_legacy_shim.bash.execution.wrappers import started
+from temper_legacy_shim.bash.syntax.syntax_tree import Span
+from temper_legacy_shim.bash.values.shell_state import Event
+from temper_legacy_shim.bash.values.shell_values import Field, Text
 from temper_legacy_shim.configs.reading.trees import known_keys
 
 _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from temper_legacy_shim.bash.parser import parse
+from temper_legacy_shim.bash.syntax.parser import parse
 from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.errors import ScriptError
 from temper_legacy_shim.scripts.launch_translation import (

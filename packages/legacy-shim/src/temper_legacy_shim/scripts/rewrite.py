@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from temper_legacy_shim.bash.parser import parse
-from temper_legacy_shim.bash.syntax_tree import Span
+from temper_legacy_shim.bash.syntax.parser import parse
+from temper_legacy_shim.bash.syntax.syntax_tree import Span
 from temper_legacy_shim.scripts.dead_arrays import DeadArray, find_dead_arrays
 from temper_legacy_shim.scripts.launch_translation import NewArgument, TranslatedLaunch
 from temper_legacy_shim.scripts.launches import Launch

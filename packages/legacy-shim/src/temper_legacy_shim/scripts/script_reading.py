@@ -6,9 +6,9 @@ The result has the commands by default, and those of undecided branches.
 from dataclasses import dataclass
 
 from temper_legacy_shim.bash.evaluator import run_script
-from temper_legacy_shim.bash.parser import parse
-from temper_legacy_shim.bash.shell_state import Decision, Event, ReaderHooks, Reading
-from temper_legacy_shim.bash.syntax_tree import Program
+from temper_legacy_shim.bash.syntax.parser import parse
+from temper_legacy_shim.bash.syntax.syntax_tree import Program
+from temper_legacy_shim.bash.values.shell_state import Decision, Event, ReaderHooks, Reading
 from temper_legacy_shim.errors import ScriptError
 from temper_legacy_shim.scripts.launches import (
     Launch,

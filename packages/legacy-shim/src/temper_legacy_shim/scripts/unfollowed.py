@@ -6,10 +6,10 @@ from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from temper_legacy_shim.bash.shell_state import Event
-from temper_legacy_shim.bash.shell_values import Field
-from temper_legacy_shim.bash.syntax_tree import Program, Simple, Word
-from temper_legacy_shim.bash.wrappers import started
+from temper_legacy_shim.bash.execution.wrappers import started
+from temper_legacy_shim.bash.syntax.syntax_tree import Program, Simple, Word
+from temper_legacy_shim.bash.values.shell_state import Event
+from temper_legacy_shim.bash.values.shell_values import Field
 from temper_legacy_shim.configs.reading.trees import known_keys
 from temper_legacy_shim.errors import ScriptError
 from temper_legacy_shim.scripts.launches import OLD_MODULE

@@ -8,7 +8,9 @@ from typing_extensions import deprecated
 
 from temper_engine_fsdp.config import FSDPConfig
 from temper_legacy_shim.deprecation import deprecated_class
-from temper_legacy_shim.workers.engine_configs import build_fsdp_config
+from temper_legacy_shim.workers.batches.settings import block
+from temper_legacy_shim.workers.batches.updates import OldSchedule
+from temper_legacy_shim.workers.engine.engine_configs import build_fsdp_config
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_legacy_shim.workers.role_workers import (
@@ -18,8 +20,6 @@ from temper_legacy_shim.workers.role_workers import (
     ValueWorker,
     WeightsByCall,
 )
-from temper_legacy_shim.workers.settings import block
-from temper_legacy_shim.workers.updates import OldSchedule
 
 
 def _configure_policy(

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
 from temper_legacy_shim.data_proto import DataProto
-from temper_legacy_shim.workers.engine_configs import adopted_config
-from temper_legacy_shim.workers.engines import Adopted, adopt
-from temper_legacy_shim.workers.on_engine import OnEngine, from_replica, needed_column
+from temper_legacy_shim.workers.batches.settings import block
+from temper_legacy_shim.workers.batches.updates import SplitSettings
+from temper_legacy_shim.workers.engine.adopted_models import Adopted, adopt
+from temper_legacy_shim.workers.engine.engine_configs import adopted_config
+from temper_legacy_shim.workers.engine.on_engine import OnEngine, from_replica, needed_column
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_legacy_shim.workers.settings import block
-from temper_legacy_shim.workers.updates import SplitSettings
 
 _INPUTS = ("responses", "input_ids", "attention_mask", "position_ids")
 _ACTOR_COLUMNS = (*_INPUTS, "response_mask", "old_log_probs", "advantages")

@@ -11,9 +11,11 @@ from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.specs import EngineConfig
 from temper_legacy_shim.deprecation import deprecated_class
-from temper_legacy_shim.workers.engine_configs import build_megatron_config
+from temper_legacy_shim.workers.batches.settings import block
+from temper_legacy_shim.workers.batches.updates import OldMegatronSchedule
+from temper_legacy_shim.workers.engine.engine_configs import build_megatron_config
+from temper_legacy_shim.workers.engine.on_engine import Numerics
 from temper_legacy_shim.workers.megatron_ppo import MegatronActor, MegatronCritic
-from temper_legacy_shim.workers.on_engine import Numerics
 from temper_legacy_shim.workers.role_workers import (
     Backend,
     PolicyWorker,
@@ -21,8 +23,6 @@ from temper_legacy_shim.workers.role_workers import (
     ValueWorker,
     WeightsByCall,
 )
-from temper_legacy_shim.workers.settings import block
-from temper_legacy_shim.workers.updates import OldMegatronSchedule
 
 
 @deprecated_class

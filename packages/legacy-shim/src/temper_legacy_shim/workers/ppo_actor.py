@@ -16,8 +16,11 @@ from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
 from temper_legacy_shim.numerics.masked_losses import aggregate, kl_penalty
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, policy_loss
-from temper_legacy_shim.workers.objective_updates import update_actor_with_objective
-from temper_legacy_shim.workers.on_engine import (
+from temper_legacy_shim.workers.batches.rows import Rows, read_rows, temperature_of
+from temper_legacy_shim.workers.batches.settings import ActorSettings, known, policy_loss_settings
+from temper_legacy_shim.workers.batches.updates import append_metrics, passes
+from temper_legacy_shim.workers.engine.objective_updates import update_actor_with_objective
+from temper_legacy_shim.workers.engine.on_engine import (
     Numerics,
     OnEngine,
     column_of,
@@ -28,9 +31,6 @@ from temper_legacy_shim.workers.on_engine import (
     refuse_own_forward,
     single_forward,
 )
-from temper_legacy_shim.workers.rows import Rows, read_rows, temperature_of
-from temper_legacy_shim.workers.settings import ActorSettings, known, policy_loss_settings
-from temper_legacy_shim.workers.updates import append_metrics, passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

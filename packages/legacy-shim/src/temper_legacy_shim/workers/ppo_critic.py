@@ -13,8 +13,11 @@ from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.numerics.masked_losses import value_loss
-from temper_legacy_shim.workers.objective_updates import update_critic_with_objective
-from temper_legacy_shim.workers.on_engine import (
+from temper_legacy_shim.workers.batches.rows import read_rows
+from temper_legacy_shim.workers.batches.settings import CriticSettings, known
+from temper_legacy_shim.workers.batches.updates import append_metrics, passes
+from temper_legacy_shim.workers.engine.objective_updates import update_critic_with_objective
+from temper_legacy_shim.workers.engine.on_engine import (
     Numerics,
     OnEngine,
     compute_outputs,
@@ -24,9 +27,6 @@ from temper_legacy_shim.workers.on_engine import (
     refuse_own_forward,
     single_forward,
 )
-from temper_legacy_shim.workers.rows import read_rows
-from temper_legacy_shim.workers.settings import CriticSettings, known
-from temper_legacy_shim.workers.updates import append_metrics, passes
 
 
 class PPOCritic(OnEngine):

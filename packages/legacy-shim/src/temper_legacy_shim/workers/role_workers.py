@@ -18,14 +18,14 @@ from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.registry import load_engine_class, load_engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_legacy_shim.data_proto import DataProto
-from temper_legacy_shim.workers.engine_configs import compute_rank_sizes
-from temper_legacy_shim.workers.old_rollout import OldRollout
-from temper_legacy_shim.workers.on_engine import Numerics
+from temper_legacy_shim.workers.batches.old_rollout import OldRollout
+from temper_legacy_shim.workers.batches.settings import block, known, plain
+from temper_legacy_shim.workers.batches.updates import set_rate
+from temper_legacy_shim.workers.engine.engine_configs import compute_rank_sizes
+from temper_legacy_shim.workers.engine.on_engine import Numerics
+from temper_legacy_shim.workers.engine.speed import compute_mfu
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_legacy_shim.workers.settings import block, known, plain
-from temper_legacy_shim.workers.speed import compute_mfu
-from temper_legacy_shim.workers.updates import set_rate
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 Values = Mapping[str, object]
@@ -61,7 +61,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """What the workers of one engine do differently."""
+    """Parts in which the workers of one engine differ from those of the other."""
 
     engine_name: str
     """Name as in ``model_engine``."""

@@ -29,11 +29,11 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import RECORDS, LegacyWorkerWarning
 from temper_legacy_shim.numerics.masked_losses import OLD_KL_CLAMP
-from temper_legacy_shim.workers.engines import NEVER
+from temper_legacy_shim.workers.batches.rows import PaddedPart, pad_part
+from temper_legacy_shim.workers.engine.adopted_models import NEVER
 from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_legacy_shim.workers.rows import PaddedPart, pad_part
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.value_loss import ValueObjective

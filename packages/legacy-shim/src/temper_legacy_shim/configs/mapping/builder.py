@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Literal, cast
 
-from temper_legacy_shim.configs.mapping.trainer_defaults import is_our_default
+from temper_legacy_shim.configs.mapping.rl.trainer_defaults import is_our_default
 from temper_legacy_shim.configs.reading.composition import OldConfig
 from temper_legacy_shim.configs.reading.config_values import SHELL_VARIABLE, Plain, parse_value
 from temper_legacy_shim.configs.reading.trees import order

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from temper_legacy_shim.configs.mapping.builder import Draft
-from temper_legacy_shim.configs.mapping.reward_functions import reads_messages
-from temper_legacy_shim.configs.mapping.rl_facts import evaluation_key
+from temper_legacy_shim.configs.mapping.rl.reward_functions import reads_messages
+from temper_legacy_shim.configs.mapping.rl.rl_facts import evaluation_key
 from temper_legacy_shim.configs.mapping.rules import apply_rules
 from temper_legacy_shim.configs.reading.config_values import Plain, from_home, parse_value
 

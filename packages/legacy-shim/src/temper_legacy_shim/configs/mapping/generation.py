@@ -2,8 +2,8 @@
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import put_source
+from temper_legacy_shim.configs.mapping.rl.run_length import build_runtime
 from temper_legacy_shim.configs.mapping.rules import apply_rules
-from temper_legacy_shim.configs.mapping.run_length import build_runtime
 from temper_legacy_shim.configs.reading.config_values import from_home
 
 _MICRO_BATCH = 16384

@@ -5,9 +5,14 @@ The first had columns of questions and answers, the second conversations on engi
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import put_source
-from temper_legacy_shim.configs.mapping.lora import build_lora
-from temper_legacy_shim.configs.mapping.role_engine import build_role
-from temper_legacy_shim.configs.mapping.roles import (
+from temper_legacy_shim.configs.mapping.rl.run_length import (
+    build_habits,
+    build_length,
+    build_runtime,
+)
+from temper_legacy_shim.configs.mapping.roles.lora import build_lora
+from temper_legacy_shim.configs.mapping.roles.role_engine import build_role
+from temper_legacy_shim.configs.mapping.roles.roles import (
     COLUMNS,
     SFT,
     OldRole,
@@ -18,7 +23,6 @@ from temper_legacy_shim.configs.mapping.roles import (
     world_size,
 )
 from temper_legacy_shim.configs.mapping.rules import apply_rules
-from temper_legacy_shim.configs.mapping.run_length import build_habits, build_length, build_runtime
 
 
 def build_columns(draft: Draft) -> None:

@@ -6,7 +6,7 @@ Given, or the one whose tree takes it, with the evidence.
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from temper_legacy_shim.configs.mapping.trainer_defaults import DEFAULTS
+from temper_legacy_shim.configs.mapping.rl.trainer_defaults import DEFAULTS
 from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
 from temper_legacy_shim.configs.reading.entry_points import GROUPS, Program
 from temper_legacy_shim.configs.reading.overrides import Override

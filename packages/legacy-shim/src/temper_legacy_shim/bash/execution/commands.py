@@ -1,0 +1,426 @@
+"""Simple commands.
+
+The shell's own, functions, and those that are recorded because only a run could run them.
+"""
+
+from temper_legacy_shim.bash.execution import builtin_commands, conditions, filters, wrappers
+from temper_legacy_shim.bash.syntax.parser import parse
+from temper_legacy_shim.bash.syntax.syntax_tree import (
+    Assignment,
+    Literal,
+    Redirect,
+    Simple,
+    Span,
+    Word,
+)
+from temper_legacy_shim.bash.values import expansion, parameters
+from temper_legacy_shim.bash.values.shell_state import Event, Exit, Jump, Return, Shell
+from temper_legacy_shim.bash.values.shell_values import Field, Text, Variable, literal, unknown
+from temper_legacy_shim.errors import ScriptError
+
+MAX_EVENTS = 10_000
+"""Commands that a script would run."""
+
+
+def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
+    """Run a command with its arguments, or assignments without a command.
+
+    Args:
+        shell: the shell that the command changes.
+        command: see there.
+        is_tested: whether ``&&`` or ``||`` continues by its status.
+    """
+    words = [word for word in command.words if isinstance(word, Word)]
+    if not words:
+        shell.status = 0
+        for assignment in command.assignments:
+            assign(shell, assignment)
+        for redirect in command.redirects:
+            stdin_of(shell, (redirect,))
+        return
+    fields = expansion.expand_words(shell, words)
+    stdin = stdin_of(shell, command.redirects)
+    if not fields:
+        shell.status = 0
+        return
+    name = fields[0].text.known
+    if name in shell.functions:
+        _run_function(shell, command, name, fields)
+        return
+    environment = tuple((each.name, assignment_text(shell, each)) for each in command.assignments)
+    if (
+        shell.reading.inner is None
+    ):  # after all that may run commands of its own: A=$(...), a heredoc
+        shell.reading.arguments = Span(words[0].span.start, words[-1].span.end)
+    printed_before = shell.captured
+    if name in builtin_commands.BUILTINS:
+        declared = [word for word in command.words if isinstance(word, Assignment)]
+        _run_builtin(
+            shell,
+            name,
+            fields,
+            declared=declared,
+            stdin=stdin,
+            environment=environment,
+            span=command.span,
+            is_tested=is_tested,
+        )
+    elif name in ("test", "["):
+        shell.status = _bracket_status(shell, name, fields[1:], command.span, is_decided=is_tested)
+    else:
+        _run_other(shell, fields, environment=environment, span=command.span, stdin=stdin)
+    if prints_elsewhere(command.redirects) or name in wrappers.SUBMITTERS:
+        written = fields[-1].text if name in ("echo", "printf") else stdin
+        if (
+            written is not None
+            and not shell.reading.is_writing
+            and shell.reading.hooks.is_launch_text(written.shown())
+        ):
+            shell.reading.is_writing = True
+            try:
+                run_inner(
+                    _started_shell(shell, environment), written, span=command.span, is_shell=True
+                )
+            finally:
+                shell.reading.is_writing = False
+    if (
+        prints_elsewhere(command.redirects)
+        and shell.captured is not None
+        and printed_before is not None
+    ):
+        shell.captured = printed_before
+
+
+def _bracket_status(
+    shell: Shell, name: str, fields: list[Field], span: Span, *, is_decided: bool
+) -> int | None:
+    if name == "[":
+        if not fields or fields[-1].text.known != "]":
+            return 2
+        fields = fields[:-1]
+    try:
+        truth = conditions.test_fields(shell, fields)
+    except conditions.Malformed:
+        return 2
+    return shell.interpreter.truth_status(shell, truth, span, is_decided=is_decided)
+
+
+def _run_function(shell: Shell, command: Simple, name: str, fields: list[Field]) -> None:
+    if len(shell.scopes) > 40:
+        raise ScriptError(f"the function {name!r} calls itself more than 40 levels deep.")
+    for assignment in command.assignments:
+        assign(shell, assignment)
+    outer = shell.positional, shell.shifted
+    shell.positional, shell.shifted = fields[1:], 0
+    if any(field.source == '"$@"' and not field.text.is_known for field in shell.positional):
+        # The script's own arguments, handed on: still open, unless others come with them.
+        shell.positional = None if len(shell.positional) == 1 else shell.positional
+        shell.shifted = outer[1] if shell.positional is None else 0
+    shell.scopes.append({})
+    try:
+        shell.interpreter.run_command(shell, shell.functions[name])
+    except Return:
+        pass
+    finally:
+        shell.scopes.pop()
+        shell.positional, shell.shifted = outer
+
+
+def _run_builtin(
+    shell: Shell,
+    name: str,
+    fields: list[Field],
+    *,
+    declared: list[Assignment],
+    stdin: Text | None,
+    environment: tuple[tuple[str, Text], ...],
+    span: Span,
+    is_tested: bool,
+) -> None:
+    shell.status = 0
+    match name:
+        case "exit" | "return":
+            shell.status = (
+                int(code)
+                if len(fields) > 1 and (code := fields[1].text.known or "").isdigit()
+                else shell.status
+            )
+            if name == "exit" and shell.reading.passes_guards and shell.status:
+                shell.reading.note(
+                    "the script would end there with an error as it was read; what follows was "
+                    "read all the same",
+                    span.start,
+                )
+                return
+            raise Exit if name == "exit" else Return
+        case "break" | "continue":
+            levels = (
+                int(count)
+                if len(fields) > 1 and (count := fields[1].text.known or "").isdigit()
+                else 1
+            )
+            raise Jump(is_break=name == "break", levels=max(levels, 1))
+        case "eval":
+            joined = Text()
+            for number, field in enumerate(fields[1:]):
+                joined = joined + literal(" ") + field.text if number else field.text
+            run_inner(shell, joined, span=span)
+        case "command" | "builtin" | "exec" if len(fields) > 1 and not (
+            fields[1].text.known or ""
+        ).startswith("-"):
+            _run_named(
+                shell,
+                fields[1:],
+                environment=environment,
+                span=span,
+                stdin=stdin,
+                is_tested=is_tested,
+            )
+            if name == "exec":
+                raise Exit
+        case "command":
+            shell.status = None
+        case "read" | "mapfile" | "readarray":
+            separators = dict(environment).get("IFS")
+            given = stdin if stdin is not None else shell.stdin
+            builtin_commands.read(
+                shell,
+                name,
+                fields[1:],
+                given,
+                separators=None if separators is None else separators.known,
+            )
+        case "declare" | "typeset" | "local" | "export" | "readonly":
+            builtin_commands.declare(shell, name, fields[1:])
+            for assignment in declared:
+                builtin_commands.declare(
+                    shell,
+                    name,
+                    [*fields[1:], Field(literal(assignment.name), assignment.name)],
+                    has_value=True,
+                )
+                assign(shell, assignment)
+        case _:
+            builtin_commands.BUILTINS[name](shell, fields[1:])
+
+
+def _run_named(
+    shell: Shell,
+    fields: list[Field],
+    *,
+    environment: tuple[tuple[str, Text], ...],
+    span: Span,
+    stdin: Text | None,
+    is_tested: bool,
+) -> None:
+    """Run ``command x`` and ``exec x``, which ignore functions."""
+    name = fields[0].text.known
+    if name in builtin_commands.BUILTINS:
+        _run_builtin(
+            shell,
+            name,
+            fields,
+            declared=[],
+            stdin=stdin,
+            environment=environment,
+            span=span,
+            is_tested=is_tested,
+        )
+    else:
+        _run_other(shell, fields, environment=environment, span=span, stdin=stdin)
+
+
+def _run_other(
+    shell: Shell,
+    fields: list[Field],
+    *,
+    environment: tuple[tuple[str, Text], ...],
+    span: Span,
+    stdin: Text | None,
+) -> None:
+    """Record an external command, and compute its output if the inputs are known."""
+    reading = shell.reading
+    given = stdin if stdin is not None else shell.stdin
+    failure = reading.hooks.explain_failure(fields)
+    if failure is not None:
+        reading.note(failure, span.start)
+        shell.status = 1
+        return
+    printed = filters.output(fields, given)
+    shell.status = 0 if printed is not None else None
+    if shell.captured is not None:
+        shell.captured = shell.captured + (printed if printed is not None else unknown("\0"))
+    if printed is not None:
+        return
+    if len(reading.events) > MAX_EVENTS:
+        raise ScriptError(
+            f"the script runs more than {MAX_EVENTS} commands: it does more than launch, or loops "
+            "for ever."
+        )
+    reading.events.append(
+        Event(
+            fields=tuple(fields),
+            environment=environment,
+            span=reading.inner or span,
+            arguments=reading.arguments,
+            item=reading.item,
+            stdin=stdin,
+            is_inner=reading.inner is not None,
+            is_written=reading.is_writing,
+        )
+    )
+    inner = wrappers.inner_script(fields, stdin)
+    if inner is not None:
+        run_inner(_started_shell(shell, environment), inner, span=span, is_shell=True)
+
+
+def _started_shell(shell: Shell, environment: tuple[tuple[str, Text], ...]) -> Shell:
+    """Start another shell with the exported variables and without functions."""
+    child = shell.fork()
+    child.functions, child.captured = {}, None
+    exported = {
+        name: variable
+        for scope in child.scopes
+        for name, variable in scope.items()
+        if variable.is_exported
+    }
+    exported |= {name: Variable(text, is_exported=True) for name, text in environment}
+    child.scopes = [exported]
+    return child
+
+
+def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -> None:
+    """Run text that is a script itself.
+
+    It is the argument of ``eval`` or ``bash -c``, or a heredoc to ``bash``.
+    """
+    reading = shell.reading
+    if shell.forks > 50:
+        raise ScriptError("eval inside eval, more than 50 levels deep.")
+    reading.steps += len(text.shown()) // 20
+    reading.step()
+    try:
+        program = parse(
+            "".join(
+                piece.value if piece.is_known else (piece.source or piece.value)
+                for piece in text.pieces
+            )
+        )
+    except ScriptError as error:
+        reading.note(f"text that is run as a script is no script: {error}", span.start)
+        shell.status = 2
+        return
+    outer, reading.inner = reading.inner, reading.inner or span
+    shell.forks += 1
+    try:
+        if is_shell:
+            shell.interpreter.run_isolated(shell, program)
+        else:
+            shell.interpreter.run(shell, program)
+    finally:
+        reading.inner = outer
+        shell.forks -= 1
+
+
+def stdin_of(shell: Shell, redirects: tuple[Redirect, ...]) -> Text | None:
+    """Return the input from heredocs and here-strings.
+
+    The text is unknown if it comes from a file. The result is None without redirection.
+    """
+    given: Text | None = None
+    for redirect in redirects:
+        if redirect.operator in ("<<", "<<-"):
+            given = expansion.expand_text(shell, redirect.target)
+        elif redirect.operator == "<<<":
+            given = expansion.expand_text(shell, redirect.target) + literal("\n")
+        elif redirect.operator == "<":
+            expansion.expand_text(shell, redirect.target)
+            given = unknown("\0")
+        elif redirect.target is not None:
+            expansion.expand_text(shell, redirect.target)
+    return given
+
+
+def prints_elsewhere(redirects: tuple[Redirect, ...]) -> bool:
+    """Check if a command's output goes to a file."""
+    return any(redirect.operator in (">", ">>", "&>", "&>>", ">|") for redirect in redirects)
+
+
+def assign(shell: Shell, assignment: Assignment) -> None:
+    """Run an assignment ``x=...`` in any of its forms."""
+    if shell.reading.inner is None:
+        shell.reading.executed.add(assignment.span.start)
+    if isinstance(assignment.value, tuple):
+        _assign_array(shell, assignment)
+        return
+    text = assignment_text(shell, assignment)
+    if assignment.index is not None:
+        index = expansion.expand_text(shell, assignment.index)
+        parameters.assign_element(
+            shell, assignment.name, index.shown(), text, is_appending=assignment.is_appending
+        )
+        return
+    if assignment.is_appending:
+        before = shell.find(assignment.name)
+        old = None if before is None else before.scalar()
+        if (
+            before is not None
+            and before.is_integer
+            and old is not None
+            and old.is_known
+            and text.is_known
+        ):
+            text = literal(f"{old.shown()}+({text.shown()})")
+        else:
+            text = text if old is None else old + text
+    result = shell.find(assignment.name)
+    if result is not None and result.is_integer and text.is_known:
+        text = expansion.arithmetic(
+            shell,
+            Word((Literal(text.shown(), is_quoted=True),), text.shown(), assignment.span),
+            text.shown(),
+        )
+    shell.assign(assignment.name, text)
+
+
+def assignment_text(shell: Shell, assignment: Assignment) -> Text:
+    """Return the value of an assignment that is not an array."""
+    return (
+        expansion.expand_text(shell, assignment.value)
+        if isinstance(assignment.value, Word)
+        else Text()
+    )
+
+
+def _assign_array(shell: Shell, assignment: Assignment) -> None:
+    assert isinstance(assignment.value, tuple)
+    before = shell.find(assignment.name)
+    is_associative = before is not None and before.is_associative
+    elements: dict[int | str, Field] = {}
+    if assignment.is_appending and before is not None:
+        elements.update(
+            before.elements
+            or ({} if before.text is None else {0: Field(before.text, before.text.raw())})
+        )
+    following = max((key for key in elements if isinstance(key, int)), default=-1) + 1
+    pending: list[tuple[Word, Word]] = []
+    for element in assignment.value:
+        if element.key is not None:
+            pending.append((element.key, element.word))
+            continue
+        for field in expansion.expand_words(shell, [element.word]):
+            elements[following] = field
+            following += 1
+    variable = shell.variable(assignment.name)
+    shell_variable = Variable(
+        elements=elements, is_associative=is_associative, is_exported=variable.is_exported
+    )
+    for scope in reversed(shell.scopes):
+        if assignment.name in scope:
+            scope[assignment.name] = shell_variable
+            break
+    for key, word in pending:
+        index = expansion.expand_text(shell, key)
+        parameters.assign_element(
+            shell, assignment.name, index.shown(), expansion.expand_text(shell, word)
+        )

@@ -1,0 +1,242 @@
+"""Batch arithmetic.
+
+Prompts, completions, mini-batches and token budgets, recomputed from what the old system did with
+them.
+"""
+
+import math
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rl.rl_facts import (
+    completions_per_prompt,
+    is_async,
+    needs_critic,
+    prompts_of_step,
+)
+from temper_legacy_shim.configs.mapping.roles.roles import (
+    ACTOR,
+    CRITIC,
+    OldRole,
+    data_parallel,
+    is_megatron,
+    sequence_parallel,
+    world_size,
+)
+
+ACTOR_MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+
+def build_batches(draft: Draft) -> None:
+    """Set prompts, updates and passes of a step, and the cap of a micro-batch."""
+    prompts, keys = prompts_of_step(draft)
+    if prompts is None:
+        return
+    draft.put(
+        "batching.prompts_per_step",
+        prompts,
+        rule="prompts-per-step",
+        old=keys,
+        verbatim=keys == ["data.train_batch_size"],
+    )
+    _updates(draft, prompts=prompts)
+    _check_ranks(draft, prompts=prompts)
+    _check_critic(draft)
+    passes = draft.integer("actor_rollout_ref.actor.ppo_epochs")
+    # The new run raises a number below 1, so the old text must not be copied.
+    is_other = passes is None or passes >= 1
+    draft.put(
+        "batching.num_passes",
+        max(1, passes or 1),
+        rule="passes",
+        old=["actor_rollout_ref.actor.ppo_epochs"],
+        verbatim=is_other,
+    )
+    _tokens(draft)
+
+
+def _updates(draft: Draft, *, prompts: int) -> None:
+    """Set the updates of one pass: the prompts of a step divided by the mini-batch."""
+    mini = draft.integer(ACTOR_MINI)
+    if mini is None:
+        return
+    old = ["data.train_batch_size", ACTOR_MINI]
+    if mini < 1:
+        draft.find("mini-batches.below-one", ACTOR_MINI, mini=mini)
+        return
+    if mini > prompts:
+        draft.find("mini-batches.above-prompts", *old, mini=mini, prompts=prompts)
+    count = max(1, math.ceil(prompts / mini))
+    if prompts % mini and mini < prompts:
+        last = prompts - mini * (count - 1)
+        draft.find(
+            "mini-batches.remainder", *old, prompts=prompts, mini=mini, count=count, last=last
+        )
+    draft.put("batching.num_mini_batches", count, rule="mini-batches", old=old)
+
+
+def _check_ranks(draft: Draft, *, prompts: int) -> None:
+    """Report sizes that the old trainer refused or rounded down."""
+    world, ranks = world_size(draft), data_parallel(draft, ACTOR)
+    if world is None or ranks is None or is_async(draft):
+        return
+    n = completions_per_prompt(draft)
+    total, mini = prompts * n, draft.integer(ACTOR_MINI) or prompts
+    if total % ranks:
+        draft.find(
+            "batch-divides",
+            "data.train_batch_size",
+            "trainer.n_gpus_per_node",
+            prompts=prompts,
+            n=n,
+            total=total,
+            ranks=ranks,
+        )
+        return
+    if (mini * n) % ranks:
+        draft.find(
+            "mini-batch-floor",
+            ACTOR_MINI,
+            mini=mini,
+            n=n,
+            detail=mini * n,
+            ranks=ranks,
+            detail_2=mini * n // ranks,
+            detail_3=mini * n // ranks * ranks,
+        )
+    micro = _micro(draft, ACTOR, ranks=ranks)
+    if micro and not draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
+        local = mini * n // ranks
+        if micro > 0 and local % micro:
+            draft.find(
+                "micro-batch-divides",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+                local=local,
+                micro=micro,
+            )
+
+
+def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
+    """Return the sequences of a micro-batch on one rank.
+
+    The global key is divided as the old workers did.
+    """
+    own = draft.integer(f"{role.block}.ppo_micro_batch_size_per_gpu")
+    full = draft.integer(f"{role.block}.ppo_micro_batch_size")
+    key, both = f"{role.block}.ppo_micro_batch_size", f"{role.block}.ppo_micro_batch_size_per_gpu"
+    if full is None:
+        return own
+    follows = both not in draft.old.origin
+    if own is not None and draft.old.is_set(key) and follows:
+        release = draft.old.version
+        draft.find("micro-batch-both.one-set", key, both=both, release=release)
+    elif own is not None and draft.old.is_set(key):
+        draft.find("micro-batch-both.both-set", key, both, both=both)
+        return own
+    if full % ranks:
+        draft.find(
+            "micro-batch-global.completions", key, full=full, ranks=ranks, detail=full // ranks
+        )
+    return max(1, full // ranks)
+
+
+def _check_critic(draft: Draft) -> None:
+    """Report a critic with separate mini-batches: all roles share them here."""
+    if not needs_critic(draft):
+        return
+    mini, actor = draft.integer("critic.ppo_mini_batch_size"), draft.integer(ACTOR_MINI)
+    n = completions_per_prompt(draft)
+    if mini is None or actor is None:
+        return
+    counted = mini if draft.since("v0.4.0") else mini / n
+    if counted != actor:
+        note = (
+            ""
+            if draft.since("v0.4.0")
+            else f" (before v0.4.0 it counted completions: {mini} / {n} = {counted:g} prompts)"
+        )
+        key = "critic.ppo_mini_batch_size"
+        name = "critic-mini-batches.set" if draft.old.is_set(key) else "critic-mini-batches.default"
+        draft.find(name, key, mini=mini, note=note, actor=actor)
+    epochs = draft.integer("critic.ppo_epochs")
+    if epochs is not None and epochs != (draft.integer("actor_rollout_ref.actor.ppo_epochs") or 1):
+        draft.find("critic-passes", "critic.ppo_epochs", epochs=epochs)
+
+
+def _tokens(draft: Draft) -> None:
+    """Set one cap for all passes: the largest micro-batch of the old actor."""
+    prompt, response = (
+        draft.integer("data.max_prompt_length") or 0,
+        draft.integer("data.max_response_length") or 0,
+    )
+    longest = prompt + response
+    budget, old = _budget(draft, ACTOR, longest=longest)
+    if needs_critic(draft):
+        other, _ = _budget(draft, CRITIC, longest=longest)
+        if (
+            other is not None
+            and budget is not None
+            and other < budget
+            and draft.old.is_set("critic.ppo_max_token_len_per_gpu")
+        ):
+            budget, old = other, [*old, "critic.ppo_max_token_len_per_gpu"]
+    if budget is None:
+        return
+    is_raised = budget < longest
+    if is_raised:
+        draft.find(
+            "token-budget", *old, budget=budget, prompt=prompt, response=response, longest=longest
+        )
+        budget = longest
+    draft.put(
+        "batching.max_tokens",
+        budget,
+        rule="token-budget",
+        old=old,
+        verbatim=len(old) == 1 and not is_raised,
+    )
+
+
+def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, list[str]]:
+    """Return the tokens of a micro-batch on a data-parallel rank, and the keys that set them."""
+    dynamic = f"{role.block}.use_dynamic_bsz"
+    if draft.switch(dynamic):
+        key = f"{role.block}.ppo_max_token_len_per_gpu"
+        each = draft.integer(key)
+        if each is None:
+            return (None if isinstance(draft.old.get(key), str) else longest), [key]
+        sharing = 1 if is_megatron(draft) else sequence_parallel(draft, role)
+        extra = [f"{role.block}.ulysses_sequence_parallel_size"] if sharing > 1 else []
+        if is_megatron(draft):
+            context = draft.integer(f"{role.megatron}.context_parallel_size") or 1
+            sharing, extra = (
+                context,
+                [f"{role.megatron}.context_parallel_size"] if context > 1 else [],
+            )
+        return each * sharing, [key, *extra]
+    ranks = data_parallel(draft, role) or 1
+    micro = _micro(draft, role, ranks=ranks)
+    keys = [
+        f"{role.block}.ppo_micro_batch_size_per_gpu",
+        f"{role.block}.ppo_micro_batch_size",
+        "data.max_prompt_length",
+        "data.max_response_length",
+    ]
+    if micro is None:
+        return max(longest, 1), keys[2:]
+    return max(micro, 1) * longest, keys
+
+
+def explain_unused(draft: Draft) -> None:
+    """Explain sizes of passes that use the update's plan here."""
+    for key in ("actor_rollout_ref.rollout.log_prob", "actor_rollout_ref.ref.log_prob"):
+        for name in (
+            "micro_batch_size",
+            "micro_batch_size_per_gpu",
+            "use_dynamic_bsz",
+            "max_token_len_per_gpu",
+        ):
+            draft.explain_drop(
+                f"{key}_{name}",
+                "log-probs are computed over the update's own micro-batches, so that the first "
+                "ratio is 1",
+            )

@@ -1,0 +1,374 @@
+"""Advantages, the policy's loss, clipping, KL and entropy of a PPO-like run."""
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rl.rl_facts import (
+    CORRECTION,
+    advantage,
+    completions_per_prompt,
+    kl_coefs,
+    kl_in_loss,
+    needs_critic,
+    needs_ref,
+    only_distills,
+    takes_sampler_logprobs,
+    updates_per_step,
+)
+from temper_legacy_shim.configs.mapping.rules import apply_rules
+
+ACTOR = "actor_rollout_ref.actor"
+_ADVANTAGES = {
+    "gae": "gae",
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "grpo_vectorized": "grpo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "remax": "remax",
+    "opo": "opo",
+    "gpg": "gpg",
+    "gdpo": "gdpo",
+    "grpo_passk": "grpo_passk",
+    "optimal_token_baseline": "optimal_token_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
+}
+_IN_GROUPS = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "gdpo",
+    "grpo_passk",
+    "optimal_token_baseline",
+)
+_BARE_SINGLE = ("grpo", "dr_grpo", "rloo", "opo")
+"""Estimators that took the bare reward of a completion that is alone in its group."""
+BARE_REWARD = "temper_legacy_shim.old_algorithms:bare_reward"
+_AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "seq-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
+    "token-sum": "token_sum",
+}
+_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL_CLAMP = 10.0
+"""Bound on the k3 of a token; a constant of every release."""
+
+
+def build_algorithm(draft: Draft) -> None:
+    """Set the block ``algorithm``."""
+    name = _advantage(draft)
+    build_policy_loss(draft)
+    _clip(draft)
+    _aggregation(draft)
+    apply_rules(draft, "entropy")
+    _kl(draft)
+    if name == "gae":
+        _gae(draft)
+    elif name == "reinforce_plus_plus":
+        apply_rules(draft, "gamma")
+    else:
+        draft.explain_drop(
+            "algorithm.gamma", f"{name} weighs whole completions and has no discount"
+        )
+    if name != "gae":
+        draft.explain_drop("algorithm.lam", f"only gae has it; the estimator is {name}")
+
+
+def _advantage(draft: Draft) -> str:
+    old, key = advantage(draft), "algorithm.adv_estimator"
+    n = completions_per_prompt(draft)
+    if only_distills(draft):
+        reason = (
+            "only teachers say what is better (use_task_rewards is false), so no advantage is "
+            "estimated from rewards"
+        )
+        draft.explain_drop(key, reason)
+        draft.explain_drop("algorithm.norm_adv_by_std_in_grpo", reason)
+        draft.put(
+            "algorithm.advantage.name",
+            "reinforce_plus_plus",
+            rule="distillation",
+            old=["distillation.enabled"],
+        )
+        draft.put(
+            "algorithm.group_size",
+            n,
+            rule="group-size",
+            old=["actor_rollout_ref.rollout.n"],
+            verbatim=True,
+        )
+        return "distill"
+    new_word = _ADVANTAGES.get(old)
+    if new_word is None:
+        draft.find("advantage.unknown", key, old=old, names=", ".join(_ADVANTAGES))
+        return "grpo"
+    if new_word == "grpo" and draft.old.get("algorithm.norm_adv_by_std_in_grpo") is False:
+        new_word = "dr_grpo"
+    if new_word in _IN_GROUPS and n < 2:
+        new_word = _single_estimator(draft, new_word, old=old, key=key)
+    norm = ["algorithm.norm_adv_by_std_in_grpo"] if old.startswith("grpo") else []
+    draft.put("algorithm.advantage.name", new_word, rule="advantage", old=[key, *norm])
+    if new_word == "grpo_passk":
+        draft.copy("algorithm.advantage.scale_by_std", norm[0], rule="advantage", expected="switch")
+    elif new_word == "optimal_token_baseline":
+        _report_token_baseline(draft, old)
+    draft.put(
+        "algorithm.group_size",
+        n,
+        rule="group-size",
+        old=["actor_rollout_ref.rollout.n", "rollout.n"],
+        verbatim=True,
+    )
+    if not norm:
+        draft.explain_drop(
+            "algorithm.norm_adv_by_std_in_grpo", f"only grpo has it; the estimator is {old}"
+        )
+    return new_word
+
+
+def _report_token_baseline(draft: Draft, old: str) -> None:
+    """Report how the optimal token baseline differs from the old one."""
+    draft.find("advantage.estimated-energy", "algorithm.adv_estimator", old=old)
+    if draft.text(f"{CORRECTION}.rollout_is"):
+        draft.find(
+            "advantage.unweighted-energy",
+            "algorithm.adv_estimator",
+            f"{CORRECTION}.rollout_is",
+            old=old,
+        )
+    has_turns = draft.switch("actor_rollout_ref.rollout.multi_turn.enable")
+    if has_turns and old == "optimal_token_baseline":
+        draft.find("advantage.trained-positions", "algorithm.adv_estimator", old=old)
+
+
+def _single_estimator(draft: Draft, new_word: str, *, old: str, key: str) -> str:
+    """Return the estimator of a run with one completion per prompt, which has no group."""
+    if new_word not in _BARE_SINGLE:
+        draft.find("advantage.group-of-one", key, "actor_rollout_ref.rollout.n", old=old)
+        return new_word
+    draft.find(
+        "advantage.bare-reward", key, "actor_rollout_ref.rollout.n", old=old, new_word=new_word
+    )
+    return BARE_REWARD
+
+
+def _gae(draft: Draft) -> None:
+    apply_rules(draft, "gamma", "gae-lambda", "whitening", "value-clip")
+
+
+def _clip(draft: Draft) -> None:
+    low, high = clip_bounds(draft)
+    full = f"{ACTOR}.clip_ratio"
+    if draft.old.is_set(full) and full not in (low, high):
+        draft.explain_drop(
+            full,
+            f"{draft.old.version} did not read it: clip_ratio_low and clip_ratio_high are set, by "
+            "default to 0.2, and win (since v0.4.0)",
+        )
+        value, took = draft.old.get(full), draft.old.get(low)
+        if value != took:
+            draft.find(
+                "clip-ratio-ignored", full, value=value, took=took, value_2=draft.old.get(high)
+            )
+    if (
+        updates_per_step(draft) == 1
+        and kl_coefs(draft)[1] == 0
+        and not takes_sampler_logprobs(draft)
+    ):
+        for key in (low, high, full, f"{ACTOR}.clip_ratio_c"):
+            draft.explain_drop(
+                key,
+                "a step makes one update, so the policy's ratio is always 1 and nothing is ever "
+                "clipped",
+            )
+        return
+    if not has_clip(draft):
+        for key in (low, high, full):
+            draft.explain_drop(key, "this policy loss clips no ratio")
+        return
+    draft.copy("algorithm.policy_loss.clip_low", low, rule="clip", expected="number")
+    draft.copy("algorithm.policy_loss.clip_high", high, rule="clip", expected="number")
+    _dual_clip(draft)
+
+
+def _dual_clip(draft: Draft) -> None:
+    """Set the bound of the loss on large ratios: ppo's dual clip, or dppo's largest ratio."""
+    key = f"{ACTOR}.clip_ratio_c"
+    loss = draft.settings.get("algorithm.policy_loss.name")
+    if loss is not None and loss.value == "dppo":
+        draft.copy("algorithm.policy_loss.max_ratio", key, rule="dual-clip", expected="number")
+        return
+    if loss is not None and loss.value != "ppo":
+        draft.explain_drop(key, f"the policy loss {loss.value} has no dual clip")
+        return
+    bound = draft.number(key)
+    if bound is None:
+        return
+    if bound <= 1:
+        draft.find("dual-clip", key, bound=bound)
+        return
+    draft.put(
+        "algorithm.policy_loss.dual_clip", float(bound), rule="dual-clip", old=[key], verbatim=True
+    )
+
+
+def _aggregation(draft: Draft) -> None:
+    key = f"{ACTOR}.loss_agg_mode"
+    old = draft.text(key) or "token-mean"
+    new_word = _AGGREGATIONS.get(old)
+    if new_word is None:
+        draft.find("aggregation", key, old=old)
+        return
+    draft.put("algorithm.aggregation", new_word, rule="aggregation", old=[key])
+    if new_word == "sequence_mean_token_sum_norm":
+        factor = draft.integer(f"{ACTOR}.loss_scale_factor")
+        horizon = factor if factor is not None else draft.integer("data.max_response_length")
+        keys = (
+            [f"{ACTOR}.loss_scale_factor"] if factor is not None else ["data.max_response_length"]
+        )
+        draft.put("algorithm.horizon", horizon, rule="horizon", old=keys, verbatim=True)
+
+
+def _kl(draft: Draft) -> None:
+    in_loss, in_reward = kl_coefs(draft)
+    if in_loss > 0:
+        apply_rules(draft, "kl-loss")
+    if in_reward > 0:
+        _kl_reward(draft, in_reward)
+    for key in (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"):
+        if in_loss == 0:
+            draft.explain_drop(key, "the loss has no KL term, so no reference is needed for it")
+    for key in ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl", "algorithm.kl_penalty"):
+        if in_reward == 0:
+            draft.explain_drop(key, "the reward has no KL penalty")
+    if not needs_ref(draft):
+        return
+    _estimator(draft, in_loss=in_loss > 0, in_reward=in_reward > 0)
+    _reference(draft)
+
+
+def _kl_reward(draft: Draft, coef: float) -> None:
+    block = "algorithm.kl_ctrl" if draft.old.has("algorithm.kl_ctrl.kl_coef") else "critic.kl_ctrl"
+    old = [f"{block}.kl_coef", "algorithm.use_kl_in_reward"]
+    draft.put("algorithm.kl_reward_coef", coef, rule="kl-reward", old=old, verbatim=False)
+    if not draft.since("v0.4.0"):
+        draft.find("kl-reward", f"{block}.kl_coef", coef=coef)
+    if draft.text(f"{block}.type") == "adaptive":
+        target = draft.number(f"{block}.target_kl")
+        horizon = draft.integer(f"{block}.horizon")
+        draft.put(
+            "algorithm.kl_controller.target",
+            float(target or 0.1),
+            rule="kl-controller",
+            old=[f"{block}.target_kl", f"{block}.type"],
+        )
+        draft.put(
+            "algorithm.kl_controller.horizon_completions",
+            horizon or 10_000,
+            rule="kl-controller",
+            old=[f"{block}.horizon"],
+        )
+    else:
+        for name in ("target_kl", "horizon"):
+            draft.explain_drop(f"{block}.{name}", "the controller is fixed and does not read it")
+
+
+def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
+    keys = [f"{ACTOR}.kl_loss_type"] * in_loss + ["algorithm.kl_penalty"] * in_reward
+    words = {key: draft.text(key) or ("low_var_kl" if "loss" in key else "kl") for key in keys}
+    values = {key: _ESTIMATORS.get(word.removesuffix("+")) for key, word in words.items()}
+    for key, word in words.items():
+        if values[key] is None:
+            draft.find("kl-estimator.unknown", key, word=word)
+            return
+        if word.endswith("+") and not draft.since("v0.8.0"):
+            draft.find("kl-estimator.plus", key, word=word)
+    if len(set(values.values())) > 1:
+        draft.find("kl-estimator.two", *keys, detail=words[keys[0]], detail_2=words[keys[1]])
+        return
+    result = values[keys[0]]
+    # A "+" changes the gradient of a loss, and k2 has the gradient that it would get.
+    if in_loss and words[keys[0]].endswith("+") and result != "k2":
+        result = f"{result}+"
+    if in_loss and result == "k1":
+        draft.find("kl-estimator.zero-gradient", keys[0], detail=words[keys[0]])
+        return
+    draft.put("algorithm.kl_estimator", result, rule="kl-estimator", old=keys)
+    if result in ("k3", "k3+"):
+        draft.put("algorithm.kl_clamp", _KL_CLAMP, rule="kl-estimator", old=())
+
+
+def _reference(draft: Draft) -> None:
+    """Set the reference.
+
+    For an adapter, the reference is the actor with the adapter disabled.
+    """
+    if draft.settings.get("actor.engine.lora.rank") or draft.settings.get("actor.engine.lora.path"):
+        draft.put("algorithm.kl_reference", "disabled_adapter", rule="kl-reference", old=[])
+        return
+    draft.put(
+        "ref",
+        "frozen",
+        rule="reference",
+        old=[f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"],
+        group=True,
+    )
+
+
+def has_ref_role(draft: Draft) -> bool:
+    """Check if the reference is a separate model."""
+    return "ref" in draft.settings
+
+
+__all__ = ["build_algorithm", "has_ref_role", "kl_in_loss", "needs_critic"]
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_LOSSES = {
+    "vanilla": "ppo",
+    "gspo": "gspo",
+    "geo_mean": "gmpo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "gpg": "temper_legacy_shim.old_algorithms:PlainGradient",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
+}
+
+
+def build_policy_loss(draft: Draft) -> None:
+    """Set ``algorithm.policy_loss`` and the keys of that loss."""
+    key = (
+        f"{_ACTOR}.loss_mode"
+        if draft.old.is_set(f"{_ACTOR}.loss_mode")
+        else f"{_ACTOR}.policy_loss.loss_mode"
+    )
+    old = draft.text(key) or "vanilla"
+    new_word = _LOSSES.get(old)
+    if new_word is None:
+        draft.find("policy-loss", key, old=old, names=", ".join(_LOSSES))
+        return
+    draft.put("algorithm.policy_loss.name", new_word, rule="policy-loss", old=[key])
+    blocks = {"mode": key, "block": key.rpartition(".")[0]}
+    apply_rules(draft, "policy-loss", "covariance", "sapo", blocks=blocks)
+
+
+def has_clip(draft: Draft) -> bool:
+    """Check if the loss clips the ratio."""
+    loss = draft.settings.get("algorithm.policy_loss.name")
+    return loss is None or (loss.value not in ("kl_cov", "sapo") and ":" not in str(loss.value))
+
+
+def clip_bounds(draft: Draft) -> tuple[str, str]:
+    """Return the keys of the bounds that this release used."""
+    low, high = f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"
+    full = f"{_ACTOR}.clip_ratio"
+    return (low if draft.old.get(low) is not None else full), (
+        high if draft.old.get(high) is not None else full
+    )

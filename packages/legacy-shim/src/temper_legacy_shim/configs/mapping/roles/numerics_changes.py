@@ -1,0 +1,162 @@
+"""Workers of the old run, and differences of their numerics from those of engines."""
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rl.batches import ACTOR_MINI
+from temper_legacy_shim.configs.mapping.rl.rl_facts import (
+    completions_per_prompt,
+    needs_critic,
+    updates_per_step,
+)
+from temper_legacy_shim.configs.mapping.roles.roles import ACTOR, data_parallel, is_megatron
+from temper_legacy_shim.configs.reading.config_values import Plain
+
+SWITCH = "trainer.use_legacy_worker_impl"
+
+
+def build_numerics(draft: Draft) -> None:
+    """Record the meaning of the switch.
+
+    Pin the old workers, or report the numeric differences without them.
+    """
+    given, word = draft.old.get(SWITCH), _word(draft)
+    if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
+        draft.find("worker-switch.unknown", SWITCH, given=given)
+        return
+    if has_engines(draft):
+        draft.explain_drop(
+            SWITCH, "the engine path is the only one but for use_legacy_worker_impl=enable"
+        )
+        return
+    _record(draft, str(word))
+    if draft.numerics == "temper":
+        _differences(draft)
+        draft.explain_drop(
+            SWITCH, "the engine path is taken (--numerics legacy pins the old workers)"
+        )
+    elif is_megatron(draft):
+        draft.find("worker-switch.not-legacy", SWITCH)
+        _differences(draft)
+    else:
+        draft.put("use_legacy_worker_impl", "enable", rule="worker-switch", old=[SWITCH])
+
+
+def has_engines(draft: Draft) -> bool:
+    """Check if the old run trained the actor on engines, not on the old workers."""
+    return draft.since("v0.8.0") or (draft.since("v0.7.0") and _word(draft) == "disable")
+
+
+def _word(draft: Draft) -> Plain:
+    words: dict[Plain, Plain] = {True: "enable", False: "disable", None: "auto"}
+    given = draft.old.get(SWITCH)
+    return None if isinstance(given, list | dict) else words.get(given, given)
+
+
+def _record(draft: Draft, word: str) -> None:
+    """Record the meaning of the worker switch in that release, also if it is the default."""
+    written = "written" if draft.old.is_set(SWITCH) else "the default"
+    if draft.since("v0.7.0"):
+        meaning = f"{SWITCH}={word} ({written}) meant the old workers for all roles"
+    elif draft.since("v0.5.0") and draft.old.has(SWITCH):
+        meaning = (
+            f"{SWITCH}={word} ({written}) chose the critic's and the reward model's worker alone; "
+            "the actor had the old one in any case"
+        )
+    else:
+        meaning = f"{draft.old.version} had the old workers only"
+    draft.find("worker-switch.meaning", SWITCH, meaning=meaning)
+
+
+def _differences(draft: Draft) -> None:
+    """Report each numeric habit of the old workers that this configuration would have shown."""
+    ranks, mini = data_parallel(draft, ACTOR), draft.integer(ACTOR_MINI)
+    if ranks is None or mini is None:
+        return
+    n = completions_per_prompt(draft)
+    own = max(1, mini * n // ranks)
+    parts, how = _parts(draft, own=own)
+    if parts * ranks > 1:
+        mode = draft.text("actor_rollout_ref.actor.loss_agg_mode") or "token-mean"
+        roles = "actor's and the critic's losses" if needs_critic(draft) else "actor's loss"
+        weighing = (
+            "a token in a part with half as many tokens weighed twice as much"
+            if mode == "token-mean"
+            else f"{mode} was taken of each part"
+        )
+        draft.find(
+            "micro-batch-normalisation",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+            roles=roles,
+            detail=mini * n,
+            how=how,
+            ranks=ranks,
+            detail_2=parts * ranks,
+            weighing=weighing,
+        )
+    draft.find("summed-metrics", sentence=_logged(draft, parts=parts))
+    divisor = draft.settings.get("algorithm.horizon")
+    if divisor is not None:
+        draft.find(
+            "divisors",
+            "actor_rollout_ref.actor.loss_agg_mode",
+            detail=_divisor(draft, divisor.value),
+        )
+
+
+_LOGGED = (("v0.7.0", "summed"), ("v0.6.0", "scaled"), ("v0.2", "averaged"))
+"""Logging of losses by FSDP's workers, from the newest release on; Megatron's always averaged."""
+
+
+def _logged(draft: Draft, *, parts: int) -> str:
+    """Describe how the release's logged losses compare with those here."""
+    how = (
+        "averaged"
+        if is_megatron(draft)
+        else next(word for since, word in _LOGGED if draft.since(since))
+    )
+    names = (
+        "actor/pg_loss, actor/kl_loss and critic/vf_loss"
+        if needs_critic(draft)
+        else "actor/pg_loss and actor/kl_loss"
+    )
+    updates = updates_per_step(draft)
+    meaning = {
+        "averaged": (
+            f"were averaged over the {parts} micro-batches of each update, and compare as they are"
+        ),
+        "scaled": (
+            "were scaled by each micro-batch's share of the update and then averaged again: "
+            f"multiply them by {parts}, the actor's micro-batches of an update"
+        ),
+        "summed": f"were summed over the {updates} updates of a step: divide them by {updates}",
+    }[how]
+    return (
+        f"{names} in the log of {draft.old.version} {meaning}. Here a loss is that of the whole "
+        "update, and its mean over a step's updates."
+    )
+
+
+def _divisor(draft: Draft, width: Plain) -> str:
+    """Describe the divisor of that aggregation in the release."""
+    if draft.old.get("actor_rollout_ref.actor.loss_scale_factor") is not None:
+        return f"loss_scale_factor, {width} (since v0.7.0, #4360)"
+    return (
+        f"the width of the padded completions, which {draft.old.version} padded to "
+        f"data.max_response_length, {width}"
+    )
+
+
+def _parts(draft: Draft, *, own: int) -> tuple[int, str]:
+    """Return the micro-batches of an update on one rank, and how to say so.
+
+    With a token budget, the least number there can be.
+    """
+    if draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
+        budget = draft.integer("actor_rollout_ref.actor.ppo_max_token_len_per_gpu") or 1
+        longest = (draft.integer("data.max_prompt_length") or 0) + (
+            draft.integer("data.max_response_length") or 0
+        )
+        most = max(1, -(-own * longest // max(1, budget)))
+        return most, f"up to {most} micro-batches of {budget} tokens"
+    micro = draft.integer("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu") or own
+    parts = max(1, -(-own // max(1, micro)))
+    return parts, f"{parts} micro-batch{'es' * (parts > 1)} of {min(micro, own)} completions"

@@ -1,0 +1,191 @@
+"""The optimizer of each role: learning rate, decay, clip and schedule."""
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rl.rl_facts import (
+    num_weight_syncs,
+    updates_per_schedule_step,
+)
+from temper_legacy_shim.configs.mapping.roles.roles import OldRole, is_megatron
+from temper_legacy_shim.configs.mapping.rules import apply_rules
+
+
+def set_optimizer(draft: Draft, role: OldRole) -> None:
+    engine, optim = f"{role.engine}.optimizer", role.optim
+    blocks = role.blocks(draft)
+    apply_rules(draft, "lr", "weight-decay", blocks=blocks)
+    _clip(draft, role)
+    if _another_optimizer(draft, role):
+        return
+    betas = draft.old.get(f"{optim}.betas")
+    draft.put(
+        f"{engine}.betas",
+        betas if isinstance(betas, list) else [0.9, 0.999],
+        rule="betas",
+        old=[f"{optim}.betas"],
+    )
+    if not is_megatron(draft):
+        apply_rules(draft, "decays-vectors", blocks=blocks)
+
+
+def _another_optimizer(draft: Draft, role: OldRole) -> bool:
+    """Check if an optimizer other than AdamW was requested; it has no betas here."""
+    key = f"{role.optim}.optimizer"
+    name, home = draft.text(key), draft.text(f"{role.optim}.optimizer_impl") or "torch.optim"
+    if name.lower() in ("", "adamw", "adam"):
+        return False
+    if is_megatron(draft):
+        draft.find("optimizer-kind", key, name=name)
+        return True
+    draft.put(
+        f"{role.engine}.optimizer.name",
+        f"{home}.{name}",
+        rule="optimizer-kind",
+        old=[key, f"{role.optim}.optimizer_impl"],
+    )
+    arguments = draft.old.get(f"{role.optim}.override_optimizer_config")
+    if isinstance(arguments, dict) and arguments:
+        draft.put(
+            f"{role.engine}.optimizer.arguments",
+            arguments,
+            rule="optimizer-kind",
+            old=[f"{role.optim}.override_optimizer_config"],
+        )
+    return True
+
+
+def _clip(draft: Draft, role: OldRole) -> None:
+    """Set the gradient clip from the key that the release used; there are two."""
+    own, optim = f"{role.block}.grad_clip", f"{role.optim}.clip_grad"
+    reads_own = not is_megatron(draft) and (not draft.since("v0.8.0") or draft.old.is_set(own))
+    key = (
+        own
+        if reads_own
+        and draft.old.has(own)
+        and not (draft.since("v0.8.0") and draft.old.is_set(optim))
+        else optim
+    )
+    if draft.old.has(key):
+        norm = draft.number(key)
+        if norm is not None and norm <= 0:  # Megatron's word for never
+            draft.put(f"{role.engine}.optimizer.clip_grad_norm", None, rule="grad-clip", old=[key])
+        else:
+            draft.copy(
+                f"{role.engine}.optimizer.clip_grad_norm", key, rule="grad-clip", expected="number"
+            )
+    if key == own and draft.since("v0.8.0"):
+        draft.find("grad-clip", own, optim=optim)
+
+
+_STYLES = ("warmup_style", "lr_scheduler_type", "lr_decay_style")
+_RATIOS = ("lr_warmup_steps_ratio", "warmup_steps_ratio")
+
+
+def set_schedule(draft: Draft, role: OldRole) -> None:
+    engine, optim = f"{role.engine}.schedule", role.optim
+    styles = (
+        _STYLES if role.block != "model" else ("lr_scheduler",)
+    )  # the first generation of fine-tuning read no other
+    style_key = next(
+        (key for key in (f"{optim}.{name}" for name in styles) if _is_given(draft, key)), ""
+    )
+    # Before v0.4.0 the first generation of fine-tuning had one schedule, and no key for it.
+    kind = draft.text(style_key) or ("cosine" if role.block == "model" else "constant")
+    target = {
+        "constant": "constant",
+        "cosine": "cosine",
+        "linear": "linear",
+        "wsd": "wsd",
+        "WSD": "wsd",
+    }.get(kind)
+    if target is None:
+        draft.find("schedule-kind", style_key, kind=kind)
+        target = "constant"
+    ratio_key = next(
+        (f"{optim}.{name}" for name in _RATIOS if _is_given(draft, f"{optim}.{name}")),
+        f"{optim}.{_RATIOS[0]}",
+    )
+    warmup, ratio = draft.number(f"{optim}.lr_warmup_steps"), draft.number(ratio_key)
+    draft.put(f"{engine}.kind", target, rule="schedule-kind", old=[style_key] if style_key else [])
+    if warmup is not None and warmup >= 0 and (warmup > 0 or not is_megatron(draft)):
+        if warmup > 0:
+            steps = int(warmup) * (updates_per_schedule_step(draft) or 1)
+            draft.put(
+                f"{engine}.warmup_steps",
+                steps,
+                rule="warmup",
+                old=[f"{optim}.lr_warmup_steps"],
+                verbatim=steps == warmup,
+            )
+        draft.explain_drop(ratio_key, "lr_warmup_steps is set and wins over the ratio")
+    elif ratio:
+        draft.put(
+            f"{engine}.warmup_ratio", float(ratio), rule="warmup", old=[ratio_key], verbatim=True
+        )
+    if target != "constant":
+        _floor(draft, engine, optim)
+    if target != "constant" or f"{engine}.warmup_ratio" in draft.settings:
+        _schedule_length(draft, engine, optim)
+    if {f"{engine}.warmup_steps", f"{engine}.warmup_ratio"} & draft.settings.keys():
+        draft.find("warmup", f"{optim}.lr_warmup_steps")
+    unit = updates_per_schedule_step(draft)
+    if role.block not in ("engine", "model"):  # supervised steps are updates
+        draft.put(
+            f"{engine}.advance", "rl_step" if unit is None else "update", rule="schedule-advance"
+        )
+    if unit is not None and unit > 1:
+        draft.find("schedule-advance", unit=unit, role=role.name)
+
+
+def _floor(draft: Draft, engine: str, optim: str) -> None:
+    """Set the floor of a falling schedule; Megatron's is a rate, not a fraction of the peak."""
+    fraction, rate, peak = (
+        draft.number(f"{optim}.min_lr_ratio"),
+        draft.number(f"{optim}.min_lr"),
+        draft.number(f"{optim}.lr"),
+    )
+    if fraction is None and rate and peak:
+        fraction = rate / peak
+    draft.put(
+        f"{engine}.min_lr_ratio",
+        float(min(1.0, fraction or 0.0)),
+        rule="min-lr",
+        old=[f"{optim}.min_lr_ratio", f"{optim}.min_lr"],
+    )
+
+
+def _is_given(draft: Draft, key: str) -> bool:
+    return draft.old.get(key) is not None
+
+
+def _schedule_length(draft: Draft, engine: str, optim: str) -> None:
+    """Set the schedule's length; 0 stands for the length of the run, as in the old trainer."""
+    keys = (f"{optim}.lr_decay_steps", f"{optim}.total_training_steps")
+    key = next((key for key in keys if (draft.number(key) or 0) > 0), "")
+    unit = updates_per_schedule_step(draft)
+    if key:
+        steps = (draft.integer(key) or 0) * (unit or 1)
+        draft.put(
+            f"{engine}.total_steps",
+            steps,
+            rule="schedule-length",
+            old=[key],
+            verbatim=unit in (None, 1),
+        )
+    elif unit is not None:
+        _asynchronous_length(draft, engine, key=keys[-1], unit=unit)
+    else:
+        draft.put(
+            f"{engine}.total_steps",
+            0,
+            rule="schedule-length",
+            old=["trainer.total_training_steps", "trainer.total_epochs"],
+        )
+
+
+def _asynchronous_length(draft: Draft, engine: str, *, key: str, unit: int) -> None:
+    """Set the length of a schedule that was given in weight syncs but counted trainer calls."""
+    syncs, keys = num_weight_syncs(draft)
+    if syncs is None or not draft.since("v0.7.1"):
+        draft.find("schedule-length", key, engine=engine)
+        return
+    draft.put(f"{engine}.total_steps", syncs * unit, rule="schedule-length", old=keys)
