@@ -19,10 +19,12 @@ from temper_legacy_shim.configs.translation import Cluster, Finding, Setting
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*,\s*([^{}]*?)\s*\}")
 Numerics = Literal["legacy", "temper"]
 Level = Literal["person", "hazard", "refused", "note"]
+MessageLevel = Level | Literal["dropped"]
+"""A message of level dropped is the reason of an old key, not a finding."""
 
 
 @cache
-def messages() -> dict[str, tuple[Level, str]]:
+def messages() -> dict[str, tuple[MessageLevel, str]]:
     """Read the level and text of each finding from data/messages.tsv, by name."""
     text = (
         resources.files("temper_legacy_shim.configs")
@@ -30,7 +32,7 @@ def messages() -> dict[str, tuple[Level, str]]:
         .read_text(encoding="utf-8")
     )
     rows = (line.split("\t") for line in text.splitlines()[1:])
-    return {name: (cast("Level", level), message) for name, level, message in rows}
+    return {name: (cast("MessageLevel", level), message) for name, level, message in rows}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +116,7 @@ class Draft:
             values: the message's other placeholders, except {version}, the old release.
         """
         level, template = messages()[name]
+        assert level != "dropped"
         key = old[0] if old else ""
         text = template.format_map({"version": self.old.version, "key": key, **values})
         self.report(level, name.partition(".")[0], text, *old)
@@ -123,6 +126,10 @@ class Draft:
         finding = Finding(level=level, rule=rule, message=message, old_keys=tuple(old))
         if finding not in self.findings:
             self.findings.append(finding)
+
+    def drop(self, name: str, key: str, values: Mapping[str, str]) -> None:
+        """Record the message of this name as the reason of an old key without a counterpart."""
+        self.explain_drop(key, messages()[name][1].format_map(values))
 
     def explain_drop(self, key: str, reason: str) -> None:
         """Record why an old key has no counterpart in this configuration."""

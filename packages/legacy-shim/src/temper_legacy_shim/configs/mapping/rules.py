@@ -279,36 +279,57 @@ _NO_BLOCKS: Mapping[str, str] = MappingProxyType({})
 
 
 def apply_rules(
-    draft: Draft, *names: str, blocks: Mapping[str, str] = _NO_BLOCKS, old: str = ""
+    draft: Draft,
+    *names: str,
+    blocks: Mapping[str, str] = _NO_BLOCKS,
+    old: str = "",
+    facts: Mapping[str, str] = _NO_BLOCKS,
 ) -> None:
     """Set the new keys of these rows, in their order.
 
     Converters: ``number`` and ``any`` copy; ``number or X`` sets X if the release has no such key;
     ``switch`` is a boolean, ``count`` the same as 0 or 1; ``size`` is 1 if unset; ``at least 0``,
-    ``above 0`` (else nothing), ``integer`` (if set) and ``frequency`` are whole numbers; ``value
-    X`` is constant; ``a=x b=y else=z`` translates words. Options follow a comma: ``if KEY=VALUE``
-    sets nothing unless the new key was set to that value before, ``verbatim`` keeps the spelling,
-    and ``on by default`` is for switches that a release lacks.
+    ``above 0`` (else nothing), ``integer`` (if set), ``integer or null`` and ``frequency`` are
+    whole numbers; ``value X`` is constant; ``a=x b=y unset=u else=z`` translates words, and
+    ``else=?NAME`` reports other words by the message of that name. An old key may be ``A or B``,
+    where B counts if A is not set.
+
+    Options follow a comma: ``if KEY=VALUE`` sets nothing unless the fact has that value, or the new
+    key was set to it before; values may be joined by ``|``. ``else drop NAME`` gives the reason for
+    an old key then. ``verbatim`` keeps the spelling, and ``on by default`` is for switches that a
+    release lacks.
 
     Args:
         draft: the translation; changed in place.
         names: ids of rows.
         blocks: blocks of a role, for rows that apply to several roles.
         old: the old key to use instead of the row's.
+        facts: what conditions ask for and messages show, next to new settings.
     """
     for name in names:
         rule = rule_named(name)
         assert rule is not None
         for setting in rule.settings:
-            key = old or setting.old.format_map(blocks)
-            _apply(draft, setting.new.format_map(blocks), key, rule=name, setting=setting)
+            first, _, second = (old or setting.old.format_map(blocks)).partition(" or ")
+            key = second if second and draft.old.get(first) is None else first
+            converter, *options = setting.converter.split(", ")
+            conditions = [option for option in options if option.startswith("if ")]
+            if all(_holds(draft, condition, facts) for condition in conditions):
+                new = setting.new.format_map(blocks)
+                _apply(draft, new, key, rule=name, converter=converter, options=options)
+                continue
+            for option in options:
+                if option.startswith(_ELSE_DROP):
+                    draft.drop(option.removeprefix(_ELSE_DROP), key, facts)
 
 
-def _apply(draft: Draft, new: str, old: str, *, rule: str, setting: RuleSetting) -> None:
-    converter, *options = setting.converter.split(", ")
+_ELSE_DROP = "else drop "
+
+
+def _apply(
+    draft: Draft, new: str, old: str, *, rule: str, converter: str, options: list[str]
+) -> None:
     kind, _, argument = converter.partition(" ")
-    if not all(_holds(draft, option) for option in options if option.startswith("if ")):
-        return
     if kind in ("number", "any"):
         draft.copy(new, old, rule=rule, expected="number" if kind == "number" else "any")
         if argument and not draft.old.has(old):
@@ -325,17 +346,18 @@ def _apply(draft: Draft, new: str, old: str, *, rule: str, setting: RuleSetting)
         )
 
 
-def _holds(draft: Draft, condition: str) -> bool:
-    """Check a condition, ``if KEY=VALUE``, on the new settings so far."""
-    key, _, value = condition.removeprefix("if ").partition("=")
+def _holds(draft: Draft, condition: str, facts: Mapping[str, str]) -> bool:
+    """Check a condition, ``if KEY=VALUE``, on the facts and the new settings so far."""
+    key, _, values = condition.removeprefix("if ").partition("=")
     setting = draft.settings.get(key)
-    return setting is not None and str(setting.value) == value
+    actual = facts.get(key, None if setting is None else str(setting.value))
+    return actual in values.split("|")
 
 
 def _convert(draft: Draft, old: str, converter: str, *, is_on: bool) -> tuple[Plain, bool, bool]:
     """Return the value, True if it is set, and True if it may keep the old spelling."""
     number = None
-    if converter in ("size", "at least 0", "above 0", "integer"):
+    if converter in ("size", "at least 0", "above 0", "integer", "integer or null"):
         number = draft.integer(old)
     match converter:
         case "switch":
@@ -352,7 +374,14 @@ def _convert(draft: Draft, old: str, converter: str, *, is_on: bool) -> tuple[Pl
             return number, number is not None and number > 0, True
         case "integer":
             return number, number is not None, True
+        case "integer or null":
+            return number, True, True
     if converter.startswith("value "):
         return parse_value(converter.removeprefix("value "))[0], True, False
     words = dict(pair.split("=") for pair in converter.split())
-    return words.get(draft.text(old), words["else"]), True, False
+    # An empty text counts as unset: verl took the default for both.
+    result = words.get(draft.text(old) or "unset", words["else"])
+    if result.startswith("?"):
+        draft.find(result[1:], old, old=draft.text(old))
+        return None, False, False
+    return result, True, False

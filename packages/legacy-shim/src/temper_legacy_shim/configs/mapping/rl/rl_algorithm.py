@@ -46,13 +46,6 @@ _IN_GROUPS = (
 _BARE_SINGLE = ("grpo", "dr_grpo", "rloo", "opo")
 """Estimators that took the bare reward of a completion that is alone in its group."""
 BARE_REWARD = "temper_legacy_shim.old_algorithms:bare_reward"
-_AGGREGATIONS = {
-    "token-mean": "token_mean",
-    "seq-mean-token-sum": "sequence_mean_token_sum",
-    "seq-mean-token-mean": "sequence_mean_token_mean",
-    "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
-    "token-sum": "token_sum",
-}
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _KL_CLAMP = 10.0
 """Bound on the k3 of a token; a constant of every release."""
@@ -63,19 +56,10 @@ def build_algorithm(draft: Draft) -> None:
     name = _advantage(draft)
     build_policy_loss(draft)
     _clip(draft)
-    _aggregation(draft)
-    apply_rules(draft, "entropy")
+    apply_rules(draft, "aggregation", "horizon", "entropy")
     _kl(draft)
-    if name == "gae":
-        _gae(draft)
-    elif name == "reinforce_plus_plus":
-        apply_rules(draft, "gamma")
-    else:
-        draft.explain_drop(
-            "algorithm.gamma", f"{name} weighs whole completions and has no discount"
-        )
-    if name != "gae":
-        draft.explain_drop("algorithm.lam", f"only gae has it; the estimator is {name}")
+    facts = {"estimator": name}
+    apply_rules(draft, "gamma", "gae-lambda", "whitening", "value-clip", facts=facts)
 
 
 def _advantage(draft: Draft) -> str:
@@ -156,10 +140,6 @@ def _single_estimator(draft: Draft, new_word: str, *, old: str, key: str) -> str
     return BARE_REWARD
 
 
-def _gae(draft: Draft) -> None:
-    apply_rules(draft, "gamma", "gae-lambda", "whitening", "value-clip")
-
-
 def _clip(draft: Draft) -> None:
     low, high = clip_bounds(draft)
     full = f"{ACTOR}.clip_ratio"
@@ -214,23 +194,6 @@ def _dual_clip(draft: Draft) -> None:
     draft.put(
         "algorithm.policy_loss.dual_clip", float(bound), rule="dual-clip", old=[key], verbatim=True
     )
-
-
-def _aggregation(draft: Draft) -> None:
-    key = f"{ACTOR}.loss_agg_mode"
-    old = draft.text(key) or "token-mean"
-    new_word = _AGGREGATIONS.get(old)
-    if new_word is None:
-        draft.find("aggregation", key, old=old)
-        return
-    draft.put("algorithm.aggregation", new_word, rule="aggregation", old=[key])
-    if new_word == "sequence_mean_token_sum_norm":
-        factor = draft.integer(f"{ACTOR}.loss_scale_factor")
-        horizon = factor if factor is not None else draft.integer("data.max_response_length")
-        keys = (
-            [f"{ACTOR}.loss_scale_factor"] if factor is not None else ["data.max_response_length"]
-        )
-        draft.put("algorithm.horizon", horizon, rule="horizon", old=keys, verbatim=True)
 
 
 def _kl(draft: Draft) -> None:
