@@ -20,6 +20,7 @@ from pyarrow import parquet
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from temper_legacy_shim.configs import Outcome, translate
+from temper_legacy_shim.configs.cpu_trial import make_cpu_trial
 from temper_legacy_shim.configs.report import yaml_of
 from temper_legacy_shim.scripts.launch_translation import Options
 from temper_legacy_shim.scripts.migrate import migrate_script
@@ -28,6 +29,9 @@ from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.data.tokenizer import build_tokenizer
 from temper_trainer.loops import train
+
+from .checking import command, run
+from .conftest import translated
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
 HERE = (
@@ -295,3 +299,23 @@ def test_cpu_trial_of_a_script_for_eight_gpus_trains(
     rows = [row for row in losses(tmp_path / "runs/cpu_trial") if row["phase"] == "rl"]
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[-1]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.285",),
+        (
+            "actor_rollout_ref.actor.optim.warmup_style=cosine",
+            "trainer.total_training_steps=100",
+        ),
+        ("algorithm.adv_estimator=gae", "critic.optim.lr_warmup_steps_ratio=0.05"),
+    ],
+)
+def test_cpu_trial_of_a_scheduled_run_is_accepted(
+    schedule: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = make_cpu_trial(translated("v0.4.1", *schedule))
+    monkeypatch.chdir(tmp_path)
+    code, given = run(command(trial, tmp_path, name="trial"))
+    assert (code, given) == (0, "")

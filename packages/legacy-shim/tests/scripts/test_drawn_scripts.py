@@ -134,22 +134,11 @@ def _count_accepted(
         if "asks a person" in outcomes or migration.script.persons
         else "asks nobody"
     )
-    environment, arguments, _ = surroundings(text)
-    # Unset variables have a number, which is no path.
-    environment = {
-        key: f"/m/{value}" if re.search("MODEL|PATH|DIR|FILE", key) and value.isdigit() else value
-        for key, value in environment.items()
-    }
-    commands = run_in_bash(
-        migration.script.text, environment=environment, arguments=arguments
-    ).commands
-    launched = {
-        tuple(command[command.index(COMMAND) + 1 :]) for command in commands if COMMAND in command
-    }
+    launched = launched_commands(text, migration.script.text)
     if not launched:
         logger.warning("%s: launches nothing under stubs", name)
         yield "not startable: nothing under stubs"
-    for number, argv in enumerate(sorted(launched)):
+    for number, argv in enumerate(launched):
         position = folder / str(number)
         position.mkdir(parents=True)
         monkeypatch.chdir(position)
@@ -157,6 +146,20 @@ def _count_accepted(
         yield f"{'refused' if code else 'accepted'}, {requested}"
         if code:
             logger.warning("%s, %s: %s", name, requested, given.strip()[-700:])
+
+
+def launched_commands(old: str, new: str) -> list[tuple[str, ...]]:
+    """Return the arguments of each run that bash starts from the new script."""
+    environment, arguments, _ = surroundings(old)
+    # Unset variables have a number, which is no path.
+    environment = {
+        key: f"/m/{value}" if re.search("MODEL|PATH|DIR|FILE", key) and value.isdigit() else value
+        for key, value in environment.items()
+    }
+    commands = run_in_bash(new, environment=environment, arguments=arguments).commands
+    return sorted(
+        {tuple(command[command.index(COMMAND) + 1 :]) for command in commands if COMMAND in command}
+    )
 
 
 def _check(argv: tuple[str, ...], folder: Path) -> tuple[int, str]:

@@ -19,11 +19,15 @@ _GONE = re.compile(
     r"|[\w.]+\.engine\.(sequence_parallel|fsdp_size|reshard_after_forward|forward_prefetch|numa_affinity|attention|liger_layers|compile_layers)"
     r"|[\w.]+\.engine\.(tensor|pipeline|context|expert|expert_tensor)_parallel|[\w.]+\.engine\.(virtual_pipeline|layers_per_stage)"
     r"|[\w.]+\.engine\.(distributed_optimizer|override_\w+_config(\..*)?)"
-    r"|[\w.]+\.schedule\.(warmup_steps|decay_steps|total_steps)|algorithm\.dynamic_sampling(\..*)?"
+    r"|[\w.]+\.engine\.schedule\..*|algorithm\.dynamic_sampling(\..*)?"
     r"|run\.(total_epochs|total_steps|save_every|save_interval_s|max_ckpt_to_keep|keep_every|eval_every|resume|dir|trackers)"
     r"|run\.eval_sampling\..*|run\.eval_num_completions|data\.eval\..*"
 )
-"""Settings that a CPU cannot have, or that a run of two steps does not come to."""
+"""Settings that a CPU cannot have, or that a run of two steps does not come to.
+
+A schedule as a whole: its kind and its warm-up's ratio need the length that is left out, and the
+first of two steps would have a rate of 0.
+"""
 
 
 def make_cpu_trial(translation: Translation) -> Translation:
@@ -48,7 +52,7 @@ def make_cpu_trial(translation: Translation) -> Translation:
     kept |= {key: _trial_setting(key, value) for key, value in values.items()}
     message = (
         f"this is a trial on a CPU: {STEPS} steps of {PROMPTS} prompts, completions of at most "
-        f"{TOKENS} tokens, one process, "
+        f"{TOKENS} tokens, one process, a constant learning rate, "
         "transformers as the sampler, no evaluation and no checkpoints during the run. Translate "
         "again without --cpu-trial for "
         "the run itself."
