@@ -25,6 +25,18 @@ FILES = {
     "OpenRLHF": (
         "pretrain: q\nprompt_data: d\nrollout_batch_size: 1024\nmicro_train_batch_size: 8\n"
     ),
+    "LLaMA-Factory": (
+        "model_name_or_path: q\nstage: sft\nfinetuning_type: lora\ntemplate: llama3\n"
+        "learning_rate: 1.0e-4\nnum_train_epochs: 3.0\noutput_dir: out\n"
+    ),
+    "SkyRL": (
+        "data: {train_data: [d]}\ntrainer: {project_name: p, logger: wandb, placement: "
+        "{colocate_all: true}}\ngenerator: {num_inference_engines: 1}\n"
+    ),
+    "AReaL": (
+        "allocation_mode: sglang:d4\ncluster: {n_nodes: 1}\nactor: {path: q}\n"
+        "gconfig: {n_samples: 4}\n"
+    ),
     "EasyR1": (
         "data: {train_files: d}\nalgorithm: {adv_estimator: grpo}\nworker: {actor: "
         "{global_batch_size: 128}}\ntrainer: {nnodes: 1}\n"
@@ -49,6 +61,29 @@ def test_file_without_any_known_key_is_refused(tmp_path: Path) -> None:
     path.write_text("services: {web: {image: nginx}}\n")
     with pytest.raises(UsageError, match="has no key of any verl release"):
         translate_file(read_old_file(path))
+
+
+FOREIGN = {
+    "a value where verl has a block": "rlhf_type: grpo\nmodel: Qwen/Qwen2.5-7B\nuse_vllm: true\n",
+    "one common key among others": (
+        "trainer: {project_name: p, precision: bf16, devices: 8}\nnetwork: {layers: 2}\n"
+    ),
+    "nothing": "{}\n",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_file_with_hardly_a_key_of_verl_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(FOREIGN[kind])
+    with pytest.raises(UsageError, match="of any verl release"):
+        translate_file(read_old_file(path))
+
+
+def test_file_of_a_fork_with_half_of_its_keys_from_verl_is_translated(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {train_batch_size: 8, max_prompt_length: 9}\nenv: {name: x, seed: 1}\n")
+    assert translate_file(read_old_file(path)).settings
 
 
 def test_folder_skips_files_of_other_systems(tmp_path: Path) -> None:

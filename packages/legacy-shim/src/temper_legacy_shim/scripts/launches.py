@@ -209,6 +209,18 @@ def _entry(command: list[Field]) -> tuple[str, int, dict[str, Text]] | None:
     return None
 
 
+def starts_unknown_program(fields: Sequence[Field]) -> bool:
+    """Check if Python starts a module or file whose name only a run knows."""
+    position = _entry(started(list(fields)))
+    return position is not None and re.search(r"[$`]", position[0]) is not None
+
+
+def takes_arguments_from_stdin(launch: Launch) -> bool:
+    """Check if xargs adds arguments to the command."""
+    names = (field.text.known or "" for field in launch.command[: launch.starter])
+    return any(name.rpartition("/")[2] == "xargs" for name in names)
+
+
 def _launcher_entry(command: list[Field], at: int) -> tuple[str, int, dict[str, Text]] | None:
     processes: dict[str, Text] = {}
     while at < len(command):

@@ -12,7 +12,11 @@ from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
 from temper_legacy_shim.configs.reading.trees import known_keys
 from temper_legacy_shim.errors import ScriptError
-from temper_legacy_shim.scripts.launches import OLD_MODULE
+from temper_legacy_shim.scripts.launches import (
+    OLD_MODULE,
+    starts_unknown_program,
+    takes_arguments_from_stdin,
+)
 from temper_legacy_shim.scripts.script_reading import ScriptReading, read_script
 
 _SCRIPT = re.compile(r"[^\s=]*\.(?:sh|bash|slurm|sbatch)")
@@ -45,6 +49,12 @@ def find_unfollowed(
             f"line {line}: a text that is written there starts {launch.entry}: translate the file "
             "that it becomes."
         ] = None
+    for launch in filter(takes_arguments_from_stdin, reading.launches):
+        line = reading.line_of(launch.span.start)
+        decisions[
+            f"line {line}: xargs adds arguments to {launch.entry} that were not read: translate "
+            "with these arguments written in the command."
+        ] = None
     for event in reading.events:
         if event.span in seen or (event.fields[0].text.known or "").rpartition("/")[2] in _PRINTS:
             continue
@@ -61,7 +71,7 @@ def find_unfollowed(
                 f"(temper-migrate script {called}), and give it "
                 "the new settings."
             ] = None
-        elif len(keys) > 1:
+        elif len(keys) > 1 or (keys and starts_unknown_program(event.fields)):
             decisions[
                 f"line {line}: {_shown(event)} gets settings of verl ({shown}), and what it starts "
                 "could not be followed: translate the "

@@ -12,7 +12,7 @@ from pathlib import Path
 from temper_legacy_shim.configs.mapping.builder import Numerics
 from temper_legacy_shim.configs.reading.config_values import Plain, flatten
 from temper_legacy_shim.configs.reading.defaults_lists import compose_file
-from temper_legacy_shim.configs.reading.entry_points import has_known_key, other_system
+from temper_legacy_shim.configs.reading.entry_points import num_known_keys, other_system
 from temper_legacy_shim.configs.translate import translate
 from temper_legacy_shim.configs.translation import Cluster, Finding, Translation
 from temper_legacy_shim.errors import DamagedFileError, UsageError
@@ -117,7 +117,7 @@ def read_if_old(path: Path) -> OldFile | None:
         if "actor_rollout_ref" in path.read_text(encoding="utf-8", errors="replace"):
             raise
         return None
-    return old if old.overrides or (is_old(old.values) and not other_system(old.values)) else None
+    return old if old.overrides or (is_old(old.values) and not _foreign_reason(old)) else None
 
 
 def translate_file(
@@ -153,26 +153,31 @@ def refuse_other_systems(old: OldFile) -> None:
     """Refuse a file that is no configuration of verl.
 
     Raises:
-        UsageError: The file belongs to another system, or has no key of any release.
+        UsageError: The file belongs to another system, or hardly has a key of any release.
     """
+    reason = _foreign_reason(old)
+    if reason:
+        raise UsageError(f"{old.path} {reason}")
+
+
+def _foreign_reason(old: OldFile) -> str:
+    """Return why a file is no configuration of verl; empty if it may be one."""
     system = other_system(old.values)
     if system:
-        raise UsageError(
-            f"{old.path} is a configuration of {system} and not of verl, so nothing of it is "
-            "translated."
-        )
-    if (
-        old.values
-        and not old.entry
-        and not old.parts
-        and not old.missing
-        and not has_known_key(old.values)
-    ):
-        raise UsageError(
-            f"{old.path} has no key of any verl release ({', '.join(list(old.values)[:4])}): give "
-            "the configuration that the old run "
-            "was started with."
-        )
+        return f"is a configuration of {system} and not of verl, so nothing of it is translated."
+    if old.entry or old.parts or old.missing or old.overrides or "actor_rollout_ref" in old.values:
+        return ""
+    num_known, num_keys = num_known_keys(old.values)
+    # Any system may have a key such as trainer.project_name, and forks of verl add keys. Where most
+    # keys are unknown, the defaults of verl would decide the run.
+    if num_known and num_known >= num_keys / 2:
+        return ""
+    names = ", ".join(list(old.values)[:4])
+    found = f"has {num_keys} keys, and only {num_known}" if num_known else "has no key"
+    return (
+        f"{found} of any verl release ({names}): give the configuration that the old run was "
+        "started with."
+    )
 
 
 def with_missing(translation: Translation, old: OldFile) -> Translation:

@@ -279,6 +279,21 @@ SYSTEMS = (
         at_least=2,
     ),
     System(
+        name="SkyRL",
+        needs=("generator", "trainer"),
+    ),
+    System(
+        name="AReaL",
+        needs=("actor",),
+        some=("allocation_mode", "gconfig", "train_dataset", "weight_update_mode"),
+        at_least=2,
+    ),
+    System(
+        name="LLaMA-Factory",
+        some=("stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "do_train"),
+        at_least=2,
+    ),
+    System(
         name="TRL",
         some=(
             *(
@@ -344,10 +359,15 @@ def other_system(values: Mapping[str, Plain]) -> str:
     return ""
 
 
-def has_known_key(values: Mapping[str, Plain]) -> bool:
-    """Check if a configuration contains a key or block of any release of verl."""
+def num_known_keys(values: Mapping[str, Plain]) -> tuple[int, int]:
+    """Count the keys of a configuration that some release of verl has, and all of them.
+
+    A block of a release counts if it is empty, but not if it has a value in the place of keys.
+    """
     known = known_keys()
-    return any(
-        key in known or any(name.startswith(f"{key}.") for name in known)
-        for key in flatten(dict(values))
+    leaves = flatten(dict(values))
+    num_known = sum(
+        key in known or (value in (None, {}) and any(name.startswith(f"{key}.") for name in known))
+        for key, value in leaves.items()
     )
+    return num_known, len(leaves)
