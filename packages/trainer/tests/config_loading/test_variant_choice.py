@@ -7,11 +7,13 @@ import pytest
 from temper_engine_api.errors import ConfigError
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gspo, Ppo, Sapo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.config.data import SourceConfig
 from temper_trainer.config_loading import load
 from temper_trainer.config_loading.resolved_config import LoadedConfig, write_resolved
 from temper_trainer.settings.variants import Custom, list_variants
 
 LOSS = "algorithm.policy_loss"
+KIND = "data.train.kind=jsonl"
 BASE = ("experiment=quickstart", "batching.num_mini_batches=2")
 
 
@@ -85,6 +87,62 @@ def test_own_file_replaces_the_variant_of_a_group_and_is_replaced_by_an_override
         "policy_loss"
     ]  # type: ignore[index, call-overload]
     assert replaced == {"name": "kl_cov", "fraction": 2e-4, "kl_cov_coef": 1.0}
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data.train={kind: jsonl, paths: [own.jsonl]}", ["data.train.paths=[own.jsonl]", KIND]],
+)
+def test_files_replace_the_settings_of_generated_problems(override: str | list[str]) -> None:
+    loaded = load_with(*([override] if isinstance(override, str) else override))
+    assert loaded.config.data.train == SourceConfig(kind="jsonl", paths=("own.jsonl",))
+    assert loaded.config.data.eval is not None
+    assert loaded.config.data.eval.kind == "arithmetic"
+    assert loaded.origins["data.train.max_rows"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("deleted", "max_rows"), [(["~data.train"], None), (["~data.train.seed"], 8000)]
+)
+def test_generated_problems_whose_settings_are_reset_keep_the_others(
+    deleted: list[str], max_rows: int | None
+) -> None:
+    loaded = load_with(*deleted, KIND, "data.train.paths=[own.jsonl]")
+    expected = SourceConfig(kind="jsonl", paths=("own.jsonl",), max_rows=max_rows)
+    assert loaded.config.data.train == expected
+
+
+def test_files_of_an_own_configuration_replace_the_settings_of_generated_problems(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [temper, {override experiment: quickstart}, _self_]\n"
+        "data: {train: {kind: jsonl, paths: [own.jsonl], max_rows: 7}}\n"
+        "batching: {num_mini_batches: 2}\n"
+    )
+    loaded = load(
+        ["data.train.kind=parquet"], config_dir=str(tmp_path), config_name="mine"
+    ).config.data.train
+    # From one kind of files to another, the settings stay.
+    assert loaded == SourceConfig(kind="parquet", paths=("own.jsonl",), max_rows=7)
+
+
+@pytest.mark.parametrize(
+    ("setting", "others"), [("seed=3", "wrong_first"), ("wrong_first_operation=0.5", "seed")]
+)
+def test_refused_settings_of_generated_problems_are_those_that_the_user_wrote(
+    setting: str, others: str
+) -> None:
+    message = refusal(KIND, "data.train.paths=[own.jsonl]", f"data.train.{setting}")
+    assert setting.partition("=")[0] in message
+    assert others not in message
+    assert "max_rows" not in message
+
+
+def test_paths_of_generated_problems_are_refused_with_the_missing_kind() -> None:
+    message = refusal("data.train.paths=[own.jsonl]")
+    assert "paths has no effect on a source of kind arithmetic" in message
+    assert "max_rows" not in message
 
 
 def test_configuration_of_a_run_loads_again_and_accepts_another_variant(tmp_path: Path) -> None:

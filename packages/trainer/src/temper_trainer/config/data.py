@@ -149,20 +149,26 @@ class SourceConfig:
                     f"reward_key is {self.reward_key!r}, but must be operations for kind "
                     "arithmetic, which has the values one and two."
                 )
-            if self.paths or self.max_rows is None:
+            if self.paths:
                 raise ConfigError(
-                    "a source of kind arithmetic takes no paths and needs max_rows, the number of "
-                    "problems to generate. For files, set kind=jsonl or parquet."
+                    "paths has no effect on a source of kind arithmetic, which generates its "
+                    "problems: also set kind=jsonl or parquet, or remove paths."
+                )
+            if self.max_rows is None:
+                raise ConfigError(
+                    "a source of kind arithmetic needs max_rows, the number of problems to "
+                    "generate. For files, set kind=jsonl or parquet."
                 )
         elif not self.paths:
             raise ConfigError(
                 f"paths is empty, but a source of kind {self.kind} needs at least one."
             )
-        if self.kind != "arithmetic" and (self.wrong_first_operation or self.seed):
-            raise ConfigError(
-                f"wrong_first_operation and seed have no effect on a source of kind {self.kind}: "
-                "remove them."
-            )
+        for name in ("wrong_first_operation", "seed"):
+            if self.kind != "arithmetic" and getattr(self, name):
+                raise ConfigError(
+                    f"{name} has no effect on a source of kind {self.kind}, which reads its "
+                    "problems: remove it."
+                )
 
 
 RESERVED_SET_NAMES = ("greedy", "sampled", "eval", "dropped")

@@ -29,9 +29,11 @@ from temper_trainer.config_loading.schema import Entry, Plain, flatten, to_plain
 from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.variant_choice import (
     collect_choices,
+    drop_former_sources,
     drop_former_variants,
     expand_names,
     find_names,
+    find_source_kinds,
     is_choice,
 )
 
@@ -256,7 +258,7 @@ def _drop_former_variants(
     overrides: Sequence[Override],
     choices: Mapping[str, Entry],
 ) -> list[Layer]:
-    """Drop the settings of variants that a later file or an override replaces.
+    """Drop the settings of variants and sources that a later file or an override replaces.
 
     The names on the command line count before its other keys, so their order does not matter.
 
@@ -269,6 +271,7 @@ def _drop_former_variants(
         The layers without the dropped keys.
     """
     on_command_line: dict[str, Plain] = {}
+    kinds_on_command_line: dict[str, Plain] = {}
     for override in overrides:
         if not override.is_delete():
             tree: Plain = to_plain(override.value())
@@ -276,11 +279,21 @@ def _drop_former_variants(
                 tree = {part: tree}
             assert isinstance(tree, dict)
             on_command_line |= find_names(tree, choices=choices)
-    names = [find_names(tree, choices=choices) for tree, _ in files]
+            kinds_on_command_line |= find_source_kinds(tree)
+    # Who resets keys of a source has decided about its settings: Hydra deletes only what exists.
+    deleted = [str(override.key_or_group) for override in overrides if override.is_delete()]
+    for key in list(kinds_on_command_line):
+        if any(f"{each}.".startswith(f"{key}.") for each in deleted):
+            del kinds_on_command_line[key]
+    names = [*(find_names(tree, choices=choices) for tree, _ in files), on_command_line]
+    kinds = [*(find_source_kinds(tree) for tree, _ in files), kinds_on_command_line]
     layers: list[Layer] = []
-    for position, given in enumerate([*names, on_command_line]):
+    for position in range(len(files) + 1):
         earlier = [tree for tree, _ in files[:position]]
-        dropped = drop_former_variants(earlier, names=given, choices=choices)
+        dropped = [
+            *drop_former_variants(earlier, names=names[position], choices=choices),
+            *drop_former_sources(earlier, kinds=kinds[position]),
+        ]
         layers = [
             replace(
                 layer,

@@ -1,6 +1,9 @@
-"""Choose variants across files and overrides: another choice drops the former one's settings."""
+"""Choose variants across files and overrides: another choice drops the former one's settings.
 
-from collections.abc import Iterator, Mapping, Sequence
+The same holds for sources of data that files replace by generated problems, or the reverse.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from temper_engine_api.specs import EngineConfig
@@ -15,6 +18,12 @@ from temper_trainer.config_loading.schema import (
 from temper_trainer.settings.variants import Variant
 
 Tree = dict[str, Plain]
+
+_SOURCES = (
+    *("data.train", "data.eval", "warm_start.data"),
+    *(f"data.train_sets.{ANY_NAME}", f"data.eval_sets.{ANY_NAME}"),
+)
+"""Blocks that describe a source of data."""
 
 
 def collect_choices() -> dict[str, Entry]:
@@ -62,13 +71,42 @@ def drop_former_variants(
         )
     replaced = [key for key, name in names.items() if former[key] != name]
     for key in replaced:
-        *parents, last = key.split(".")
-        for tree in trees:
-            block: Plain = tree
-            for parent in parents:
-                block = block.get(parent) if isinstance(block, dict) else None
-            if isinstance(block, dict):
-                block.pop(last, None)
+        _delete_block(key, trees=trees)
+    return replaced
+
+
+def find_source_kinds(tree: Tree) -> dict[str, Plain]:
+    """Return the kinds of the sources of data that a tree gives, by the dotted key of the block."""
+    blocks = {key: parent[name] for parent, name, key in _iterate_blocks(tree, _SOURCES)}
+    return {
+        key: block["kind"]
+        for key, block in blocks.items()
+        if isinstance(block, dict) and "kind" in block
+    }
+
+
+def drop_former_sources(trees: Sequence[Tree], *, kinds: Mapping[str, Plain]) -> list[str]:
+    """Delete from earlier trees generated sources that files replace, and the reverse.
+
+    Otherwise `max_rows`, the number of problems to generate, would limit the rows of the files.
+
+    Args:
+        trees: In order of precedence; later ones win. They are changed.
+        kinds: Kinds that the next tree gives, by the dotted key of the block.
+
+    Returns:
+        The dotted keys of the deleted blocks.
+    """
+    former: dict[str, Plain] = {}
+    for tree in trees:
+        former |= find_source_kinds(tree)
+    replaced = [
+        key
+        for key, kind in kinds.items()
+        if key in former and (kind == "arithmetic") != (former[key] == "arithmetic")
+    ]
+    for key in replaced:
+        _delete_block(key, trees=trees)
     return replaced
 
 
@@ -115,6 +153,16 @@ def describe_foreign_key(key: str, *, values: Tree, choices: Mapping[str, Entry]
     return None
 
 
+def _delete_block(key: str, *, trees: Sequence[Tree]) -> None:
+    *parents, last = key.split(".")
+    for tree in trees:
+        block: Plain = tree
+        for parent in parents:
+            block = block.get(parent) if isinstance(block, dict) else None
+        if isinstance(block, dict):
+            block.pop(last, None)
+
+
 def _to_pattern(key: str, choices: Mapping[str, Entry]) -> str:
     """Return the key of ``choices`` that a dotted key matches, or the key itself."""
     parts = key.split(".")
@@ -133,7 +181,12 @@ def _iterate_choices(
     tree: Tree, *, choices: Mapping[str, Entry]
 ) -> Iterator[tuple[Tree, str, str]]:
     """Yield (parent block, name, dotted key) of each variant in a tree."""
-    for pattern in choices:
+    return _iterate_blocks(tree, choices)
+
+
+def _iterate_blocks(tree: Tree, patterns: Iterable[str]) -> Iterator[tuple[Tree, str, str]]:
+    """Yield (parent block, name, dotted key) of each block whose key has one of the patterns."""
+    for pattern in patterns:
         matches = [(tree, "", "")]
         for part in pattern.split("."):
             matches = [
