@@ -483,7 +483,7 @@ def test_the_trainer_reads_a_config_json_as_the_translation_does() -> None:
     # Each package is installed without the other, so each has the rule; the two must not drift
     # apart.
     trainer = pytest.importorskip(
-        "temper_trainer.config_loading.model_folders", reason="needs temper-trainer"
+        "temper_trainer.config_loading.checks.model_folders", reason="needs temper-trainer"
     )
     trainer_names = {
         "_PARTS": "_MULTIMODAL_KEY_PATTERN",

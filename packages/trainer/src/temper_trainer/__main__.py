@@ -24,8 +24,7 @@ from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.checkpoint.checkpoint_messages import NOTHING_SAVED, find_last_save
 from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config_loading import LoadedConfig, format_config, load, write_resolved
-from temper_trainer.config_loading.composition import DEFAULT_CONFIG_NAME
-from temper_trainer.config_loading.external_checks import (
+from temper_trainer.config_loading.checks.external_checks import (
     check_external_objects,
     check_libraries,
     check_models,
@@ -33,10 +32,11 @@ from temper_trainer.config_loading.external_checks import (
     warn_about_judges,
     warn_about_settings,
 )
-from temper_trainer.config_loading.first_rows import check_first_rows
+from temper_trainer.config_loading.checks.first_rows import check_first_rows
+from temper_trainer.config_loading.checks.reward_calls_check import check_reward_calls
+from temper_trainer.config_loading.composition import DEFAULT_CONFIG_NAME
 from temper_trainer.config_loading.help_text import USAGE, build_help_text
 from temper_trainer.config_loading.hub_models import load_hub_models
-from temper_trainer.config_loading.reward_calls_check import check_reward_calls
 from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.sizes import describe_sizes
 from temper_trainer.metrics.run_files import METRICS_FILE, read_latest_rows, record_start

@@ -16,7 +16,7 @@ from temper_trainer.algorithms.objective_factory import add_distillation_loss
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.distillation import DistillationConfig
 from temper_trainer.config_loading import load
-from temper_trainer.config_loading.external_checks import check_external_objects
+from temper_trainer.config_loading.checks.external_checks import check_external_objects
 from temper_trainer.settings.ranges import PositiveFloat
 from temper_trainer.settings.variants import Custom, settings
 

@@ -17,8 +17,9 @@ from temper_engine_api.errors import (
 )
 from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
 from temper_trainer.checkpoint.trainer_state import TrainerState
-from temper_trainer.config_loading import external_checks, load
-from temper_trainer.config_loading.external_checks import (
+from temper_trainer.config_loading import load
+from temper_trainer.config_loading.checks import external_checks
+from temper_trainer.config_loading.checks.external_checks import (
     check_external_objects,
     check_libraries,
     warn_about_aggregation,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.first_rows import read_sample
+from temper_trainer.config_loading.checks.first_rows import read_sample
 from temper_trainer.data.rows import Row
 from temper_trainer.reward.registry import find_rewards, get_function_config, resolve_reward
 from temper_trainer.reward.reward_calls import RewardCall

@@ -13,8 +13,8 @@ from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.config.data import PreferenceKind, SourceConfig
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.data_files import NUM_CHECKED_ROWS, trains_new_tokenizer
-from temper_trainer.config_loading.external_checks import preview_checkpoint
+from temper_trainer.config_loading.checks.data_files import NUM_CHECKED_ROWS, trains_new_tokenizer
+from temper_trainer.config_loading.checks.external_checks import preview_checkpoint
 from temper_trainer.data.rows import PreferenceRow, Row
 
 SampleUse = Literal["prompts", "demonstrations"] | PreferenceKind

@@ -8,8 +8,8 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
-from temper_trainer.config_loading.external_checks import warn_about_settings
-from temper_trainer.config_loading.reward_calls_check import check_reward_calls
+from temper_trainer.config_loading.checks.external_checks import warn_about_settings
+from temper_trainer.config_loading.checks.reward_calls_check import check_reward_calls
 
 REWARDS = """
 import time

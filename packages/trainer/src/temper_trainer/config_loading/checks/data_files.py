@@ -11,7 +11,7 @@ from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.model_folders import has_chat_template
+from temper_trainer.config_loading.checks.model_folders import has_chat_template
 from temper_trainer.data.loss_weights import describe_missing_weights
 from temper_trainer.data.rows import PreferenceRow, Row, describe_missing_label
 from temper_trainer.reward.row_rewards import find_unknown_rewards

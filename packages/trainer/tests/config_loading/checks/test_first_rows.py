@@ -12,8 +12,8 @@ from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config_loading import load
-from temper_trainer.config_loading.external_checks import check_external_objects
-from temper_trainer.config_loading.first_rows import check_first_rows
+from temper_trainer.config_loading.checks.external_checks import check_external_objects
+from temper_trainer.config_loading.checks.first_rows import check_first_rows
 from temper_trainer.data.prompts import encode_prompts
 from temper_trainer.data.rows import DataError
 from temper_trainer.data.sources import load_rows

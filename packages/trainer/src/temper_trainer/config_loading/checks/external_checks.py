@@ -37,9 +37,9 @@ from temper_trainer.config.run_folder_checks import (
     find_wrong_entries,
 )
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.data_files import find_data_problems
+from temper_trainer.config_loading.checks.data_files import find_data_problems
+from temper_trainer.config_loading.checks.model_folders import find_model_problems
 from temper_trainer.config_loading.loading import is_set_by_user
-from temper_trainer.config_loading.model_folders import find_model_problems
 from temper_trainer.config_loading.resolved_config import LoadedConfig
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.judge_endpoint import warn_if_unreachable
