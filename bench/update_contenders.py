@@ -200,8 +200,8 @@ def temper(
     from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
     from temper_engine_fsdp.config import FSDPConfig
     from temper_engine_fsdp.engine import FSDPEngine
-    from temper_trainer.algorithms.policy_objective import PolicyObjective
-    from temper_trainer.algorithms.supervised_losses import SftObjective
+    from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
+    from temper_trainer.algorithms.objectives.supervised_losses import SftObjective
 
     engine = FSDPEngine(
         FSDPConfig(

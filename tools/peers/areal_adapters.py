@@ -6,9 +6,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from temper_engine_api.objective import HeadOutput
 from temper_trainer.algorithms.kl import MAX_LOG_RATIO
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Gspo, Ppo, Sapo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
-from temper_trainer.algorithms.policy_objective import PolicyObjective
 from tools.peers.padded import (
     NoCounterpartError,
     build_batch,

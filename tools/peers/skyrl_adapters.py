@@ -16,8 +16,8 @@ from temper_trainer.algorithms.adaptive_coefficients import KlController
 from temper_trainer.algorithms.estimators import token_estimators
 from temper_trainer.algorithms.estimators.pass_rate_estimators import compute_maxrl_advantages
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl
-from temper_trainer.algorithms.policy_objective import PolicyObjective
-from temper_trainer.algorithms.prompt_mean import PROMPT_WEIGHTS, PromptMeanObjective
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
+from temper_trainer.algorithms.objectives.prompt_mean import PROMPT_WEIGHTS, PromptMeanObjective
 from tools.peers import verl_adapters
 from tools.peers.padded import NoCounterpartError, build_batch, flatten, unflatten
 

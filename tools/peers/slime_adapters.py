@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.objective import HeadOutput
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
-from temper_trainer.algorithms.policy_objective import PolicyObjective
 from tools.peers.padded import compute_token_losses
 
 

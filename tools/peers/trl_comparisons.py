@@ -28,12 +28,12 @@ from temper_trainer.algorithms.distillation_losses.top_k_losses import (
     TopKLoss,
     TopKReverseKl,
 )
+from temper_trainer.algorithms.objectives.preference_objective import PreferenceObjective
+from temper_trainer.algorithms.objectives.supervised_losses import SftObjective
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.algorithms.preference_losses.reference_free_losses import Orpo, SimPo
 from temper_trainer.algorithms.preference_losses.unpaired_losses import Kto
-from temper_trainer.algorithms.preference_objective import PreferenceObjective
 from temper_trainer.algorithms.sft_losses import Dft
-from temper_trainer.algorithms.supervised_losses import SftObjective
 from tools.peers.padded import build_batch, compute_loss, flatten
 from tools.peers.random_data import Data, Pair, Row
 

@@ -15,13 +15,16 @@ from temper_engine_api.reduction import count_denominators, reduce_loss, sum_per
 from temper_trainer.algorithms import advantage_statistics
 from temper_trainer.algorithms.estimators import group_estimators, token_estimators
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl, estimate_kl_loss
+from temper_trainer.algorithms.objectives.policy_objective import (
+    CORRECTION_WEIGHTS,
+    PolicyObjective,
+)
+from temper_trainer.algorithms.objectives.value_loss import ValueObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
-from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS, PolicyObjective
 from temper_trainer.algorithms.rollout_correction import (
     compute_mismatch_metrics,
     compute_rollout_correction,
 )
-from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.config.rollout_correction import (
     Mask,
     RejectionBounds,

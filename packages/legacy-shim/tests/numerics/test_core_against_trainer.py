@@ -38,9 +38,9 @@ from temper_trainer.algorithms.estimators.token_estimators import (
     compute_reinforce_plus_plus_advantages,
 )
 from temper_trainer.algorithms.kl import estimate_kl, estimate_kl_loss
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
+from temper_trainer.algorithms.objectives.value_loss import ValueObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
-from temper_trainer.algorithms.policy_objective import PolicyObjective
-from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.settings.variants import list_variants
 

@@ -9,9 +9,9 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_legacy_shim.workers.trainer_worker import DeprecatedTrainingWorker
 from temper_trainer.algorithms.kl import KlLossEstimator
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.divergence_losses import Dppo
-from temper_trainer.algorithms.policy_objective import PolicyObjective
 
 
 def worker() -> DeprecatedTrainingWorker:

@@ -9,7 +9,10 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError, ConfigError
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.objective_factory import build_policy_objective, needs_old_logprobs
+from temper_trainer.algorithms.objectives.objective_factory import (
+    build_policy_objective,
+    needs_old_logprobs,
+)
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.settings.ranges import PositiveFloat

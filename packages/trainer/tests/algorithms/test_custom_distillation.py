@@ -12,7 +12,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
 from temper_trainer.algorithms.distillation_losses.top_k_losses import TopKLoss
-from temper_trainer.algorithms.objective_factory import add_distillation_loss
+from temper_trainer.algorithms.objectives.objective_factory import add_distillation_loss
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.distillation import DistillationConfig
 from temper_trainer.config_loading import load

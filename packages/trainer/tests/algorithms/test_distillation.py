@@ -16,12 +16,12 @@ from temper_trainer.algorithms.distillation_losses.top_k_losses import (
     JensenShannon,
     TopKReverseKl,
 )
-from temper_trainer.algorithms.distillation_objective import (
+from temper_trainer.algorithms.objectives.distillation_objective import (
     DistillationObjective,
     compute_teacher_reward,
 )
-from temper_trainer.algorithms.objective_factory import CombinedObjective
-from temper_trainer.algorithms.policy_objective import PolicyObjective
+from temper_trainer.algorithms.objectives.objective_factory import CombinedObjective
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 
 LOG = math.log
 

@@ -11,8 +11,8 @@ from packages.trainer.tests.algorithms.surrogates_for_tests import (
     losses,
 )
 from temper_engine_api.errors import ConfigError
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.algorithms.policy_losses.divergence_losses import Dppo
-from temper_trainer.algorithms.policy_objective import PolicyObjective
 
 
 def dppo(**settings: object) -> PolicyObjective:

@@ -76,7 +76,7 @@ PROGRAM = """
 import torch
 from temper_engine_api.batch import from_sequences
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.objective_factory import build_policy_objective
+from temper_trainer.algorithms.objectives.objective_factory import build_policy_objective
 from temper_trainer.config_loading import load
 
 config = load([

@@ -7,7 +7,7 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.estimators.token_estimators import Gae
-from temper_trainer.algorithms.objective_factory import (
+from temper_trainer.algorithms.objectives.objective_factory import (
     aggregate_by_prompt,
     build_policy_objective,
     build_value_objective,

@@ -10,8 +10,8 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms
 from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
-from temper_trainer.algorithms.policy_objective import PolicyObjective
 
 
 def batch_of(**columns: list[float]) -> SequenceBatch:

@@ -11,12 +11,12 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, Objective
 from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.objectives.preference_objective import PreferenceObjective
+from temper_trainer.algorithms.objectives.supervised_losses import RewardModelObjective
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.algorithms.preference_losses.reference_free_losses import Orpo, SimPo
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo, Hinge, Ipo
 from temper_trainer.algorithms.preference_losses.unpaired_losses import Kto
-from temper_trainer.algorithms.preference_objective import PreferenceObjective
-from temper_trainer.algorithms.supervised_losses import RewardModelObjective
 from temper_trainer.types import KL_BASELINE, MARGIN
 
 LOGPROBS = torch.tensor([0.0, -1.0, -1.0, 0.0, -2.0])

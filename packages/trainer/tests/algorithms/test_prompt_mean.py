@@ -11,8 +11,8 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
-from temper_trainer.algorithms.prompt_mean import PROMPT_WEIGHTS, PromptMeanObjective
-from temper_trainer.algorithms.supervised_losses import SftObjective
+from temper_trainer.algorithms.objectives.prompt_mean import PROMPT_WEIGHTS, PromptMeanObjective
+from temper_trainer.algorithms.objectives.supervised_losses import SftObjective
 
 TOKEN_SUM = Aggregation(mode=AggregationMode.TOKEN_SUM)
 OBJECTIVE = PromptMeanObjective(objective=SftObjective(aggregation=TOKEN_SUM))

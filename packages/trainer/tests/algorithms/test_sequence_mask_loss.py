@@ -9,8 +9,8 @@ from packages.trainer.tests.algorithms.surrogates_for_tests import (
     losses,
 )
 from temper_engine_api.errors import ConfigError
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.algorithms.policy_losses.sequence_mask_loss import Opsm
-from temper_trainer.algorithms.policy_objective import PolicyObjective
 
 
 def opsm_batch(*advantages: float) -> tuple[dict[str, list[float]], ...]:

@@ -6,8 +6,8 @@ import torch
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.objectives.supervised_losses import SftObjective
 from temper_trainer.algorithms.sft_losses import Dft
-from temper_trainer.algorithms.supervised_losses import SftObjective
 from temper_trainer.batching.samples import demonstrations_to_samples
 from temper_trainer.types import Demonstration, Prompt
 

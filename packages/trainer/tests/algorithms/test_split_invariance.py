@@ -26,20 +26,23 @@ from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss, sum_per_sequence
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
 from temper_trainer.algorithms.distillation_losses.top_k_losses import ForwardKl
-from temper_trainer.algorithms.distillation_objective import DistillationObjective
 from temper_trainer.algorithms.kl import KlLossEstimator
-from temper_trainer.algorithms.objective_factory import CombinedObjective
+from temper_trainer.algorithms.objectives.distillation_objective import DistillationObjective
+from temper_trainer.algorithms.objectives.objective_factory import CombinedObjective
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
+from temper_trainer.algorithms.objectives.preference_objective import PreferenceObjective
+from temper_trainer.algorithms.objectives.prompt_mean import PromptMeanObjective
+from temper_trainer.algorithms.objectives.supervised_losses import (
+    RewardModelObjective,
+    SftObjective,
+)
+from temper_trainer.algorithms.objectives.value_loss import ValueObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Ppo, Sapo
 from temper_trainer.algorithms.policy_losses.covariance_losses import ClipCov, KlCov
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
-from temper_trainer.algorithms.policy_objective import PolicyObjective
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
-from temper_trainer.algorithms.preference_objective import PreferenceObjective
-from temper_trainer.algorithms.prompt_mean import PromptMeanObjective
 from temper_trainer.algorithms.sft_losses import SftLoss
-from temper_trainer.algorithms.supervised_losses import RewardModelObjective, SftObjective
-from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.settings.variants import list_variants
 
 TOKEN_LEVEL = (

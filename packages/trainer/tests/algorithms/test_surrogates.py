@@ -11,6 +11,7 @@ from packages.trainer.tests.algorithms.surrogates_for_tests import (
 )
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, AggregationMode
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Sapo
 from temper_trainer.algorithms.policy_losses.covariance_losses import (
     IS_SELECTED,
@@ -18,7 +19,6 @@ from temper_trainer.algorithms.policy_losses.covariance_losses import (
     KlCov,
     compute_covariances,
 )
-from temper_trainer.algorithms.policy_objective import PolicyObjective
 
 PER_SEQUENCE = Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN)
 

@@ -9,7 +9,10 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.metrics import merge_metrics
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
-from temper_trainer.algorithms.value_loss import ValueObjective, compute_explained_variance
+from temper_trainer.algorithms.objectives.value_loss import (
+    ValueObjective,
+    compute_explained_variance,
+)
 
 
 def batch_of(returns: list[float], values: list[float] | None = None) -> SequenceBatch:

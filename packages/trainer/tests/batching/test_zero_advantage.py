@@ -6,7 +6,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import reduce_loss
-from temper_trainer.algorithms.policy_objective import PolicyObjective
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.batching.step_plan import (
     RoleLayout,
     StepPlan,

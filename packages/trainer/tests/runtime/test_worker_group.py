@@ -16,7 +16,7 @@ from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
-from temper_trainer.algorithms.supervised_losses import SftObjective
+from temper_trainer.algorithms.objectives.supervised_losses import SftObjective
 from temper_trainer.runtime.worker_group import InlineWorkerGroup, TrainingWorker, WorkerGroup
 
 SIZES = {

@@ -34,9 +34,9 @@ from temper_legacy_shim.workers.engine.adopted_models import NEVER
 from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
+from temper_trainer.algorithms.objectives.value_loss import ValueObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
-from temper_trainer.algorithms.policy_objective import PolicyObjective
-from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.runtime.worker_group import TrainingWorker, UpdateResult
 
 logger = logging.getLogger(__name__)

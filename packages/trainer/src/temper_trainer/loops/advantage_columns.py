@@ -10,9 +10,9 @@ from temper_engine_api.metrics import Metric
 from temper_trainer.algorithms.adaptive_coefficients import KlController
 from temper_trainer.algorithms.advantage_statistics import discount_by_turn
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.distillation_objective import compute_teacher_reward
 from temper_trainer.algorithms.kl import compute_mean_sequence_kl, estimate_kl, get_value_estimator
-from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS
+from temper_trainer.algorithms.objectives.distillation_objective import compute_teacher_reward
+from temper_trainer.algorithms.objectives.policy_objective import CORRECTION_WEIGHTS
 from temper_trainer.algorithms.rollout_correction import (
     RATIO_SQUARE_MEAN,
     compute_effective_sample_fraction,

@@ -13,7 +13,7 @@ from temper_trainer.algorithms.adaptive_coefficients import (
     build_entropy_controller,
     build_kl_controller,
 )
-from temper_trainer.algorithms.objective_factory import (
+from temper_trainer.algorithms.objectives.objective_factory import (
     add_distillation_loss,
     aggregate_by_prompt,
     build_policy_objective,

@@ -19,9 +19,12 @@ from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.outputs import gather_outputs
 from temper_trainer.algorithms.adaptive_coefficients import EntropyController, KlController
-from temper_trainer.algorithms.objective_factory import needs_old_logprobs
+from temper_trainer.algorithms.objectives.objective_factory import needs_old_logprobs
+from temper_trainer.algorithms.objectives.value_loss import (
+    ValueObjective,
+    compute_explained_variance,
+)
 from temper_trainer.algorithms.resampling import resample_by_reward
-from temper_trainer.algorithms.value_loss import ValueObjective, compute_explained_variance
 from temper_trainer.batching.samples import to_samples
 from temper_trainer.batching.step_plan import (
     RoleLayout,

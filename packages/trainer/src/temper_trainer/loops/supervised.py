@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import Objective
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.algorithms.objective_factory import build_pair_objective
+from temper_trainer.algorithms.objectives.objective_factory import build_pair_objective
+from temper_trainer.algorithms.objectives.supervised_losses import SftObjective
 from temper_trainer.algorithms.preference_losses.preference_loss import ReferenceSource
-from temper_trainer.algorithms.supervised_losses import SftObjective
 from temper_trainer.batching.samples import (
     demonstrations_to_samples,
     labeled_to_samples,

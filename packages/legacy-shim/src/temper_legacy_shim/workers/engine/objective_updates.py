@@ -23,9 +23,9 @@ from temper_legacy_shim.workers.batches.rows import read_rows, temperature_of
 from temper_legacy_shim.workers.batches.settings import ActorSettings, CriticSettings
 from temper_legacy_shim.workers.batches.updates import append_metrics, scheduled
 from temper_legacy_shim.workers.engine.on_engine import OnEngine, gather_replicas
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
+from temper_trainer.algorithms.objectives.value_loss import ValueObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
-from temper_trainer.algorithms.policy_objective import PolicyObjective
-from temper_trainer.algorithms.value_loss import ValueObjective
 
 _MODES = {
     "token-mean": AggregationMode.TOKEN_MEAN,

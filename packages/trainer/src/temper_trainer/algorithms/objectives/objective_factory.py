@@ -18,14 +18,14 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
-from temper_trainer.algorithms.distillation_objective import DistillationObjective
 from temper_trainer.algorithms.estimators.token_estimators import Gae, Vapo
+from temper_trainer.algorithms.objectives.distillation_objective import DistillationObjective
+from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective, measure_entropy
+from temper_trainer.algorithms.objectives.preference_objective import PreferenceObjective
+from temper_trainer.algorithms.objectives.prompt_mean import PromptMeanObjective
+from temper_trainer.algorithms.objectives.supervised_losses import RewardModelObjective
+from temper_trainer.algorithms.objectives.value_loss import ValueObjective
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
-from temper_trainer.algorithms.policy_objective import PolicyObjective, measure_entropy
-from temper_trainer.algorithms.preference_objective import PreferenceObjective
-from temper_trainer.algorithms.prompt_mean import PromptMeanObjective
-from temper_trainer.algorithms.supervised_losses import RewardModelObjective
-from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.config.distillation import DistillationConfig
 from temper_trainer.config.trainer_config import TrainerConfig

@@ -20,7 +20,7 @@ from temper_trainer.algorithms.distillation_losses.distillation_loss import Dist
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import (
     ReverseKl,
 )
-from temper_trainer.algorithms.policy_objective import CORRECTION_WEIGHTS
+from temper_trainer.algorithms.objectives.policy_objective import CORRECTION_WEIGHTS
 
 
 @register_objective("distillation")

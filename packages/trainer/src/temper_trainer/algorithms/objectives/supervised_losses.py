@@ -19,11 +19,11 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
+from temper_trainer.algorithms.objectives.preference_objective import make_group_mean
 from temper_trainer.algorithms.preference_losses.preference_loss import (
     compute_pair_difference,
     sum_over_pair,
 )
-from temper_trainer.algorithms.preference_objective import make_group_mean
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
 from temper_trainer.types import IS_CHOSEN, LOSS_WEIGHTS, MARGIN
 
