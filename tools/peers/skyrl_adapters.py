@@ -11,10 +11,12 @@ from torch import Tensor
 from temper_engine_api.objective import Aggregation, AggregationMode, LossTerms
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.reduction import reduce_loss as reduce_our_loss
-from temper_trainer.algorithms import advantage_statistics
 from temper_trainer.algorithms.adaptive_coefficients import KlController
-from temper_trainer.algorithms.estimators import token_estimators
-from temper_trainer.algorithms.estimators.pass_rate_estimators import compute_maxrl_advantages
+from temper_trainer.algorithms.advantages import advantage_statistics
+from temper_trainer.algorithms.advantages.estimators import token_estimators
+from temper_trainer.algorithms.advantages.estimators.pass_rate_estimators import (
+    compute_maxrl_advantages,
+)
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl
 from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.algorithms.objectives.prompt_mean import PROMPT_WEIGHTS, PromptMeanObjective

@@ -12,8 +12,8 @@ from torch import Tensor
 from temper_engine_api.batch import Denominators, SequenceBatch
 from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, LossTerms
 from temper_engine_api.reduction import count_denominators, reduce_loss, sum_per_sequence
-from temper_trainer.algorithms import advantage_statistics
-from temper_trainer.algorithms.estimators import group_estimators, token_estimators
+from temper_trainer.algorithms.advantages import advantage_statistics
+from temper_trainer.algorithms.advantages.estimators import group_estimators, token_estimators
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl, estimate_kl_loss
 from temper_trainer.algorithms.objectives.policy_objective import (
     CORRECTION_WEIGHTS,

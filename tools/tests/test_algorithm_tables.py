@@ -9,8 +9,8 @@ import pytest
 
 # Imports every module that registers an algorithm.
 import temper_trainer.config.trainer_config  # noqa: F401
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.algorithms.sft_losses import SftLoss

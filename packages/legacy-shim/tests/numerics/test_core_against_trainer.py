@@ -30,13 +30,13 @@ from temper_engine_api.objective import (
 )
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.adaptive_coefficients import KlController
-from temper_trainer.algorithms.advantage_statistics import whiten
-from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
-from temper_trainer.algorithms.estimators.token_estimators import (
+from temper_trainer.algorithms.advantages.advantage_statistics import whiten
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.advantages.estimators.token_estimators import (
     compute_gae,
     compute_reinforce_plus_plus_advantages,
 )
+from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
 from temper_trainer.algorithms.kl import estimate_kl, estimate_kl_loss
 from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.algorithms.objectives.value_loss import ValueObjective

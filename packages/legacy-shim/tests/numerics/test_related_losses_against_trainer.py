@@ -21,12 +21,18 @@ from test_core_against_trainer import CORE, MODES, case_of, column, grid, old, s
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
-from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.estimators.group_estimators import Gdpo, Gpg, Grpo, Opo, ReMax
-from temper_trainer.algorithms.estimators.optimal_token_baseline import (
+from temper_trainer.algorithms.advantages.estimators.group_estimators import (
+    Gdpo,
+    Gpg,
+    Grpo,
+    Opo,
+    ReMax,
+)
+from temper_trainer.algorithms.advantages.estimators.optimal_token_baseline import (
     compute_optimal_token_baseline_advantages,
 )
-from temper_trainer.algorithms.estimators.pass_rate_estimators import GrpoPassk
+from temper_trainer.algorithms.advantages.estimators.pass_rate_estimators import GrpoPassk
+from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
 from temper_trainer.algorithms.objectives.policy_objective import (
     CORRECTION_WEIGHTS,
     PolicyObjective,

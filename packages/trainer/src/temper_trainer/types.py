@@ -315,8 +315,8 @@ class Advantages:
 
         >>> import torch
         >>> from temper_engine_api.batch import from_sequences
-        >>> from temper_trainer.algorithms.advantages import estimate_advantages
-        >>> from temper_trainer.algorithms.estimators.group_estimators import DrGrpo
+        >>> from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
+        >>> from temper_trainer.algorithms.advantages.estimators.group_estimators import DrGrpo
         >>> from temper_trainer.config.algorithm import AlgorithmConfig
         >>> samples = from_sequences(
         ...     [torch.tensor([5, 6]), torch.tensor([5, 7])],

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
-from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
-from temper_trainer.algorithms.estimators.group_estimators import DrGrpo, Grpo, Rloo
-from temper_trainer.algorithms.estimators.token_estimators import Gae
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.advantages.estimators.group_estimators import DrGrpo, Grpo, Rloo
+from temper_trainer.algorithms.advantages.estimators.token_estimators import Gae
+from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.settings.variants import list_variants
 from temper_trainer.types import Advantages

@@ -5,9 +5,8 @@ import torch
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import BatchError
-from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
-from temper_trainer.algorithms.estimators.group_estimators import (
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.advantages.estimators.group_estimators import (
     Gdpo,
     ReMax,
     compute_gdpo_advantages,
@@ -15,6 +14,7 @@ from temper_trainer.algorithms.estimators.group_estimators import (
     compute_opo_advantages,
     compute_remax_advantages,
 )
+from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.settings.variants import list_variants
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError, ConfigError
-from temper_trainer.algorithms.advantages import estimate_advantages
+from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
 from temper_trainer.algorithms.objectives.objective_factory import (
     build_policy_objective,
     needs_old_logprobs,

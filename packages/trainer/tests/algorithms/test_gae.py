@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_trainer.algorithms.advantage_statistics import (
+from temper_trainer.algorithms.advantages.advantage_statistics import (
     assign_to_last_token,
     compute_discounted_sums,
 )
-from temper_trainer.algorithms.estimators.token_estimators import (
+from temper_trainer.algorithms.advantages.estimators.token_estimators import (
     compute_gae,
     compute_length_adaptive_lambdas,
 )

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.algorithms.advantage_statistics import compute_group_statistics
-from temper_trainer.algorithms.estimators.group_estimators import compute_grpo_advantages
+from temper_trainer.algorithms.advantages.advantage_statistics import compute_group_statistics
+from temper_trainer.algorithms.advantages.estimators.group_estimators import compute_grpo_advantages
 
 REWARDED_GROUPS = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0])), min_size=1, max_size=12

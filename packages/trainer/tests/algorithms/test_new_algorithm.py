@@ -28,8 +28,8 @@ class SoftClip(PolicyLoss):
     def surrogate(self, log_ratio, *, logprobs, advantages, batch):
         return -advantages * self.width * torch.tanh((log_ratio.exp() - 1.0) / self.width)
 ''',
-    "estimators/best_of_group.py": '''
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
+    "advantages/estimators/best_of_group.py": '''
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
 from temper_trainer.settings.variants import variant
 
 
@@ -75,7 +75,7 @@ class Linear(PairLoss):
 PROGRAM = """
 import torch
 from temper_engine_api.batch import from_sequences
-from temper_trainer.algorithms.advantages import estimate_advantages
+from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
 from temper_trainer.algorithms.objectives.objective_factory import build_policy_objective
 from temper_trainer.config_loading import load
 

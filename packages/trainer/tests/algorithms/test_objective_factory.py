@@ -6,7 +6,7 @@ import torch
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
-from temper_trainer.algorithms.estimators.token_estimators import Gae
+from temper_trainer.algorithms.advantages.estimators.token_estimators import Gae
 from temper_trainer.algorithms.objectives.objective_factory import (
     aggregate_by_prompt,
     build_policy_objective,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_trainer.algorithms.estimators.optimal_token_baseline import (
+from temper_trainer.algorithms.advantages.estimators.optimal_token_baseline import (
     compute_optimal_token_baseline_advantages,
     estimate_token_energies,
 )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.algorithms.estimators.pass_rate_estimators import (
+from temper_trainer.algorithms.advantages.estimators.pass_rate_estimators import (
     compute_maxrl_advantages,
     compute_passk_advantages,
 )

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_trainer.algorithms.advantage_statistics import assign_to_last_token
-from temper_trainer.algorithms.estimators.group_estimators import (
+from temper_trainer.algorithms.advantages.advantage_statistics import assign_to_last_token
+from temper_trainer.algorithms.advantages.estimators.group_estimators import (
     compute_reinforce_plus_plus_baseline_advantages,
 )
-from temper_trainer.algorithms.estimators.token_estimators import (
+from temper_trainer.algorithms.advantages.estimators.token_estimators import (
     compute_reinforce_plus_plus_advantages,
 )
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.algorithms.estimators.group_estimators import compute_rloo_advantages
+from temper_trainer.algorithms.advantages.estimators.group_estimators import compute_rloo_advantages
 
 
 def test_baseline_is_the_mean_of_the_other_completions() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_trainer.algorithms.estimators.group_estimators import compute_grpo_advantages
-from temper_trainer.algorithms.estimators.token_estimators import compute_gae
-from temper_trainer.algorithms.estimators.turn_estimators import (
+from temper_trainer.algorithms.advantages.estimators.group_estimators import compute_grpo_advantages
+from temper_trainer.algorithms.advantages.estimators.token_estimators import compute_gae
+from temper_trainer.algorithms.advantages.estimators.turn_estimators import (
     compute_turn_advantages,
     compute_turn_rewards,
 )

@@ -4,12 +4,18 @@ import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
-from temper_trainer.algorithms.estimators.optimal_token_baseline import OptimalTokenBaseline
-from temper_trainer.algorithms.estimators.pass_rate_estimators import GrpoPassk, MaxRl
-from temper_trainer.algorithms.estimators.token_estimators import Gae, ReinforcePlusPlus, Vapo
-from temper_trainer.algorithms.estimators.turn_estimators import TurnGrpo
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.advantages.estimators.optimal_token_baseline import (
+    OptimalTokenBaseline,
+)
+from temper_trainer.algorithms.advantages.estimators.pass_rate_estimators import GrpoPassk, MaxRl
+from temper_trainer.algorithms.advantages.estimators.token_estimators import (
+    Gae,
+    ReinforcePlusPlus,
+    Vapo,
+)
+from temper_trainer.algorithms.advantages.estimators.turn_estimators import TurnGrpo
+from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
 from temper_trainer.config.algorithm import AlgorithmConfig
 
 MASK = torch.tensor([False, True, True, False, True])

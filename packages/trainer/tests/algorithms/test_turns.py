@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from temper_trainer.algorithms.advantage_statistics import discount_by_turn
+from temper_trainer.algorithms.advantages.advantage_statistics import discount_by_turn
 
 TURNS_AFTER = torch.tensor([2.0, 2.0, 1.0, 0.0])
 ADVANTAGES = torch.tensor([4.0, 0.0, -2.0, 3.0])

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
-from temper_trainer.algorithms.estimators.group_estimators import Grpo, ReMax
-from temper_trainer.algorithms.estimators.token_estimators import Gae, ReinforcePlusPlus
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.advantages.estimators.group_estimators import Grpo, ReMax
+from temper_trainer.algorithms.advantages.estimators.token_estimators import Gae, ReinforcePlusPlus
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig, KlControllerConfig
 from temper_trainer.settings.variants import list_variants

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
-from temper_trainer.algorithms.estimators.group_estimators import Grpo
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
+from temper_trainer.algorithms.advantages.estimators.group_estimators import Grpo
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.config.rollout_correction import RolloutCorrection

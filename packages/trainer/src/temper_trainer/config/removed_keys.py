@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from temper_engine_api.errors import format_install
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKlReward
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.config.rollout_correction import RolloutCorrection, RolloutRatio

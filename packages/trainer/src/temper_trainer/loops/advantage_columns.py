@@ -8,8 +8,8 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric
 from temper_trainer.algorithms.adaptive_coefficients import KlController
-from temper_trainer.algorithms.advantage_statistics import discount_by_turn
-from temper_trainer.algorithms.advantages import estimate_advantages
+from temper_trainer.algorithms.advantages.advantage_statistics import discount_by_turn
+from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
 from temper_trainer.algorithms.kl import compute_mean_sequence_kl, estimate_kl, get_value_estimator
 from temper_trainer.algorithms.objectives.distillation_objective import compute_teacher_reward
 from temper_trainer.algorithms.objectives.policy_objective import CORRECTION_WEIGHTS

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from temper_engine_api.errors import BatchError, ConfigError
-from temper_trainer.algorithms.advantage_statistics import compute_group_statistics
+from temper_trainer.algorithms.advantages.advantage_statistics import compute_group_statistics
 from temper_trainer.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from temper_trainer.config.reward import ShapingConfig
 from temper_trainer.config.rollout import SamplingConfig

@@ -18,7 +18,7 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
-from temper_trainer.algorithms.estimators.token_estimators import Gae, Vapo
+from temper_trainer.algorithms.advantages.estimators.token_estimators import Gae, Vapo
 from temper_trainer.algorithms.objectives.distillation_objective import DistillationObjective
 from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective, measure_entropy
 from temper_trainer.algorithms.objectives.preference_objective import PreferenceObjective

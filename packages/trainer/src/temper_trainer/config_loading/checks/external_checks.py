@@ -311,7 +311,7 @@ def _check_custom_environment(config: EnvironmentConfig) -> None:
 def _check_custom_algorithm(config: AlgorithmConfig) -> None:
     if isinstance(config.advantage, Custom):
         # Imported here because it imports torch, which no other check needs.
-        from temper_trainer.algorithms.custom_algorithms import load_advantage_function
+        from temper_trainer.algorithms.advantages.custom_estimators import load_advantage_function
 
         load_advantage_function(config.advantage)
     if isinstance(config.policy_loss, Custom):

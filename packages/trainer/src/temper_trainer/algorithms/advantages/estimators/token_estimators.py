@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from temper_trainer.algorithms.advantage_statistics import (
+from temper_trainer.algorithms.advantages.advantage_statistics import (
     compute_discounted_sums,
     gather_next_trained,
     whiten,
 )
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator, StepRewards
-from temper_trainer.algorithms.estimators.turn_estimators import select_token_rewards
+from temper_trainer.algorithms.advantages.estimators.estimator import (
+    AdvantageEstimator,
+    StepRewards,
+)
+from temper_trainer.algorithms.advantages.estimators.turn_estimators import select_token_rewards
 from temper_trainer.settings.lazy_torch import sum_per_sequence, torch
 from temper_trainer.settings.ranges import PositiveFloat, UnitFloat
 from temper_trainer.settings.variants import variant

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from temper_trainer.algorithms.advantage_statistics import STD_EPSILON, compute_group_statistics
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator, StepRewards
+from temper_trainer.algorithms.advantages.advantage_statistics import (
+    STD_EPSILON,
+    compute_group_statistics,
+)
+from temper_trainer.algorithms.advantages.estimators.estimator import (
+    AdvantageEstimator,
+    StepRewards,
+)
 from temper_trainer.settings.lazy_torch import torch
 from temper_trainer.settings.variants import variant
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError
 from temper_engine_api.reduction import sum_per_sequence
-from temper_trainer.algorithms.advantage_statistics import (
+from temper_trainer.algorithms.advantages.advantage_statistics import (
     assign_to_last_token,
     compute_group_statistics,
     whiten,
 )
-from temper_trainer.algorithms.custom_algorithms import compute_custom_advantages
-from temper_trainer.algorithms.estimators.estimator import StepRewards
+from temper_trainer.algorithms.advantages.custom_estimators import compute_custom_advantages
+from temper_trainer.algorithms.advantages.estimators.estimator import StepRewards
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.settings.variants import Custom
 from temper_trainer.types import Advantages

@@ -25,7 +25,7 @@ class StepRewards:
 
         >>> import torch
         >>> from temper_engine_api.batch import from_sequences
-        >>> from temper_trainer.algorithms.estimators.group_estimators import DrGrpo
+        >>> from temper_trainer.algorithms.advantages.estimators.group_estimators import DrGrpo
         >>> step = StepRewards(
         ...     samples=from_sequences(
         ...         [torch.tensor([5, 6]), torch.tensor([5, 7])],

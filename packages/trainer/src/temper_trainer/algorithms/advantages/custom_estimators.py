@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from temper_engine_api.errors import BatchError, ConfigError
-from temper_trainer.algorithms.estimators.estimator import StepRewards
+from temper_trainer.algorithms.advantages.estimators.estimator import StepRewards
 from temper_trainer.settings.import_path import import_object
 from temper_trainer.settings.variants import Custom
 

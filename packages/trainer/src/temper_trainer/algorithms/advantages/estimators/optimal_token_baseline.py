@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from temper_trainer.algorithms.advantage_statistics import compute_discounted_sums
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator, StepRewards
+from temper_trainer.algorithms.advantages.advantage_statistics import compute_discounted_sums
+from temper_trainer.algorithms.advantages.estimators.estimator import (
+    AdvantageEstimator,
+    StepRewards,
+)
 from temper_trainer.settings.lazy_torch import sum_per_sequence, torch
 from temper_trainer.settings.variants import variant
 

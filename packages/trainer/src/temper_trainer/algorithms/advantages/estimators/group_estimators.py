@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from temper_trainer.algorithms.advantage_statistics import (
+from temper_trainer.algorithms.advantages.advantage_statistics import (
     STD_EPSILON,
     compute_group_statistics,
     whiten,
 )
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator, StepRewards
+from temper_trainer.algorithms.advantages.estimators.estimator import (
+    AdvantageEstimator,
+    StepRewards,
+)
 from temper_trainer.settings.lazy_torch import sum_per_sequence, torch
 from temper_trainer.settings.variants import variant
 

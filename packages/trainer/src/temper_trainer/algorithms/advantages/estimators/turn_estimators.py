@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from temper_trainer.algorithms.advantage_statistics import (
+from temper_trainer.algorithms.advantages.advantage_statistics import (
     STD_EPSILON,
     assign_to_last_token,
     compute_group_statistics,
 )
-from temper_trainer.algorithms.estimators.estimator import AdvantageEstimator, StepRewards
+from temper_trainer.algorithms.advantages.estimators.estimator import (
+    AdvantageEstimator,
+    StepRewards,
+)
 from temper_trainer.settings.lazy_torch import sum_per_sequence, torch
 from temper_trainer.settings.ranges import UnitFloat
 from temper_trainer.settings.variants import variant
