@@ -84,7 +84,7 @@ def test_wrong_configuration_leaves_no_traceback(tmp_path: Path) -> None:
     code, out, err = run("task=dop", cwd=tmp_path)
     assert (code, out) == (2, "")
     assert err.startswith("configuration error:\n")
-    assert "task is 'dop', but must be: rl | sft | distill |" in err
+    assert "task is 'dop', but must be rl, sft, distill," in err
     assert "Traceback" not in err
 
 

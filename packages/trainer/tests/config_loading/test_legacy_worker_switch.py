@@ -31,7 +31,7 @@ def test_booleans_are_accepted_as_enable_and_disable(caplog: pytest.LogCaptureFi
     assert normalize_worker_switch(True) == "enable"
     assert normalize_worker_switch("auto") == "auto"
     with pytest.raises(
-        ConfigError, match=r"use_legacy_worker_impl is 1, but must be: auto \| enable \| disable"
+        ConfigError, match=r"use_legacy_worker_impl is 1, but must be auto, enable or disable"
     ):
         load([*RL, "use_legacy_worker_impl=1"])
 

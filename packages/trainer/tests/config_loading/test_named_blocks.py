@@ -45,6 +45,6 @@ def test_wrong_value_in_a_named_block_is_reported_with_its_full_key() -> None:
         "math": {"engine": {"model": {"path": "teacher"}}, "num_replicas": "two"}
     }
     with pytest.raises(
-        ConfigError, match=r"^teachers\.math\.num_replicas is 'two', but must be: whole number"
+        ConfigError, match=r"^teachers\.math\.num_replicas is 'two', but must be a whole number"
     ):
         structure({**GIVEN, "teachers": teachers}, TrainerConfig, engine_class=FSDPConfig)  # type: ignore[dict-item]

@@ -1,10 +1,15 @@
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import pytest
 
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.schema import collect_defaults, collect_keys, flatten, to_plain
-from temper_trainer.config_loading.structuring import describe_type
+from temper_trainer.config_loading.structuring import describe_expected, describe_type
+from temper_trainer.settings.ranges import FiniteFloat, NonNegativeFloat, PositiveInt, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,3 +61,23 @@ def test_types_are_described_in_plain_words() -> None:
     assert describe_type(float | None) == "number | null"
     assert describe_type(tuple[str, ...]) == "list of text"
     assert describe_type(str | tuple[str, ...]) == "text | list of text"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "phrase"),
+    [
+        (bool, "true or false"),
+        (bool | int, "true, false or a whole number"),
+        (FiniteFloat, "a number"),
+        (NonNegativeFloat, "a number of at least 0"),
+        (PositiveInt | None, "a whole number of at least 1, or null"),
+        (Annotated[float, Range(above=0, below=1)], "a number above 0 and below 1"),
+        (Annotated[int, Range(at_least=1048576)], "a whole number of at least 1048576"),
+        (Literal["low", "high"] | None, "low, high or null"),
+        (tuple[Literal["low", "high"], ...] | None, "a list of values, each low or high, or null"),
+        (tuple[float, float], "a list of 2 values, each a number"),
+        (Mapping[str, float], "a mapping from names to values"),
+    ],
+)
+def test_expected_values_end_a_sentence(annotation: object, phrase: str) -> None:
+    assert describe_expected(annotation) == phrase

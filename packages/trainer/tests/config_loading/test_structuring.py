@@ -9,57 +9,67 @@ from .conftest import RL
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("run.seed=1.5", "run.seed is 1.5, but must be: whole number, at least 0."),
-        ("run.seed=1.0", "run.seed is 1.0, but must be: whole number, at least 0."),
-        ("run.seed=true", "run.seed is true, but must be: whole number, at least 0."),
-        ("run.seed='1'", "run.seed is '1', but must be: whole number, at least 0."),
-        ("run.seed=null", "run.seed is null, but must be: whole number, at least 0."),
-        ("run.save_model='true'", "run.save_model is 'true', but must be: true or false."),
-        ("run.save_model=1", "run.save_model is 1, but must be: true or false."),
-        ("run.dir=3", "run.dir is 3, but must be: text."),
-        ("reward.timeout_s=ten", "reward.timeout_s is 'ten', but must be: number, above 0."),
-        ("reward.timeout_s=true", "reward.timeout_s is true, but must be: number, above 0."),
+        ("run.seed=1.5", "run.seed is 1.5, but must be a whole number of at least 0."),
+        ("run.seed=1.0", "run.seed is 1.0, but must be a whole number of at least 0."),
+        ("run.seed=true", "run.seed is true, but must be a whole number of at least 0."),
+        ("run.seed='1'", "run.seed is '1', but must be a whole number of at least 0."),
+        ("run.seed=null", "run.seed is null, but must be a whole number of at least 0."),
+        ("run.save_model='true'", "run.save_model is 'true', but must be true or false."),
+        ("run.save_model=1", "run.save_model is 1, but must be true or false."),
+        ("run.dir=3", "run.dir is 3, but must be text."),
+        ("reward.timeout_s=ten", "reward.timeout_s is 'ten', but must be a number above 0."),
+        ("reward.timeout_s=true", "reward.timeout_s is true, but must be a number above 0."),
         (
             "run.trackers=jsonl",
             (
-                "run.trackers is 'jsonl', but must be: list of jsonl | tensorboard | wandb | "
-                "mlflow | trackio. A list is written [jsonl]."
+                "run.trackers is 'jsonl', but must be a list of values, each jsonl, tensorboard, "
+                "wandb, mlflow or trackio. A list is written [jsonl]."
             ),
         ),
         (
             "run.trackers=[csv]",
             (
-                "run.trackers is ['csv'], but must be: list of jsonl | tensorboard | wandb | "
-                "mlflow | trackio."
+                "run.trackers is ['csv'], but must be a list of values, each jsonl, tensorboard, "
+                "wandb, mlflow or trackio."
             ),
         ),
         (
             "task=dop",
-            "task is 'dop', but must be: rl | sft | distill | dpo | rm | eval | generate.",
+            "task is 'dop', but must be rl, sft, distill, dpo, rm, eval or generate.",
         ),
         (
             "actor.engine.optimizer.betas=[0.9]",
-            "actor.engine.optimizer.betas is [0.9], but must be: list of 2: number.",
+            "actor.engine.optimizer.betas is [0.9], but must be a list of 2 values, each a number.",
+        ),
+        (
+            "run.eval_answer_pattern=3",
+            "run.eval_answer_pattern is 3, but must be text, or null.",
         ),
         ("actor=5", "actor is 5, but must be a block of keys."),
         (
             "run.num_threads=few",
-            "run.num_threads is 'few', but must be: whole number, at least 1 | null.",
+            "run.num_threads is 'few', but must be a whole number of at least 1, or null.",
         ),
         (
             "reward.arguments.x=[1]",
             (
-                "reward.arguments.x is [1], but must be: text | whole number | number | true or "
-                "false | null."
+                "reward.arguments.x is [1], but must be text, a whole number, a number, true, "
+                "false or null."
             ),
         ),
-        ("reward.components.length=ten", "reward.components.length is 'ten', but must be: number."),
-        ("reward.components=1", "reward.components is 1, but must be: mapping."),
+        (
+            "reward.components.length=ten",
+            "reward.components.length is 'ten', but must be a number.",
+        ),
+        (
+            "reward.components=1",
+            "reward.components is 1, but must be a mapping from names to values.",
+        ),
         (
             "teachers.math.engine.model.architecture.sizes={a: 1}",
             (
-                "teachers.math.engine.model.architecture.sizes is {'a': 1}, but must be: text | "
-                "whole number | number | true or false | null."
+                "teachers.math.engine.model.architecture.sizes is {'a': 1}, but must be text, "
+                "a whole number, a number, true, false or null."
             ),
         ),
     ],
@@ -121,9 +131,9 @@ def test_every_bad_value_of_a_mapping_has_its_line() -> None:
     with pytest.raises(ConfigError) as caught:
         load([*RL, "reward.components={a: 1.0, b: two, c: null}", "run.seed=x"])
     assert set(str(caught.value).splitlines()) == {
-        "reward.components.b is 'two', but must be: number.",
-        "reward.components.c is null, but must be: number.",
-        "run.seed is 'x', but must be: whole number, at least 0.",
+        "reward.components.b is 'two', but must be a number.",
+        "reward.components.c is null, but must be a number.",
+        "run.seed is 'x', but must be a whole number of at least 0.",
     }
 
 

@@ -43,7 +43,7 @@ def structure(values: Mapping[str, Plain], cls: type[T], *, engine_class: type[E
 
 
 def describe_type(annotation: object) -> str:
-    """Return a type in a user's words: ``number``, ``auto | cpu | cuda``, ``list of text``."""
+    """Return a type in a table's notation: ``number``, ``auto | cpu | cuda``, ``list of text``."""
     words = {
         bool: "true or false",
         int: "whole number",
@@ -70,6 +70,42 @@ def describe_type(annotation: object) -> str:
             else f"list of {len(arguments)}: {inner}"
         )
     return "mapping" if get_origin(annotation) in (dict, Mapping) else "block"
+
+
+def describe_expected(annotation: object) -> str:
+    """Return a type as the end of a sentence: ``a whole number of at least 1, or null``."""
+    options = _list_options(annotation)
+    if len(options) == 1:
+        return options[0]
+    # The comma keeps the last option apart from an "or" within the option before it.
+    comma = "," if any(" or " in option or " and " in option for option in options) else ""
+    if len(options) == 2 and options[1] == "null":
+        comma = ","
+    return f"{', '.join(options[:-1])}{comma} or {options[-1]}"
+
+
+def _list_options(annotation: object) -> list[str]:
+    """Return the alternatives of a type: its words, or a phrase for each kind of value."""
+    words = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    if annotation is bool:
+        return ["true", "false"]
+    if annotation in words:
+        return [words[annotation]]
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        [option] = _list_options(arguments[0])
+        bounds = find_range(annotation)
+        if bounds is None or bounds == Range():
+            return [option]
+        return [f"{option} {'of ' if str(bounds).startswith('at') else ''}{bounds}"]
+    if get_origin(annotation) is Literal:
+        return [str(argument) for argument in arguments]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [option for argument in arguments for option in _list_options(argument)]
+    if get_origin(annotation) is tuple:
+        count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
+        return [f"a list of {count}values, each {describe_expected(arguments[0])}"]
+    return ["a mapping from names to values"]
 
 
 # cattrs compiles a function for each dataclass, which takes a fifth of the time of a load.
@@ -204,7 +240,7 @@ def _structure_value(value: object, annotation: object) -> object:
         hint = ""
         if isinstance(value, str) and describe_type(annotation).startswith(("list", "text | list")):
             hint = f" A list is written [{value}]."
-        raise ConfigError(f"is {_show(value)}, but must be: {describe_type(annotation)}.{hint}")
+        raise ConfigError(f"is {_show(value)}, but must be {describe_expected(annotation)}.{hint}")
     bounds = find_range(annotation)
     if bounds is not None and isinstance(read, (int, float)) and read not in bounds:
         raise ConfigError(f"is {read}, but must be {bounds}.")

@@ -44,7 +44,7 @@ class Range:
             "at most": self.at_most,
             "below": self.below,
         }
-        words = (f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        words = (f"{word} {bound:.12g}" for word, bound in bounds.items() if bound is not None)
         return " and ".join(words) or "a finite number"
 
 
