@@ -247,14 +247,14 @@ def test_launch_in_a_written_text_next_to_another_one_is_a_question() -> None:
     "command",
     ["python3 -m $MODULE", "python3 $(cat program.txt)", "torchrun --nproc_per_node=8 -m $MODULE"],
 )
-def test_unknown_program_with_one_setting_of_verl_is_asked_about(command: str) -> None:
+def test_unknown_program_with_one_setting_of_verl_is_a_question(command: str) -> None:
     migration = migrate_script(f"MODULE=$(cat m.txt)\n{command} data.train_batch_size=64\n")
     assert migration.launches == ()
     assert migration.outcome is Outcome.PERSON
     assert "data.train_batch_size" in " ".join(migration.unfollowed)
 
 
-def test_arguments_that_xargs_adds_are_asked_about() -> None:
+def test_arguments_that_xargs_adds_are_a_question() -> None:
     text = "cat settings.txt | xargs python3 -m verl.trainer.main_ppo algorithm.gamma=1.0\n"
     migration = migrate_script(text)
     assert entries(migration) == ["verl.trainer.main_ppo"]

@@ -173,9 +173,9 @@ def _foreign_reason(old: OldFile) -> str:
     if num_known and num_known >= num_keys / 2:
         return ""
     names = ", ".join(list(old.values)[:4])
-    found = f"has {num_keys} keys, and only {num_known}" if num_known else "has no key"
+    counts = f"has {num_keys} keys, and only {num_known}" if num_known else "has no key"
     return (
-        f"{found} of any verl release ({names}): give the configuration that the old run was "
+        f"{counts} of any verl release ({names}): give the configuration that the old run was "
         "started with."
     )
 
