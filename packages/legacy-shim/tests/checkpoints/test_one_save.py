@@ -366,3 +366,14 @@ def test_config_of_other_heads_is_refused_next_to_a_genuine_transformer_config(
         match=r"transformer_config.json has num_attention_heads = 4, but .*config.json.* = 8",
     ):
         _read(role)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_another_number_of_ranks_in_fsdp_config_is_refused(
+    target: str, copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    role = copied("v0.7.1_fsdp2-actor-untied_ws2")
+    (role / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 4}))
+    with pytest.raises(DamagedFileError, match="says 4 ranks, but the files are of 2"):
+        _convert(role, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

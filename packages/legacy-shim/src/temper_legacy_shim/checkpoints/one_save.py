@@ -12,7 +12,7 @@ from pathlib import Path
 
 from temper_legacy_shim.checkpoints.files.archive import Archive
 from temper_legacy_shim.checkpoints.fsdp.rank_files import RankCounts, read_counts
-from temper_legacy_shim.checkpoints.layouts import Role
+from temper_legacy_shim.checkpoints.layouts import Role, read_object
 from temper_legacy_shim.errors import DamagedFileError
 
 _COMPARED_SETTINGS = ("lr", "initial_lr", "weight_decay")
@@ -30,6 +30,7 @@ def check_one_save(role: Role) -> tuple[str, ...]:
         DamagedFileError: two files differ; the message shows both and the values.
         UnsafeFileError: an optimizer file asks for a name that no checkpoint needs.
     """
+    _check_num_ranks(role)
     for kind in ("model", "extra_state"):
         files = role.fsdp_files.get(kind, {})
         _check_same(
@@ -54,6 +55,19 @@ def check_one_save(role: Role) -> tuple[str, ...]:
             )
     _check_counts(role.fsdp_files.get("optim", {}), counts)
     return tuple(notes)
+
+
+def _check_num_ranks(role: Role) -> None:
+    """Compare the number of ranks in fsdp_config.json with that in the names of the files."""
+    path = role.path / "fsdp_config.json"
+    if not path.is_file():  # releases before 0.4.1 wrote none
+        return
+    stated = read_object(path).get("world_size")
+    num_ranks = len(role.fsdp_files.get("model", {}))
+    if num_ranks and isinstance(stated, int) and stated != num_ranks:
+        raise DamagedFileError(
+            f"{path} says {stated} ranks, but the files are of {num_ranks}: {_REMEDY}."
+        )
 
 
 def _check_counts(files: Mapping[int, Path], counts: Mapping[int, RankCounts]) -> None:
