@@ -3,7 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from temper_legacy_shim.configs import Cluster, Outcome, translate
+
+from .conftest import rules_found, translated
 
 GRPO = [
     "algorithm.adv_estimator=grpo",
@@ -93,3 +97,17 @@ def test_a_release_that_lacked_the_program_is_left_for_the_nearest_that_had_it()
         version="v0.9.0",
     )
     assert translation.source.version == "v0.7.0"
+
+
+@pytest.mark.parametrize("switch", ["--multirun", "-m", "hydra.mode=MULTIRUN"])
+def test_sweep_is_a_question_and_not_called_refused(switch: str) -> None:
+    result = translated("v0.7.0", switch, "actor_rollout_ref.actor.optim.lr=1e-6,2e-6")
+    (found,) = [item for item in result.findings if item.rule == "multirun"]
+    assert found.level == "person"
+    assert "actor_rollout_ref.actor.optim.lr" in found.message
+    assert "refused" not in rules_found(result, "refused")
+
+
+def test_sweep_without_several_values_is_one_run() -> None:
+    result = translated("v0.7.0", "--multirun")
+    assert not [item for item in result.findings if item.rule == "multirun"]

@@ -8,6 +8,7 @@ import importlib
 import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,21 @@ def test_scopes_of_classes_comprehensions_and_globals_are_those_of_python() -> N
         "_ in PackedBatch.items]\n"
     )
     assert _change(text) == expected
+
+
+@pytest.mark.nightly
+def test_a_long_file_takes_less_than_a_fifth_of_a_second() -> None:
+    line = "    out = [each.batch['x'].sum(-1) for each in data if each is not None]\n"
+    body = "def f{0}(self, data):\n" + line + "    return DataProto(out, {0})\n\n"
+    functions = "".join(body.format(number) for number in range(500))
+    content = f"from verl import DataProto\n\n{functions}".encode()
+    assert len(content) > 50_000
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        change_imports(content, keeps_legacy=False)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.2
 
 
 def test_texts_and_stars_are_left_to_a_person() -> None:

@@ -204,10 +204,19 @@ def _other_releases(draft: Draft, others: Mapping[str, Mapping[str, Setting]]) -
 
 
 def _refusals(draft: Draft, tokens: Sequence[Override], unmapped: Mapping[str, Plain]) -> None:
-    """Report overrides with which the release would not have started, except unknown keys."""
+    """Report overrides with which the release would not have started, except unknown keys.
+
+    Those of a sweep are a question: they started several runs.
+    """
+    swept = [token for token in tokens if token.is_sweep]
+    is_swept = any(token.is_sweep_switch for token in tokens)
+    if is_swept and swept:
+        keys = [token.key for token in swept]
+        draft.find("multirun", *keys, keys=", ".join(keys))
     for index, complaint in sorted(draft.old.refused.items()):
-        if tokens[index].key not in unmapped:
-            draft.find("refused", tokens[index].key, text=tokens[index].text, complaint=complaint)
+        token = tokens[index]
+        if token.key not in unmapped and not (is_swept and token.is_sweep):
+            draft.find("refused", token.key, text=token.text, complaint=complaint)
 
 
 def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dict[str, Plain]:

@@ -18,6 +18,9 @@ _FLOAT = re.compile(
 _BARE = re.compile(r"[A-Za-z_./~][A-Za-z0-9_./~@%+-]*\Z")
 
 
+BARE_COMMA = "a bare comma gives several values (a sweep): write [a,b], or quote the text"
+
+
 def parse_value(text: str) -> tuple[Plain, str | None]:
     """Parse the value of an override, and return Hydra's complaint if it has one.
 
@@ -166,9 +169,7 @@ class _Reader:
             if character in "[]{}'\"" and closers:
                 raise _NotHydraError(f"Hydra takes no bare {character} in a value: quote it")
             if character == "," and not closers:
-                raise _NotHydraError(
-                    "a bare comma gives several values (a sweep): write [a,b], or quote the text"
-                )
+                raise _NotHydraError(BARE_COMMA)
             self.at += 2 if character == "\\" and self.at + 1 < len(self.text) else 1
         text = self.text[start : self.at].strip()
         if not text:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
+from temper_legacy_shim.configs.reading.config_values import BARE_COMMA, Plain, parse_value
 
 Prefix = Literal["", "+", "++", "~"]
 
@@ -51,6 +51,20 @@ class Override:
             and not isinstance(self.value, dict)
             and not refers
         )
+
+    @property
+    def is_sweep_switch(self) -> bool:
+        """True if it makes Hydra start a run for each combination of values."""
+        if self.kind == "flag":
+            return self.key in ("multirun", "m")
+        return self.key == "hydra.mode" and str(self.value).upper() == "MULTIRUN"
+
+    @property
+    def is_sweep(self) -> bool:
+        """True if a sweep takes several values from it: a bare comma, choice or range."""
+        value = self.text.partition("=")[2].strip()
+        is_function = re.match(r"(choice|range|glob)\(", value) is not None
+        return self.kind == "set" and (is_function or self.complaint == BARE_COMMA)
 
     @property
     def has_value(self) -> bool:
