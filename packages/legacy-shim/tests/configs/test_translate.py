@@ -102,9 +102,9 @@ def test_a_release_that_lacked_the_program_is_left_for_the_nearest_that_had_it()
 @pytest.mark.parametrize("switch", ["--multirun", "-m", "hydra.mode=MULTIRUN"])
 def test_sweep_is_a_question_and_not_called_refused(switch: str) -> None:
     result = translated("v0.7.0", switch, "actor_rollout_ref.actor.optim.lr=1e-6,2e-6")
-    (found,) = [item for item in result.findings if item.rule == "multirun"]
-    assert found.level == "person"
-    assert "actor_rollout_ref.actor.optim.lr" in found.message
+    (finding,) = [item for item in result.findings if item.rule == "multirun"]
+    assert finding.level == "person"
+    assert "actor_rollout_ref.actor.optim.lr" in finding.message
     assert "refused" not in rules_found(result, "refused")
 
 

@@ -291,8 +291,9 @@ def apply_rules(
     ``switch`` is a boolean, ``count`` the same as 0 or 1; ``size`` is 1 if unset; ``at least 0``,
     ``above 0`` (else nothing), ``integer`` (if set), ``integer or null`` and ``frequency`` are
     whole numbers; ``value X`` is constant; ``a=x b=y unset=u else=z`` translates words, and
-    ``else=?NAME`` reports other words by the message of that name. An old key may be ``A or B``,
-    where B counts if A is not set.
+    ``else=?NAME`` reports other words by the message of that name; ``nonzero or X`` is X also for
+    0. An old key may be ``A or B``, where B counts if A is not set, or ``A and B``, where B is only
+    named as a source. ``- <- OLD : drop NAME`` sets nothing and gives the reason for an old key.
 
     Options follow a comma: ``if KEY=VALUE`` sets nothing unless the fact has that value, or the new
     key was set to it before; values may be joined by ``|``. ``else drop NAME`` gives the reason for
@@ -310,25 +311,32 @@ def apply_rules(
         rule = rule_named(name)
         assert rule is not None
         for setting in rule.settings:
-            first, _, second = (old or setting.old.format_map(blocks)).partition(" or ")
-            key = second if second and draft.old.get(first) is None else first
+            keys = _old_keys(draft, old or setting.old.format_map(blocks))
             converter, *options = setting.converter.split(", ")
             conditions = [option for option in options if option.startswith("if ")]
-            if all(_holds(draft, condition, facts) for condition in conditions):
+            holds = all(_holds(draft, condition, facts) for condition in conditions)
+            reasons = [option for option in options if option.startswith("else drop ")]
+            if holds and converter.startswith("drop "):
+                draft.drop(converter.removeprefix("drop "), keys[0], facts)
+            elif holds:
                 new = setting.new.format_map(blocks)
-                _apply(draft, new, key, rule=name, converter=converter, options=options)
-                continue
-            for option in options:
-                if option.startswith(_ELSE_DROP):
-                    draft.drop(option.removeprefix(_ELSE_DROP), key, facts)
+                _apply(draft, new, keys, rule=name, converter=converter, options=options)
+            elif reasons:
+                draft.drop(reasons[0].removeprefix("else drop "), keys[0], facts)
 
 
-_ELSE_DROP = "else drop "
+def _old_keys(draft: Draft, text: str) -> list[str]:
+    """Return the key that gives the value, and further keys that are its sources."""
+    first, _, fallback = text.partition(" or ")
+    if fallback and draft.old.get(first) is None:
+        return [fallback]
+    return first.split(" and ")
 
 
 def _apply(
-    draft: Draft, new: str, old: str, *, rule: str, converter: str, options: list[str]
+    draft: Draft, new: str, keys: list[str], *, rule: str, converter: str, options: list[str]
 ) -> None:
+    old = keys[0]
     kind, _, argument = converter.partition(" ")
     if kind in ("number", "any"):
         draft.copy(new, old, rule=rule, expected="number" if kind == "number" else "any")
@@ -341,7 +349,7 @@ def _apply(
             new,
             value,
             rule=rule,
-            old=[old] if old else [],
+            old=keys if old else [],
             verbatim=is_verbatim or "verbatim" in options,
         )
 
@@ -356,6 +364,11 @@ def _holds(draft: Draft, condition: str, facts: Mapping[str, str]) -> bool:
 
 def _convert(draft: Draft, old: str, converter: str, *, is_on: bool) -> tuple[Plain, bool, bool]:
     """Return the value, True if it is set, and True if it may keep the old spelling."""
+    if converter.startswith("nonzero or "):
+        default = parse_value(converter.removeprefix("nonzero or "))[0]
+        if isinstance(default, float):
+            return float(draft.number(old) or default), True, False
+        return draft.integer(old) or default, True, False
     number = None
     if converter in ("size", "at least 0", "above 0", "integer", "integer or null"):
         number = draft.integer(old)

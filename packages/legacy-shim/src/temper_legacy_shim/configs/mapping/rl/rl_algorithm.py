@@ -198,46 +198,30 @@ def _dual_clip(draft: Draft) -> None:
 
 def _kl(draft: Draft) -> None:
     in_loss, in_reward = kl_coefs(draft)
-    if in_loss > 0:
-        apply_rules(draft, "kl-loss")
+    block = "algorithm.kl_ctrl" if draft.old.has("algorithm.kl_ctrl.kl_coef") else "critic.kl_ctrl"
+    is_adaptive = draft.text(f"{block}.type") == "adaptive"
+    controller = ("adaptive" if is_adaptive else "fixed") if in_reward > 0 else "none"
+    facts = {
+        "kl_in_loss": "true" if in_loss > 0 else "false",
+        "kl_in_reward": "true" if in_reward > 0 else "false",
+        "kl_controller": controller,
+    }
+    apply_rules(draft, "kl-loss", facts=facts)
     if in_reward > 0:
-        _kl_reward(draft, in_reward)
-    for key in (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"):
-        if in_loss == 0:
-            draft.explain_drop(key, "the loss has no KL term, so no reference is needed for it")
-    for key in ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl", "algorithm.kl_penalty"):
-        if in_reward == 0:
-            draft.explain_drop(key, "the reward has no KL penalty")
+        _kl_reward(draft, in_reward, block=block)
+    blocks = {"controller": block}
+    apply_rules(draft, "kl-controller", "kl-reward", "kl-estimator", blocks=blocks, facts=facts)
     if not needs_ref(draft):
         return
     _estimator(draft, in_loss=in_loss > 0, in_reward=in_reward > 0)
     _reference(draft)
 
 
-def _kl_reward(draft: Draft, coef: float) -> None:
-    block = "algorithm.kl_ctrl" if draft.old.has("algorithm.kl_ctrl.kl_coef") else "critic.kl_ctrl"
+def _kl_reward(draft: Draft, coef: float, *, block: str) -> None:
     old = [f"{block}.kl_coef", "algorithm.use_kl_in_reward"]
     draft.put("algorithm.kl_reward_coef", coef, rule="kl-reward", old=old, verbatim=False)
     if not draft.since("v0.4.0"):
         draft.find("kl-reward", f"{block}.kl_coef", coef=coef)
-    if draft.text(f"{block}.type") == "adaptive":
-        target = draft.number(f"{block}.target_kl")
-        horizon = draft.integer(f"{block}.horizon")
-        draft.put(
-            "algorithm.kl_controller.target",
-            float(target or 0.1),
-            rule="kl-controller",
-            old=[f"{block}.target_kl", f"{block}.type"],
-        )
-        draft.put(
-            "algorithm.kl_controller.horizon_completions",
-            horizon or 10_000,
-            rule="kl-controller",
-            old=[f"{block}.horizon"],
-        )
-    else:
-        for name in ("target_kl", "horizon"):
-            draft.explain_drop(f"{block}.{name}", "the controller is fixed and does not read it")
 
 
 def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
