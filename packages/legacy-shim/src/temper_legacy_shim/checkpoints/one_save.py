@@ -36,6 +36,8 @@ def check_one_save(role: Role) -> tuple[str, ...]:
         _check_same(
             files, {rank: Archive(path).records for rank, path in files.items()}, _other_torch
         )
+    # The schedule steps once per RL step, so that it also tells steps apart that share update
+    # counts.
     epochs = {
         rank: _last_epoch(path) for rank, path in role.fsdp_files.get("extra_state", {}).items()
     }

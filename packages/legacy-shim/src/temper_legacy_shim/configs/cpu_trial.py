@@ -34,6 +34,7 @@ def make_cpu_trial(translation: Translation) -> Translation:
     """Return the translation of a trial; without settings it stays as it is."""
     if not translation.settings:
         return translation
+    # The rest keeps its values, so that the trial uses the loss and the reward of the run.
     kept = {
         setting.key: _small(setting)
         for setting in translation.settings

@@ -67,6 +67,7 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
             rewritten=rewritten,
             tokens=tokens,
             executed=reading.executed,
+            # Comments cite old tokens, and must not keep the arrays of these alive.
             kept=_strip_comments(kept),
         )
         if rewritten
@@ -115,6 +116,7 @@ def _problem(launches: list[TranslatedLaunch]) -> str:
     written = [
         [(argument.key, argument.source) for argument in each.arguments] for each in launches
     ]
+    # Copied values keep their variables, so only computed ones can differ between rounds.
     different = [
         key for one in written[1:] for key in sorted({key for key, _ in set(one) ^ set(written[0])})
     ]
@@ -141,6 +143,7 @@ class _Names:
         while True:
             self._number += 1
             name = "temper_overrides" + (f"_{self._number}" if self._number > 1 else "")
+            # Any mention counts, also in a text that another shell may run.
             if name not in self._text:
                 return name
 
@@ -149,6 +152,7 @@ def _replacement(text: str, each: TranslatedLaunch, *, name: str) -> list[_Edit]
     """Return the array before the command's line, and the command."""
     launch = each.launch
     indent = _indent(text, launch.item.start)
+    # Arguments go into an array, because a continued command has no place for comments.
     array = "\n".join(indent + line if line else "" for line in _array(text, each, name)).lstrip()
     command = " ".join(
         [

@@ -102,6 +102,7 @@ class _OnMegatron(OnEngine):
 
     def _micro_batches(self, mini_batch: DataProto) -> Iterator[tuple[DataProto, float, bool]]:
         """Yield micro-batches that weigh the same, however many rows each has."""
+        # Megatron's schedule divided the loss by the number of micro-batches, not by rows.
         weight = 1 / len(self.split.micro_batches(mini_batch))
         for part, _, is_empty in super()._micro_batches(mini_batch):
             yield part, weight, is_empty

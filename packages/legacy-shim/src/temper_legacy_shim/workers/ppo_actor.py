@@ -141,6 +141,7 @@ class PPOActor(OnEngine):
             Metrics by their old names: sums for the losses, else a list with an entry for each
                 micro-batch or update.
         """
+        # A generator, because its first step is collective and belongs into the update's context.
         return self._run_updates(passes(data, split=self.split, engine=self.engine))
 
     def update_on_rows(self, data: DataProto) -> dict[str, object]:

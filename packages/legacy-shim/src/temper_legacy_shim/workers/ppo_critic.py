@@ -129,6 +129,7 @@ class PPOCritic(OnEngine):
             metrics: dict[str, object] = {}
             sums = {} if self.lists_losses else {"critic/vf_loss": 0.0}
             for mini_batch in mini_batches:
+                # Read before the step, which may advance the schedule.
                 lr = self.engine.current_lr
                 self.engine.optimizer_zero_grad()
                 with self.engine.train_mode():

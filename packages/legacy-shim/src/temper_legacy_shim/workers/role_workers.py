@@ -136,6 +136,7 @@ class RoleWorker:
         """Return the memory, time and speed of an update by the old names."""
         numbers = {
             "timing_s/update": elapsed_s,
+            # Linux counts it in kilobytes.
             "perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
         passes = sizes.get("ppo_epochs", 1)

@@ -67,6 +67,7 @@ class OldRollout:
         )
         filled = torch.arange(width) < torch.tensor([len(c.tokens) for c in completions])[:, None]
         positions = tensors.column("position_ids")
+        # Prompts are padded on the left, so the last column is a prompt's last token.
         after = positions[:, -1:] + torch.arange(1, width + 1)
         logprobs = _padded(
             [c.rollout_logprobs for c in completions], width=width, fill=0.0, dtype=torch.float32

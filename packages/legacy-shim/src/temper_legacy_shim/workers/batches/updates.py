@@ -163,6 +163,7 @@ class OldSchedule:
 def set_rate(engine: BaseEngine, lr: float) -> None:
     """Set the rate of the next update; the engine's own schedule is constant."""
     assert engine.config.optimizer is not None
+    # Configurations are frozen, and the engine reads the rate at each optimizer step.
     engine.config = dataclasses.replace(
         engine.config, optimizer=dataclasses.replace(engine.config.optimizer, lr=lr)
     )

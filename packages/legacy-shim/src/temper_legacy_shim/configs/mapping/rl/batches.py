@@ -65,6 +65,7 @@ def _updates(draft: Draft, *, prompts: int) -> None:
         return
     if mini > prompts:
         draft.find("mini-batches.above-prompts", *old, mini=mini, prompts=prompts)
+    # The old loop cut the batch into mini-batches, and what was left over was an update, too.
     count = max(1, math.ceil(prompts / mini))
     if prompts % mini and mini < prompts:
         last = prompts - mini * (count - 1)
@@ -105,6 +106,7 @@ def _check_ranks(draft: Draft, *, prompts: int) -> None:
         )
     micro = _micro(draft, ACTOR, ranks=ranks)
     if micro and not draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
+        # The old workers multiplied it by rollout.n and divided by the ranks before they cut it.
         local = mini * n // ranks
         if micro > 0 and local % micro:
             draft.find(
@@ -147,6 +149,7 @@ def _check_critic(draft: Draft) -> None:
     n = completions_per_prompt(draft)
     if mini is None or actor is None:
         return
+    # Since v0.4.0 the critic's workers multiply it by rollout.n, as the actor's always did.
     counted = mini if draft.since("v0.4.0") else mini / n
     if counted != actor:
         note = (
@@ -178,6 +181,7 @@ def _tokens(draft: Draft) -> None:
             and other < budget
             and draft.old.is_set("critic.ppo_max_token_len_per_gpu")
         ):
+            # All passes share one cap here: the smaller one keeps the critic within its memory.
             budget, old = other, [*old, "critic.ppo_max_token_len_per_gpu"]
     if budget is None:
         return
@@ -204,6 +208,7 @@ def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, l
         each = draft.integer(key)
         if each is None:
             return (None if isinstance(draft.old.get(key), str) else longest), [key]
+        # Ranks that share a sequence added their budgets.
         sharing = 1 if is_megatron(draft) else sequence_parallel(draft, role)
         extra = [f"{role.block}.ulysses_sequence_parallel_size"] if sharing > 1 else []
         if is_megatron(draft):

@@ -8,6 +8,7 @@ ONE_STEP_OFF = "one_step_off"
 
 def advantage(draft: Draft) -> str:
     """Return the old estimator; gae if no one said."""
+    # Dumped configurations have the enum's class before its value.
     return (
         draft.text("algorithm.adv_estimator").removeprefix("AdvantageEstimator.").lower() or "gae"
     )
@@ -159,6 +160,7 @@ def needs_ref(draft: Draft) -> bool:
 
 def updates_per_step(draft: Draft) -> int:
     """Return the updates of a step, as set by the batch builder."""
+    # A setting that equals our default is not written, and both defaults are 1.
     result = 1
     for key in ("batching.num_mini_batches", "batching.num_passes"):
         setting = draft.settings.get(key)

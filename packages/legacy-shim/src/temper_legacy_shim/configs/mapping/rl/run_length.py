@@ -49,6 +49,7 @@ def build_length(draft: Draft) -> None:
         draft.explain_drop(
             "trainer.total_epochs", "trainer.total_training_steps is set and ends the run"
         )
+        # The old loop went over the epochs and left at this step, so the epochs can end first.
         if epochs is not None:
             _epochs_may_end_first(draft, steps=steps, epochs=epochs)
         return
@@ -139,6 +140,7 @@ def _trackers(draft: Draft) -> None:
 def build_runtime(draft: Draft) -> None:
     """Set the runtime: one process, or Ray."""
     workers = draft.settings.get("actor.num_workers")
+    # One worker needs no Ray: trainer, model and sampler run in one process.
     if workers is None or not isinstance(workers.value, int) or workers.value < 2:
         return
     draft.put("runtime.kind", "ray", rule="runtime", old=CLUSTER_KEYS)

@@ -13,6 +13,7 @@ from temper_legacy_shim.configs.mapping.rl.rl_facts import (
 )
 from temper_legacy_shim.configs.reading.config_values import Plain
 
+# 0 was no bound, but the new setting needs a number that no useful run comes to.
 _MANY_ROUNDS = 1000
 
 
@@ -32,6 +33,7 @@ def build_selection(draft: Draft) -> None:
         _first_correction(draft)
     else:
         draft.explain_drop("algorithm.rollout_is", "rollout_is is not enabled")
+    # The first form of the correction: a cap on the weight of each token, where -1 is off.
     cap = draft.number("actor_rollout_ref.actor.tis_imp_ratio_cap")
     if cap is not None and cap > 0:
         _put(draft, "name", "token", "actor_rollout_ref.actor.tis_imp_ratio_cap")
@@ -132,6 +134,7 @@ def _first_correction(draft: Draft) -> None:
         _put(draft, "truncate_at", high, f"{block}_threshold", f"{block}_mode")
         return
     _put(draft, "truncate_at", None, f"{block}_mode")
+    # v0.6.0 took the reciprocal where no lower bound was given.
     low = low if low is not None else (1 / high if high else None)
     _reject(
         draft, RATIO_RULES[level], (low, high), f"{block}_threshold", f"{block}_threshold_lower"

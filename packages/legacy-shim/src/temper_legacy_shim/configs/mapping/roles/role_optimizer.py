@@ -16,6 +16,7 @@ def set_optimizer(draft: Draft, role: OldRole) -> None:
     _clip(draft, role)
     if _another_optimizer(draft, role):
         return
+    # Releases without the key used torch's defaults.
     betas = draft.old.get(f"{optim}.betas")
     draft.put(
         f"{engine}.betas",
@@ -23,6 +24,7 @@ def set_optimizer(draft: Draft, role: OldRole) -> None:
         rule="betas",
         old=[f"{optim}.betas"],
     )
+    # FSDP's workers had one parameter group, so that biases and norms decayed, too.
     if not is_megatron(draft):
         apply_rules(draft, "decays-vectors", blocks=blocks)
 
@@ -56,6 +58,7 @@ def _another_optimizer(draft: Draft, role: OldRole) -> bool:
 def _clip(draft: Draft, role: OldRole) -> None:
     """Set the gradient clip from the key that the release used; there are two."""
     own, optim = f"{role.block}.grad_clip", f"{role.optim}.clip_grad"
+    # Since v0.8.0 the optimizer's key counts, unless a user sets that of the role.
     reads_own = not is_megatron(draft) and (not draft.since("v0.8.0") or draft.old.is_set(own))
     key = (
         own
@@ -106,6 +109,7 @@ def set_schedule(draft: Draft, role: OldRole) -> None:
     )
     warmup, ratio = draft.number(f"{optim}.lr_warmup_steps"), draft.number(ratio_key)
     draft.put(f"{engine}.kind", target, rule="schedule-kind", old=[style_key] if style_key else [])
+    # Megatron takes 0 for a number that is not given, and then reads the ratio.
     if warmup is not None and warmup >= 0 and (warmup > 0 or not is_megatron(draft)):
         if warmup > 0:
             steps = int(warmup) * (updates_per_schedule_step(draft) or 1)
@@ -127,6 +131,7 @@ def set_schedule(draft: Draft, role: OldRole) -> None:
         _schedule_length(draft, engine, optim)
     if {f"{engine}.warmup_steps", f"{engine}.warmup_ratio"} & draft.settings.keys():
         draft.find("warmup", f"{optim}.lr_warmup_steps")
+    # The old scheduler stepped once for each call of the workers, however many updates it made.
     unit = updates_per_schedule_step(draft)
     if role.block not in ("engine", "model"):  # supervised steps are updates
         draft.put(
