@@ -34,11 +34,12 @@ MESSAGES = [{"role": role, "content": "1"} for role in ("user", "assistant")]
 _CONFIG = {
     "model_type": "qwen2",
     "vocab_size": 64,
-    "hidden_size": 32,
+    # As many heads as the largest numbers of ranks that share a sequence divide.
+    "hidden_size": 128,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
 }
 _WORDS = ("<unk>", "<pad>", "<eos>", "1", "2")
 _TOKENIZER = {
@@ -102,6 +103,8 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
             for name, content in MODEL.items():
                 position = _put(value, folder, content=content.encode(), below=name)
             yield key, position
+        elif key.endswith(".engine.lora.path") and isinstance(value, str):
+            yield key, _put(value, folder, content=b"{}", below="adapter_config.json")
         elif key == "data.tokenizer.path" and isinstance(value, str):
             for name, content in _TOKENIZER.items():
                 position = _put(value, folder, content=content.encode(), below=name)

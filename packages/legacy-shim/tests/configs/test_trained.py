@@ -31,7 +31,7 @@ from temper_trainer.data.tokenizer import build_tokenizer
 from temper_trainer.loops import train
 
 from .checking import command, run
-from .conftest import translated
+from .conftest import translated, values
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
 HERE = (
@@ -318,4 +318,30 @@ def test_cpu_trial_of_a_scheduled_run_is_accepted(
     trial = make_cpu_trial(translated("v0.4.1", *schedule))
     monkeypatch.chdir(tmp_path)
     code, given = run(command(trial, tmp_path, name="trial"))
+    assert (code, given) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("actor_rollout_ref.model.trust_remote_code=True", {}),
+        (
+            "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True",
+            {"actor.engine.offload.optimizer": True},
+        ),
+    ],
+)
+def test_megatron_run_has_no_setting_that_its_engine_refuses(
+    old: str, new: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("temper_engine_megatron", reason="needs temper-engine-megatron")
+    result = translated("v0.8.0", "model_engine=megatron", "trainer.n_gpus_per_node=1", old)
+    assert "refused" not in {finding.level for finding in result.findings}
+    assert new.items() <= values(result).items()
+    assert {token.disposition for token in result.tokens if token.text == old} <= {
+        "mapped",
+        "dropped",
+    }
+    monkeypatch.chdir(tmp_path)
+    code, given = run(command(result, tmp_path, name="new"))
     assert (code, given) == (0, "")

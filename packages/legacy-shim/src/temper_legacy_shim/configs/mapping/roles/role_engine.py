@@ -47,7 +47,10 @@ def _model(draft: Draft, role: OldRole) -> None:
             )
         elif role.name == "actor":
             draft.find("model-path.missing", f"{role.model}.path", model=role.model)
-        apply_rules(draft, "trust-remote-code", "nccl-timeout", blocks=role.blocks(draft))
+        is_refused = is_megatron(draft) and draft.switch(f"{role.model}.trust_remote_code")
+        facts = {"remote_code": "refused" if is_refused else "taken"}
+        blocks = role.blocks(draft)
+        apply_rules(draft, "trust-remote-code", "nccl-timeout", blocks=blocks, facts=facts)
         if role.name == "actor":
             _tokenizer(draft, role)
         if role.name == "critic":

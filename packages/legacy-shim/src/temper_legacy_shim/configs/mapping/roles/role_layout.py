@@ -37,7 +37,11 @@ def set_offload(draft: Draft, role: OldRole) -> None:
         draft.put(f"{engine}.gradients", draft.switch(grads), rule="grad-offload", old=[grads])
     hybrid = f"{role.optim}.override_optimizer_config.optimizer_cpu_offload"
     if draft.switch(hybrid):
-        draft.put(f"{engine}.optimizer_on_cpu", True, rule="optimizer-cpu", old=[hybrid])
+        # The Megatron engine has no update on the CPU; its nearest setting moves the states there.
+        kind = "optimizer" if is_megatron(draft) else "optimizer_on_cpu"
+        draft.put(f"{engine}.{kind}", True, rule="optimizer-cpu", old=[hybrid])
+        if is_megatron(draft):
+            draft.find("optimizer-cpu", hybrid)
         draft.explain_drop(
             f"{block}.optimizer_offload",
             "the optimiser lives on the CPU all the time (optimizer_cpu_offload)",
