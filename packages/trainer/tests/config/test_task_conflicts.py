@@ -1,10 +1,13 @@
 """Test which settings a task needs, and which contradict it."""
 
 import re
+from typing import get_args, get_type_hints
 
 import pytest
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.run import INFERENCE_TASKS, PREFERENCE_TASKS, RL_TASKS, ROLES, RoleConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading import load
 from temper_trainer.runtime.placement import collect_role_requests
 
@@ -208,3 +211,14 @@ def test_teacher_may_have_several_servers_on_different_devices() -> None:
             "teachers.t.devices=['1','2,3']",
         ]
     )
+
+
+def test_every_task_is_in_one_group() -> None:
+    tasks = get_args(get_type_hints(TrainerConfig)["task"])
+    assert sorted(tasks) == sorted(("sft", *RL_TASKS, *PREFERENCE_TASKS, *INFERENCE_TASKS))
+
+
+def test_roles_are_the_models_of_the_configuration() -> None:
+    hints = get_type_hints(TrainerConfig)
+    is_role = {name: hint in (RoleConfig, RoleConfig | None) for name, hint in hints.items()}
+    assert tuple(name for name in hints if is_role[name]) == ROLES

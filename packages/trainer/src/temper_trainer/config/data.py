@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.run import RL_TASKS
 from temper_trainer.settings.ranges import PositiveFloat, PositiveInt, UnitFloat, check_ranges
 
 PreferenceKind = Literal["pairs", "labels"]
@@ -304,7 +305,7 @@ def find_data_conflicts(
         tokens_per_update: Value of batching.tokens_per_update.
         total_epochs: Value of run.total_epochs.
     """
-    if data.train_sets and task not in ("rl", "distill"):
+    if data.train_sets and task not in RL_TASKS:
         yield (
             f"data.train_sets is set in task {task}: only tasks rl and distill mix several "
             "sources. List all files in data.train.paths."

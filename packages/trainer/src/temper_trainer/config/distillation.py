@@ -10,6 +10,7 @@ from temper_trainer.algorithms.distillation_losses.distillation_loss import Dist
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKl
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.run import RL_TASKS
 from temper_trainer.settings.ranges import (
     NonNegativeFloat,
     PositiveFloat,
@@ -273,7 +274,7 @@ def find_distillation_conflicts(
         has_one_completion=algorithm.group_size == 1 and not has_environment,
         prompts_per_step=prompts_per_step,
     )
-    if teachers and task not in ("rl", "distill"):
+    if teachers and task not in RL_TASKS:
         yield (
             f"teachers are set in task {task}, which does not use them: remove them, or "
             "set task=distill or task=rl."
@@ -320,7 +321,7 @@ def _find_self_teacher_conflicts(
     if teacher is None:
         return
     key = f"distillation.self_teacher is {teacher.name}"
-    if task not in ("rl", "distill"):
+    if task not in RL_TASKS:
         yield f"{key} in task {task}, which has no teachers: remove it."
     if teachers:
         yield (

@@ -226,6 +226,16 @@ LEGACY_TRAINING_WORKER = "training_worker"
 """Name of the entry point for a ``TrainingWorker`` that wraps the deprecated workers."""
 
 
+RL_TASKS = ("rl", "distill")
+"""Tasks that sample completions and train on them."""
+
+PREFERENCE_TASKS = ("dpo", "rm")
+"""Tasks that train on pairs or on labeled completions."""
+
+INFERENCE_TASKS = ("eval", "generate")
+"""Tasks that sample completions and train nothing."""
+
+
 ROLES = ("actor", "critic", "ref")
 """Models of a run that have settings of their own: keys of the configuration."""
 

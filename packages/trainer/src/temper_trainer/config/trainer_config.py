@@ -32,7 +32,15 @@ from temper_trainer.config.rollout import (
     WeightSyncConfig,
     find_rollout_conflicts,
 )
-from temper_trainer.config.run import ROLES, RoleConfig, RunConfig, RuntimeConfig
+from temper_trainer.config.run import (
+    INFERENCE_TASKS,
+    PREFERENCE_TASKS,
+    RL_TASKS,
+    ROLES,
+    RoleConfig,
+    RunConfig,
+    RuntimeConfig,
+)
 from temper_trainer.config.tasks import GenerateConfig, RewardModelTaskConfig, WarmStartConfig
 
 
@@ -157,7 +165,7 @@ class TrainerConfig:
     @property
     def generates_completions(self) -> bool:
         """True if the task samples completions."""
-        return self.task in ("rl", "distill", "eval", "generate")
+        return self.task in (*RL_TASKS, *INFERENCE_TASKS)
 
 
 def _find_conflicts(config: TrainerConfig) -> list[str]:
@@ -175,7 +183,7 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
             devices=config.runtime.rollout_devices,
             has_adapter=config.actor.engine.lora.is_enabled,
         )
-    if config.task in ("rl", "distill") and config.sampling.temperature == 0:
+    if config.task in RL_TASKS and config.sampling.temperature == 0:
         conflicts.append(
             f"sampling.temperature is 0 (greedy) in task {config.task}, so all completions of a "
             "prompt would be equal: set it above 0."
@@ -333,7 +341,7 @@ def _find_size_conflicts(config: TrainerConfig) -> list[str]:
     positions = config.actor.engine.model.architecture.get("max_position_embeddings")
     caps = {key: positions} if isinstance(positions, int) else {}
     # The length of demonstrations and pairs is only known once they are tokenized.
-    if config.task in ("sft", "dpo", "rm"):
+    if config.task in ("sft", *PREFERENCE_TASKS):
         return [
             f"{key} is {cap}, but data.max_prompt_tokens is {prompt}: raise the first or lower "
             "the other."
@@ -394,9 +402,9 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "batching.prompts_per_step is 1, but preference kto estimates a KL divergence from the "
             "completions of other prompts in the same update: set it to 2 or more."
         )
-    if config.warm_start is not None and config.task in ("dpo", "rm", "eval", "generate"):
+    if config.warm_start is not None and config.task in (*PREFERENCE_TASKS, *INFERENCE_TASKS):
         yield f"warm_start has no effect in task {config.task}: remove it."
-    if config.task in ("dpo", "rm") and config.data.train.kind == "arithmetic":
+    if config.task in PREFERENCE_TASKS and config.data.train.kind == "arithmetic":
         yield (
             "data.train.kind is arithmetic, which has no preferences for task "
             f"{config.task}: use a source of files."
@@ -411,7 +419,7 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "actor.engine.lora.rank and alpha, or use ref."
         )
     if (
-        config.task in ("eval", "generate")
+        config.task in INFERENCE_TASKS
         and config.rollout.sampler == "vllm"
         and config.actor.engine.model.path is None
     ):

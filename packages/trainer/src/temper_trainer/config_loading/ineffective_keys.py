@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.reward import REWARD_MODEL
+from temper_trainer.config.run import INFERENCE_TASKS, PREFERENCE_TASKS, RL_TASKS
 from temper_trainer.config.trainer_config import TrainerConfig
 
 
@@ -72,12 +73,12 @@ RULES = (
     ),
     Rule(
         keys=_RL_STEP_KEYS,
-        applies=lambda config: config.task in ("dpo", "rm"),
+        applies=lambda config: config.task in PREFERENCE_TASKS,
         reason="in tasks dpo and rm, which train on pairs: remove it",
     ),
     Rule(
         keys=("sampling", "rollout", "reward", "data.eval", "data.eval_sets", "run.table_every"),
-        applies=lambda config: config.task in ("dpo", "rm"),
+        applies=lambda config: config.task in PREFERENCE_TASKS,
         reason="in tasks dpo and rm, which sample nothing: remove it",
     ),
     Rule(
@@ -160,7 +161,7 @@ RULES = (
     ),
     Rule(
         keys=("loop", "asynchrony", "weight_sync"),
-        applies=lambda config: config.task not in ("rl", "distill"),
+        applies=lambda config: config.task not in RL_TASKS,
         reason=(
             "with a task that does not train on what it samples: remove it, or set task=rl or "
             "task=distill"
@@ -434,7 +435,7 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             yield _make_unconditional_rule(
                 (f"{name}.weight",), "with data that is not mixed with other sources: remove it"
             )
-        if name in config.data.eval_sources or config.task in ("dpo", "rm", "eval", "generate"):
+        if name in config.data.eval_sources or config.task in (*PREFERENCE_TASKS, *INFERENCE_TASKS):
             yield _make_unconditional_rule(
                 (f"{name}.difficulty_key",),
                 "with data that is not prompts or demonstrations to train on: remove it",

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.reward import RewardModelConfig
-from temper_trainer.config.run import RoleConfig, RunConfig
+from temper_trainer.config.run import RL_TASKS, RoleConfig, RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 
 
 def describe_sizes(config: TrainerConfig) -> list[str]:
     """Return one line per fact: completions, updates and tokens per step, roles and teachers."""
-    if config.task in ("rl", "distill"):
+    if config.task in RL_TASKS:
         lines = _rl_sizes(config)
     elif config.generates_completions:
         lines = [_inference_line(config)]

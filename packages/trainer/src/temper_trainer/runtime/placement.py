@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.run import RuntimeConfig
+from temper_trainer.config.run import INFERENCE_TASKS, RL_TASKS, RuntimeConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 
 REWARD_MODEL_ROLE = "reward_model"
@@ -79,7 +79,7 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
 
     The sampler is `rollout`; replica R of a teacher is `teacher.NAME.R`.
     """
-    roles = {} if config.task in ("eval", "generate") else config.roles
+    roles = {} if config.task in INFERENCE_TASKS else config.roles
     requests = {
         name: RoleRequest(num_workers=role.num_workers, pool=role.pool)
         for name, role in roles.items()
@@ -245,7 +245,7 @@ def _describe_server(name: str, number: int, *, devices: Sequence[str]) -> str:
 
 def describe_weight_path(config: TrainerConfig) -> list[str]:
     """Return a line on how weights get to the sampler, as far as it is known before the start."""
-    if config.task not in ("rl", "distill"):
+    if config.task not in RL_TASKS:
         return []
     sync = config.weight_sync
     if config.rollout.sampler == "hf":

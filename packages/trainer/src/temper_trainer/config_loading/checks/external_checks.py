@@ -30,7 +30,7 @@ from temper_trainer.config.environment import (
     EnvironmentConfig,
     load_environment_class,
 )
-from temper_trainer.config.run import RunConfig, RuntimeConfig
+from temper_trainer.config.run import INFERENCE_TASKS, RunConfig, RuntimeConfig
 from temper_trainer.config.run_folder_checks import (
     contains_run,
     find_inputs_in_run_folder,
@@ -116,7 +116,7 @@ def warn_about_judges(config: TrainerConfig) -> None:
 
 def warn_about_settings(config: TrainerConfig) -> None:
     """Log a warning for each trained model whose learning rate is 0."""
-    if config.task in ("eval", "generate"):
+    if config.task in INFERENCE_TASKS:
         return
     for name, role in config.trained_roles.items():
         optimizer = role.engine.optimizer

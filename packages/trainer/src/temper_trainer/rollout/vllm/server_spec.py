@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.run import LOOPBACK
+from temper_trainer.config.run import INFERENCE_TASKS, LOOPBACK
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.hf_model import read_end_token_ids
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
@@ -26,7 +26,7 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
     model, vllm = config.actor.engine.model, config.rollout.vllm
     is_adapter = config.weight_sync.content == "adapter"
     # Servers load weights from disk if none are published, and always below an adapter.
-    load_format = "auto" if is_adapter or config.task in ("eval", "generate") else vllm.load_format
+    load_format = "auto" if is_adapter or config.task in INFERENCE_TASKS else vllm.load_format
     if is_adapter and model.path is None:
         raise ConfigError(
             "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers "
