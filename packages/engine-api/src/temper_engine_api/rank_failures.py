@@ -12,6 +12,7 @@ this wait. Nothing is exchanged as long as calls succeed. After an exception:
    ranks name the same failure. The rank then closes its connections to the other ranks. A gloo
    collective in which they wait fails at once, and they raise RankFailedError with the failure
    from the store. With NCCL a thread on each rank reads the declaration and aborts the collective.
+   A call that did not wait for its collectives may have returned by then; the next one raises.
 4. Every later call of a rank in a broken group raises the same RankFailedError.
 
 Pipeline stages also exchange messages outside of collectives, in forward and backward passes. Their

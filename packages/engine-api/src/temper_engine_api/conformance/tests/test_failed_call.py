@@ -141,16 +141,29 @@ def has_stages(recoveries: list[Recovery]) -> bool:
     )
 
 
-def fail(engine: BaseEngine, local_batch: PackedBatch, probe: FailingProbe) -> FailedCall:
-    """Start an update with a training call that raises; return the exception."""
+def fail(
+    engine: BaseEngine, local_batch: PackedBatch, probe: FailingProbe, *, steps: bool = False
+) -> FailedCall:
+    """Start an update with a training call that raises; return the exception.
+
+    Args:
+        engine: The engine.
+        local_batch: Batch of this rank.
+        probe: Loss that raises.
+        steps: Whether the exception may also come from the optimizer step: collectives on a GPU
+            run while the host continues, so a rank can end its training call before another fails.
+    """
     engine.set_loss_fn(probe)
     engine.optimizer_zero_grad()
     try:
         with engine.train_mode():
             engine.forward_backward_batch(local_batch, forward_only=False)
+            if steps:
+                engine.optimizer_step()
     except EXCEPTIONS as error:
         return FailedCall(error=f"{type(error).__name__}: {error}", time_s=time.time())
-    raise AssertionError("the training call swallowed an exception of its loss or backward pass")
+    ended = "the update ended without" if steps else "the training call swallowed"
+    raise AssertionError(f"{ended} an exception of a loss or backward pass")
 
 
 def collect_later_errors(engine: BaseEngine) -> tuple[str, ...]:
@@ -268,7 +281,8 @@ def test_other_ranks_report_the_rank_that_failed(
 ) -> None:
     """If one rank raises, every other one names it and its message within 10 s.
 
-    Every later call of each rank raises the same error. With one rank there are no others.
+    The others raise in the training call, or at the latest in the optimizer step. Every later call
+    of each rank raises the same error. With one rank there are no others.
     """
     if engine_under_test.world_size == 1:
         return
@@ -305,7 +319,9 @@ def fail_on_one_rank(
     engine.set_loss_fn(ClippedPpoProbe())
     run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])
     local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
-    failed = fail(engine, local_batch, replace(probe, seen=[]))
+    failed = fail(
+        engine, local_batch, replace(probe, seen=[]), steps=rank.index not in (probe.fails_on or ())
+    )
     return replace(failed, later_errors=collect_later_errors(engine))
 
 
