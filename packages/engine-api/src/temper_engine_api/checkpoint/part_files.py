@@ -108,3 +108,18 @@ def read_json(directory: str | Path, name: str) -> dict[str, object]:
             "step."
         )
     return content
+
+
+def count_bytes_below(directory: Path) -> int:
+    """Return the total size of the files below a directory."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def format_size(num_bytes: int) -> str:
+    """Return a size for messages.
+
+    Example:
+        >>> format_size(1572864)
+        '1.5 MiB'
+    """
+    return f"{num_bytes / 2**20:.1f} MiB"

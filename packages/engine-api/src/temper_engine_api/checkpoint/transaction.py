@@ -15,7 +15,13 @@ from pathlib import Path
 from types import TracebackType
 
 from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestInfo
-from temper_engine_api.checkpoint.part_files import FileRecord, PartReport, find_file_damage
+from temper_engine_api.checkpoint.part_files import (
+    FileRecord,
+    PartReport,
+    count_bytes_below,
+    find_file_damage,
+    format_size,
+)
 from temper_engine_api.checkpoint.step_directories import (
     MARKER_NAME,
     find_latest_step,
@@ -120,11 +126,11 @@ class CheckpointTransaction:
         needed = (
             ""
             if last is None
-            else f"; step {last} takes {_size(_bytes_below(step_directory(root, last)))}"
+            else f"; step {last} takes {format_size(count_bytes_below(step_directory(root, last)))}"
         )
         return CheckpointError(
-            f"step {self.step} could not be saved: {reason}. {_size(_bytes_below(self.staging))} "
-            f"of it were written and {_size(shutil.disk_usage(root).free)} are free at "
+            f"step {self.step} could not be saved: {reason}. "
+            f"{format_size(count_bytes_below(self.staging))} of it were written and {format_size(shutil.disk_usage(root).free)} are free at "
             f"{root}{needed}. Free space there or save elsewhere. Earlier steps have not changed."
         )
 
@@ -220,11 +226,3 @@ def _collect(reports: Mapping[str, Sequence[PartReport]]) -> tuple[FileRecord, .
                     "files."
                 )
     return tuple(by_path[path] for path in sorted(by_path))
-
-
-def _bytes_below(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
