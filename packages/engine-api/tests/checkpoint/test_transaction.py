@@ -15,6 +15,7 @@ from temper_engine_api.checkpoint import (
     find_latest_step,
     list_complete_steps,
     report_part,
+    set_aside,
     verify,
 )
 from temper_engine_api.checkpoint.step_directories import list_partial_saves
@@ -145,6 +146,17 @@ def test_two_ranks_may_report_the_same_file_but_not_different_content(
 def test_a_negative_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"step is -1"):
         begin_checkpoint(tmp_path, -1)
+
+
+def test_a_full_disk_is_reported_with_the_damaged_checkpoints_that_take_space(
+    save_step: SaveStep, small_disk: Path
+) -> None:
+    set_aside(save_step(1, content="w" * 100_000, root=small_disk), "damaged")
+    with (
+        pytest.raises(CheckpointError, match=r"; 1 damaged checkpoint takes 0\.1 MiB \(delete"),
+        begin_checkpoint(small_disk, 2) as transaction,
+    ):
+        (transaction.part("engine") / "big.bin").write_bytes(b"x" * 300_000)
 
 
 def test_a_full_disk_leaves_the_earlier_step_and_says_how_much_was_needed(

@@ -246,6 +246,73 @@ def test_run_without_a_good_checkpoint_starts_again_with_a_warning(
     ]
 
 
+def damage_and_find(checkpointer: Checkpointer, *steps: int) -> None:
+    """Save these steps, each of which is damaged and renamed before the next."""
+    for step in steps:
+        (saved,) = save(checkpointer, step)
+        flip_bit(saved / "actor/weights")
+        checkpointer.find("auto")
+
+
+def test_newest_two_damaged_checkpoints_of_a_run_are_kept(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path, max_to_keep=2)
+    damage_and_find(checkpointer, 1, 2, 2, 3)
+    # Only a save, which commits a good step, deletes the older ones.
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step_00000002.damaged-1", "step_00000002.damaged-2", "step_00000003.damaged-1")
+    }
+    save(checkpointer, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step_00000002.damaged-2", "step_00000003.damaged-1", "step_00000003")
+    }
+
+
+def test_repeated_damage_fills_no_disk(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path, max_to_keep=1)
+    for step in range(1, 30):
+        damage_and_find(checkpointer, step)
+        save(checkpointer, step)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("case", ["another run", "added file", "no manifest", "permanent", "all"])
+def test_damaged_checkpoint_that_retention_would_not_delete_is_kept(
+    tmp_path: Path, case: str
+) -> None:
+    checkpointer = make_checkpointer(
+        tmp_path,
+        max_to_keep=None if case == "all" else 1,
+        keep_every=2 if case == "permanent" else 0,
+    )
+    first = make_checkpointer(tmp_path, run_id="theirs") if case == "another run" else checkpointer
+    damage_and_find(first, 2)
+    renamed = tmp_path / "step_00000002.damaged-1"
+    if case == "added file":
+        (renamed / "notes").write_text("mine")
+    if case == "no manifest":
+        (renamed / "manifest.json").unlink()
+    damage_and_find(checkpointer, 3, 5)
+    save(checkpointer, 7)
+    assert renamed.is_dir()
+
+
+def test_renamed_checkpoints_are_named_when_space_is_short(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = make_checkpointer(tmp_path, max_to_keep=2)
+    damage_and_find(checkpointer, 1)
+    assert "free" not in caplog.text
+    caplog.clear()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    damage_and_find(checkpointer, 2)
+    line = caplog.records[-2].message
+    assert line == (
+        f"only 0.0 MiB are free in {tmp_path}, where 2 damaged checkpoints take 0.0 MiB (delete "
+        f"what you do not need: rm -r {tmp_path}/step_*.damaged-*)"
+    )
+
+
 def test_older_damaged_checkpoint_is_not_renamed(tmp_path: Path) -> None:
     checkpointer = make_checkpointer(tmp_path)
     first, second = save(checkpointer, 1, 2)

@@ -4,6 +4,10 @@ A step is written to a temporary directory, listed with checksums in a manifest,
 renaming the directory.
 """
 
+from temper_engine_api.checkpoint.damaged_steps import (
+    delete_old_damaged_steps,
+    describe_damaged_steps,
+)
 from temper_engine_api.checkpoint.engine_checkpoint import (
     ENGINE_PART,
     PROGRESS_FILE,
@@ -54,6 +58,8 @@ __all__ = [
     "begin_checkpoint",
     "config_hash",
     "delete_killed_saves",
+    "delete_old_damaged_steps",
+    "describe_damaged_steps",
     "download",
     "find_latest_step",
     "find_step",

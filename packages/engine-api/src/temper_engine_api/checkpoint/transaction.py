@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from temper_engine_api.checkpoint.damaged_steps import describe_damaged_steps
 from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestInfo
 from temper_engine_api.checkpoint.part_files import (
     FileRecord,
@@ -122,16 +123,17 @@ class CheckpointTransaction:
     def failure(self, reason: str) -> CheckpointError:
         """Return the error for a failed save, including disk usage. Call before `abort`."""
         root = self.final.parent
-        last = find_latest_step(root)
-        needed = (
-            ""
-            if last is None
-            else f"; step {last} takes {format_size(count_bytes_below(step_directory(root, last)))}"
-        )
+        last, damaged = find_latest_step(root), describe_damaged_steps(root)
+        written = format_size(count_bytes_below(self.staging))
+        free = format_size(shutil.disk_usage(root).free)
+        usage = [f"{written} of it were written and {free} are free at {root}"]
+        if last is not None:
+            size = format_size(count_bytes_below(step_directory(root, last)))
+            usage.append(f"step {last} takes {size}")
+        usage += [] if damaged is None else [damaged]
         return CheckpointError(
-            f"step {self.step} could not be saved: {reason}. "
-            f"{format_size(count_bytes_below(self.staging))} of it were written and {format_size(shutil.disk_usage(root).free)} are free at "
-            f"{root}{needed}. Free space there or save elsewhere. Earlier steps have not changed."
+            f"step {self.step} could not be saved: {reason}. {'; '.join(usage)}. Free space there "
+            "or save elsewhere. Earlier steps have not changed."
         )
 
     def _check(self, files: Sequence[FileRecord]) -> None:

@@ -69,7 +69,7 @@ def _read_run_id(directory: Path) -> str | None:
     try:
         return read_manifest(directory).info.run_id
     except CheckpointError:
-        return ""  # no run has this id: damaged checkpoints are never deleted
+        return ""  # no run has this id: a checkpoint without a readable manifest is never deleted
 
 
 NOTHING_SAVED = "No checkpoint of this run was saved yet: run.resume=auto would start at step 1."

@@ -9,6 +9,7 @@ from them, too.
 import hashlib
 import logging
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from temper_engine_api.checkpoint import (
     PartReport,
     begin_checkpoint,
     delete_killed_saves,
+    delete_old_damaged_steps,
+    describe_damaged_steps,
     find_step,
     list_complete_steps,
     list_package_versions,
@@ -34,7 +37,9 @@ from temper_engine_api.checkpoint import (
     set_aside,
     verify,
 )
+from temper_engine_api.checkpoint.damaged_steps import measure_damaged_steps
 from temper_engine_api.checkpoint.manifest import make_unreadable_error, read_manifest
+from temper_engine_api.checkpoint.part_files import format_size
 from temper_engine_api.checkpoint.step_directories import MARKER_NAME, STEP_NAME
 from temper_engine_api.checkpoint.transaction import write_durably
 from temper_engine_api.errors import (
@@ -159,7 +164,8 @@ class Checkpointer:
     def find(self, resume: str) -> Path | None:
         """Return the verified checkpoint to resume from; None starts at step 1.
 
-        With ``auto``, damaged and incomplete checkpoints newer than the last good one are renamed.
+        With ``auto``, damaged and incomplete checkpoints newer than the last good one are renamed,
+        with a warning if the disk has less space than they take.
         With the path of an earlier step of this run, the later steps are renamed. Nothing is
         deleted, and each rename is logged as a warning.
 
@@ -201,7 +207,7 @@ class Checkpointer:
         return None
 
     def _find_newest_good(self) -> Path | None:
-        num_renamed = 0
+        num_renamed, newest_good = 0, None
         for step, directory in sorted(list_step_entries(self.root).items(), reverse=True):
             try:
                 with lock_for_reading(directory):
@@ -214,15 +220,31 @@ class Checkpointer:
             except DamagedCheckpointError as error:
                 self._rename(directory, "damaged", cause=str(error))
             else:
-                return directory
+                newest_good = directory
+                break
             num_renamed += 1
         if num_renamed:
+            self._warn_if_space_is_short()
+        if num_renamed and newest_good is None:
             logger.warning(
                 "no checkpoint in %s can be restored: all %d were renamed, none was deleted",
                 self.root,
                 num_renamed,
             )
-        return None
+        return newest_good
+
+    def _warn_if_space_is_short(self) -> None:
+        """Warn if the next save may find no space because of the damaged checkpoints."""
+        sizes = measure_damaged_steps(self.root).values()
+        free = shutil.disk_usage(self.root).free
+        # The next save takes about as much as the largest of them.
+        if sizes and free < max(sizes):
+            logger.warning(
+                "only %s are free in %s, where %s",
+                format_size(free),
+                self.root,
+                describe_damaged_steps(self.root),
+            )
 
     def _check_requested(self, checkpoint: Path) -> Path:
         is_own = self._is_own(checkpoint)
@@ -305,6 +327,7 @@ class Checkpointer:
                 keep_every=self.keep_every,
                 check=self._verify_once,
             )
+            delete_old_damaged_steps(self.root, run_id=self.run_id, keep_every=self.keep_every)
         except OSError as error:
             logger.warning("old checkpoints in %s could not be deleted: %s", self.root, error)
 

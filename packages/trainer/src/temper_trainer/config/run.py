@@ -65,8 +65,8 @@ class RunConfig:
     """
     resume: str = "never"
     """never: refuse a folder that contains a run. auto: continue from the newest valid checkpoint;
-    damaged ones are renamed, never deleted. Or the path of a step directory (later steps of the
-    same run are renamed) or of a converted checkpoint.
+    damaged ones are renamed, and the newest two of them are kept. Or the path of a step directory
+    (later steps of the same run are renamed) or of a converted checkpoint.
     """
     save_every: NonNegativeInt = 0
     """Steps between checkpoints, in addition to save_interval_s; 0 is off. The end of a run always
