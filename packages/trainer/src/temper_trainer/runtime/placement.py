@@ -1,5 +1,6 @@
 """Plan which process runs where, and describe the plan. Pure functions without torch or Ray."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -137,6 +138,25 @@ def plan_placement(
     bundles = plan_bundles(roles, runtime)
     _check_fits(bundles, roles, cpus=cpus, gpus=gpus)
     return Placement(bundles=bundles)
+
+
+def find_missing_cpus(config: TrainerConfig) -> str | None:
+    """Return the message of `plan_placement` if Ray would start on this host and it is too small.
+
+    Nothing is known of a running cluster, nor of the hosts of a run with GPUs, which may be
+    checked on a host without any.
+    """
+    runtime = config.runtime
+    if runtime.kind != "ray" or runtime.address is not None or "RAY_ADDRESS" in os.environ:
+        return None
+    roles = collect_role_requests(config)
+    if any(bundle.gpus for bundle in plan_bundles(roles, runtime)):
+        return None
+    try:
+        plan_placement(roles, runtime, cpus=os.cpu_count() or 1, gpus=0)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def plan_bundles(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tuple[Bundle, ...]:

@@ -1,6 +1,7 @@
 import json
 import socket
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -783,6 +784,50 @@ def test_rows_that_do_not_fit_the_trained_tokenizer_are_refused(
     bpe = ["data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=259", f"run.resume={resume}"]
     with pytest.raises(ConfigError, match=sentence):
         check_external_objects(load([*settings, *keys, *bpe, *overrides]).config)
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval", "warm_start.data"])
+def test_generated_prompts_that_are_too_long_are_refused_before_the_run(key: str) -> None:
+    check_external_objects(load(["experiment=quickstart"]).config)
+    with pytest.raises(ConfigError, match=rf"{key}: arithmetic\[\w+\] row \d+: the prompt has at"):
+        check_external_objects(load(["experiment=quickstart", "data.max_prompt_tokens=20"]).config)
+
+
+def test_held_out_prompts_that_are_too_long_are_refused_before_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "a b c d e f", "answer": "1"}) + "\n")
+    settings = ["experiment=quickstart", "data.eval.kind=jsonl", f"data.eval.paths=[{path}]"]
+    config = load([*settings, "warm_start=null", "data.train.max_rows=1"]).config
+    check_external_objects(config)
+    limited = replace(config, data=replace(config.data, max_prompt_tokens=5))
+    with pytest.raises(ConfigError, match=r"data\.eval: .*rows\.jsonl:1: the prompt has at"):
+        check_external_objects(limited)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        (["actor.num_workers=3"], True),
+        (["actor.num_workers=2"], False),
+        (["actor.num_workers=3", "runtime.cpus_per_worker=0.5"], False),
+        # On other hosts than this one.
+        (["actor.num_workers=3", "runtime.address=10.0.0.1:6379"], False),
+        (["actor.num_workers=3", "runtime.gpus_per_worker=1", "actor.engine.device=cuda"], False),
+    ],
+)
+def test_more_ray_workers_than_cpus_of_this_host_are_refused_before_the_run(
+    overrides: list[str], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load(["experiment=quickstart", "runtime.kind=ray", *overrides]).config
+    if not is_refused:
+        check_libraries(config)
+        return
+    with pytest.raises(ConfigError, match=r"need 3 CPU and 0 GPU, but the cluster has 2 and 0"):
+        check_libraries(config)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    check_libraries(config)
 
 
 @pytest.mark.parametrize(

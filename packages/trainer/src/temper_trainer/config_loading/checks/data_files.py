@@ -53,6 +53,8 @@ def find_data_problems(config: TrainerConfig) -> Iterator[str]:
     for name, source in sources.items():
         if source is not None and source.kind in ("jsonl", "parquet"):
             yield from _source_problems(name, source, config=config)
+        elif source is not None and source.kind == "arithmetic":
+            yield from _tokenizer_problems(name, _generate_first_rows(source), config=config)
     if config.data.string_prompts == "user_message" and not has_chat_template(
         config.data, model_path=config.actor.engine.model.path
     ):
@@ -116,10 +118,18 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
         selected = [(row.location, row.reward) for part in first_rows for row in part.rows]
         # One is enough.
         yield from islice(find_unknown_rewards(config.reward, selected), 1)
-    # The run trains it neither on evaluation data nor on a stream.
-    if first_rows and name not in config.data.eval_sources and not config.data.streaming:
+    # The run trains no tokenizer on a stream.
+    if first_rows and not config.data.streaming:
         rows = [row for part in first_rows for row in part.rows]
         yield from _tokenizer_problems(name, rows, config=config)
+
+
+def _generate_first_rows(source: SourceConfig) -> tuple[Row, ...]:
+    from temper_trainer.data.arithmetic import generate_arithmetic_rows
+
+    assert source.max_rows is not None
+    first = replace(source, max_rows=min(source.max_rows, NUM_CHECKED_ROWS))
+    return tuple(generate_arithmetic_rows(first))
 
 
 def _read_first_rows(source: SourceConfig, *, kind: PreferenceKind | None) -> FirstRows:
@@ -174,14 +184,17 @@ def _tokenizer_problems(name: str, rows: Sequence[Row], *, config: TrainerConfig
         return
     from temper_trainer.data.trained_tokenizer import train_tokenizer  # 0.1 s
 
+    # The run does not train it on held-out data, but splits these prompts at the same places.
+    is_learned = name not in data.eval_sources
+    texts = [text for row in rows for text in row.texts] if is_learned else ["a"]
     try:
-        trained = train_tokenizer(data.tokenizer, [text for row in rows for text in row.texts])
+        trained = train_tokenizer(data.tokenizer, texts)
     except TemperError as error:
         yield f"{name}: {error}"
         return
     size = config.actor.engine.model.architecture.get("vocab_size")
     num_entries = trained.get_vocab_size()
-    if isinstance(size, int) and size < num_entries:
+    if is_learned and isinstance(size, int) and size < num_entries:
         yield (
             f"actor.engine.model.architecture.vocab_size is {size}, but the tokenizer that is "
             f"trained on {name} has at least {num_entries} entries: raise it or leave it out."

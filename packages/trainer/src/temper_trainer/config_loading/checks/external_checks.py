@@ -48,6 +48,7 @@ from temper_trainer.reward.row_rewards import iterate_selected_rewards
 from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
+from temper_trainer.runtime.placement import find_missing_cpus
 from temper_trainer.settings.variants import Custom
 
 logger = logging.getLogger(__name__)
@@ -183,11 +184,11 @@ def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str
 
 
 def check_libraries(config: TrainerConfig) -> None:
-    """Raise if a library is missing, which a run would notice only after its warm start.
+    """Raise if this host lacks a library or the CPUs for Ray; a run would notice that later.
 
     Raises:
-        ConfigError: If Ray, peft, datasets or vLLM is not installed, or the vLLM version does not
-            work.
+        ConfigError: If Ray, peft, datasets or vLLM is not installed, the vLLM version does not
+            work, or Ray would start here with fewer CPUs than the workers need.
     """
     for name, source in {**config.data.train_sources, **config.data.eval_sources}.items():
         if source.kind == "datasets" and not _is_installed("datasets"):
@@ -201,6 +202,8 @@ def check_libraries(config: TrainerConfig) -> None:
                 "runtime.kind is ray, but Ray is not installed: run "
                 f"{format_install('temper-trainer[ray]')}, or use inline."
             )
+        if message := find_missing_cpus(config):
+            raise ConfigError(message)
         return  # the libraries of servers and engines may be on other hosts
     adapted = [name for name, role in config.trained_roles.items() if role.engine.lora.is_enabled]
     if adapted and config.model_engine in _ENGINES_WITH_PEFT and not _is_installed("peft"):
