@@ -793,7 +793,7 @@ def test_generated_prompts_that_are_too_long_are_refused_before_the_run(key: str
         check_external_objects(load(["experiment=quickstart", "data.max_prompt_tokens=20"]).config)
 
 
-def test_held_out_prompts_that_are_too_long_are_refused_before_the_run(tmp_path: Path) -> None:
+def test_evaluation_prompts_that_are_too_long_are_refused_before_the_run(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "a b c d e f", "answer": "1"}) + "\n")
     settings = ["experiment=quickstart", "data.eval.kind=jsonl", f"data.eval.paths=[{path}]"]
