@@ -86,7 +86,11 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
             "actor.engine.model.model_type is value_model",
             "must be language_model in task rl",
         ),
-        (["task=sft", "warm_start.total_steps=5"], "warm_start has no effect", "task sft"),
+        (
+            ["task=sft", "warm_start.total_steps=5"],
+            "warm_start has no effect",
+            "set warm_start=null",
+        ),
         (
             ["weight_sync.transport=collective"],
             "weight_sync.transport is collective",

@@ -109,6 +109,21 @@ def test_malformed_row_is_named_with_its_line(tmp_path: Path, line: str, complai
     assert f"{tmp_path / 'a.jsonl'}:3: " in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "remedy"),
+    [
+        ("a.csv", "question,answer", "Convert the table"),
+        ("a.json", "[", "write each row on its own line"),
+        ("a.jsonl", "{", "write each row on its own line"),
+    ],
+)
+def test_file_of_another_format_is_refused_with_what_to_do(
+    tmp_path: Path, name: str, content: str, remedy: str
+) -> None:
+    with pytest.raises(DataError, match=remedy):
+        load_rows(write_lines(tmp_path / name, content))
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "picture").write_bytes(b"\x89PNG\xff\xfe")
     for kind, name, complaint in (

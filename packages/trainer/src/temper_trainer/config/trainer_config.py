@@ -200,7 +200,7 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
             "run.eval_sampling.temperature above 0, or remove it."
         )
     if config.task == "sft" and config.warm_start is not None:
-        conflicts.append("warm_start has no effect in task sft: remove it.")
+        conflicts.append("warm_start has no effect in task sft: set warm_start=null.")
     conflicts += _find_role_conflicts(config)
     conflicts += _find_task_conflicts(config)
     sources = config.data.train_sources | config.data.eval_sources
@@ -403,7 +403,7 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "completions of other prompts in the same update: set it to 2 or more."
         )
     if config.warm_start is not None and config.task in (*PREFERENCE_TASKS, *INFERENCE_TASKS):
-        yield f"warm_start has no effect in task {config.task}: remove it."
+        yield f"warm_start has no effect in task {config.task}: set warm_start=null."
     if config.task in PREFERENCE_TASKS and config.data.train.kind == "arithmetic":
         yield (
             "data.train.kind is arithmetic, which has no preferences for task "

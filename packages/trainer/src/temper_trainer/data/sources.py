@@ -161,6 +161,15 @@ def _resolve_path(path: str, base_dir: Path | None) -> str:
     return str(base_dir / path)
 
 
+def _suggest_remedy(path: str, line: str) -> str:
+    """Return what to do about a line that is no JSON object."""
+    if path.endswith((".csv", ".tsv")):
+        return "Convert the table: pandas has to_json(PATH, orient='records', lines=True)."
+    if line.strip() in ("[", "{"):
+        return "One JSON document over several lines must be split: write each row on its own line."
+    return "Correct or remove the line."
+
+
 def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
     """Yield (file:line, record) for every line that is not blank."""
     try:
@@ -174,7 +183,7 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
                 except json.JSONDecodeError as error:
                     raise DataError(
                         f"{path}:{number}: not a JSON object ({error}): expected one object per "
-                        "line. Correct or remove the line."
+                        f"line. {_suggest_remedy(path, line)}"
                     ) from error
     except UnicodeDecodeError as error:
         raise DataError(

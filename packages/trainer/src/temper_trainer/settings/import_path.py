@@ -33,7 +33,13 @@ def import_object(path: str, *, key: str) -> Callable[..., Any]:
             and error.name is not None
             and f"{module}.".startswith(f"{error.name}.")
         )
-        remedy = _suggest_remedy(module) if is_absent else "fix the module"
+        if module.endswith(".py") or "/" in module:
+            own = module.removesuffix(".py").rpartition("/")[2]
+            remedy = (
+                f"write the module and not its file, {own}:{name}, with its folder in PYTHONPATH"
+            )
+        else:
+            remedy = _suggest_remedy(module) if is_absent else "fix the module"
         raise ConfigError(
             f"{key} names module {module!r}, which cannot be imported ({type(error).__name__}: "
             f"{error}): {remedy}."

@@ -67,6 +67,25 @@ def test_missing_data_file_is_named(there: list[str]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [("", "it is a folder, list its files"), ("/*.jsonl", "patterns are not expanded")],
+)
+def test_folder_and_pattern_in_place_of_a_file_are_named_as_such(
+    there: list[str], tmp_path: Path, path: str, remedy: str
+) -> None:
+    assert remedy in refusal([*there, f"data.eval.paths=['{tmp_path}{path}']"])
+
+
+def test_file_of_a_reward_in_place_of_its_module_is_refused_with_the_module(
+    there: list[str],
+) -> None:
+    for path in ("my_reward.py:score", "rewards/my_reward.py:score"):
+        assert "write the module and not its file, my_reward:score" in refusal(
+            [*there, f"reward.function='{path}'"]
+        )
+
+
 def test_missing_file_of_tools_is_named(there: list[str], tmp_path: Path) -> None:
     assert refusal([*there, "data.tools_path=tools.yaml"]).startswith(
         "data.tools_path is tools.yaml, which is not a file (relative to "

@@ -78,8 +78,8 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
     absent = [path for path in local if not Path(path).is_file()]
     for path in absent:
         yield (
-            f"{name}.paths names {path}, which is not a file (relative to {Path.cwd()}): correct "
-            "the path."
+            f"{name}.paths names {path}, which is not a file (relative to {Path.cwd()}): "
+            f"{_suggest_path(path)}."
         )
     kind = config.preference_kind if name == "data.train" else None
     first_rows = []
@@ -130,6 +130,14 @@ def _generate_first_rows(source: SourceConfig) -> tuple[Row, ...]:
     assert source.max_rows is not None
     first = replace(source, max_rows=min(source.max_rows, NUM_CHECKED_ROWS))
     return tuple(generate_arithmetic_rows(first))
+
+
+def _suggest_path(path: str) -> str:
+    if Path(path).is_dir():
+        return "it is a folder, list its files"
+    if "*" in path:
+        return "patterns are not expanded, list the files"
+    return "correct the path"
 
 
 def _read_first_rows(source: SourceConfig, *, kind: PreferenceKind | None) -> FirstRows:
