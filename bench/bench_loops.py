@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python bench/bench_loops.py [--steps 12] [--rollout-python PYTHON]
         [--json FILE]
-    python bench/bench_loops.py --turns [--rollouts 128]
+    python bench/bench_loops.py --scripted [--json FILE]
 
 Uses the quickstart's model and problems, with sampler and actor in separate Ray processes. Each
 loop is a `temper-train` run, whose first two steps are skipped. Sampling ahead can save at most
@@ -10,28 +10,32 @@ the shorter of sampling and training, if each has a core; the table also shows i
 With --rollout-python the sampler is a vLLM server of that interpreter, otherwise the transformers
 sampler.
 
-`--turns` compares rollouts of eight turns that take turns together, as with the transformers
-sampler, and concurrent ones, as with vLLM. A completion takes DECODE_S, and a tool a log-normal
-time with the median TOOL_S. The ideal is the time of the slowest rollout alone.
+`--scripted` measures the scheduler of rollouts with a scripted server instead: rollouts of several
+turns, loops with log-normal lengths, and the cost of many open rollouts. The server takes a given
+time for each token, and tools and training steps sleep.
 """
 
 import argparse
 import json
+import math
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.environment.protocol import Observation
-from temper_trainer.loops.multi_turn import RolloutLimits, run_conversations
-from temper_trainer.rollout.scripted_sampler import ScriptedSampler
-from temper_trainer.types import Completion, Prompt, SamplingRequest
+from temper_trainer.environment.protocol import Environment, Observation
+from temper_trainer.loops.batch_pipeline import AdmissionRule, BatchPipeline
+from temper_trainer.loops.rollout_scheduler import RolloutScheduler
+from temper_trainer.rollout.scripted_sampler import ScriptedServer
+from temper_trainer.types import Prompt, SamplingRequest
 
 LOOPS = {
     "sync": ("loop=sync",),
@@ -66,24 +70,13 @@ COLUMNS = (
 NUM_TURNS = 8
 DECODE_S, TOOL_S, TOOL_SIGMA = 0.05, 0.05, 1.0
 """Seconds of a completion, median seconds of a tool, and the deviation of their logarithm."""
-
-
-class TimedSampler(ScriptedSampler):
-    """A sampler that takes DECODE_S for all requests of a call, however many they are."""
-
-    def __init__(self, *, is_concurrent: bool) -> None:
-        super().__init__(lambda request: [1], end_token_id=0)
-        self._is_concurrent = is_concurrent
-
-    @property
-    def is_concurrent(self) -> bool:
-        """True if rollouts do not take turns together."""
-        return self._is_concurrent
-
-    def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        """Return one token per request after DECODE_S."""
-        time.sleep(DECODE_S)
-        return super().sample(requests)
+NUM_SLOTS = 128
+"""Sequences that the server of the asynchronous rows decodes at the same time."""
+ROLLOUTS_PER_STEP = 1024
+MEDIAN_TOKENS, TOKENS_SIGMA = 200, 0.8
+TOKEN_S = 1e-3
+TRAIN_FRACTION = 0.5
+"""Time of a training step, as a fraction of the time that the server needs for its rollouts."""
 
 
 class TimedTool:
@@ -101,36 +94,151 @@ class TimedTool:
         return Observation()
 
 
-def measure_turns(*, num_rollouts: int) -> None:
-    """Print the seconds of both ways to run turns, and their ratio to the ideal."""
+def make_requests(
+    num_rollouts: int, *, max_tokens: int, first: int = 0
+) -> tuple[list[Prompt], list[SamplingRequest]]:
+    """Return prompts of one token, which is the index of the rollout, and their requests."""
+    prompts = [
+        Prompt(prompt_id=i, text="", tokens=(i,), answer="")
+        for i in range(first, first + num_rollouts)
+    ]
+    sampling = SamplingConfig(max_tokens=max_tokens)
+    return prompts, [
+        SamplingRequest(
+            request_id=i, prompt_tokens=prompt.tokens, sampling=sampling, seed=prompt.prompt_id
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def run_turns(times: Sequence[Sequence[float]], *, decode_s: float, max_tools: int) -> float:
+    """Return the seconds of rollouts of one-token turns, whose tools take the given times."""
+    prompts, requests = make_requests(len(times), max_tokens=1)
+    tools = map(TimedTool, times)
+
+    def make_tool() -> Environment:
+        return next(tools)
+
+    server = ScriptedServer(
+        lambda request: [1], end_token_id=0, token_s=decode_s, max_concurrent=len(times)
+    )
+    config = EnvironmentConfig(
+        name="package:Tool", max_turns=len(times[0]), max_concurrent=max_tools
+    )
+    with RolloutScheduler(server, environment=config, make_environment=make_tool) as scheduler:
+        begin = time.perf_counter()
+        scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
+        return time.perf_counter() - begin
+
+
+def measure_turns(num_rollouts: int = 128) -> dict[str, float]:
+    """Compare rollouts of several turns with the slowest of them alone."""
     draw = random.Random(0)
     times = [
         [draw.lognormvariate(0.0, TOOL_SIGMA) * TOOL_S for _ in range(NUM_TURNS)]
         for _ in range(num_rollouts)
     ]
-    prompts = [Prompt(prompt_id=i, text="", tokens=(1,), answer="") for i in range(num_rollouts)]
-    requests = [
-        SamplingRequest(
-            request_id=i, prompt_tokens=(1,), sampling=SamplingConfig(max_tokens=1), seed=i
-        )
-        for i in range(num_rollouts)
-    ]
     ideal = max(sum(seconds) for seconds in times) + NUM_TURNS * DECODE_S
-    print(f"| {num_rollouts} rollouts of {NUM_TURNS} turns | seconds | / ideal |\n|---|---|---|")
-    print(f"| ideal: the slowest rollout alone | {ideal:.2f} | 1 |")
-    for name, is_concurrent in (("turns together", False), ("concurrent", True)):
-        tools = iter(times)
-        begin = time.perf_counter()
-        run_conversations(
-            TimedSampler(is_concurrent=is_concurrent),
-            requests,
-            prompts=prompts,
-            make_environment=lambda tools=tools: TimedTool(next(tools)),  # type: ignore[misc]
-            limits=RolloutLimits(max_turns=NUM_TURNS, max_tokens=1000, stop="="),
-            max_concurrent=num_rollouts,
+    seconds = run_turns(times, decode_s=DECODE_S, max_tools=num_rollouts)
+    return {"seconds": seconds, "ideal_s": ideal, "ratio": seconds / ideal}
+
+
+def draw_length(index: int) -> int:
+    """Return the length of a rollout's completion, log-normal."""
+    return math.ceil(random.Random(index).lognormvariate(math.log(MEDIAN_TOKENS), TOKENS_SIGMA))
+
+
+def script_lengths(request: SamplingRequest) -> list[int]:
+    """Return what is left of the completion of a rollout, after a prompt of one token."""
+    num_done = len(request.prompt_tokens) - 1
+    return [1] * (draw_length(request.prompt_tokens[0]) - num_done)
+
+
+def measure_async(max_staleness: int, *, overlaps: bool = True, num_steps: int = 6) -> float:
+    """Return the throughput of a loop relative to a server whose slots are never empty.
+
+    The first steps fill the pipeline and are left out. Later steps than those that are measured are
+    sampled ahead, as in a long run.
+    """
+    server = ScriptedServer(
+        script_lengths, end_token_id=0, token_s=TOKEN_S, max_concurrent=NUM_SLOTS
+    )
+    server.load_weights([], version=1)
+    mean_tokens = MEDIAN_TOKENS * math.exp(TOKENS_SIGMA**2 / 2)
+    train_s = TRAIN_FRACTION * ROLLOUTS_PER_STEP * mean_tokens * TOKEN_S / NUM_SLOTS
+    with RolloutScheduler(server, max_sampling=2 * NUM_SLOTS, interrupts=overlaps) as scheduler:
+
+        async def sample(step: int) -> int:
+            prompts, requests = make_requests(
+                ROLLOUTS_PER_STEP, max_tokens=10**6, first=ROLLOUTS_PER_STEP * (step - 1)
+            )
+            conversations, _ = await scheduler.run_rollouts(
+                requests, prompts=prompts, priority=step
+            )
+            return sum(len(each.tokens) for each in conversations)
+
+        pipeline = BatchPipeline(
+            scheduler,
+            sample,
+            rule=AdmissionRule(max_staleness=max_staleness, overlaps=overlaps),
+            first_step=1,
+            last_step=10**6,
         )
+        begin, num_tokens, num_skipped = 0.0, 0, max_staleness + 2
+        for step in range(1, num_skipped + num_steps + 1):
+            tokens = pipeline.take(step)
+            pipeline.start_batches()
+            if step > num_skipped:
+                num_tokens += tokens
+            time.sleep(train_s)
+            with pipeline.sync_weights(step):
+                server.load_weights([], version=step + 1)
+            if step == num_skipped:
+                begin = time.perf_counter()
         seconds = time.perf_counter() - begin
-        print(f"| {name} | {seconds:.2f} | {seconds / ideal:.2f} |")
+    return num_tokens * TOKEN_S / NUM_SLOTS / seconds
+
+
+def measure_flight(num_rollouts: int = 10_000, *, num_turns: int = 2) -> dict[str, float]:
+    """Return the driver's CPU time per completion, and its memory, with open rollouts."""
+    times = [[0.0] * num_turns for _ in range(num_rollouts)]
+    before = time.process_time()
+    # A token takes so long that all rollouts are open before the first one ends.
+    seconds = run_turns(times, decode_s=10.0, max_tools=64)
+    cpu_s = time.process_time() - before
+    return {
+        "seconds": seconds,
+        "cpu_ms_per_completion": 1e3 * cpu_s / (num_rollouts * num_turns),
+        "max_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
+
+
+def measure_all() -> dict[str, float]:
+    """Run every row and print the table."""
+    turns, flight = measure_turns(), measure_flight()
+    rows: dict[str, tuple[str, float]] = {
+        "turns": (
+            f"128 rollouts of {NUM_TURNS} turns, seconds / slowest rollout alone",
+            turns["ratio"],
+        ),
+    }
+    names: Sequence[tuple[str, Callable[[], float]]] = (
+        ("sync", lambda: measure_async(0, overlaps=False)),
+        ("one_step_off", lambda: measure_async(1, overlaps=False)),
+        ("async, 1", lambda: measure_async(1)),
+        ("async, 2", lambda: measure_async(2)),
+    )
+    for name, measure in names:
+        rows[name] = (f"{name}: tokens/s / perfect stream", measure())
+    rows["cpu"] = (
+        "10,000 rollouts in flight, ms of CPU per completion",
+        flight["cpu_ms_per_completion"],
+    )
+    rows["memory"] = ("the same, maximum memory of the process in GB", flight["max_memory_gb"])
+    print("| row | value |\n|---|---|")
+    for title, value in rows.values():
+        print(f"| {title} | {value:.3f} |")
+    return {name: value for name, (_, value) in rows.items()}
 
 
 def list_overrides(settings: Sequence[str], *, steps: int, folder: Path) -> list[str]:
@@ -180,11 +288,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rollout-python")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--turns", action="store_true", help="compare ways to run turns instead")
-    parser.add_argument("--rollouts", type=int, default=128)
+    parser.add_argument("--scripted", action="store_true", help="measure the scheduler instead")
     chosen = parser.parse_args()
-    if chosen.turns:
-        measure_turns(num_rollouts=chosen.rollouts)
+    if chosen.scripted:
+        values = measure_all()
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps(values, indent=1))
         return
     sampler = sampler_settings(chosen.rollout_python)
     results: dict[str, dict[str, float]] = {}

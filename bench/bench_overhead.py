@@ -24,7 +24,7 @@ import torch
 from temper_engine_api.registry import load_engine_class
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import train
-from temper_trainer.loops.rl_step import SyncLoop
+from temper_trainer.loops.rl_loop import StepLoop
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.types import Prompt
@@ -89,7 +89,7 @@ def install_meter(meter: Meter, rows: list[dict[str, float]]) -> None:
     ):
         setattr(kind, method, meter.wrap(getattr(kind, method), name))
     started = [0.0]
-    step, log = SyncLoop.run_step, RunLog.log_metrics
+    step, log = StepLoop.run_step, RunLog.log_metrics
 
     def timed_step(*arguments: Any, **named: Any) -> Any:
         meter.take()
@@ -103,7 +103,7 @@ def install_meter(meter: Meter, rows: list[dict[str, float]]) -> None:
             measured = meter.take()
             rows.append({**measured, "total": total, "trainer": total - sum(measured.values())})
 
-    setattr(SyncLoop, "run_step", timed_step)  # noqa: B010 - adds only the measurement
+    setattr(StepLoop, "run_step", timed_step)  # noqa: B010 - adds only the measurement
     setattr(RunLog, "log_metrics", timed_log)  # noqa: B010 - adds only the measurement
 
 

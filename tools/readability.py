@@ -46,7 +46,11 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation(title="one GRPO step (the second)", function=r"rl_step|SyncLoop\.run_step", call=2),
+    Operation(
+        title="one GRPO step (the second)",
+        function=r"rl_step|(SyncLoop|StepLoop)\.run_step",
+        call=2,
+    ),
     Operation(title="one SFT update", function=r"TrainingWorker\.update", call=1),
     Operation(title="one optimizer step", function=r"BaseEngine\.optimizer_step", call=1),
     Operation(

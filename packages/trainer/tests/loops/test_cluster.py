@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from temper_trainer.loops import RunResult
-from temper_trainer.loops.rl_step import StepResult, SyncLoop
+from temper_trainer.loops.rl_loop import StepLoop
+from temper_trainer.loops.rl_step import StepResult
 from temper_trainer.runtime.worker_group import WorkerError
 
-run_step = SyncLoop.run_step
+run_step = StepLoop.run_step
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -57,7 +58,7 @@ def test_roles_on_different_nodes_give_the_metrics_of_one_process(
 def test_lost_node_is_named_and_the_run_resumes_from_its_checkpoint(
     run: Run, rows: Rows, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step_that_loses_a_node(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+    def step_that_loses_a_node(loop: StepLoop, *, step: int, **given: object) -> StepResult:
         if step == 3:
             (other,) = cluster.worker_nodes
             cluster.remove_node(other, allow_graceful=False)
@@ -65,7 +66,7 @@ def test_lost_node_is_named_and_the_run_resumes_from_its_checkpoint(
 
     # Steps are short, and Ray may notice the loss only after the one in which it happens.
     longer_run = [*SHORT_RUN, "run.total_steps=30"]
-    monkeypatch.setattr(SyncLoop, "run_step", step_that_loses_a_node)
+    monkeypatch.setattr(StepLoop, "run_step", step_that_loses_a_node)
     with pytest.raises(WorkerError, match=r"(?s)died.*run\.resume=auto"):
         run(
             tmp_path / "lost",

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from tokenizers import Regex, Tokenizer
@@ -20,13 +21,20 @@ from temper_trainer.environment.protocol import (
     Observation,
 )
 from temper_trainer.environment.tool_environment import make_environment_factory
-from temper_trainer.loops.multi_turn import Conversation, RolloutLimits, run_conversations
+from temper_trainer.loops.multi_turn import Conversation
+from temper_trainer.loops.rollout_scheduler import (
+    EnvironmentFailureError,
+    EnvironmentTimeoutError,
+    RolloutScheduler,
+)
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.types import Completion, Prompt, Rollout, SamplingRequest
 
 WORDS = ["<eos>", "<unk>", *"0123456789", "+", "-", "*", "=", "#", "\n", " ", "12", "error", ":"]
 IDS = {word: i for i, word in enumerate(WORDS)}
-CONFIG = EnvironmentConfig(call_start="", call_end="=", answer_start="", answer_end="", max_turns=3)
+CONFIG = EnvironmentConfig(
+    call_start="", call_end="=", answer_start="", answer_end="", max_turns=3, max_tokens=40
+)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -56,7 +64,6 @@ class RecordingSampler(ScriptedSampler):
 
 def run_conversation(
     *turns: Sequence[str],
-    limits: RolloutLimits,
     config: EnvironmentConfig = CONFIG,
     make_environment: EnvironmentFactory | None = None,
 ) -> tuple[Conversation, RecordingSampler, dict[str, float]]:
@@ -65,15 +72,15 @@ def run_conversation(
         request_id=0, prompt_tokens=(IDS["#"],), sampling=SamplingConfig(max_tokens=20), seed=1
     )
     prompt = Prompt(prompt_id=0, text="#", tokens=(IDS["#"],), answer="")
-    (conversation,), metrics = run_conversations(
+    with RolloutScheduler(
         sampler,
-        [request],
-        prompts=[prompt],
+        environment=config,
         make_environment=make_environment
         or make_environment_factory(config, tokenizer=tokenizer()),
-        limits=limits,
-        max_concurrent=16,
-    )
+    ) as scheduler:
+        (conversation,), metrics = scheduler.run(
+            scheduler.run_rollouts([request], prompts=[prompt])
+        )
     return conversation, sampler, metrics
 
 
@@ -87,12 +94,9 @@ class LengthFee:
         return Observation(tokens=(IDS["\n"],), reward=-0.5 * len(tokens))
 
 
-LIMITS = RolloutLimits(max_turns=3, max_tokens=40, stop="=")
-
-
 def test_calculator_answers_between_completions_and_only_sampled_tokens_are_trained() -> None:
     conversation, sampler, metrics = run_conversation(
-        ("3", "*", "4", "="), ("\n", "1", "2", "-", "2", "="), ("\n", "#", "<eos>"), limits=LIMITS
+        ("3", "*", "4", "="), ("\n", "1", "2", "-", "2", "="), ("\n", "#", "<eos>")
     )
     assert tokenizer().decode(conversation.tokens, skip_special_tokens=True) == "3*4=12\n12-2=10\n#"
     rollout = Rollout(
@@ -129,24 +133,22 @@ def test_calculator_answers_between_completions_and_only_sampled_tokens_are_trai
 
 
 def test_rollout_ends_with_an_end_token_or_without_a_call() -> None:
-    ended, _, _ = run_conversation(("3", "<eos>"), limits=LIMITS)
-    silent, _, _ = run_conversation(("3", "+"), limits=LIMITS)
+    ended, _, _ = run_conversation(("3", "<eos>"))
+    silent, _, _ = run_conversation(("3", "+"))
     assert len(ended.completions) == len(silent.completions) == 1
 
 
 def test_invalid_call_gets_an_answer_and_is_counted() -> None:
-    conversation, _, metrics = run_conversation(("+", "="), ("\n", "<eos>"), limits=LIMITS)
+    conversation, _, metrics = run_conversation(("+", "="), ("\n", "<eos>"))
     assert metrics["tool/failed"] == 1.0
     assert conversation.turns[0].observation[:2] == (IDS["error"], IDS[":"])
 
 
 def test_turns_and_tokens_are_limited() -> None:
     calls = [("\n", "1", "+", "1", "=")] * 9
-    assert len(run_conversation(*calls, limits=LIMITS)[0].completions) == 3
+    assert len(run_conversation(*calls)[0].completions) == 3
     # 5 tokens and an answer of 1, then 1 token of the next completion: 7 in all.
-    short, _, _ = run_conversation(
-        *calls, limits=RolloutLimits(max_turns=9, max_tokens=7, stop="=")
-    )
+    short, _, _ = run_conversation(*calls, config=replace(CONFIG, max_turns=9, max_tokens=7))
     assert len(short.tokens) == 7
 
 
@@ -154,7 +156,6 @@ def test_long_answer_is_truncated_and_counted() -> None:
     conversation, _, metrics = run_conversation(
         ("9", "*", "9", "="),
         ("<eos>",),
-        limits=LIMITS,
         config=EnvironmentConfig(
             call_start="",
             call_end="=",
@@ -170,7 +171,7 @@ def test_long_answer_is_truncated_and_counted() -> None:
 
 def test_the_reward_of_each_turn_is_kept_and_their_sum_is_the_rollouts() -> None:
     conversation, _, _ = run_conversation(
-        ("1", "="), ("2", "2", "="), ("3", "<eos>"), limits=LIMITS, make_environment=LengthFee
+        ("1", "="), ("2", "2", "="), ("3", "<eos>"), make_environment=LengthFee
     )
     assert conversation.rewards == [-1.0, -1.5, -1.0]
     assert conversation.reward == -3.5
@@ -179,10 +180,11 @@ def test_the_reward_of_each_turn_is_kept_and_their_sum_is_the_rollouts() -> None
 WAIT_S = 60.0
 
 
-class ConcurrentSampler(ScriptedSampler):
-    """A scripted sampler that is called by several threads, as a server is."""
+class StreamingScriptedSampler(ScriptedSampler):
+    """A scripted sampler that returns each completion by itself, as a server does."""
 
-    is_concurrent = True
+    async def sample_one(self, request: SamplingRequest) -> Completion:
+        return self.sample([request])[0]
 
 
 def count_down(request: SamplingRequest) -> list[int]:
@@ -211,7 +213,7 @@ def run_group(
     use: Callable[[Prompt], None],
     *,
     num_rollouts: int,
-    max_concurrent: int = 16,
+    config: EnvironmentConfig = CONFIG,
 ) -> tuple[list[Conversation], dict[str, float]]:
     requests = [
         SamplingRequest(
@@ -223,14 +225,10 @@ def run_group(
         Prompt(prompt_id=i, text="", tokens=requests[i].prompt_tokens, answer="")
         for i in range(num_rollouts)
     ]
-    return run_conversations(
-        sampler,
-        requests,
-        prompts=prompts,
-        make_environment=lambda: Tool(use),
-        limits=LIMITS,
-        max_concurrent=max_concurrent,
-    )
+    with RolloutScheduler(
+        sampler, environment=config, make_environment=lambda: Tool(use)
+    ) as scheduler:
+        return scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
 
 
 def test_slow_tool_holds_back_only_its_own_rollout() -> None:
@@ -246,14 +244,16 @@ def test_slow_tool_holds_back_only_its_own_rollout() -> None:
         if len(finished) == 3 and set(finished.values()) == {3}:
             others_are_done.set()
 
-    conversations, _ = run_group(ConcurrentSampler(count_down, end_token_id=0), use, num_rollouts=4)
+    conversations, _ = run_group(
+        StreamingScriptedSampler(count_down, end_token_id=0), use, num_rollouts=4
+    )
     assert [len(each.completions) for each in conversations] == [3, 3, 3, 3]
 
 
 def test_concurrent_rollouts_equal_those_that_take_turns() -> None:
     runs = [
         run_group(sampler(count_down, end_token_id=0), lambda prompt: None, num_rollouts=40)
-        for sampler in (ScriptedSampler, ConcurrentSampler)
+        for sampler in (ScriptedSampler, StreamingScriptedSampler)
     ]
     (in_turns, counts), (concurrent, concurrent_counts) = runs
     assert [each.completions for each in concurrent] != []
@@ -280,12 +280,12 @@ def test_number_of_environments_at_a_time_is_limited() -> None:
             running -= 1
 
     # One turn each, so that the last two environments belong to two rollouts.
-    sampler = ConcurrentSampler(lambda request: [IDS["<eos>"]], end_token_id=0)
-    run_group(sampler, use, num_rollouts=8, max_concurrent=2)
+    sampler = StreamingScriptedSampler(lambda request: [IDS["<eos>"]], end_token_id=0)
+    run_group(sampler, use, num_rollouts=8, config=replace(CONFIG, max_concurrent=2))
     assert most == 2
 
 
-def test_broken_environment_ends_the_other_rollouts_after_their_turn() -> None:
+def test_broken_environment_ends_the_other_rollouts() -> None:
     num_steps: Counter[int] = Counter()
     is_broken = threading.Event()
 
@@ -296,12 +296,80 @@ def test_broken_environment_ends_the_other_rollouts_after_their_turn() -> None:
             raise BrokenEnvironmentError("the tool's server is gone.")
         assert is_broken.wait(WAIT_S)
 
-    sampler = ConcurrentSampler(count_down, end_token_id=0)
+    sampler = StreamingScriptedSampler(count_down, end_token_id=0)
     with pytest.raises(BrokenEnvironmentError, match="server is gone"):
         run_group(sampler, use, num_rollouts=3)
     assert num_steps[1] == 1
-    # A rollout that was in its first turn ends after it; it can be one turn later by chance.
+    # Rollouts that were in their first turn can be one turn later by chance.
     assert max(num_steps.values()) <= 2
+
+
+def fail_some(*failing: int) -> Callable[[Prompt], None]:
+    """Return a tool that always fails for these prompts."""
+
+    def use(prompt: Prompt) -> None:
+        if prompt.prompt_id in failing:
+            raise OSError("no such server")
+
+    return use
+
+
+def test_failed_rollouts_up_to_the_configured_fraction_are_counted_and_leave_the_others() -> None:
+    sampler = StreamingScriptedSampler(count_down, end_token_id=0)
+    config = replace(CONFIG, max_failure_fraction=0.5)
+    conversations, metrics = run_group(sampler, fail_some(1), num_rollouts=4, config=config)
+    assert [each.failure for each in conversations] == [
+        None,
+        "environment: OSError: no such server",
+        None,
+        None,
+    ]
+    assert [len(each.completions) for each in conversations if each.failure is None] == [3, 3, 3]
+    assert metrics["rollout/failed"] == 1.0
+    with pytest.raises(EnvironmentFailureError, match=r"3 of 4 rollouts failed.*no such server"):
+        run_group(sampler, fail_some(0, 1, 2), num_rollouts=4, config=config)
+
+
+def test_failed_rollout_starts_again_with_the_same_seed() -> None:
+    seeds: list[int] = []
+    num_failures = 0
+
+    def script(request: SamplingRequest) -> list[int]:
+        seeds.append(request.seed)
+        return count_down(request)
+
+    def use(_: Prompt) -> None:
+        nonlocal num_failures
+        if len(seeds) in (2, 3):  # in the second turn, and then in the first one
+            num_failures += 1
+            raise OSError("no such server")
+
+    sampler = StreamingScriptedSampler(script, end_token_id=0)
+    config = replace(CONFIG, max_retries=2)
+    (conversation,), metrics = run_group(sampler, use, num_rollouts=1, config=config)
+    assert num_failures == 2
+    assert conversation.failure is None
+    assert metrics["rollout/failed"] == 0.0
+    assert seeds[2] == seeds[3] == seeds[0]
+    assert seeds[4] == seeds[1]
+
+
+def test_environment_that_hangs_fails_only_its_own_rollout() -> None:
+    is_over = threading.Event()
+    config = replace(
+        CONFIG, step_timeout_s=0.2, max_failure_fraction=0.5, max_concurrent=1, max_turns=1
+    )
+
+    def use(prompt: Prompt) -> None:
+        if prompt.prompt_id == 0:
+            is_over.wait(WAIT_S)
+
+    sampler = StreamingScriptedSampler(count_down, end_token_id=0)
+    conversations, _ = run_group(sampler, use, num_rollouts=3, config=config)
+    assert [each.failure is None for each in conversations] == [False, True, True]
+    with pytest.raises(EnvironmentTimeoutError, match="did not answer within"):
+        run_group(sampler, use, num_rollouts=3, config=replace(config, max_failure_fraction=0.0))
+    is_over.set()
 
 
 def test_later_turns_go_to_the_replica_of_the_first_one() -> None:
@@ -311,7 +379,7 @@ def test_later_turns_go_to_the_replica_of_the_first_one() -> None:
         seen.append(request)
         return count_down(request)
 
-    run_group(ConcurrentSampler(script, end_token_id=0), lambda prompt: None, num_rollouts=2)
+    run_group(StreamingScriptedSampler(script, end_token_id=0), lambda prompt: None, num_rollouts=2)
     sessions = {(request.prompt_tokens[0], request.session) for request in seen}
     assert len(seen) == 6
     assert len(sessions) == 2

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from temper_trainer.loops import RunResult
-from temper_trainer.loops.rl_step import StepResult, SyncLoop
+from temper_trainer.loops.rl_loop import StepLoop
+from temper_trainer.loops.rl_step import StepResult
 from temper_trainer.runtime.engine_teacher import EngineTeacher
 from temper_trainer.runtime.worker_group import WorkerError
 
-run_step = SyncLoop.run_step
+run_step = StepLoop.run_step
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 pytestmark = pytest.mark.ray
@@ -161,7 +162,7 @@ def test_pipeline_and_tensor_parallel_megatron_trains_like_one_fsdp_rank(
 def test_rank_killed_in_an_update_is_named_and_the_run_resumes_on_one_rank(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step_that_loses_a_rank(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+    def step_that_loses_a_rank(loop: StepLoop, *, step: int, **given: object) -> StepResult:
         actor = loop.components.roles["actor"]
         if step == 3:
             victim, update = actor.run(process_id, [(), ()])[1], actor.update
@@ -177,7 +178,7 @@ def test_rank_killed_in_an_update_is_named_and_the_run_resumes_on_one_rank(
         return run_step(loop, step=step, **given)  # type: ignore[arg-type]
 
     kept = (*ON_RAY, "run.save_every=1", "data.eval=null", "run.save_model=false")
-    monkeypatch.setattr(SyncLoop, "run_step", step_that_loses_a_rank)
+    monkeypatch.setattr(StepLoop, "run_step", step_that_loses_a_rank)
     with pytest.raises(
         WorkerError,
         match=r"(?s)actor: TrainingWorker\.update: the worker of rank 1 died.*run\.resume=auto",
@@ -218,7 +219,7 @@ TAUGHT = (
 def test_killed_engine_teacher_is_named_and_the_previous_step_is_saved(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step_that_loses_the_teacher(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+    def step_that_loses_the_teacher(loop: StepLoop, *, step: int, **given: object) -> StepResult:
         assert loop.components.teachers is not None
         teacher = loop.components.teachers.teachers["t"]
         assert isinstance(teacher, EngineTeacher)
@@ -227,7 +228,7 @@ def test_killed_engine_teacher_is_named_and_the_previous_step_is_saved(
             os.kill(victim, signal.SIGKILL)
         return run_step(loop, step=step, **given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SyncLoop, "run_step", step_that_loses_the_teacher)
+    monkeypatch.setattr(StepLoop, "run_step", step_that_loses_the_teacher)
     with pytest.raises(WorkerError, match=r"teacher\.t\.0: .*the worker of rank 0 died"):
         run(tmp_path / "killed", *TAUGHT)
     monkeypatch.undo()

@@ -9,12 +9,13 @@ from transformers import AutoModelForTokenClassification
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.loops import RunResult
-from temper_trainer.loops.rl_step import StepResult, SyncLoop
+from temper_trainer.loops.rl_loop import StepLoop
+from temper_trainer.loops.rl_step import StepResult
 from temper_trainer.types import Rollout
 
 from .test_task_runs import TINY, pairs, write
 
-run_step = SyncLoop.run_step
+run_step = StepLoop.run_step
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
@@ -78,11 +79,11 @@ def test_policy_learns_what_the_reward_model_prefers(
 ) -> None:
     step_results: list[StepResult] = []
 
-    def watched(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+    def watched(loop: StepLoop, *, step: int, **given: object) -> StepResult:
         step_results.append(run_step(loop, step=step, **given))  # type: ignore[arg-type]
         return step_results[-1]
 
-    monkeypatch.setattr(SyncLoop, "run_step", watched)
+    monkeypatch.setattr(StepLoop, "run_step", watched)
     run(
         tmp_path / "run",
         *settings(trained, "reward.function=reward_model", "run.total_steps=12"),
@@ -102,12 +103,12 @@ def test_reward_model_can_be_one_of_several_rewards(
 ) -> None:
     rollouts: list[Rollout] = []
 
-    def watched(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+    def watched(loop: StepLoop, *, step: int, **given: object) -> StepResult:
         result = run_step(loop, step=step, **given)  # type: ignore[arg-type]
         rollouts.extend(result.rollouts)
         return result
 
-    monkeypatch.setattr(SyncLoop, "run_step", watched)
+    monkeypatch.setattr(StepLoop, "run_step", watched)
     both = "reward.components={exact_match: 1.0, reward_model: 0.25}"
     run(tmp_path / "run", *settings(trained, both, "run.total_steps=1"), base=())
     expected = scores_of(trained[0] / "huggingface", rollouts)

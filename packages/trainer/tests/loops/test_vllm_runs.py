@@ -14,7 +14,8 @@ import pytest
 from temper_engine_api.rendezvous import get_run_token
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import RunResult, train
-from temper_trainer.loops.rl_step import StepResult, SyncLoop
+from temper_trainer.loops.rl_loop import StepLoop
+from temper_trainer.loops.rl_step import StepResult
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime.ray.ray_replica import RayReplica
@@ -24,7 +25,7 @@ from .conftest import SMALL
 from .listeners_for_tests import Listeners
 from .listeners_for_tests import rows as listed
 
-run_step = SyncLoop.run_step
+run_step = StepLoop.run_step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -129,7 +130,7 @@ def killing_in_step_two(
 ) -> Callable[..., StepResult]:
     """Return a step function that kills the first server in step 2, before sampling."""
 
-    def step_that_loses_a_server(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+    def step_that_loses_a_server(loop: StepLoop, *, step: int, **given: object) -> StepResult:
         assert isinstance(loop.components.sampler, VllmSampler)
         if step == 2:
             kill(loop.components.sampler)
@@ -221,7 +222,7 @@ def test_server_killed_in_a_step_loses_no_completion(
         os.killpg(replica.process_id, signal.SIGKILL)
 
     run(tmp_path / "whole", *SHORT_RUN, *on_vllm)
-    monkeypatch.setattr(SyncLoop, "run_step", killing_in_step_two(restarts, kill))
+    monkeypatch.setattr(StepLoop, "run_step", killing_in_step_two(restarts, kill))
     run(
         tmp_path / "killed",
         *SHORT_RUN,
@@ -438,7 +439,7 @@ def test_two_replicas_on_ray_equal_one_server_even_if_one_is_killed(
         os.killpg(replica.process_id, signal.SIGKILL)
 
     run(tmp_path / "one", *SHORT_RUN, *on_vllm)
-    monkeypatch.setattr(SyncLoop, "run_step", killing_in_step_two(restarts, kill))
+    monkeypatch.setattr(StepLoop, "run_step", killing_in_step_two(restarts, kill))
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         run(
@@ -475,7 +476,7 @@ def test_teacher_servers_on_ray_equal_an_engine_even_if_one_is_killed(
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     restarts: list[int] = []
 
-    def step_that_loses_a_teacher(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+    def step_that_loses_a_teacher(loop: StepLoop, *, step: int, **given: object) -> StepResult:
         assert loop.components.teachers is not None
         teacher = loop.components.teachers.teachers["adder"]
         assert isinstance(teacher, VllmTeacher)
@@ -490,7 +491,7 @@ def test_teacher_servers_on_ray_equal_an_engine_even_if_one_is_killed(
 
     one = {"adder": saved["adder"]}
     run(tmp_path / "engine", *taught_by(one, "data.train.route_key=null"))
-    monkeypatch.setattr(SyncLoop, "run_step", step_that_loses_a_teacher)
+    monkeypatch.setattr(StepLoop, "run_step", step_that_loses_a_teacher)
     two = (
         "teachers.adder.backend=vllm",
         "teachers.adder.num_replicas=2",

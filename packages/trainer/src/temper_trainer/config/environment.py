@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from temper_engine_api.errors import ConfigError
 from temper_trainer.settings.import_path import import_object, is_import_path
 from temper_trainer.settings.ranges import (
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
@@ -48,6 +49,16 @@ class EnvironmentConfig:
     """Text after a tool's answer; may be empty."""
     max_concurrent: PositiveInt = 16
     """Maximum number of environments that answer at the same time, each in its own thread."""
+    step_timeout_s: PositiveFloat | None = None
+    """Maximum time in seconds of an environment's answer, after which the rollout has failed; None
+    waits without limit.
+    """
+    max_retries: NonNegativeInt = 0
+    """Start a rollout whose environment failed again, with the same seed, up to this often."""
+    max_failure_fraction: UnitFloat = 0.0
+    """Stop the run if the environments of a larger fraction of a step's rollouts fail; up to it,
+    they are counted and left out. In [0, 1]; 0 stops at the first.
+    """
     tool_timeout_s: PositiveFloat = 5.0
     """Maximum time in seconds of a tool call; the answer then reports the timeout."""
     tool_memory_mib: Annotated[int, Range(at_least=16)] = 256

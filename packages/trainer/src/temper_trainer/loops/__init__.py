@@ -1,6 +1,6 @@
 """Runs: reinforcement learning, distillation, supervised training, evaluation and generation.
 
-Start at `training_run.train`. One RL step is `rl_step.SyncLoop.run_step`.
+Start at `training_run.train`. One RL step is `rl_loop.StepLoop.run_step`.
 """
 
 from temper_trainer.loops.training_run import RunResult, train

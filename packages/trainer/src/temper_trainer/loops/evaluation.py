@@ -49,7 +49,7 @@ def _sample(
         for j in range(num_completions)
     ]
     repeated = [prompt for prompt in prompts for _ in range(num_completions)]
-    return complete_and_score(components, requests, prompts=repeated)
+    return components.scheduler.run(complete_and_score(components, requests, prompts=repeated))
 
 
 def _average(rewards: Sequence[float | None]) -> tuple[float, int]:
@@ -332,7 +332,9 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
                 "reward": reward,
                 "tokens": [list(each.tokens) for each in conversation.completions],
                 "logprobs": [list(each.rollout_logprobs) for each in conversation.completions],
-                "finish_reason": conversation.completions[-1].finish_reason.value,
+                "finish_reason": "environment_failed"
+                if conversation.failure is not None
+                else conversation.completions[-1].finish_reason.value,
             },
             ensure_ascii=False,
         )

@@ -27,7 +27,7 @@ from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.tokenizer import compute_tokenizer_digest
 from temper_trainer.loops.evaluation import evaluate_all
 from temper_trainer.loops.interrupts import StopRequest, WorkAbandoned
-from temper_trainer.loops.pipelined_loops import open_step_loop
+from temper_trainer.loops.rl_loop import open_step_loop
 from temper_trainer.loops.rl_step import Controllers, StepResult, needs_old_logprob_pass
 from temper_trainer.loops.run_components import EvalSet, RunComponents, build_components
 from temper_trainer.loops.run_folder import RunFolder, export_model
@@ -197,7 +197,7 @@ def _run_steps(
         CheckpointWriter(checkpointer, roles=roles, in_background=run.save_in_background) as writer,
         log.progress_bar("rl", total=run.total_steps, start=state.step) as bar,
         Watchdog(config.runtime.watchdog_s, log=log.print_line),
-        open_step_loop(components, first_step=state.step + 1, controllers=controllers) as loop,
+        open_step_loop(components, first_step=state.step + 1) as loop,
     ):
 
         def make_state(step: int) -> TrainerState:

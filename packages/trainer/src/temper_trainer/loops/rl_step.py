@@ -1,15 +1,12 @@
-"""One RL step: sample, score, measure log-probs, estimate advantages, update, publish.
+"""The training half of an RL step: measure log-probs, estimate advantages, update.
 
-`SyncLoop.run_step` is the sequence with loop ``sync``. `train_on_rollouts` is its training half,
-which all loops have in common.
+`temper_trainer.loops.rl_loop` has the full step.
 """
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -40,18 +37,15 @@ from temper_trainer.config.distillation import EmaPolicy
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.advantage_columns import add_advantages, replace_squares
 from temper_trainer.loops.interrupts import allow_stop_after_half_grace
-from temper_trainer.loops.run_components import RunComponents
-from temper_trainer.loops.sampling import sample_step
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.progress import StepTimer, advance_progress, track_progress
 from temper_trainer.reward.scoring import RunningStats
-from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime.placement import AVERAGED_ROLE
 from temper_trainer.runtime.self_teacher import update_average
 from temper_trainer.runtime.worker_group import UpdateResult, WorkerGroup
 from temper_trainer.teacher.teacher_client import TeacherClient
-from temper_trainer.types import DataCursor, Rollout
+from temper_trainer.types import Rollout
 
 T = TypeVar("T")
 
@@ -77,89 +71,6 @@ class StepResult:
     """The trained rollouts, in the order of their sample ids."""
     controllers: Controllers
     """Controllers for the next step."""
-
-
-class StepLoop(Protocol):
-    """Runs the steps of an RL run one after the other (``loop``)."""
-
-    @property
-    def cursor(self) -> DataCursor:
-        """Position in the data of the first prompt that no step has trained on."""
-        ...
-
-    def run_step(
-        self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
-    ) -> StepResult:
-        """Run the next step.
-
-        Args:
-            step: Number of the step, from 1.
-            objectives: Objective of each trained role.
-            controllers: Controllers for this step.
-        """
-        ...
-
-    def pause_sampling(self) -> AbstractContextManager[None]:
-        """Return a context during which the loop neither samples nor scores."""
-        ...
-
-
-class SyncLoop:
-    """Loop ``sync``: each step samples with the newest weights, trains, and publishes."""
-
-    def __init__(self, components: RunComponents) -> None:
-        self.components = components
-
-    @property
-    def cursor(self) -> DataCursor:
-        """Position of the next prompt; see `StepLoop`."""
-        return self.components.prompts.cursor
-
-    def run_step(
-        self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
-    ) -> StepResult:
-        """Run one step; see `StepLoop`."""
-        components, timer, start = self.components, StepTimer(), time.perf_counter()
-        # Sampling changes no weight, so a stop request may abandon it.
-        with timer.measure("rollout"), allow_stop_after_half_grace():
-            sampled = sample_step(
-                components, step=step, timer=timer, reward_stats=controllers.reward_stats
-            )
-        # A colocated vLLM sampler frees its GPU memory while the roles train.
-        sampler = components.sampler
-        sampler_is_asleep = isinstance(sampler, VllmSampler) and sampler.sleep()
-        metrics, controllers = train_on_rollouts(
-            sampled.rollouts,
-            config=components.config,
-            roles=components.roles,
-            teachers=components.teachers,
-            objectives=objectives,
-            controllers=replace(controllers, reward_stats=sampled.reward_stats),
-            step=step,
-            timer=timer,
-            log=components.log,
-        )
-        with timer.measure("weight_sync"):
-            if sampler_is_asleep:
-                # The servers allocate their memory again as soon as weights arrive.
-                for role in components.roles.values():
-                    role.release_cache()
-            sync_metrics = components.publisher.publish(components.canary)
-        timer.seconds["time/step_s"] = time.perf_counter() - start
-        rollout_s = max(timer.seconds["time/rollout_s"], 1e-9)
-        metrics = {
-            **sampled.metrics,
-            **metrics,
-            **sync_metrics,
-            "rollout/tokens_per_s": sampled.metrics["rollout/tokens"] / rollout_s,
-            "data/epoch": float(self.cursor.epoch),
-            **timer.seconds,
-        }
-        return StepResult(metrics=metrics, rollouts=sampled.rollouts, controllers=controllers)
-
-    def pause_sampling(self) -> AbstractContextManager[None]:
-        """Return an empty context: between two steps, this loop does not sample."""
-        return nullcontext()
 
 
 def train_on_rollouts(

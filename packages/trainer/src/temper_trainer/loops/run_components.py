@@ -20,12 +20,11 @@ from temper_trainer.config.data import DataConfig
 from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.streams import Curriculum, InMemoryStream, MixedStream, get_difficulty
-from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.environment.tool_environment import make_environment_factory
+from temper_trainer.loops.rollout_scheduler import RolloutScheduler
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.scoring import Scorer
-from temper_trainer.rollout.pausable_sampler import PausableSampler
-from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler
+from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime.engine_reward_model import build_reward_model
 from temper_trainer.runtime.placement import AVERAGED_ROLE
@@ -65,6 +64,8 @@ class RunComponents:
     """Held-out prompts by name; data.eval has the empty name. May be empty."""
     sampler: Sampler
     """Samples completions of prompts."""
+    scheduler: RolloutScheduler
+    """Runs rollouts with the sampler and the environments."""
     scorer: Scorer
     """Computes the rewards of completions."""
     roles: Mapping[str, WorkerGroup]
@@ -73,8 +74,6 @@ class RunComponents:
     """Sends the actor's weights to the sampler."""
     teachers: TeacherClient | None
     """Teachers of on-policy distillation; None without distillation."""
-    make_environment: EnvironmentFactory | None
-    """Makes the environment of a multi-turn rollout; None for single-turn rollouts."""
     canary: Canary | None
     """Compares log-probs of engine and sampler after each publish; None if disabled."""
 
@@ -138,16 +137,14 @@ def build_components(
                 prompts, data=config.data, seed=config.run.seed, cursor=state.cursor
             ),
             eval_sets=eval_sets,
-            sampler=_make_pausable(sampler, interrupts=config.asynchrony.partial_rollouts)
-            if config.loop == "async"
-            else sampler,
+            sampler=sampler,
+            scheduler=stack.enter_context(
+                _open_scheduler(config, sampler=sampler, tokenizer=tokenizer)
+            ),
             scorer=scorer,
             roles=roles,
             publisher=publisher,
             teachers=teachers,
-            make_environment=None
-            if config.environment is None
-            else make_environment_factory(config.environment, tokenizer=tokenizer),
             canary=_build_canary(config, actor=roles["actor"], prompt=prompts[0]),
         )
 
@@ -254,10 +251,21 @@ def _open_publisher(
         )
 
 
-def _make_pausable(sampler: Sampler, *, interrupts: bool) -> Sampler:
-    """Wrap the sampler for loop async, which pauses it in one thread while another one samples."""
-    assert isinstance(sampler, InterruptibleSampler)
-    return PausableSampler(sampler, interrupts=interrupts)
+def _open_scheduler(
+    config: TrainerConfig, *, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
+) -> RolloutScheduler:
+    """Open the scheduler of the rollouts, with the environments of the configuration."""
+    environment, rollout = config.environment, config.rollout
+    return RolloutScheduler(
+        sampler,
+        environment=environment,
+        make_environment=None
+        if environment is None
+        else make_environment_factory(environment, tokenizer=tokenizer),
+        # A second request for each place of a server waits there, so that none stays empty.
+        max_sampling=2 * rollout.num_replicas * rollout.max_concurrent,
+        interrupts=config.loop == "async" and config.asynchrony.partial_rollouts,
+    )
 
 
 @contextmanager
@@ -293,15 +301,15 @@ def build_inference_components(
             ),
             eval_sets=eval_sets,
             sampler=sampler,
+            scheduler=stack.enter_context(
+                _open_scheduler(config, sampler=sampler, tokenizer=tokenizer)
+            ),
             scorer=scorer,
             roles={},
             publisher=Publisher(
                 transport=NullTransport(), sampler=sampler, version=sampler.weight_version
             ),
             teachers=None,
-            make_environment=None
-            if config.environment is None
-            else make_environment_factory(config.environment, tokenizer=tokenizer),
             canary=None,
         )
 

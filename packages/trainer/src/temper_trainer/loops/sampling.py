@@ -4,7 +4,6 @@ import random
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -13,15 +12,11 @@ from temper_trainer.algorithms.advantages.advantage_statistics import compute_gr
 from temper_trainer.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from temper_trainer.config.reward import ShapingConfig
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.streams import measure_difficulty
-from temper_trainer.loops.multi_turn import (
-    Conversation,
-    add_environment_rewards,
-    complete_rollouts,
-)
+from temper_trainer.loops.multi_turn import Conversation, add_environment_rewards
 from temper_trainer.loops.run_components import RunComponents
 from temper_trainer.loops.seeds import derive_seed
-from temper_trainer.loops.staleness import check_staleness
 from temper_trainer.progress import StepTimer, track_progress
 from temper_trainer.reward.scoring import RunningStats, shape_rewards
 from temper_trainer.types import (
@@ -36,16 +31,33 @@ from temper_trainer.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
-    """The scored and shaped rollouts of a step."""
+    """The scored rollouts of a step, whose rewards are not shaped yet."""
 
     rollouts: list[Rollout]
-    """Complete groups, except for rollouts whose reward failed. Group ids count from 0."""
-    reward_stats: RunningStats
-    """Statistics of all rewards of the run so far."""
+    """Complete groups, except for rollouts that failed. Group ids count from 0."""
     metrics: dict[str, float]
 
+    def shape(
+        self, config: TrainerConfig, *, reward_stats: RunningStats
+    ) -> tuple["SampledStep", RunningStats]:
+        """Return the step with shaped rewards, and the statistics after it.
 
-def sample_step(
+        Args:
+            config: The configuration.
+            reward_stats: Statistics of the rewards of all earlier steps.
+        """
+        rollouts, reward_stats, metrics = _shape(
+            self.rollouts,
+            shaping=config.reward.shaping,
+            max_tokens=config.max_completion_tokens,
+            reward_stats=reward_stats,
+        )
+        metrics = self.metrics | metrics
+        metrics |= measure_difficulty(rollout.prompt for rollout in rollouts)
+        return SampledStep(rollouts=rollouts, metrics=metrics), reward_stats
+
+
+async def sample_step(
     components: RunComponents, *, step: int, timer: StepTimer, reward_stats: RunningStats
 ) -> SampledStep:
     """Sample the rollouts of a step.
@@ -59,27 +71,24 @@ def sample_step(
         components: Components of the run.
         step: Number of the step, from 1.
         timer: Measures the time of the rewards.
-        reward_stats: Statistics of the rewards before this step.
+        reward_stats: Statistics of earlier rewards, with which dynamic sampling compares.
 
     Raises:
         BatchError: If no completion has a reward, or dynamic sampling finds too few groups.
     """
     config = components.config
     dynamic, num_prompts = config.algorithm.dynamic_sampling, config.batching.prompts_per_step
-    shape = partial(_shape, shaping=config.reward.shaping, max_tokens=config.max_completion_tokens)
     if dynamic is None:
-        rollouts, metrics = sample_rollouts(
+        rollouts, metrics = await sample_rollouts(
             components, components.prompts.take(num_prompts), step=step, timer=timer
         )
-        rollouts, reward_stats, shaping = shape(rollouts, reward_stats=reward_stats)
-        metrics |= shaping | measure_difficulty(rollout.prompt for rollout in rollouts)
-        return SampledStep(rollouts=rollouts, reward_stats=reward_stats, metrics=metrics)
+        return SampledStep(rollouts=rollouts, metrics=metrics)
     kept: list[Rollout] = []
     rounds: list[dict[str, float]] = []
     num_kept = num_sampled = num_zero_std = 0
     while num_kept < num_prompts and len(rounds) < dynamic.max_rounds:
         prompts = components.prompts.take(dynamic.prompts_per_round or num_prompts)
-        rollouts, metrics = sample_rollouts(
+        rollouts, metrics = await sample_rollouts(
             components, prompts, step=step, timer=timer, first_group=num_sampled
         )
         num_sampled += len(prompts)
@@ -87,7 +96,12 @@ def sample_step(
         compared = rollouts
         if dynamic.on != "score":
             # The updated statistics are dropped: groups that are discarded must not count in them.
-            compared, _, _ = shape(rollouts, reward_stats=reward_stats)
+            compared, _, _ = _shape(
+                rollouts,
+                shaping=config.reward.shaping,
+                max_tokens=config.max_completion_tokens,
+                reward_stats=reward_stats,
+            )
         useful = _find_useful_groups(compared)
         num_zero_std += len({rollout.group_id for rollout in rollouts}) - len(useful)
         selected = useful[: num_prompts - num_kept]
@@ -96,21 +110,21 @@ def sample_step(
     _check_num_groups(
         dynamic, num_prompts=num_prompts, num_kept=num_kept, num_sampled=num_sampled, step=step
     )
-    # Shape rewards after the selection, because the running statistics count only rollouts that are
-    # trained.
-    rollouts, reward_stats, shaping = shape(_renumber_groups(kept), reward_stats=reward_stats)
-    metrics = _merge_rounds(rounds) | shaping
-    metrics |= measure_difficulty(rollout.prompt for rollout in rollouts)
-    metrics |= {
-        "dynamic_sampling/rounds": float(len(rounds)),
-        "dynamic_sampling/zero_std_groups": float(num_zero_std),
-        "dynamic_sampling/surplus_groups": float(num_sampled - num_zero_std - num_kept),
-        "dynamic_sampling/kept_groups": float(num_kept),
-    }
-    return SampledStep(rollouts=rollouts, reward_stats=reward_stats, metrics=metrics)
+    # Rewards are shaped after the selection, because the running statistics count only rollouts
+    # that are trained.
+    return SampledStep(
+        rollouts=_renumber_groups(kept),
+        metrics=_merge_rounds(rounds)
+        | {
+            "dynamic_sampling/rounds": float(len(rounds)),
+            "dynamic_sampling/zero_std_groups": float(num_zero_std),
+            "dynamic_sampling/surplus_groups": float(num_sampled - num_zero_std - num_kept),
+            "dynamic_sampling/kept_groups": float(num_kept),
+        },
+    )
 
 
-def sample_rollouts(
+async def sample_rollouts(
     components: RunComponents,
     prompts: Sequence[Prompt],
     *,
@@ -149,14 +163,8 @@ def sample_rollouts(
         fraction=config.distillation.off_policy_fraction,
         seed=derive_seed(config.run.seed, "off-policy", step, first_group),
     )
-    scored = complete_and_score(
-        components, requests, prompts=request_prompts, timer=timer, given=given
-    )
-    check_staleness(
-        [completion for each in scored.conversations for completion in each.completions],
-        loop=config.loop,
-        asynchrony=config.asynchrony,
-        version=components.publisher.version,
+    scored = await complete_and_score(
+        components, requests, prompts=request_prompts, timer=timer, given=given, priority=step
     )
     _check_environment_rewards(scored.conversations, algorithm=config.algorithm)
     rollouts = _make_rollouts(
@@ -172,12 +180,14 @@ def sample_rollouts(
     metrics = measure_round(
         [rollout for rollout in rollouts if not rollout.completion.is_given],
         conversations=[
-            each for i, each in enumerate(scored.conversations[:num_sampled]) if i not in given
+            each
+            for i, each in enumerate(scored.conversations[:num_sampled])
+            if i not in given and each.failure is None
         ],
     )
     if given:
         metrics["rollout/off_policy_fraction"] = len(given) / len(prompts)
-    return rollouts, metrics | scored.turn_metrics | components.scorer.metrics()
+    return rollouts, metrics | scored.turn_metrics | scored.reward_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,15 +203,18 @@ class ScoredCompletions:
     """Scores plus the environment's rewards; None if scoring failed."""
     turn_metrics: dict[str, float]
     """Metrics of turns and tools."""
+    reward_metrics: dict[str, float]
+    """Metrics of the scorer."""
 
 
-def complete_and_score(
+async def complete_and_score(
     components: RunComponents,
     requests: Sequence[SamplingRequest],
     *,
     prompts: Sequence[Prompt],
     timer: StepTimer | None = None,
     given: Collection[int] = (),
+    priority: int = 0,
 ) -> ScoredCompletions:
     """Complete the rollout of each request and score it.
 
@@ -211,16 +224,15 @@ def complete_and_score(
         prompts: Prompt of each request.
         timer: Measures the time of the rewards; None does not measure it.
         given: Indices of requests that are answered by the given completions of their prompts.
+        priority: Rollouts with a smaller number continue first.
     """
     environment = components.config.environment
     with track_progress("completions", total=len(requests) if environment is None else None):
         sampled = [i for i in range(len(requests)) if i not in given]
-        conversations, turn_metrics = complete_rollouts(
+        conversations, turn_metrics = await components.scheduler.run_rollouts(
             [requests[i] for i in sampled],
             prompts=[prompts[i] for i in sampled],
-            sampler=components.sampler,
-            config=environment,
-            make_environment=components.make_environment,
+            priority=priority,
         )
     by_index = dict(zip(sampled, conversations, strict=True)) | {
         i: _make_given_conversation(
@@ -233,11 +245,21 @@ def complete_and_score(
         components.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
         for conversation in conversations
     ]
-    with nullcontext() if timer is None else timer.measure("reward"):
-        scores = components.scorer.score(
-            list(zip(prompts, texts, strict=True)),
-            tokens=[conversation.full_tokens for conversation in conversations],
+    finished = [i for i, each in enumerate(conversations) if each.failure is None]
+
+    def score() -> tuple[list[Score], dict[str, float]]:
+        """Score the finished rollouts; the metrics are those of the last call."""
+        known = components.scorer.score(
+            [(prompts[i], texts[i]) for i in finished],
+            tokens=[conversations[i].full_tokens for i in finished],
         )
+        return known, components.scorer.metrics()
+
+    with nullcontext() if timer is None else timer.measure("reward"):
+        known, reward_metrics = await components.scheduler.call_scorer(score, priority=priority)
+    scores = [Score(reward=None, failure=each.failure) for each in conversations]
+    for i, known_score in zip(finished, known, strict=True):
+        scores[i] = known_score
     return ScoredCompletions(
         prompts=prompts,
         conversations=conversations,
@@ -245,6 +267,7 @@ def complete_and_score(
         scores=scores,
         rewards=add_environment_rewards(scores, conversations=conversations),
         turn_metrics=turn_metrics,
+        reward_metrics=reward_metrics,
     )
 
 
@@ -360,7 +383,8 @@ def measure_round(
 
     Args:
         rollouts: Rollouts that have a reward.
-        conversations: All sampled rollouts, including those without a reward.
+        conversations: All sampled rollouts whose environment did not fail, including those without
+            a reward.
     """
     completions = [completion for each in conversations for completion in each.completions]
     lengths = [
@@ -472,6 +496,8 @@ def _merge_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
         if name.endswith(("_max", "_max_s", "/total_cost_usd")):
             merged[name] = max(values)
         else:
-            is_sum = is_count or name == "rollout/tokens" or name.startswith("tool/")
+            is_sum = (
+                is_count or name in ("rollout/tokens", "rollout/failed") or name.startswith("tool/")
+            )
             merged[name] = sum(values) if is_sum else sum(values) / len(values)
     return merged

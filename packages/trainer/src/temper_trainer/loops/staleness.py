@@ -1,17 +1,19 @@
 """Staleness: how many weight updates sampling may run ahead of training, and how many it did.
 
-With loop ``async`` a batch needs a credit before it is sampled. Batches are numbered from 0 in
-the order in which they start, and are trained in that order. When batch n is trained, n updates
-have been made. So batch n may start after n - max_staleness updates: its first token is then at
-most max_staleness updates old when it is trained. Training waits for slow batches; no batch is ever
-overtaken or discarded.
+A batch needs a credit before it is sampled (`Credits`). Batches are numbered from 0 in the order in
+which they start, and are trained in that order. When batch n is trained, n updates have been made.
+So batch n may start after n - max_staleness updates: its first token is then at most max_staleness
+updates old when it is trained. Training waits for slow batches; no batch is ever overtaken, and no
+rollout is discarded because it is slow.
 
 This cannot deadlock. If training waits for batch n, n updates have been made, so every batch up to
 n + max_staleness has its credit, including n. And a batch that has started finishes without waiting
 for the trainer.
+
+Training a batch out of order would not help. With all credits in use, the batches that have started
+are exactly those that must be trained in the next max_staleness + 1 steps, each at its deadline.
 """
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,13 +24,13 @@ from temper_trainer.types import Completion, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credits:
-    """State of the credits. Without locks, so that a test can play every order of events.
+    """The admission rule of all loops, as a state.
 
     Example:
         >>> credits = Credits(max_staleness=1).start().start()
         >>> credits.can_start  # a third batch could be two updates old
         False
-        >>> credits.finish(0).train().can_start
+        >>> credits.train().can_start
         True
     """
 
@@ -36,8 +38,6 @@ class Credits:
     """Maximum age of a batch when it is trained, in weight updates."""
     num_started: int = 0
     """Number of batches whose sampling has started."""
-    finished: frozenset[int] = frozenset()
-    """Batches that are sampled and not yet trained."""
     num_trained: int = 0
     """Number of trained batches, which is the number of weight updates."""
 
@@ -47,67 +47,15 @@ class Credits:
         # The next batch has number num_started, and is trained after num_started updates.
         return self.num_started <= self.num_trained + self.max_staleness
 
-    @property
-    def can_train(self) -> bool:
-        """True if the next batch in order has been sampled."""
-        return self.num_trained in self.finished
-
     def start(self) -> "Credits":
         """Return the state after the sampling of another batch has started."""
         assert self.can_start
         return replace(self, num_started=self.num_started + 1)
 
-    def finish(self, batch: int) -> "Credits":
-        """Return the state after a batch has been sampled."""
-        assert self.num_trained <= batch < self.num_started
-        assert batch not in self.finished
-        return replace(self, finished=self.finished | {batch})
-
     def train(self) -> "Credits":
         """Return the state after the next batch was trained and its update published."""
-        assert self.can_train
-        return replace(
-            self,
-            finished=self.finished - {self.num_trained},
-            num_trained=self.num_trained + 1,
-        )
-
-
-class CreditAccount:
-    """Credits that the sampling thread can wait for."""
-
-    def __init__(self, max_staleness: int) -> None:
-        self._credits = Credits(max_staleness=max_staleness)
-        self._condition = threading.Condition()
-        self._is_closed = False
-
-    def wait_to_start(self) -> int | None:
-        """Wait until another batch may be sampled; return its number, or None once closed."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._is_closed or self._credits.can_start)
-            if self._is_closed:
-                return None
-            number = self._credits.num_started
-            self._credits = self._credits.start()
-            return number
-
-    def finish(self, batch: int) -> None:
-        """Record that a batch has been sampled."""
-        with self._condition:
-            self._credits = self._credits.finish(batch)
-            self._condition.notify_all()
-
-    def train(self) -> None:
-        """Record that the next batch was trained and its update published."""
-        with self._condition:
-            self._credits = self._credits.train()
-            self._condition.notify_all()
-
-    def close(self) -> None:
-        """Give out no more credits."""
-        with self._condition:
-            self._is_closed = True
-            self._condition.notify_all()
+        assert self.num_trained < self.num_started
+        return replace(self, num_trained=self.num_trained + 1)
 
 
 def get_max_staleness(loop: str, asynchrony: AsynchronyConfig) -> int:

@@ -285,11 +285,6 @@ class HfSampler:
         """Version of the current weights; 0 before the first publish."""
         return self._version
 
-    @property
-    def is_concurrent(self) -> bool:
-        """Always False; see Sampler."""
-        return False
-
     @torch.inference_mode()
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one completion per request; see Sampler."""

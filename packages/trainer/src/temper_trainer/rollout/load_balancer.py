@@ -1,5 +1,6 @@
 """Assign requests to replicas by load, so that the turns of one rollout stay on one replica."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ MAX_SESSIONS = 65_536
 
 
 class LoadBalancer:
-    """Assigns requests to replicas and counts the load of each.
+    """Assigns requests to replicas and counts the load of each; from any thread.
 
     Requests of one session go to the replica whose prefix cache has their beginning, unless it has
     far more load than another one. Load is counted in tokens: prompt plus `max_tokens`.
@@ -21,6 +22,7 @@ class LoadBalancer:
     def __init__(self, num_replicas: int) -> None:
         self._load = [0] * num_replicas
         self._home: OrderedDict[int, int] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def load(self) -> tuple[int, ...]:
@@ -30,20 +32,23 @@ class LoadBalancer:
     def assign(self, requests: Sequence[SamplingRequest]) -> list[list[int]]:
         """Return the indices of the requests of each replica; they count until `release`."""
         chosen: list[list[int]] = [[] for _ in self._load]
-        for index, request in enumerate(requests):
-            replica = self._choose(request)
-            chosen[replica].append(index)
-            self._load[replica] += _count_tokens(request)
+        with self._lock:
+            for index, request in enumerate(requests):
+                replica = self._choose(request)
+                chosen[replica].append(index)
+                self._load[replica] += _count_tokens(request)
         return chosen
 
     def release(self, replica: int, requests: Sequence[SamplingRequest]) -> None:
         """Subtract the load of requests that are finished or failed."""
-        self._load[replica] -= sum(_count_tokens(request) for request in requests)
+        with self._lock:
+            self._load[replica] -= sum(_count_tokens(request) for request in requests)
 
     def forget(self, replica: int) -> None:
         """Forget the sessions of a replica that was restarted: its prefix cache is empty."""
-        for session in [session for session, home in self._home.items() if home == replica]:
-            del self._home[session]
+        with self._lock:
+            for session in [key for key, home in self._home.items() if home == replica]:
+                del self._home[session]
 
     def _choose(self, request: SamplingRequest) -> int:
         # Requests without a session: equal prompts, such as those of a group, stay together.

@@ -18,16 +18,10 @@ class Sampler(Protocol):
         """Version of the current weights; 0 before the first publish."""
         ...
 
-    @property
-    def is_concurrent(self) -> bool:
-        """True if requests of several threads are decoded together, each call for itself.
-
-        Otherwise only one call of `sample` may be open.
-        """
-        ...
-
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one completion per request, in the order of the requests.
+
+        Only one call may be open at a time.
 
         Raises:
             ConfigError: If prompt and `max_tokens` together are longer than the model allows, or
@@ -52,6 +46,19 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Free memory; the sampler cannot be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class StreamingSampler(Sampler, Protocol):
+    """A sampler that decodes all open requests together and returns each when it is finished."""
+
+    async def sample_one(self, request: SamplingRequest) -> Completion:
+        """Return the completion of one request; many may be open, all in one event loop.
+
+        Raises:
+            ConfigError: See `sample`.
+        """
         ...
 
 

@@ -1,5 +1,6 @@
 """The real thing: a vLLM server on this machine's CPU, held to the transformers sampler."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -13,9 +14,9 @@ from packages.trainer.tests.rollout.conftest import Pairs
 from packages.trainer.tests.rollout.models_for_tests import make_prompts, make_requests
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.rollout.pausable_sampler import PausableSampler
+from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.vllm.server_process import ServerProcess
-from temper_trainer.types import FinishReason
+from temper_trainer.types import Completion, FinishReason
 
 from .conftest import Serve, Served
 
@@ -160,33 +161,38 @@ def test_damaged_bucket_is_refused_and_the_old_weights_stay(served: Served) -> N
 def test_interrupted_completions_continue_under_new_weights_with_token_versions(
     served: Served,
 ) -> None:
-    sampler = PausableSampler(served.sampler, interrupts=True)
+    sampler = AsyncSampler(served.sampler, interrupts=True)
     old, first = served.pair.sampler(), served.sampler.weight_version
     requests = make_requests(make_prompts(16, seed=9), LONG, seeds=range(16))
-    completions: list[object] = []
-    thread = threading.Thread(target=lambda: completions.extend(sampler.sample(requests)))
-    thread.start()
-    while thread.is_alive() and sampler.num_resumed == 0:
-        thread.join(0.3)
-        with sampler.pause():
-            if sampler.num_resumed == 0:
-                continue
-            served.perturb(11)
-            served.publish_next()
-    thread.join()
+
+    async def publish_while_sampling() -> list[Completion]:
+        cohort = Cohort(num_open=len(requests))
+        sampling = asyncio.gather(
+            *(sampler.sample(each, cohort=cohort, index=i) for i, each in enumerate(requests))
+        )
+        while not sampling.done() and sampler.num_resumed == 0:
+            await asyncio.sleep(0.3)
+            await sampler.pause()
+            if sampler.num_resumed > 0:
+                served.perturb(11)
+                served.publish_next()
+            sampler.resume()
+        return await sampling
+
+    completions = asyncio.run(publish_while_sampling())
     new = served.pair.sampler()
-    mixed = [c for c in completions if c.token_versions]  # type: ignore[attr-defined]
+    mixed = [c for c in completions if c.token_versions]
     assert mixed
     for request, completion in zip(requests, completions, strict=True):
-        cut = completion.token_versions.count(first)  # type: ignore[attr-defined]
-        row = (*request.prompt_tokens, *completion.tokens)  # type: ignore[attr-defined]
+        cut = completion.token_versions.count(first)
+        row = (*request.prompt_tokens, *completion.tokens)
         start = len(request.prompt_tokens) - 1
         expected = (
             old.logprobs([row], temperature=1.0)[0][start:][:cut]
             + new.logprobs([row], temperature=1.0)[0][start:][cut:]
         )
-        if completion.token_versions:  # type: ignore[attr-defined]
-            assert completion.rollout_logprobs == pytest.approx(expected, abs=LONG_TOLERANCE)  # type: ignore[attr-defined]
+        if completion.token_versions:
+            assert completion.rollout_logprobs == pytest.approx(expected, abs=LONG_TOLERANCE)
 
 
 def test_restarted_server_gives_the_same_completions(served: Served) -> None:

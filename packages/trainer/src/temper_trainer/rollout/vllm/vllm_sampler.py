@@ -1,13 +1,16 @@
 """The `vllm` sampler: several servers behind a load balancer. A server that dies is restarted."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.progress import track_wait
+from temper_trainer.rollout.concurrency import DaemonThreads
 from temper_trainer.rollout.load_balancer import LoadBalancer
 from temper_trainer.rollout.sampler import Replica, ReplicaError
 from temper_trainer.rollout.vllm.messages import ServerSpec
@@ -21,8 +24,20 @@ StartLoad = Callable[[Replica], "Future[object]"]
 """Starts to load weights into one replica; the result is the version that the replica then has."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A request that was sent to a replica."""
+
+    number: int
+    """Number of the replica."""
+    replica: Replica
+    restarts_before: int
+    """Restarts of the replica before; see `_restart`."""
+    future: "Future[list[Completion]]"
+
+
 class VllmSampler:
-    """A Sampler on vLLM servers. May be called from several threads."""
+    """A StreamingSampler on vLLM servers. May be called from several threads."""
 
     def __init__(self, replicas: Sequence[Replica], *, spec: ServerSpec, max_restarts: int) -> None:
         """Start the replicas.
@@ -50,6 +65,7 @@ class VllmSampler:
         self._last_load: StartLoad | None = None
         self._last_load_is_lost = False
         self._is_closed = False
+        self._threads = DaemonThreads("replicas")
         self.num_restarts = 0
         """Number of restarts."""
         try:
@@ -75,11 +91,6 @@ class VllmSampler:
         """Version of the weights of every replica; 0 before the first publish."""
         return self._version
 
-    @property
-    def is_concurrent(self) -> bool:
-        """Always True, because a server decodes all open requests together; see Sampler."""
-        return True
-
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one completion per request; requests of a dead replica are repeated."""
         check_requests(requests, self._spec)
@@ -88,6 +99,47 @@ class VllmSampler:
         while pending:
             pending = self._attempt(requests, pending, completions)
         return [completions[index] for index in range(len(requests))]
+
+    async def sample_one(self, request: SamplingRequest) -> Completion:
+        """Return the completion of one request; it is repeated if its replica dies."""
+        check_requests([request], self._spec)
+        while True:
+            # The lock is free, unless a replica is restarted or loads weights, which takes long.
+            if self._lock.acquire(blocking=False):
+                try:
+                    call = self._send(request)
+                finally:
+                    self._lock.release()
+            else:
+                call = await self._threads.call(self._send, request)
+            try:
+                with track_wait(f"{call.replica.name}: 1 completion"):
+                    (completion,) = await asyncio.wrap_future(call.future)
+                check_completion(request, completion, name=call.replica.name, version=self._version)
+                return completion
+            except ReplicaError as error:
+                await self._threads.call(
+                    self._restart,
+                    call.number,
+                    restarts_before=call.restarts_before,
+                    cause=error,
+                )
+            finally:
+                self._balancer.release(call.number, [request])
+
+    def _send(self, request: SamplingRequest) -> "_Call":
+        """Send a request to a replica."""
+        with self._lock:
+            # Under one lock, as in `_attempt`.
+            assigned = self._balancer.assign([request])
+            number = next(i for i, positions in enumerate(assigned) if positions)
+            replica = self._replicas[number]
+            return _Call(
+                number=number,
+                replica=replica,
+                restarts_before=self._num_restarts[number],
+                future=replica.sample([request]),
+            )
 
     def interrupt(self) -> None:
         """Interrupt all open requests; see InterruptibleSampler."""
@@ -244,6 +296,7 @@ class VllmSampler:
         self._is_closed = True
         for replica in self._replicas:
             replica.close()
+        self._threads.close()
 
     def _attempt(
         self,

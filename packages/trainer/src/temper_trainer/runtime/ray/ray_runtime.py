@@ -158,17 +158,31 @@ class RayRuntime:
     ) -> VllmSampler:
         spec = build_server_spec(config, tokenizer=tokenizer)
         replicas = [
-            self._replica(plan, role="rollout", rank=i)
+            self._replica(
+                plan,
+                role="rollout",
+                rank=i,
+                # Each open request is a call: twice the places of a server, by up to 1.5 times
+                # unevenly balanced, and interrupts.
+                max_concurrency=MAX_CONCURRENT_CALLS + 3 * config.rollout.max_concurrent,
+            )
             for i, plan in enumerate(plan_rollout_servers(config, spec=spec))
         ]
         return VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
 
-    def _replica(self, plan: ServerPlan, *, role: str, rank: int) -> Replica:
+    def _replica(
+        self,
+        plan: ServerPlan,
+        *,
+        role: str,
+        rank: int,
+        max_concurrency: int = MAX_CONCURRENT_CALLS,
+    ) -> Replica:
         def make_actor() -> ReplicaHandle:
             return cast(
                 "ReplicaHandle",
                 self._start(
-                    ReplicaActor, plan, role=role, rank=rank, max_concurrency=MAX_CONCURRENT_CALLS
+                    ReplicaActor, plan, role=role, rank=rank, max_concurrency=max_concurrency
                 ),
             )
 

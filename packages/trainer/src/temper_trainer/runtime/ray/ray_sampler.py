@@ -196,11 +196,6 @@ class RaySampler:
         """Version that the actor reported after the last publish."""
         return self._version
 
-    @property
-    def is_concurrent(self) -> bool:
-        """Always False; see Sampler."""
-        return False
-
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one completion per request; see Sampler."""
         return cast("list[Completion]", self._call(HfSampler.sample, list(requests)))

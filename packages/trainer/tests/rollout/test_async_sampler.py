@@ -1,7 +1,7 @@
 """Test completions that are interrupted for new weights and continue under them."""
 
-import threading
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,8 +10,8 @@ import torch
 from packages.trainer.tests.rollout.models_for_tests import Pair, make_prompts, make_requests
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.hf_sampler import HfSampler
-from temper_trainer.rollout.pausable_sampler import PausableSampler, SamplingCancelledError
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 REQUESTS = make_requests(make_prompts(6, seed=4), SamplingConfig(max_tokens=60), seeds=range(6))
@@ -24,6 +24,21 @@ def other_weights(pair: Pair) -> list[NamedWeight]:
         for n, p in pair.model.named_parameters()
     }
     return [NamedWeight(name, tensor) for name, tensor in changed.items()]
+
+
+async def sample_all(
+    sampler: AsyncSampler, requests: Sequence[SamplingRequest]
+) -> list[Completion]:
+    """Return the completions of rollouts of one turn."""
+    cohort = Cohort(num_open=len(requests))
+
+    async def sample(index: int) -> Completion:
+        try:
+            return await sampler.sample(requests[index], cohort=cohort, index=index)
+        finally:
+            sampler.leave(cohort)
+
+    return await asyncio.gather(*map(sample, range(len(requests))))
 
 
 class StopsAtToken:
@@ -57,9 +72,9 @@ def test_every_token_has_version_and_logprob_of_the_weights_that_sampled_it(
     qwen2: Pair,
 ) -> None:
     stopping = StopsAtToken(qwen2.sampler(), at=10)
-    sampler = PausableSampler(stopping, interrupts=True)  # type: ignore[arg-type]
-    stopping.then = lambda: sampler.load_weights(other_weights(qwen2), version=1)
-    completions = sampler.sample(REQUESTS)
+    sampler = AsyncSampler(stopping, interrupts=True)  # type: ignore[arg-type]
+    stopping.then = lambda: stopping.inner.load_weights(other_weights(qwen2), version=1)
+    completions = asyncio.run(sample_all(sampler, REQUESTS))
     old, new = qwen2.sampler(), qwen2.sampler()
     new.load_weights(other_weights(qwen2), version=1)
     mixed = [completion for completion in completions if completion.token_versions]
@@ -88,32 +103,48 @@ def test_interrupt_returns_partial_completions(qwen2: Pair) -> None:
 
 
 def test_pause_without_interrupts_waits_for_complete_completions(qwen2: Pair) -> None:
-    sampler = PausableSampler(qwen2.sampler(), interrupts=False)
-    completions: list[Completion] = []
-    thread = threading.Thread(target=lambda: completions.extend(sampler.sample(REQUESTS)))
-    thread.start()
-    while thread.is_alive() and sampler._num_active == 0:
-        thread.join(0.001)
-    with sampler.pause():
-        assert sampler._num_active == 0
-    thread.join(60)
+    sampler = AsyncSampler(qwen2.sampler(), interrupts=False)
+
+    async def pause_while_sampling() -> list[Completion]:
+        sampling = asyncio.create_task(sample_all(sampler, REQUESTS))
+        while sampler.num_active == 0:
+            await asyncio.sleep(0)
+        await sampler.pause()
+        assert sampler.num_active == 0
+        sampler.resume()
+        return await sampling
+
+    completions = asyncio.run(pause_while_sampling())
     assert sampler.num_resumed == 0
     assert [c.tokens for c in completions] == [c.tokens for c in qwen2.sampler().sample(REQUESTS)]
+
+
+def test_pause_interrupts_and_new_weights_continue_the_completions(qwen2: Pair) -> None:
+    inner = qwen2.sampler()
+    sampler = AsyncSampler(inner, interrupts=True)
+
+    async def publish_while_sampling() -> list[Completion]:
+        sampling = asyncio.create_task(sample_all(sampler, REQUESTS))
+        while sampler.num_active == 0:
+            await asyncio.sleep(0)
+        await sampler.pause()
+        assert not sampling.done()
+        inner.load_weights(other_weights(qwen2), version=1)
+        sampler.resume()
+        return await sampling
+
+    completions = asyncio.run(publish_while_sampling())
+    assert sampler.num_resumed > 0
+    assert FinishReason.INTERRUPTED not in {c.finish_reason for c in completions}
+    assert max(max(c.token_versions or (c.weight_version,)) for c in completions) == 1
 
 
 def test_interrupted_completions_with_stop_texts_start_again(
     qwen2: Pair,
 ) -> None:
     stopping = StopsAtToken(qwen2.sampler(), at=3)
-    sampler = PausableSampler(stopping, interrupts=True)  # type: ignore[arg-type]
+    sampler = AsyncSampler(stopping, interrupts=True)  # type: ignore[arg-type]
     requests = [
         replace(r, sampling=replace(r.sampling, stop=("zq",), max_tokens=30)) for r in REQUESTS
     ]
-    assert sampler.sample(requests) == qwen2.sampler().sample(requests)
-
-
-def test_canceling_ends_an_open_call_with_an_error(qwen2: Pair) -> None:
-    sampler = PausableSampler(qwen2.sampler(), interrupts=True)
-    sampler.cancel()
-    with pytest.raises(SamplingCancelledError):
-        sampler.sample(REQUESTS)
+    assert asyncio.run(sample_all(sampler, requests)) == qwen2.sampler().sample(requests)

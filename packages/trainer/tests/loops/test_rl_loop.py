@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from temper_engine_api.errors import BatchError
-from temper_trainer.loops import RunResult, pipelined_loops
+from temper_trainer.loops import RunResult, rl_loop
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
@@ -97,10 +97,12 @@ def test_async_never_trains_on_weights_older_than_its_limit(
 def test_error_in_the_sampling_thread_ends_the_run(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(*given: object, **named: object) -> None:
+    async def breaks(*given: object, **named: object) -> None:
         raise BatchError("no such luck")
 
-    monkeypatch.setattr(pipelined_loops, "sample_step", breaks)
+    before = set(threading.enumerate())
+    monkeypatch.setattr(rl_loop, "sample_step", breaks)
     with pytest.raises(BatchError, match="no such luck"):
         run(tmp_path / "run", *ASYNC)
-    assert "sampling" not in {thread.name for thread in threading.enumerate()}
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not any(name.startswith(("rollouts", "sampling")) for name in names)

@@ -1,0 +1,189 @@
+"""Run the steps of an RL run: take a batch of rollouts, train, publish the weights.
+
+`temper_trainer.loops.batch_pipeline` decides when the sampling of a batch starts. With loops
+``sync`` and ``one_step_off`` a batch is a function of (run.seed, step) and the weights, so a run
+repeats bit for bit. A resumed run samples the batches again that were not trained.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+
+from temper_engine_api.objective import Objective
+from temper_trainer.loops.batch_pipeline import AdmissionRule, BatchPipeline
+from temper_trainer.loops.interrupts import allow_stop_after_half_grace
+from temper_trainer.loops.rl_step import Controllers, StepResult, train_on_rollouts
+from temper_trainer.loops.run_components import RunComponents
+from temper_trainer.loops.sampling import SampledStep, sample_step
+from temper_trainer.loops.staleness import check_staleness, measure_staleness
+from temper_trainer.progress import StepTimer
+from temper_trainer.reward.scoring import RunningStats
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.types import DataCursor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sampling:
+    """Records of a batch whose sampling has started."""
+
+    timer: StepTimer = field(default_factory=StepTimer)
+    cursor: "Future[DataCursor]" = field(default_factory=Future)
+    """Position in the data before the batch; known when its first prompt is taken."""
+
+
+class StepLoop:
+    """Runs the steps of an RL run one after the other."""
+
+    def __init__(self, components: RunComponents, *, first_step: int) -> None:
+        """Start nothing yet.
+
+        Args:
+            components: Components of the run, with published weights.
+            first_step: Number of the first step.
+        """
+        self.components = components
+        config = components.config
+        self._pipeline = BatchPipeline(
+            components.scheduler,
+            self._sample,
+            rule=AdmissionRule.from_config(config.loop, config.asynchrony),
+            first_step=first_step,
+            last_step=config.run.total_steps,
+        )
+        self._samplings: dict[int, _Sampling] = {}
+        """By step."""
+        self._reward_stats = RunningStats()
+        """Statistics of the rewards of all batches that were taken."""
+
+    @property
+    def cursor(self) -> DataCursor:
+        """Position in the data of the first prompt that no step has trained on.
+
+        With dynamic sampling and loop ``async``, prompts after it may have been trained.
+        """
+        step = self._pipeline.oldest_step
+        if step is None:
+            return self.components.prompts.cursor
+        return self._find_sampling(step).cursor.result()
+
+    def run_step(
+        self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
+    ) -> StepResult:
+        """Run the next step.
+
+        Args:
+            step: Number of the step, from 1.
+            objectives: Objective of each trained role.
+            controllers: Controllers for this step.
+        """
+        components, timer, start = self.components, StepTimer(), time.perf_counter()
+        self._reward_stats = controllers.reward_stats
+        # Sampling changes no weight, so a stop request may abandon it.
+        with self._measure_wait(timer), allow_stop_after_half_grace():
+            batch = self._pipeline.take(step)
+        sampled, self._reward_stats = batch.shape(
+            components.config, reward_stats=controllers.reward_stats
+        )
+        # Before the step trains, so that sampling and training overlap.
+        self._pipeline.start_batches()
+        # A colocated vLLM sampler frees its GPU memory while the roles train.
+        sampler = components.sampler
+        sampler_is_asleep = isinstance(sampler, VllmSampler) and sampler.sleep()
+        staleness = self._check_and_measure_staleness(sampled)
+        train_metrics, controllers = train_on_rollouts(
+            sampled.rollouts,
+            config=components.config,
+            roles=components.roles,
+            teachers=components.teachers,
+            objectives=objectives,
+            controllers=replace(controllers, reward_stats=self._reward_stats),
+            step=step,
+            timer=timer,
+            log=components.log,
+        )
+        if sampler_is_asleep:
+            # The servers allocate their memory again as soon as weights arrive.
+            for role in components.roles.values():
+                role.release_cache()
+        sync_metrics = self._publish(step, timer=timer)
+        seconds = timer.seconds | self._samplings.pop(step).timer.seconds
+        metrics = {
+            **sampled.metrics,
+            **train_metrics,
+            **staleness,
+            **sync_metrics,
+            "rollout/tokens_per_s": sampled.metrics["rollout/tokens"]
+            / max(seconds["time/rollout_s"], 1e-9),
+            "data/epoch": float(self.cursor.epoch),
+            **seconds,
+            "time/step_s": time.perf_counter() - start,
+        }
+        return StepResult(metrics=metrics, rollouts=sampled.rollouts, controllers=controllers)
+
+    @contextmanager
+    def pause_sampling(self) -> Iterator[None]:
+        """Wait for the batches in progress, and start no other one during the body."""
+        self._pipeline.wait()
+        yield
+
+    def close(self) -> None:
+        """Cancel the batches in progress."""
+        self.components.scheduler.cancel()
+
+    def _find_sampling(self, step: int) -> _Sampling:
+        # Made by whichever thread comes first; `setdefault` is atomic.
+        return self._samplings.setdefault(step, _Sampling())
+
+    async def _sample(self, step: int) -> SampledStep:
+        sampling = self._find_sampling(step)
+        # In the event loop, as every use of the prompts while a batch is sampled.
+        sampling.cursor.set_result(self.components.prompts.cursor)
+        with sampling.timer.measure("rollout"):
+            return await sample_step(
+                self.components, step=step, timer=sampling.timer, reward_stats=self._reward_stats
+            )
+
+    def _measure_wait(self, timer: StepTimer) -> AbstractContextManager[None]:
+        # With loop sync, training waits for all of the sampling, which is time/rollout_s.
+        has_wait = self._pipeline.rule.max_staleness > 0
+        return timer.measure("wait") if has_wait else nullcontext()
+
+    def _check_and_measure_staleness(self, sampled: SampledStep) -> dict[str, float]:
+        config, version = self.components.config, self.components.publisher.version
+        check_staleness(
+            [completion for each in sampled.rollouts for completion in each.completions],
+            loop=config.loop,
+            asynchrony=config.asynchrony,
+            version=version,
+        )
+        if config.loop == "sync":
+            return {}
+        return measure_staleness(sampled.rollouts, version=version)
+
+    def _publish(self, step: int, *, timer: StepTimer) -> dict[str, float]:
+        """Publish the actor's weights after a step; return the metrics."""
+        components = self.components
+        if not self._pipeline.rule.overlaps:
+            with self._measure_wait(timer):
+                self._pipeline.wait()
+        num_resumed = components.scheduler.num_resumed
+        with timer.measure("weight_sync"), self._pipeline.sync_weights(step):
+            metrics = components.publisher.publish(components.canary)
+        if self._pipeline.rule.overlaps:
+            num_resumed = components.scheduler.num_resumed - num_resumed
+            metrics["rollout/continued"] = float(num_resumed)
+        return metrics
+
+
+@contextmanager
+def open_step_loop(components: RunComponents, *, first_step: int) -> Iterator[StepLoop]:
+    """Make the loop of the run; cancel its sampling when the body ends.
+
+    Args:
+        components: Components of the run, with published weights.
+        first_step: Number of the first step.
+    """
+    with closing(StepLoop(components, first_step=first_step)) as loop:
+        yield loop

@@ -1,0 +1,335 @@
+"""Run each rollout as a task of one event loop: sample, let its environment answer, score.
+
+No rollout waits for another one, except where a limit or the sampler requires it. Sampling,
+environments and rewards have separate limits. A rollout that waits for one of them occupies no
+thread and no place in the others, and earlier rollouts continue first.
+
+The event loop runs in a thread. The main thread starts coroutines in it, waits for them, and pauses
+sampling while it publishes weights.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
+
+from temper_engine_api.errors import TemperError
+from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.environment.protocol import EnvironmentFactory
+from temper_trainer.loops.multi_turn import (
+    Conversation,
+    RolloutLimits,
+    add_observation,
+    make_turn_request,
+    measure_turns,
+)
+from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
+from temper_trainer.rollout.concurrency import DaemonThreads, PriorityLimit
+from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.types import Completion, Prompt, SamplingRequest
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Argument = TypeVar("Argument")
+
+CLOSE_TIMEOUT_S = 60.0
+"""Maximum time to wait for open calls of the sampler when the run ends. A call that ignores the
+interrupt must not keep the run from ending."""
+
+
+class EnvironmentTimeoutError(TemperError, RuntimeError):
+    """An environment did not answer in time."""
+
+
+class EnvironmentFailureError(TemperError, RuntimeError):
+    """So many environments failed that training on the other rollouts would be misleading."""
+
+
+class RolloutScheduler:
+    """Runs the rollouts of a run; a context manager, because it has threads."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        environment: EnvironmentConfig | None = None,
+        make_environment: EnvironmentFactory | None = None,
+        max_sampling: int | None = None,
+        interrupts: bool = False,
+    ) -> None:
+        """Start the event loop.
+
+        Args:
+            sampler: Samples completions.
+            environment: Configuration of the environments; None for single-turn rollouts.
+            make_environment: Makes the environment of a rollout; None for single-turn rollouts.
+            max_sampling: Maximum number of open requests at a sampler with streaming. Others wait
+                here, so that they start with newer weights.
+            interrupts: True if a pause interrupts open requests; False if it waits for them.
+        """
+        self._config = environment
+        self._make_environment = make_environment
+        self._sampler = AsyncSampler(sampler, max_concurrent=max_sampling, interrupts=interrupts)
+        self._environments = PriorityLimit(
+            None if environment is None else environment.max_concurrent
+        )
+        self._scoring = PriorityLimit(1)
+        self._environment_threads = DaemonThreads("environment")
+        self._scoring_threads = DaemonThreads("scoring")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, daemon=True, name="rollouts")
+        self._thread.start()
+
+    def __enter__(self) -> "RolloutScheduler":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def num_resumed(self) -> int:
+        """Number of completions that were interrupted by a pause and continued."""
+        return self._sampler.num_resumed
+
+    def start(self, coroutine: Coroutine[object, object, T]) -> "Future[T]":
+        """Start a coroutine in the event loop; from any other thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[object, object, T]) -> T:
+        """Run a coroutine to its end; from any other thread."""
+        return self.wait(self.start(coroutine))
+
+    def wait(self, future: "Future[T]") -> T:
+        """Return the result of a started coroutine; cancel all if this thread is interrupted."""
+        try:
+            return future.result()
+        except Exception:
+            raise
+        except BaseException:
+            # A request to stop the run: nothing waits for the rollouts any more, and the save that
+            # follows needs the cores.
+            self.cancel()
+            raise
+
+    @contextmanager
+    def pause_sampling(self) -> Iterator[None]:
+        """Let no request be sampled during the body."""
+        self.run(self._sampler.pause())
+        try:
+            yield
+        finally:
+            self._loop.call_soon_threadsafe(self._sampler.resume)
+
+    def cancel(self) -> None:
+        """Cancel all coroutines, and interrupt open calls of the sampler."""
+        self._sampler.interrupt()
+        self._loop.call_soon_threadsafe(self._cancel_tasks)
+
+    def close(self) -> None:
+        """Cancel what is in progress and end the threads. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self.cancel()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._sampler.close(timeout_s=CLOSE_TIMEOUT_S)
+        # Not waited for: a tool or a reward that hangs must not keep the run from ending.
+        self._environment_threads.close()
+        self._scoring_threads.close()
+        self._loop.close()
+
+    async def run_rollouts(
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        prompts: Sequence[Prompt],
+        priority: int = 0,
+    ) -> tuple[list[Conversation], dict[str, float]]:
+        """Run every rollout to its end: one completion without an environment, else several turns.
+
+        Args:
+            requests: The first request of each rollout; seeds of later turns are derived from it.
+            prompts: The prompt of each request.
+            priority: Rollouts with a smaller number continue first.
+
+        Returns:
+            Conversations in the order of the requests, and metrics of turns and tools. A
+            conversation whose environment failed has a `failure`.
+
+        Raises:
+            EnvironmentFailureError: If a larger fraction failed than
+                environment.max_failure_fraction; without such a fraction, the environment's error.
+        """
+        if not requests:
+            return [], {}
+        rollouts = _Round(
+            requests,
+            prompts=prompts,
+            priority=priority,
+            sampler=self._sampler,
+            environment=self._config,
+            make_environment=self._make_environment,
+            limit=self._environments,
+            threads=self._environment_threads,
+        )
+        conversations = await gather_or_cancel(map(rollouts.run_rollout, range(len(requests))))
+        return conversations, {} if self._config is None else measure_turns(conversations)
+
+    async def call_scorer(self, function: Callable[[], T], *, priority: int = 0) -> T:
+        """Call a function that scores, which blocks; one at a time."""
+        async with self._scoring.acquire((priority, 0)):
+            return await self._scoring_threads.call(function)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        # Cancelled tasks run until they have ended; they wait for nothing any more.
+        while tasks := asyncio.all_tasks(self._loop):
+            self._cancel_tasks()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+    def _cancel_tasks(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+
+
+class _RolloutFailedError(Exception):
+    """The environment of a rollout failed; `__cause__` is its error."""
+
+
+class _Round:
+    """Rollouts that were requested together."""
+
+    def __init__(
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        prompts: Sequence[Prompt],
+        priority: int,
+        sampler: AsyncSampler,
+        environment: EnvironmentConfig | None,
+        make_environment: EnvironmentFactory | None,
+        limit: PriorityLimit,
+        threads: DaemonThreads,
+    ) -> None:
+        self._requests = requests
+        self._prompts = prompts
+        self._cohort = Cohort(num_open=len(requests), priority=priority)
+        self._sampler = sampler
+        self._config = environment
+        self._make_environment = make_environment
+        self._limit = limit
+        self._threads = threads
+        self._num_failures = 0
+
+    async def run_rollout(self, index: int) -> Conversation:
+        """Run one rollout to its end, again if its environment fails and retries are left."""
+        try:
+            if self._config is None or self._make_environment is None:
+                conversation = Conversation(request=self._requests[index], environment=None)
+                conversation.add(await self._sample(self._requests[index], index=index))
+                return conversation
+            limits = RolloutLimits.from_config(self._config, self._requests)
+            num_retries = self._config.max_retries
+            while True:
+                conversation = Conversation(
+                    request=self._requests[index], environment=self._make_environment()
+                )
+                try:
+                    await self._converse(conversation, index=index, limits=limits)
+                    return conversation
+                except _RolloutFailedError as failed:
+                    if num_retries == 0:
+                        conversation.failure = self._count_failure(failed.__cause__)
+                        return conversation
+                    num_retries -= 1
+        finally:
+            self._sampler.leave(self._cohort)
+
+    async def _sample(self, request: SamplingRequest, *, index: int) -> Completion:
+        return await self._sampler.sample(request, cohort=self._cohort, index=index)
+
+    async def _converse(
+        self, conversation: Conversation, *, index: int, limits: RolloutLimits
+    ) -> None:
+        environment = conversation.environment
+        assert environment is not None
+        await self._call_environment(environment.reset, self._prompts[index], index=index)
+        for turn in range(limits.max_turns):
+            request = make_turn_request(conversation, turn=turn, request_id=index, limits=limits)
+            completion = await self._sample(request, index=index)
+            conversation.add(completion)
+            # Also after the last turn, because the environment rewards the final completion.
+            observation = await self._call_environment(
+                environment.step, completion.tokens, index=index
+            )
+            is_last = turn == limits.max_turns - 1
+            add_observation(conversation, observation, is_last=is_last, limits=limits)
+            if conversation.is_done:
+                return
+
+    async def _call_environment(
+        self, function: Callable[[Argument], T], argument: Argument, *, index: int
+    ) -> T:
+        """Call a method of an environment in a thread.
+
+        Raises:
+            _RolloutFailedError: If it raises or takes too long. Its thread cannot be ended and is
+                not used again.
+        """
+        assert self._config is not None
+        timeout_s = self._config.step_timeout_s
+        async with self._limit.acquire((self._cohort.priority, index)):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self._threads.call(function, argument)
+            except TimeoutError as error:
+                if isinstance(error.__cause__, asyncio.CancelledError):
+                    prompt = self._prompts[index]
+                    late = EnvironmentTimeoutError(
+                        f"the environment of prompt {prompt.prompt_id} ({prompt.location}) did not "
+                        f"answer within environment.step_timeout_s = {timeout_s:g} s: raise it, or "
+                        "allow failures with environment.max_failure_fraction."
+                    )
+                    raise _RolloutFailedError from late
+                raise _RolloutFailedError from error
+            # The environment is the user's code, which may raise anything. The failure is counted.
+            except Exception as error:
+                raise _RolloutFailedError from error
+
+    def _count_failure(self, error: BaseException | None) -> str:
+        """Count a failed rollout and return its reason.
+
+        Raises:
+            EnvironmentFailureError: See `RolloutScheduler.run_rollouts`.
+        """
+        assert self._config is not None
+        assert error is not None
+        self._num_failures += 1
+        fraction, num_rollouts = self._config.max_failure_fraction, len(self._requests)
+        if fraction == 0:
+            raise error
+        reason = f"environment: {type(error).__name__}: {error}"
+        if self._num_failures > fraction * num_rollouts:
+            raise EnvironmentFailureError(
+                f"the environments of {self._num_failures} of {num_rollouts} rollouts failed: more "
+                f"than environment.max_failure_fraction = {fraction:g}. The last: {reason}"
+            ) from error
+        logger.warning("a rollout is left out, because its environment failed: %s", reason)
+        return reason
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:
+    """Return the results in order; after an error, or if cancelled, cancel all others."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,232 @@
+"""Sample single requests in an event loop, from samplers that block and from servers.
+
+`AsyncSampler` can be paused for a weight sync: open completions stop and continue with the new
+weights, or the sync waits for them. Each token keeps the version of the weights that sampled it and
+its log-prob under them. The prefix of a continued completion is computed again, so no KV cache of
+old weights is used.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from temper_trainer.rollout.concurrency import DaemonThreads, PriorityLimit
+from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler, StreamingSampler
+from temper_trainer.types import Completion, FinishReason, SamplingRequest
+
+_INTERRUPT_INTERVAL_S = 0.5
+"""Interrupts are repeated: one may come before the sampler has received a request."""
+SEED_INCREMENT = 0x9E3779B97F4A7C15
+"""Odd, with irregular bits: a resumed completion shares no random number with its beginning."""
+
+
+@dataclass(slots=True)
+class _PartialCompletion:
+    """The tokens of a request so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def append(self, completion: Completion) -> None:
+        self.tokens += completion.tokens
+        self.logprobs += completion.rollout_logprobs
+        self.versions += [completion.weight_version] * len(completion.tokens)
+
+
+@dataclass(slots=True)
+class Cohort:
+    """Rollouts that a sampler without streaming samples together, one call after another.
+
+    A call starts when every open rollout of the cohort waits for a completion. Its requests are
+    then a function of the rollouts, not of which environment answered first, and neither are the
+    sampler's batches and their rounding.
+    """
+
+    num_open: int
+    """Rollouts that may still request completions."""
+    priority: int = 0
+    """Cohorts with smaller numbers are sampled first."""
+    waiting: dict[int, tuple[SamplingRequest, "asyncio.Future[Completion]"]] = field(
+        default_factory=dict
+    )
+    """Requests of the next call, by the index of the rollout."""
+
+
+class AsyncSampler:
+    """Samples single requests. Its methods run in one event loop, unless stated otherwise."""
+
+    def __init__(
+        self, sampler: Sampler, *, max_concurrent: int | None = None, interrupts: bool = False
+    ) -> None:
+        """Wrap a sampler.
+
+        Args:
+            sampler: The sampler that does the work.
+            max_concurrent: Maximum number of requests at a streaming sampler; None has no limit.
+            interrupts: True if `pause` interrupts open requests; False if it waits for them.
+        """
+        self._sampler = sampler
+        self._streaming = sampler if isinstance(sampler, StreamingSampler) else None
+        self._interrupts = interrupts
+        # A sampler without streaming allows one call at a time.
+        self._limit = PriorityLimit(max_concurrent if self._streaming else 1)
+        self._threads = DaemonThreads("sampling")
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.num_active = 0
+        """Calls that are inside the inner sampler."""
+        self._calls: set[asyncio.Task[None]] = set()
+        self.num_resumed = 0
+        """Number of interrupted completions that were resumed."""
+
+    async def sample(
+        self, request: SamplingRequest, *, cohort: Cohort, index: int = 0
+    ) -> Completion:
+        """Return a finished completion.
+
+        Args:
+            request: What to complete.
+            cohort: Cohort of the rollout.
+            index: Index of the rollout in its cohort.
+        """
+        partial, current = _PartialCompletion(), request
+        while True:
+            if self._streaming is None:
+                completion = await self._sample_with_cohort(current, cohort=cohort, index=index)
+            else:
+                async with self._limit.acquire((cohort.priority, index)), self._count_active():
+                    completion = await self._streaming.sample_one(current)
+            if completion.finish_reason != FinishReason.INTERRUPTED:
+                return _join(partial, completion)
+            self.num_resumed += 1
+            if not request.sampling.stop:
+                partial.append(completion)
+                current = _make_continuation(current, completion)
+            # Otherwise start again: the sampler looks for stop texts only in the tokens of one
+            # call, and a stop text may span the interruption.
+
+    def leave(self, cohort: Cohort) -> None:
+        """Record that a rollout of the cohort requests no more completions."""
+        cohort.num_open -= 1
+        self._start_call_if_complete(cohort)
+
+    async def pause(self) -> None:
+        """Return when no request is being sampled; none starts until `resume`."""
+        self._open.clear()
+        while self.num_active:
+            # Repeated: an interrupt may come before the sampler has received a request.
+            if self._interrupts:
+                assert isinstance(self._sampler, InterruptibleSampler)
+                await self._threads.call(self._sampler.interrupt)
+            try:
+                await asyncio.wait_for(self._idle.wait(), timeout=_INTERRUPT_INTERVAL_S)
+            except TimeoutError:
+                continue
+
+    def resume(self) -> None:
+        """Sample again, usually with new weights."""
+        self._open.set()
+
+    def interrupt(self) -> None:
+        """Let open calls of the inner sampler return soon, if it can; from any thread."""
+        if isinstance(self._sampler, InterruptibleSampler) and self.num_active:
+            # Not waited for: the call of a dead server may take long.
+            self._threads.start(self._sampler.interrupt)
+
+    def close(self, *, timeout_s: float) -> None:
+        """End the threads, and wait this long for the calls in them; from any thread."""
+        self._threads.close(timeout_s=timeout_s)
+
+    async def _sample_with_cohort(
+        self, request: SamplingRequest, *, cohort: Cohort, index: int
+    ) -> Completion:
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        cohort.waiting[index] = (request, future)
+        self._start_call_if_complete(cohort)
+        return await future
+
+    def _start_call_if_complete(self, cohort: Cohort) -> None:
+        if not cohort.waiting or len(cohort.waiting) < cohort.num_open:
+            return
+        # In the order of the rollouts, because the sampler's batches depend on it.
+        waiting = [entry for _, entry in sorted(cohort.waiting.items(), key=lambda item: item[0])]
+        cohort.waiting = {}
+        task = asyncio.create_task(self._sample_together(waiting, priority=cohort.priority))
+        # The loop has only weak references to tasks.
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _sample_together(
+        self,
+        waiting: "Sequence[tuple[SamplingRequest, asyncio.Future[Completion]]]",
+        *,
+        priority: int,
+    ) -> None:
+        """Sample requests in one call and complete their futures."""
+        requests = [request for request, _ in waiting]
+        try:
+            async with self._limit.acquire((priority, 0)), self._count_active():
+                completions = await self._threads.call(self._sampler.sample, requests)
+        except BaseException as error:
+            for _, future in waiting:
+                if not future.done():
+                    future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for (_, future), completion in zip(waiting, completions, strict=True):
+            if not future.done():  # its rollout may have been cancelled
+                future.set_result(completion)
+
+    @asynccontextmanager
+    async def _count_active(self) -> AsyncIterator[None]:
+        """Wait until sampling is not paused, and count a call during the body."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self.num_active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.num_active -= 1
+            if self.num_active == 0:
+                self._idle.set()
+
+
+def _make_continuation(request: SamplingRequest, completion: Completion) -> SamplingRequest:
+    """Return a request for the rest of a completion."""
+    sampling = replace(
+        request.sampling, max_tokens=request.sampling.max_tokens - len(completion.tokens)
+    )
+    # A new seed, because random numbers depend on the seed and the position in the completion, and
+    # positions of the continuation start at 0.
+    seed = (request.seed + SEED_INCREMENT * len(completion.tokens)) % 2**63
+    # The session of the first part, so that the same replica continues.
+    session = hash(request.prompt_tokens) if request.session is None else request.session
+    return replace(
+        request,
+        prompt_tokens=request.prompt_tokens + completion.tokens,
+        sampling=sampling,
+        seed=seed,
+        session=session,
+    )
+
+
+def _join(partial: _PartialCompletion, last: Completion) -> Completion:
+    """Return the full completion after its last part."""
+    if not partial.tokens:
+        return last
+    partial.append(last)
+    has_several_versions = len(set(partial.versions)) > 1
+    return replace(
+        last,
+        tokens=tuple(partial.tokens),
+        rollout_logprobs=tuple(partial.logprobs),
+        # The oldest one, because the limit of staleness must hold for every token.
+        weight_version=min(partial.versions),
+        token_versions=tuple(partial.versions) if has_several_versions else (),
+    )

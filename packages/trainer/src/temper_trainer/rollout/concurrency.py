@@ -1,0 +1,134 @@
+"""Limits and threads for calls that an event loop waits for."""
+
+import asyncio
+import heapq
+import itertools
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import asynccontextmanager
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class PriorityLimit:
+    """Limit on how many bodies run at the same time; the smallest priority continues first.
+
+    Requests of old rollouts so overtake those of new ones. All methods run in one event loop.
+    """
+
+    def __init__(self, max_concurrent: int | None) -> None:
+        """Allow this many bodies at a time; None has no limit."""
+        self._num_free = max_concurrent
+        self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+
+    @asynccontextmanager
+    async def acquire(self, priority: tuple[int, int]) -> AsyncIterator[None]:
+        """Run the body when it is its turn."""
+        if self._num_free is None:
+            yield
+            return
+        if self._num_free > 0 and not self._waiting:
+            self._num_free -= 1
+        else:
+            await self._wait(priority)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _wait(self, priority: tuple[int, int]) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # The number keeps equal priorities in their order, and futures from being compared.
+        heapq.heappush(self._waiting, (priority, next(self._numbers), future))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._release()  # it was its turn, which it passes on
+            raise
+
+    def _release(self) -> None:
+        while self._waiting:
+            _, _, future = heapq.heappop(self._waiting)
+            if not future.done():
+                future.set_result(None)
+                return
+        assert self._num_free is not None
+        self._num_free += 1
+
+
+class DaemonThreads:
+    """Threads for blocking calls; as many as there are open calls, which callers limit.
+
+    They are daemons and not a ThreadPoolExecutor, because a call that hangs must not keep the
+    process from exiting. A thread whose call hangs is not used again.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Start no thread yet; their names begin with `name`."""
+        self._name = name
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+
+    def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        """Call a function in a thread; from any thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+                _settle(future, error=error)
+            # An event loop would end with SystemExit or KeyboardInterrupt of one of its tasks.
+            except BaseException as error:  # noqa: BLE001
+                _settle(future, error=RuntimeError(f"{type(error).__name__} in a thread: {error}"))
+            else:
+                _settle(future, result=result)
+
+        if not self._idle.acquire(blocking=False):
+            thread = threading.Thread(
+                target=self._work, daemon=True, name=f"{self._name}_{len(self._threads)}"
+            )
+            self._threads.append(thread)
+            thread.start()
+        self._tasks.put(run)
+        return future
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function in a thread and wait for its result."""
+        return await asyncio.wrap_future(self.start(function, *args, **kwargs))
+
+    def close(self, *, timeout_s: float = 0.0) -> None:
+        """End idle threads, and those of open calls when these return; wait for them this long."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            self._idle.release()
+
+
+def _settle(
+    future: "Future[Any]", *, result: object = None, error: Exception | None = None
+) -> None:
+    """Complete a future, whose waiter may have cancelled it meanwhile."""
+    try:
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+    except InvalidStateError:
+        return
