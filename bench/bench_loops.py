@@ -70,7 +70,7 @@ COLUMNS = (
 NUM_TURNS = 8
 DECODE_S, TOOL_S, TOOL_SIGMA = 0.05, 0.05, 1.0
 """Seconds of a completion, median seconds of a tool, and the deviation of their logarithm."""
-NUM_SLOTS = 128
+NUM_SLOTS = 64
 """Sequences that the server of the asynchronous rows decodes at the same time."""
 ROLLOUTS_PER_STEP = 1024
 MEDIAN_TOKENS, TOKENS_SIGMA = 200, 0.8

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from temper_engine_api.errors import BatchError
+from temper_engine_api.errors import BatchError, ConfigError
 from temper_trainer.loops import RunResult, rl_loop
 
 Run = Callable[..., RunResult]
@@ -92,6 +92,22 @@ def test_async_never_trains_on_weights_older_than_its_limit(
         (tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text()
     )
     assert state["cursor"]["index"] == 12  # 3 steps of 4 prompts
+
+
+@pytest.mark.bitwise
+def test_replay_of_an_async_run_trains_the_same_bits(run: Run, rows: Rows, tmp_path: Path) -> None:
+    more = ("asynchrony.max_staleness=2", "run.total_steps=6")
+    run(tmp_path / "run", *ASYNC, *more, "rollout.record=true")
+    record = tmp_path / "run" / "completions.jsonl"
+    run(tmp_path / "replay", *ASYNC, *more, f"rollout.replay={record}")
+    recorded, replayed = rows(tmp_path / "run"), rows(tmp_path / "replay")
+    assert max(row["staleness/max"] for row in recorded) >= 1
+    for row in (*recorded, *replayed):
+        # It counts interruptions during the step, not those of the trained completions.
+        del row["rollout/continued"]
+    assert replayed == recorded
+    with pytest.raises(ConfigError, match="has no completion for request"):
+        run(tmp_path / "other", *ASYNC, *more, f"rollout.replay={record}", "run.seed=7")
 
 
 def test_error_in_the_sampling_thread_ends_the_run(

@@ -155,6 +155,12 @@ class RolloutConfig:
     """Maximum difference of a log-prob, in nats. None accepts 0.05, or 0.3 if the sampler or the
     actor computes in bf16.
     """
+    record: bool = False
+    """Write every completion to completions.jsonl in the run folder, for rollout.replay."""
+    replay: str | None = None
+    """completions.jsonl of a run with the same configuration; its completions are trained instead
+    of sampled ones.
+    """
     vllm: VllmConfig = field(default_factory=VllmConfig)
     """Settings of the servers; sampler vllm only."""
 

@@ -27,6 +27,7 @@ from temper_trainer.loops.multi_turn import (
     measure_turns,
 )
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
+from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.types import Completion, Prompt, SamplingRequest
@@ -60,6 +61,8 @@ class RolloutScheduler:
         make_environment: EnvironmentFactory | None = None,
         max_sampling: int | None = None,
         interrupts: bool = False,
+        recorder: CompletionRecorder | None = None,
+        replay: CompletionReplay | None = None,
     ) -> None:
         """Start the event loop.
 
@@ -70,10 +73,19 @@ class RolloutScheduler:
             max_sampling: Maximum number of open requests at a sampler with streaming. Others wait
                 here, so that they start with newer weights.
             interrupts: True if a pause interrupts open requests; False if it waits for them.
+            recorder: Records completions; closed with the scheduler.
+            replay: Returns recorded completions, so that nothing is sampled.
         """
         self._config = environment
         self._make_environment = make_environment
-        self._sampler = AsyncSampler(sampler, max_concurrent=max_sampling, interrupts=interrupts)
+        self._recorder = recorder
+        self._sampler = AsyncSampler(
+            sampler,
+            max_concurrent=max_sampling,
+            interrupts=interrupts,
+            recorder=recorder,
+            replay=replay,
+        )
         self._environments = PriorityLimit(
             None if environment is None else environment.max_concurrent
         )
@@ -141,6 +153,8 @@ class RolloutScheduler:
         self._environment_threads.close()
         self._scoring_threads.close()
         self._loop.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     async def run_rollouts(
         self,

@@ -7,6 +7,7 @@ generate need. Both close everything when the context ends.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,11 @@ from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops.rollout_scheduler import RolloutScheduler
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.scoring import Scorer
+from temper_trainer.rollout.completion_record import (
+    FILE_NAME,
+    CompletionRecorder,
+    CompletionReplay,
+)
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime.engine_reward_model import build_reward_model
@@ -265,6 +271,8 @@ def _open_scheduler(
         # A second request for each place of a server waits there, so that none stays empty.
         max_sampling=2 * rollout.num_replicas * rollout.max_concurrent,
         interrupts=config.loop == "async" and config.asynchrony.partial_rollouts,
+        recorder=CompletionRecorder(Path(config.run.dir) / FILE_NAME) if rollout.record else None,
+        replay=None if rollout.replay is None else CompletionReplay(Path(rollout.replay)),
     )
 
 

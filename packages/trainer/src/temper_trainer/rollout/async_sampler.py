@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler, StreamingSampler
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
@@ -58,7 +59,13 @@ class AsyncSampler:
     """Samples single requests. Its methods run in one event loop, unless stated otherwise."""
 
     def __init__(
-        self, sampler: Sampler, *, max_concurrent: int | None = None, interrupts: bool = False
+        self,
+        sampler: Sampler,
+        *,
+        max_concurrent: int | None = None,
+        interrupts: bool = False,
+        recorder: CompletionRecorder | None = None,
+        replay: CompletionReplay | None = None,
     ) -> None:
         """Wrap a sampler.
 
@@ -66,7 +73,11 @@ class AsyncSampler:
             sampler: The sampler that does the work.
             max_concurrent: Maximum number of requests at a streaming sampler; None has no limit.
             interrupts: True if `pause` interrupts open requests; False if it waits for them.
+            recorder: Records finished completions.
+            replay: Returns recorded completions, so that nothing is sampled.
         """
+        self._recorder = recorder
+        self._replay = replay
         self._sampler = sampler
         self._streaming = sampler if isinstance(sampler, StreamingSampler) else None
         self._interrupts = interrupts
@@ -93,6 +104,17 @@ class AsyncSampler:
             cohort: Cohort of the rollout.
             index: Index of the rollout in its cohort.
         """
+        if self._replay is not None:
+            return self._replay.find(request)
+        completion = await self._sample_to_end(request, cohort=cohort, index=index)
+        if self._recorder is not None:
+            self._recorder.add(request, completion)
+        return completion
+
+    async def _sample_to_end(
+        self, request: SamplingRequest, *, cohort: Cohort, index: int
+    ) -> Completion:
+        """Sample a completion, again or on after each interruption."""
         partial, current = _PartialCompletion(), request
         while True:
             if self._streaming is None:

@@ -1,0 +1,97 @@
+"""Record the completions of a run in a file, and replay them in another run.
+
+Training is a function of the completions with their log-probs and weight versions, so a replayed
+run trains the same bits, also with loop ``async``, whose sampling depends on timing.
+"""
+
+import hashlib
+import json
+import struct
+import time
+from pathlib import Path
+from typing import IO
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.types import Completion, FinishReason, SamplingRequest
+
+FILE_NAME = "completions.jsonl"
+"""Name of the record in the folder of its run."""
+
+
+class CompletionRecorder:
+    """Appends one JSON line per finished completion, in the order of their arrival."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file; a resumed run continues it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._begin = time.monotonic()
+
+    def add(self, request: SamplingRequest, completion: Completion) -> None:
+        """Write a completion."""
+        row = {
+            "key": compute_key(request),
+            "arrival_s": round(time.monotonic() - self._begin, 6),
+            "tokens": completion.tokens,
+            # The shortest text that is parsed to the same float.
+            "logprobs": completion.rollout_logprobs,
+            "finish_reason": completion.finish_reason.value,
+            "weight_version": completion.weight_version,
+            "token_versions": completion.token_versions,
+        }
+        self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+class CompletionReplay:
+    """The completions of a record, by their request."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the record.
+
+        Raises:
+            ConfigError: If the file cannot be read or is damaged.
+        """
+        self._path = path
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            # Of equal requests the last one: a resumed run has sampled it again.
+            self._rows = {row["key"]: row for row in map(json.loads, lines)}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"rollout.replay is {path}, which cannot be read ({error}): name the "
+                f"{FILE_NAME} of a run with rollout.record=true."
+            ) from error
+
+    def find(self, request: SamplingRequest) -> Completion:
+        """Return the recorded completion of a request.
+
+        Raises:
+            ConfigError: If it was not recorded.
+        """
+        row = self._rows.get(compute_key(request))
+        if row is None:
+            raise ConfigError(
+                f"rollout.replay {self._path} has no completion for request {request.request_id} "
+                f"with seed {request.seed}: replay with the configuration and data of the "
+                "recorded run."
+            )
+        return Completion(
+            request_id=request.request_id,
+            tokens=tuple(row["tokens"]),
+            rollout_logprobs=tuple(row["logprobs"]),
+            finish_reason=FinishReason(row["finish_reason"]),
+            weight_version=row["weight_version"],
+            token_versions=tuple(row["token_versions"]),
+        )
+
+
+def compute_key(request: SamplingRequest) -> str:
+    """Return a digest of seed, prompt and greedy or not, which identify a request of a run."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(struct.pack("<q?", request.seed, request.sampling.temperature == 0))
+    digest.update(struct.pack(f"<{len(request.prompt_tokens)}q", *request.prompt_tokens))
+    return digest.hexdigest()
