@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import yaml
 from pyarrow import parquet
+from safetensors.numpy import save
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -41,6 +43,21 @@ _CONFIG = {
     "num_attention_heads": 64,
     "num_key_value_heads": 64,
 }
+_NO_TENSORS = "\2" + 7 * "\0" + "{}"
+_ADAPTER = {
+    "adapter_config.json": json.dumps(
+        {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    ).encode(),
+    # A check compares names and shapes with those of the model.
+    "adapter_model.safetensors": save(
+        {
+            f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_{side}.weight": zeros
+            for layer in range(2)
+            for module in ("q_proj", "v_proj")
+            for side, zeros in (("A", np.zeros((8, 128), "f4")), ("B", np.zeros((128, 8), "f4")))
+        }
+    ),
+}
 _WORDS = ("<unk>", "<pad>", "<eos>", "1", "2")
 _TOKENIZER = {
     "tokenizer.json": Tokenizer(
@@ -57,7 +74,7 @@ _TOKENIZER = {
 MODEL = {
     "config.json": json.dumps(_CONFIG),
     **_TOKENIZER,
-    "model.safetensors": "\2" + 7 * "\0" + "{}",
+    "model.safetensors": _NO_TENSORS,
 }
 """The files of a model directory that a check reads."""
 
@@ -104,7 +121,9 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
                 position = _put(value, folder, content=content.encode(), below=name)
             yield key, position
         elif key.endswith(".engine.lora.path") and isinstance(value, str):
-            yield key, _put(value, folder, content=b"{}", below="adapter_config.json")
+            for name, content in _ADAPTER.items():
+                position = _put(value, folder, content=content, below=name)
+            yield key, position
         elif key == "data.tokenizer.path" and isinstance(value, str):
             for name, content in _TOKENIZER.items():
                 position = _put(value, folder, content=content.encode(), below=name)
