@@ -102,7 +102,7 @@ def list_secret_forms(secret: str) -> frozenset[str]:
     data = secret.encode(errors="surrogateescape")
     encoded = set()
     for num_before in range(3):
-        # A character holds 6 bits. Those that also hold bits of the bytes before are left out.
+        # A base64 character encodes 6 bits. Leave out characters with bits of the preceding bytes.
         start = math.ceil(num_before * 8 / 6)
         text = b64encode(b"\0" * num_before + data).decode().rstrip("=")
         # The last character depends on the next byte, unless the text ends with the secret.

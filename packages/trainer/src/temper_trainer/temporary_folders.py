@@ -166,7 +166,7 @@ def remove_claimed_folders(root: Path) -> list[Path]:
     for folder in removed:
         shutil.rmtree(folder, ignore_errors=True)
         logger.info("removed %s, which a dead process had left", folder)
-    # After the folders: if this process is killed in between, the next one still finds them.
+    # Remove the notes last: the next process finds the folders by them if this one is killed.
     for note in notes:
         shutil.rmtree(note, ignore_errors=True)
     return removed

@@ -210,7 +210,7 @@ def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> Sequen
         loss_masks=[_make_loss_mask(demonstration) for demonstration in demonstrations],
     )
     weights = torch.cat([_make_loss_weights(demonstration) for demonstration in demonstrations])
-    # A weight of 0 untrains the token: denominators and the likelihood in the metrics leave it out.
+    # A token with weight 0 is not trained, so the denominators and the metrics must not count it.
     mask = samples.loss_mask & (weights > 0)
     return replace(samples, loss_mask=mask, columns={LOSS_WEIGHTS: torch.where(mask, weights, 0.0)})
 

@@ -128,8 +128,9 @@ class CheckpointWriter:
         Raises:
             CheckpointError: If the save failed.
         """
-        # Waiting here and not in `save`, which comes after the log, bounds the steps that a killed
-        # run computes again: with save_every=1 at most one step that is logged already.
+        # The loop logs the step between this call and `save`. If `save` waited instead, a run that
+        # is killed while it waits would compute one more logged step again. With save_every=1 it
+        # is one step at most.
         if is_save_due or (
             self._pending is not None
             and all(role.has_written_part() for role in self._roles.values())

@@ -280,7 +280,8 @@ def _drop_former_variants(
             assert isinstance(tree, dict)
             on_command_line |= find_names(tree, choices=choices)
             kinds_on_command_line |= find_source_kinds(tree)
-    # Who resets keys of a source has decided about its settings: Hydra deletes only what exists.
+    # Drop nothing from a source whose keys the user deletes: the user decides which of its settings
+    # stay, and Hydra refuses to delete a key that is dropped already.
     deleted = [str(override.key_or_group) for override in overrides if override.is_delete()]
     for key in list(kinds_on_command_line):
         if any(f"{each}.".startswith(f"{key}.") for each in deleted):

@@ -70,7 +70,7 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
             source.teacher_prompt_key,
             source.completion_key,
             source.difficulty_key,
-            # Of a conversation it is a field of the messages.
+            # In a conversation the weight is a field of each message, and not of the row.
             source.loss_weight_key if source.messages_key is None else None,
         )
         if key is not None

@@ -54,7 +54,8 @@ def sort_by_difficulty(
     drawn = list(range(len(ordered)))
     random.Random(f"curriculum {seed} {epoch}").shuffle(drawn)
     drawn = drawn[: round(shuffled_fraction * len(ordered))]
-    # The drawn positions are in random order, so their indices, taken in another one, are shuffled.
+    # `drawn` is in random order. The indices are read at ascending positions and put back in that
+    # order, so they are shuffled.
     moved = [ordered[position] for position in sorted(drawn)]
     for position, index in zip(drawn, moved, strict=True):
         ordered[position] = index
@@ -221,8 +222,8 @@ class MixedStream(Generic[Item]):
         self._epoch_size = sum(map(len, sources.values()))
         self._position = 0
         start = DataCursor() if cursor is None else cursor
-        # Choosing sources again, without reading items, gives the position in each of them. A
-        # cursor need not contain one per source.
+        # Repeat the choices up to the cursor, without reading items. They determine the position in
+        # each source, so the cursor does not need to contain it.
         for _ in range(start.epoch * self._epoch_size + start.index):
             self._choose_source()
         self._streams = {

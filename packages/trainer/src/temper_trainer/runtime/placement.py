@@ -86,7 +86,8 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
         for name, role in roles.items()
     }
     if config.averaged_engine is not None:
-        # With the actor, so that each of its ranks has the same memory for a second model.
+        # As many workers as the actor in the same pool, so that every device of the actor has one
+        # rank of the second model, and the same memory is left on each.
         requests[AVERAGED_ROLE] = requests["actor"]
     if config.generates_completions:
         rollout = config.rollout

@@ -359,7 +359,7 @@ def send_delta(
             num_elements += sum(tensor_delta.values.numel() for tensor_delta in delta)
             for target, tensor_delta in zip(cached.tensors[index], delta, strict=True):
                 apply_tensor_delta(target, tensor_delta)
-    # Cached again only after the last bucket, see `take_cached_weights`.
+    # take_cached_weights removed the cache, so that no half-updated one stays if a bucket fails.
     get_sender_state(worker).cached[key] = replace(cached, version=version)
     return SentWeights(num_bytes=num_bytes, fraction=num_elements / cached.num_elements)
 

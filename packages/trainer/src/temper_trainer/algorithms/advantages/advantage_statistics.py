@@ -75,8 +75,8 @@ def gather_next_trained(column: Tensor, *, samples: SequenceBatch) -> Tensor:
     position = torch.nonzero(samples.loss_mask)[:, 0]
     owner = samples.sequence_index[position]
     following = column.double()[position].roll(-1)
-    # The roll wraps around. With a single sample, the owners alone would not exclude the last
-    # token.
+    # roll(-1) pairs the last trained token of the batch with the first one. If both belong to the
+    # same sample, comparing owners does not exclude the pair, so the position does.
     is_same = (owner == owner.roll(-1)) & (torch.arange(len(position)) < len(position) - 1)
     result = column.new_zeros(samples.num_tokens, dtype=torch.float64)
     return result.index_copy(0, position, torch.where(is_same, following, 0.0))

@@ -87,7 +87,8 @@ def check_external_objects(config: TrainerConfig) -> None:
     if config.task == "rl":
         _check_custom_algorithm(config.algorithm)
     if config.has_teachers and isinstance(config.distillation.objective, Custom):
-        # Again with the imported class, which tells what contradicts it.
+        # Repeat the checks of the configuration with the imported class, which knows what the loss
+        # requires.
         loss = config.distillation.loss
         replace(config, distillation=replace(config.distillation, objective=loss))
 

@@ -131,8 +131,8 @@ class RayWorkerGroup(WorkerGroup):
         with report_full_store(name):
             given: Sequence[object] = arguments
             if len(arguments) > 1 and all(each is arguments[0] for each in arguments):
-                # Arguments of all ranks, which may be the full weights: one copy in the store, that
-                # Ray resolves for each of them.
+                # All ranks get the same argument, which may be the full weights: put it into the
+                # store once instead of once per rank.
                 given = [ray.put(arguments[0])] * len(arguments)
             refs = [
                 actor.call.remote(call, each)

@@ -24,7 +24,8 @@ class OptimalTokenBaseline(AdvantageEstimator):
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_optimal_token_baseline_advantages``."""
-        # Of the policy that sampled the tokens: only then is the estimated energy unbiased.
+        # The sampler's log-probs, because the estimate of the energy is unbiased only for the
+        # policy that sampled the tokens.
         logprobs = step.samples.columns["rollout_logprobs"]
         return compute_optimal_token_baseline_advantages(
             step.token_rewards,

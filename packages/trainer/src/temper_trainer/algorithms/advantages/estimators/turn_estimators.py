@@ -35,7 +35,8 @@ def select_token_rewards(step: StepRewards, *, turn_rewards: bool) -> Tensor:
     earned = step.samples.columns.get(TURN_REWARDS)
     if not turn_rewards or earned is None:
         return step.token_rewards
-    # Moves the rewards of turns without changing their sum, so it adds to rewards and penalty.
+    # With rewards of 0, compute_turn_rewards returns only the differences: each turn's reward at
+    # its last token, and minus their sum at the last token of the rollout.
     return step.token_rewards + compute_turn_rewards(
         torch.zeros_like(step.rewards), turn_rewards=earned, samples=step.samples
     )
