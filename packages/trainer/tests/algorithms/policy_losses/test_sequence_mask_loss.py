@@ -2,7 +2,7 @@
 
 import pytest
 
-from packages.trainer.tests.algorithms.surrogates_for_tests import (
+from packages.trainer.tests.algorithms.policy_losses.surrogates_for_tests import (
     answers_of,
     batch_of,
     gradient,

@@ -6,7 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from packages.trainer.tests.algorithms.surrogates_for_tests import answers_of, batch_of, gradient
+from packages.trainer.tests.algorithms.policy_losses.surrogates_for_tests import (
+    answers_of,
+    batch_of,
+    gradient,
+)
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, HeadOutputs
