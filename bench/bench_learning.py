@@ -48,6 +48,10 @@ NUM_PAIRS = 8000
 _REHEARSAL = ("warm_start.total_steps=15", "run.total_steps=2", "data.eval.max_rows=16")
 CURVES = ("reward/mean", "preference/accuracy", "sft/nll")
 """Metrics that are drawn, by the kind of method; a run has the first or the last of them."""
+ACCURACIES = {
+    f"{kind}_{moment}" for kind in ("greedy", "sampled") for moment in ("before", "after")
+}
+"""Keys of a row with the mean reward of the held-out problems."""
 SHORTEST_S = 60.0
 """Seconds that must be left to start a run."""
 
@@ -63,6 +67,8 @@ class Method:
     """rl: evaluated by the run itself; sft and dpo: the saved model is evaluated; rm: accuracy on
     held-out pairs.
     """
+    full_reward: float = 1.0
+    """Reward of a solved problem, by which evaluations are divided."""
 
 
 _FOUR = ("batching.num_mini_batches=4",)
@@ -106,7 +112,7 @@ METHODS: Mapping[str, Method] = {
     "remax": Method(overrides=("algorithm=remax", *_SINGLE)),
     "opo": Method(overrides=("algorithm=opo",)),
     "gpg": Method(overrides=("algorithm=gpg",)),
-    "gdpo": Method(overrides=("algorithm=gdpo", _GDPO)),
+    "gdpo": Method(overrides=("algorithm=gdpo", _GDPO), full_reward=2.0),
     "maxrl": Method(overrides=("algorithm=maxrl",)),
     "grpo_passk": Method(overrides=("algorithm=grpo_passk",)),
     "optimal_token_baseline": Method(overrides=("algorithm=optimal_token_baseline",)),
@@ -450,9 +456,13 @@ def find_best_rate(rows: Sequence[Mapping[str, Any]], name: str) -> float | None
 
 
 def read_rows(out: Path) -> list[dict[str, Any]]:
-    """Return the rows of all runs so far."""
+    """Return the rows of all runs so far, with rewards of evaluations as accuracies."""
     path = out / "rows.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for row in rows:
+        for key in row.keys() & ACCURACIES:
+            row[key] /= METHODS[row["method"]].full_reward
+    return rows
 
 
 def list_missing(bench: Bench, names: Sequence[str]) -> list[Job]:
