@@ -29,13 +29,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from temper_trainer.batching.samples import to_samples
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.protocol import Environment, Observation
 from temper_trainer.loops.batch_pipeline import AdmissionRule, BatchPipeline
 from temper_trainer.loops.rollout_scheduler import RolloutScheduler
 from temper_trainer.rollout.scripted_sampler import ScriptedServer
-from temper_trainer.types import Prompt, SamplingRequest
+from temper_trainer.types import (
+    Completion,
+    FinishReason,
+    Prompt,
+    Rollout,
+    SamplingRequest,
+)
 
 LOOPS = {
     "sync": ("loop=sync",),
@@ -213,6 +220,28 @@ def measure_flight(num_rollouts: int = 10_000, *, num_turns: int = 2) -> dict[st
     }
 
 
+def measure_samples(num_rollouts: int = 1024, *, num_tokens: int = 8192) -> float:
+    """Return the seconds in which rollouts become a batch of samples, the best of three."""
+    completion = Completion(
+        request_id=0,
+        tokens=tuple(range(100_000, 100_000 + num_tokens)),
+        rollout_logprobs=tuple(-1.0 / i for i in range(1, num_tokens + 1)),
+        finish_reason=FinishReason.END_TOKEN,
+        weight_version=1,
+    )
+    prompt = Prompt(prompt_id=0, text="", tokens=(1,), answer="")
+    rollouts = [
+        Rollout(prompt=prompt, completion=completion, text="", reward=1.0, group_id=i, sample_id=i)
+        for i in range(num_rollouts)
+    ]
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        to_samples(rollouts, temperature=1.0)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
 def measure_all() -> dict[str, float]:
     """Run every row and print the table."""
     turns, flight = measure_turns(), measure_flight()
@@ -235,6 +264,7 @@ def measure_all() -> dict[str, float]:
         flight["cpu_ms_per_completion"],
     )
     rows["memory"] = ("the same, maximum memory of the process in GB", flight["max_memory_gb"])
+    rows["samples"] = ("to_samples of 8.4M tokens, seconds", measure_samples())
     print("| row | value |\n|---|---|")
     for title, value in rows.values():
         print(f"| {title} | {value:.3f} |")
