@@ -18,10 +18,11 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, WeightError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, Scalar
-from temper_engine_api.weights import NamedWeight, split_experts
+from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.model.weight_names import ExpertJoiner
+from temper_engine_fsdp.model.file_names import read_file_names
+from temper_engine_fsdp.model.weight_names import PartJoiner
 
 ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
     "mistral": {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 6},
@@ -42,7 +43,10 @@ def twin_of(engine: FSDPEngine) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         deepcopy(engine._components.hf_config), attn_implementation="eager"
     ).eval()
-    joining = ExpertJoiner({name: tensor.shape for name, tensor in model.state_dict().items()})
+    joining = PartJoiner(
+        {name: tensor.shape for name, tensor in model.state_dict().items()},
+        file_names=read_file_names(model),
+    )
     with engine.export_weights() as stream:
         wholes = dict(filter(None, (joining.add(*weight) for weight in stream)))
         missing, unexpected = model.load_state_dict(wholes, strict=False)
@@ -109,7 +113,7 @@ def test_gradients_equal_transformers(
         part: grad
         for name, p in model.named_parameters()
         if p.grad is not None
-        for part, grad in split_experts(name, p.grad)
+        for part, grad in read_file_names(model).split(name, p.grad)
     }
     for state in engine.export_state():
         expected = gradients[state.name]
@@ -191,21 +195,16 @@ def test_missing_expert_is_named_and_nothing_is_loaded(
         )
 
 
-def test_unknown_expert_names_are_rejected_on_export_and_load(
+def test_unknown_file_names_are_rejected_on_export_and_load(
     start: Callable[..., FSDPEngine], config: FSDPConfig
 ) -> None:
-    mixtral = {
-        "model_type": "mixtral",
-        "tie_word_embeddings": False,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "head_dim": 8,
-    }
-    engine = start(model=ModelSpec(architecture={**config.model.architecture, **mixtral}))
+    # Files have one tensor for gate and up, which transformers loads into two.
+    hrm = {"model_type": "hrm_text", "tie_word_embeddings": False, "head_dim": 8}
+    engine = start(model=ModelSpec(architecture={**config.model.architecture, **hrm}))
     with (
-        pytest.raises(
-            CapabilityError, match="model type mixtral has experts whose names in files are unknown"
-        ),
+        pytest.raises(CapabilityError, match=r"transformers saves .* of this hrm_text model"),
         engine.export_weights() as stream,
     ):
         next(iter(stream))
+    with pytest.raises(CapabilityError, match="cannot be exported or loaded"):
+        engine.load_weights(iter(()))

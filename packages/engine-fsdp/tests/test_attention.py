@@ -30,7 +30,21 @@ COMMON: Mapping[str, Scalar] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-FAMILIES: Mapping[str, Mapping[str, Scalar]] = {
+MAMBA: Mapping[str, Scalar] = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 4,  # shorter than the sequences, so that a state is carried from chunk to chunk
+}
+LINEAR: Mapping[str, Scalar] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "full_attention_interval": 2,
+}
+FAMILIES: Mapping[str, Mapping[str, Scalar | list[str]]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3"},
     "llama": {"model_type": "llama"},
@@ -48,15 +62,37 @@ FAMILIES: Mapping[str, Mapping[str, Scalar]] = {
         "v_head_dim": 8,
         "first_k_dense_replace": 2,
     },
+    "gpt-oss": {"model_type": "gpt_oss", "sliding_window": 4, "num_local_experts": 4},
+    "gemma2": {
+        "model_type": "gemma2",
+        "sliding_window": 4,
+        "attn_logit_softcapping": 0.5,
+        "query_pre_attn_scalar": 1,
+    },
+    "qwen3-next": {"model_type": "qwen3_next", "num_experts": 0, **LINEAR},
+    "qwen3.5": {"model_type": "qwen3_5_text", **LINEAR},
+    "nemotron-h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "full_attention"],
+        **MAMBA,
+    },
 }
+STATEFUL = ("qwen3-next", "qwen3.5", "nemotron-h")
+"""Families with layers that carry a state along the tokens."""
 
 
 def packed_model(family: str) -> PreTrainedModel:
     packed_attention.register_kernels()
-    return build_model(
-        ModelSpec(architecture={**COMMON, **FAMILIES[family]}),
+    model = build_model(
+        ModelSpec(architecture={**COMMON, **FAMILIES[family]}),  # type: ignore[dict-item]
         attention=packed_attention.SDPA_VARLEN,
     )
+    # Large enough that attention and states matter.
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    return model
 
 
 def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -108,7 +144,9 @@ def test_hidden_states_of_a_pack_equal_those_of_separate_sequences(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral-window"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "llama", "mistral-window", "gpt-oss", "gemma2", *STATEFUL]
+)
 def test_gradients_of_a_pack_equal_those_of_separate_sequences(
     family: str, checkpointing: bool, tokens: Tensor
 ) -> None:
@@ -126,7 +164,7 @@ def test_gradients_of_a_pack_equal_those_of_separate_sequences(
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gpt-oss", *STATEFUL])
 def test_padding_to_rounded_lengths_changes_no_gradient(family: str, tokens: Tensor) -> None:
     model, twin = packed_model(family).train(), packed_model(family).train()
     twin.load_state_dict(model.state_dict())
@@ -192,6 +230,8 @@ class ReadsBack(TorchDispatchMode):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_does_not_read_values_from_its_tensors(family: str, tokens: Tensor) -> None:
     model, packing = packed_model(family), PackLayout(LENGTHS, device=CPU)
+    # Computed on the host, on first use.
+    assert packing.token_index.device == packing.row_index.device == CPU
     with ReadsBack() as reads:
         packed_hidden(model, tokens, packing=packing).sum().backward()
     assert reads.num == 0
@@ -226,10 +266,9 @@ def test_attention_on_a_cpu_computes_16_bit_inputs_in_float32(tokens: Tensor) ->
     ("arguments", "sentence"),
     [
         (
-            {"s_aux": torch.zeros(4)},
+            {"s_aux": torch.zeros(4), "softcap": 30.0},
             "Module passes s_aux to its attention, which packed attention does not support",
         ),
-        ({"softcap": 30.0}, "passes softcap to its attention"),
         ({"block_indices": torch.zeros(1)}, "passes block_indices to its attention"),
         ({"is_causal": False}, "attends to later tokens"),
         ({"packing": None}, "does not pass the keyword arguments of the model to its attention"),

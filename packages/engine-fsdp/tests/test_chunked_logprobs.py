@@ -1,7 +1,7 @@
 """Test chunked log-probs against their definition, in float64 with all logits."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ class Case:
     labels: Tensor
     temperature: Tensor
     extra_ids: Tensor
+    softcap: float | None = None
 
     def fused(
         self, *, chunk_tokens: int | None = None, entropy_has_gradient: bool = True
@@ -33,12 +34,14 @@ class Case:
             needs_entropy=True,
             entropy_has_gradient=entropy_has_gradient,
             chunk_tokens=chunk_tokens,
+            softcap=self.softcap,
         )
 
     def naive(self) -> TokenLogprobs:
-        logits = (
-            self.hidden.double() @ self.weight.double().t() / self.temperature.double()[:, None]
-        )
+        logits = self.hidden.double() @ self.weight.double().t()
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        logits = logits / self.temperature.double()[:, None]
         logprobs = torch.log_softmax(logits, dim=-1)
         return TokenLogprobs(
             logprob=logprobs.gather(1, self.labels[:, None])[:, 0],
@@ -84,6 +87,23 @@ def test_columns_equal_their_definition_at_every_chunk_boundary(chunk_tokens: in
         torch.testing.assert_close(
             getattr(fused, name), getattr(naive, name).float(), rtol=2e-6, atol=2e-6
         )
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 64])
+def test_soft_capped_logits_equal_their_definition(chunk_tokens: int) -> None:
+    case = replace(make_case(scale=3.0), softcap=5.0)
+    fused, naive = case.fused(chunk_tokens=chunk_tokens), case.naive()
+    # The cap matters: without it, some log-prob differs by more than 1.
+    uncapped = replace(case, softcap=None).naive()
+    assert float((uncapped.logprob - naive.logprob).detach().abs().max()) > 1.0
+    for name in ("logprob", "logsumexp", "entropy", "extra_logprobs"):
+        torch.testing.assert_close(
+            getattr(fused, name), getattr(naive, name).float(), rtol=4e-6, atol=4e-6
+        )
+    for actual, expected in zip(
+        gradients(case, mixed_loss(fused)), gradients(case, mixed_loss(naive))
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 64])

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec, ModelType, Scalar
@@ -121,23 +120,6 @@ def test_a_value_head_on_a_language_model_is_new_and_seeded(saved: Path) -> None
     assert torch.equal(first.model.norm.weight, language["model.norm.weight"])
 
 
-def test_capped_logits_are_refused_by_name() -> None:
-    architecture = {**TINY, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 30.0}
-    with pytest.raises(
-        CapabilityError, match=r"this gemma2 model sets final_logit_softcapping to 30\.0"
-    ):
-        build_model(ModelSpec(architecture=architecture), attention="eager")
-
-
-@pytest.mark.skipif(
-    "minicpm3" not in CONFIG_MAPPING, reason="this version of transformers does not know minicpm3"
-)
-def test_logit_scale_computed_by_the_config_is_refused() -> None:
-    architecture = {**TINY, "model_type": "minicpm3", "dim_model_base": 4}
-    with pytest.raises(CapabilityError, match=r"this minicpm3 model sets logits_scaling to 4\.0"):
-        build_model(ModelSpec(architecture=architecture), attention="eager")
-
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
@@ -145,9 +127,11 @@ def test_logit_scale_computed_by_the_config_is_refused() -> None:
             {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             "rotary embedding of type dynamic",
         ),
-        ({"model_type": "lfm2", "layer_types": ["conv"]}, "layers of type conv"),
+        (
+            {"model_type": "lfm2_moe", "layer_types": ["conv"], "num_dense_layers": 1},
+            "takes hidden_states and no layout of the pack",
+        ),
         ({"model_type": "falcon", "alibi": True}, "has ALiBi"),
-        ({"model_type": "gpt_oss"}, "AttentionInterface, such as qwen3 or llama"),
         (
             {"model_type": "gptj", "n_embd": 16, "n_head": 2, "n_layer": 1},
             "cannot build a language_model with packed attention from this gptj",
@@ -169,13 +153,8 @@ def test_logit_scale_computed_by_the_config_is_refused() -> None:
             r"has lm_head\..* between its last hidden state",
         ),
         (
-            {
-                "model_type": "jamba",
-                "attn_layer_period": 2,
-                "attn_layer_offset": 1,
-                "use_mamba_kernels": False,
-            },
-            "mix the sequences of a pack",
+            {"model_type": "minimax", "layer_types": ["linear_attention"]},
+            "has 1 layers with a state, but only 0 with a convolution",
         ),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
@@ -185,6 +164,21 @@ def test_model_that_would_mix_packed_sequences_is_refused(
 ) -> None:
     with pytest.raises(CapabilityError, match=sentence):
         build_model(ModelSpec(architecture={**TINY, **fields}), attention="sdpa")
+
+
+def test_model_that_does_not_declare_a_replaceable_attention_is_refused() -> None:
+    register_kernels()
+    with pytest.raises(CapabilityError, match="BloomForCausalLM does not declare that it supports"):
+        build_model(ModelSpec(architecture={**TINY, "model_type": "bloom"}), attention=SDPA_VARLEN)
+
+
+def test_state_over_all_tokens_and_sequence_parallelism_are_refused_together() -> None:
+    config = FSDPConfig(
+        model=ModelSpec(architecture={**TINY, "model_type": "qwen3_next", "num_experts": 0}),
+        sequence_parallel=2,
+    )
+    with pytest.raises(ConfigError, match="sequence_parallel is 2, but this qwen3_next model"):
+        check_model(config)
 
 
 def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:

@@ -94,7 +94,8 @@ def check_head_counts(config: object, *, architecture: Mapping[str, object]) -> 
         raise ConfigError(
             f"model.architecture.num_attention_heads is {heads}, but must be at least 1."
         )
-    is_derived = getattr(config, "head_dim", None) in (None, hidden // heads)
+    # In `vars`, because configs of transformers with a size per layer refuse to be asked for one.
+    is_derived = vars(config).get("head_dim") in (None, hidden // heads)
     if hidden % heads and is_derived and "head_dim" not in architecture:
         raise ConfigError(
             f"model.architecture.num_attention_heads is {heads}, but must divide hidden_size "

@@ -27,6 +27,7 @@ from temper_engine_api.settings_check import warn_about_undeclared_keys
 from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
+from temper_engine_fsdp.model.file_names import FileNames, read_file_names
 from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.model.liger_kernels import apply_liger_kernels
 from temper_engine_fsdp.model.packed_model import (
@@ -39,8 +40,10 @@ from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, check_head
 from temper_engine_fsdp.model.streaming_load import (
     WeightStreamer,
     build_streaming_model,
+    find_model_files,
     use_meta_parameters,
 )
+from temper_engine_fsdp.model.token_mixers import check_no_sequence_parallel
 from temper_engine_fsdp.model.weight_headers import check_weight_headers
 from temper_engine_fsdp.model.weight_names import hf_name, split_adapter_parameters
 from temper_engine_fsdp.runtime import numerics, process_group
@@ -92,6 +95,8 @@ class EngineComponents:
     """The LoRA adapter, or None."""
     buffers: Buffers
     """Persistent buffers by Hugging Face name."""
+    file_names: FileNames
+    """Names of parameters and buffers in files."""
     optimizer: ShardedOptimizer | None
     """None if the config has no optimizer."""
     runner: MicroBatchRunner
@@ -166,6 +171,9 @@ def _build(
     hf, streamer = _build_hf(config, kernel=kernel, membership=membership)
     # FSDPConfig cannot check this, because only the loaded model knows its number of heads.
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
+    check_no_sequence_parallel(hf, size=config.sequence_parallel)
+    # Before an adapter is attached, which changes the names of the weights below it.
+    file_names = read_file_names(hf, files=find_model_files(config.model))
     adapter = _attach_adapter(config, hf)
     root = _build_packed_model(hf, config=config, adapter=adapter, device=device)
     # Count FLOPs before sharding changes the shapes that they are counted from.
@@ -181,7 +189,6 @@ def _build(
     runner = MicroBatchRunner(
         sharded,
         device=device,
-        needs_buckets=kernel == packed_attention.SDPA_VARLEN,
         dummy_output=_DUMMY_OUTPUTS[config.model.model_type],
         loss_scale=loss_scale,
         tracer=tracer,
@@ -199,6 +206,7 @@ def _build(
         trainable=trainable,
         adapter=adapter,
         buffers=buffers,
+        file_names=file_names,
         optimizer=optimizer,
         runner=runner,
         offloader=offloader,
@@ -252,6 +260,7 @@ def check_model(config: FSDPConfig) -> None:
     check_weight_headers(hf, spec=config.model)
     warn_about_undeclared_keys(hf.config, architecture=config.model.architecture)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
+    check_no_sequence_parallel(hf, size=config.sequence_parallel)
     if config.optimizer is not None and not config.optimizer.is_adamw:
         check_optimizer(
             config.optimizer, parameters=hf.parameters(), is_flat=config.strategy == "fsdp1"

@@ -28,7 +28,6 @@ from temper_engine_fsdp.checkpoint import training_checkpoint, weight_export
 from temper_engine_fsdp.checkpoint.weight_export import open_portable_state
 from temper_engine_fsdp.components import EngineComponents, build_components, check_model
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.model.weight_names import check_expert_names
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.numerics import torch_dtype
 from temper_engine_fsdp.runtime.performance import measure_memory
@@ -221,21 +220,28 @@ class FSDPEngine(BaseEngine):
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         components = self._components
-        self._check_names()
+        components.file_names.check_known()
         merge = (
             None
             if components.adapter is None
             else partial(components.adapter.merge_weight, adapter_parameters=components.trainable)
         )
         yield from weight_export.iterate_weights(
-            components.parameters, components.buffers, dtype=self._export_dtype(), merge=merge
+            components.parameters,
+            components.buffers,
+            dtype=self._export_dtype(),
+            file_names=components.file_names,
+            merge=merge,
         )
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        self._check_names()
+        self._components.file_names.check_known()
         with self._components.tracer.stage("loading weights"):
             weight_export.load_weights(
-                self._components.parameters, self._components.buffers, stream
+                self._components.parameters,
+                self._components.buffers,
+                stream,
+                file_names=self._components.file_names,
             )
         if self._components.adapter is not None:
             # Checkpoints must now contain the base weights, which the adapter was not started on.
@@ -257,16 +263,22 @@ class FSDPEngine(BaseEngine):
         )
         return self._components.adapter
 
-    def _check_names(self) -> None:
-        check_expert_names(self._components.hf_config, self._components.parameters)
-
     def _iterate_state(self) -> Iterator[TrainingState]:
-        self._check_names()
-        return weight_export.iterate_state(self._components.trainable, self._adamw().adam_states)
+        components = self._components
+        components.file_names.check_known()
+        return weight_export.iterate_state(
+            components.trainable, self._adamw().adam_states, file_names=components.file_names
+        )
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
-        self._check_names()
-        weight_export.load_state(self._components.trainable, self._adamw().adam_states, stream)
+        components = self._components
+        components.file_names.check_known()
+        weight_export.load_state(
+            components.trainable,
+            self._adamw().adam_states,
+            stream,
+            file_names=components.file_names,
+        )
 
     def _adamw(self) -> ShardedAdamW:
         optimizer = self._components.optimizer
@@ -331,17 +343,25 @@ class FSDPEngine(BaseEngine):
                 bool(components.parameters.keys() & saved.weights.keys()), directory=saved.directory
             )
         expected = weight_export.list_weight_entries(
-            components.checkpoint_parameters, {}, dtype=torch.float32
+            components.checkpoint_parameters,
+            {},
+            dtype=torch.float32,
+            file_names=components.file_names,
         )
         check_saved_entries(expected, saved.entries(), directory=saved.directory)
         if components.optimizer is None:
             # The portable state has no buffers, but `load_weights` expects all names: keep the
             # current values.
-            own = (NamedWeight(name, buffer) for name, buffer in components.buffers.items())
+            own = (
+                NamedWeight(*named)
+                for buffer in components.buffers.items()
+                for named in components.file_names.split(*buffer)
+            )
             weight_export.load_weights(
                 components.checkpoint_parameters,
                 components.buffers,
                 chain(saved.iterate_weights(), own),
+                file_names=components.file_names,
             )
         else:
             self._load_state(saved.iterate_state())

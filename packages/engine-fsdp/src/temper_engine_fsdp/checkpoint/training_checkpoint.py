@@ -369,7 +369,10 @@ def _write_content(
 
 def _export_entries(components: EngineComponents, config: FSDPConfig) -> list[WeightEntry]:
     return list_weight_entries(
-        components.parameters, components.buffers, dtype=torch_dtype(config.precision.compute)
+        components.parameters,
+        components.buffers,
+        dtype=torch_dtype(config.precision.compute),
+        file_names=components.file_names,
     )
 
 

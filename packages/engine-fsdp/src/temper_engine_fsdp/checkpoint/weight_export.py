@@ -23,10 +23,9 @@ from temper_engine_api.weights import (
     TrainingState,
     WeightEntry,
     check_weight_entries,
-    list_file_shapes,
-    split_experts,
 )
-from temper_engine_fsdp.model.weight_names import ExpertJoiner
+from temper_engine_fsdp.model.file_names import FileNames
+from temper_engine_fsdp.model.weight_names import PartJoiner
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.sharded_optimizer import AdamState
 
@@ -35,15 +34,19 @@ MergeAdapter = Callable[[str, Tensor], Tensor]
 
 
 def list_weight_entries(
-    parameters: ShardedParameters, buffers: Buffers, *, dtype: torch.dtype
+    parameters: ShardedParameters, buffers: Buffers, *, dtype: torch.dtype, file_names: FileNames
 ) -> list[WeightEntry]:
     """List the entries that `iterate_weights` will yield, without gathering."""
     shapes = [
         (weight_name, shape, p.dtype)
         for name, p in parameters.items()
-        for weight_name, shape in list_file_shapes(name, p.shape)
+        for weight_name, shape in file_names.list_shapes(name, p.shape)
     ]
-    shapes += [(name, b.shape, b.dtype) for name, b in buffers.items()]
+    shapes += [
+        (weight_name, shape, b.dtype)
+        for name, b in buffers.items()
+        for weight_name, shape in file_names.list_shapes(name, b.shape)
+    ]
     return [
         WeightEntry(
             name=name,
@@ -59,6 +62,7 @@ def iterate_weights(
     buffers: Buffers,
     *,
     dtype: torch.dtype,
+    file_names: FileNames,
     merge: MergeAdapter | None = None,
 ) -> Iterator[NamedWeight]:
     """Yield every parameter and persistent buffer as a full tensor.
@@ -69,6 +73,7 @@ def iterate_weights(
         parameters: Base weights of the model.
         buffers: Persistent buffers.
         dtype: Dtype of floating-point tensors.
+        file_names: Names and parts of the tensors in files.
         merge: Merges an adapter into each weight; None without an adapter.
     """
     for name, parameter in parameters.items():
@@ -78,19 +83,22 @@ def iterate_weights(
             # Cast before gathering: half the traffic in bf16.
             full = parameter.gather(parameter.local_shard().to(dtype))
         # The experts of one parameter are separate tensors in files.
-        for weight_name, tensor in split_experts(name, full):
+        for weight_name, tensor in file_names.split(name, full):
             yield NamedWeight(weight_name, tensor)
     for name, buffer in buffers.items():
-        yield NamedWeight(
-            name,
-            # Copy, so that the yielded tensor does not change with the model.
-            buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True),
-        )
+        # Copy, so that the yielded tensor does not change with the model.
+        copy = buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
+        for weight_name, tensor in file_names.split(name, copy):
+            yield NamedWeight(weight_name, tensor)
 
 
 @torch.no_grad()
 def load_weights(
-    parameters: ShardedParameters, buffers: Buffers, stream: Iterable[NamedWeight]
+    parameters: ShardedParameters,
+    buffers: Buffers,
+    stream: Iterable[NamedWeight],
+    *,
+    file_names: FileNames,
 ) -> None:
     """Replace every parameter and persistent buffer.
 
@@ -102,25 +110,32 @@ def load_weights(
     """
     received: list[WeightEntry] = []
     shards: dict[str, Tensor] = {}
-    expert_joiner = ExpertJoiner({name: parameter.shape for name, parameter in parameters.items()})
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    shapes |= {name: buffer.shape for name, buffer in buffers.items()}
+    joiner = PartJoiner(shapes, file_names=file_names)
     for weight_name, tensor in stream:
         # Names and shapes are checked after the loop: only then is a missing name known.
         received.append(
             WeightEntry(name=weight_name, shape=tuple(tensor.shape), dtype=tensor.dtype)
         )
-        if weight_name in buffers and buffers[weight_name].shape == tensor.shape:
-            # The sender may reuse its buffer for the next tensor.
-            shards[weight_name] = tensor.clone()
-        elif (joined := expert_joiner.add(weight_name, tensor)) is not None:
-            name, full = joined
-            shards[name] = parameters[name].take_shard(full).to(parameters[name].dtype)
-    check_weight_entries(list_weight_entries(parameters, buffers, dtype=torch.float32), received)
+        joined = joiner.add(weight_name, tensor)
+        if joined is None:
+            continue
+        name, full = joined
+        # The sender may reuse its buffer for the next tensor, so buffers are copied.
+        shards[name] = (
+            full.clone()
+            if name in buffers
+            else parameters[name].take_shard(full).to(parameters[name].dtype)
+        )
+    expected = list_weight_entries(parameters, buffers, dtype=torch.float32, file_names=file_names)
+    check_weight_entries(expected, received)
     for name, shard in shards.items():
         (parameters[name].local_shard() if name in parameters else buffers[name]).copy_(shard)
 
 
 def iterate_state(
-    parameters: ShardedParameters, adam_states: Mapping[str, AdamState]
+    parameters: ShardedParameters, adam_states: Mapping[str, AdamState], *, file_names: FileNames
 ) -> Iterator[TrainingState]:
     """Yield each parameter's float32 master weight, AdamW state and update count. Collective."""
     for name, parameter in parameters.items():
@@ -131,7 +146,7 @@ def iterate_state(
             parameter.gather(state.first),
             parameter.gather(state.second),
         )
-        for parts in zip(*(split_experts(name, tensor) for tensor in full), strict=True):
+        for parts in zip(*(file_names.split(name, tensor) for tensor in full), strict=True):
             (weight_name, master), (_, first), (_, second) = parts
             yield TrainingState(
                 name=weight_name,
@@ -147,6 +162,8 @@ def load_state(
     parameters: ShardedParameters,
     adam_states: Mapping[str, AdamState],
     stream: Iterable[TrainingState],
+    *,
+    file_names: FileNames,
 ) -> None:
     """Replace master weights, AdamW states and update counts.
 
@@ -160,7 +177,7 @@ def load_state(
     shards: dict[str, tuple[Tensor, Tensor, Tensor, int]] = {}
     full_shapes = {name: parameter.shape for name, parameter in parameters.items()}
     # One joiner per kind of tensor: the experts of a parameter arrive part by part.
-    expert_joiners = [ExpertJoiner(full_shapes) for _ in range(3)]
+    joiners = [PartJoiner(full_shapes, file_names=file_names) for _ in range(3)]
     for state in stream:
         shapes = {tuple(t.shape) for t in (state.master, state.first_moment, state.second_moment)}
         if len(shapes) != 1:
@@ -172,8 +189,7 @@ def load_state(
         received.append(WeightEntry(name=state.name, shape=shapes.pop(), dtype=state.master.dtype))
         tensors = (state.master, state.first_moment, state.second_moment)
         joined = [
-            joiner.add(state.name, tensor)
-            for joiner, tensor in zip(expert_joiners, tensors, strict=True)
+            joiner.add(state.name, tensor) for joiner, tensor in zip(joiners, tensors, strict=True)
         ]
         complete = [name_and_tensor for name_and_tensor in joined if name_and_tensor is not None]
         # The parts of the three kinds arrive together, so all three are complete or none is.
@@ -182,7 +198,8 @@ def load_state(
             master, first, second = (parameters[name].take_shard(full) for _, full in complete)
             # All experts of a tensor have the same update count.
             shards[name] = (master, first, second, state.update_count)
-    check_weight_entries(list_weight_entries(parameters, {}, dtype=torch.float32), received)
+    expected = list_weight_entries(parameters, {}, dtype=torch.float32, file_names=file_names)
+    check_weight_entries(expected, received)
     for name, (master, first, second, count) in shards.items():
         parameters[name].local_shard().copy_(master)
         adam_states[name].first.copy_(first)

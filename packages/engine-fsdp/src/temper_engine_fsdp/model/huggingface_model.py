@@ -12,7 +12,6 @@ import torch
 from huggingface_hub.errors import (
     StrictDataclassError,
 )  # raised by the configs of transformers
-from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -26,6 +25,13 @@ from transformers import (
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.settings_check import check_head_counts, check_num_layers
 from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp.model.token_mixers import (
+    ATTENTION_TYPES,
+    MIXER_TYPES,
+    TOKENWISE_TYPES,
+    list_layer_types,
+    separate_sequences,
+)
 from temper_engine_fsdp.runtime.numerics import fork_rng
 
 
@@ -38,21 +44,6 @@ class LoadingReport(TypedDict):
     """Name, shape in the files, and shape of the model."""
 
 
-NEUTRAL_HEAD_SETTINGS: Mapping[str, object] = {
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
-    "logit_scale": None,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}
-"""Config fields that change logits in ways our head and packed attention do not compute.
-
-Each is mapped to the value that has no effect.
-"""
-
-
-SUPPORTED_LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
-"""Values of `layer_types` in which tokens only interact in the registered attention."""
 LENGTH_DEPENDENT_ROPES = frozenset(("dynamic", "longrope"))
 """Rotary embeddings whose frequencies depend on the longest position in a call.
 
@@ -72,14 +63,13 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
         The model on the CPU in float32.
 
     Raises:
-        CapabilityError: If the model transforms its logits in an unsupported way, mixes packed
-            sequences, or does not allow its attention to be replaced.
+        CapabilityError: If the model mixes packed sequences, has layers above its last hidden
+            state, or does not allow its attention to be replaced.
         ConfigError: If transformers does not know the architecture, or the model needs its own code
             and may not run it.
         WeightError: If weights are missing or unexpected.
     """
     config = read_config(spec)
-    _refuse_unsupported(config)
     _check_packable(config)
     is_language_model = spec.model_type == "language_model"
     auto = AutoModelForCausalLM if is_language_model else AutoModelForTokenClassification
@@ -105,8 +95,9 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
             ) from error
     if spec.path is not None and report is not None:
         check_loading_report(spec.path, report, has_new_head=not is_language_model)
+    _check_attention_interface(model)
     _check_output_head(model, is_language_model=is_language_model)
-    _check_no_convolution(model)
+    separate_sequences(model)
     # Exported config.json must name the class that was built, not the one that was loaded.
     model.config.architectures = [type(model).__name__]
     return model
@@ -202,18 +193,14 @@ def _first_sentence(error: Exception) -> str:
     return " ".join(str(error).split()).partition(". ")[0].rstrip(".") + "."
 
 
-def _refuse_unsupported(config: PretrainedConfig) -> None:
-    for name, neutral in NEUTRAL_HEAD_SETTINGS.items():
-        # Read as attributes, since some are properties computed from other fields.
-        settings = [
-            getattr(part, name, neutral) for part in (config, config.get_text_config(decoder=True))
-        ]
-        offending = next((value for value in settings if value not in (neutral, None)), neutral)
-        if offending != neutral:
-            raise CapabilityError(
-                f"this {config.model_type} model sets {name} to {offending}, which the output head "
-                "and packed attention do not support: choose a model without it."
-            )
+def _check_attention_interface(model: PreTrainedModel) -> None:
+    """Reject models that do not declare that their attention can be replaced."""
+    if not (model._supports_sdpa or model._supports_attention_backend):
+        raise CapabilityError(
+            f"{type(model).__name__} does not declare that it supports another attention: choose a "
+            "model whose attention goes through transformers' AttentionInterface, such as qwen3 or "
+            "llama."
+        )
 
 
 def _check_packable(config: PretrainedConfig) -> None:
@@ -229,13 +216,14 @@ def _check_packable(config: PretrainedConfig) -> None:
             "frequencies depend on the longest sequence of a call, so packed sequences would "
             "affect each other: choose a model with type default, linear, yarn or llama3."
         )
-    kinds = config.get_text_config(decoder=True).to_dict().get("layer_types")
-    other = sorted({*(kinds or ())} - SUPPORTED_LAYER_TYPES)
+    known = ATTENTION_TYPES | MIXER_TYPES | TOKENWISE_TYPES
+    other = sorted({*(list_layer_types(config) or ())} - known)
     if other or getattr(config, "alibi", False):
         raise CapabilityError(
             f"this {config.model_type} model has "
             f"{'layers of type ' + ', '.join(other) if other else 'ALiBi'}, which would mix the "
-            "sequences of a pack: full and sliding attention over rotary positions are supported."
+            "sequences of a pack: full, sliding and linear attention, state-space layers and "
+            "convolutions are supported."
         )
 
 
@@ -270,18 +258,6 @@ def _check_output_head(model: PreTrainedModel, *, is_language_model: bool) -> No
             f"this {kind} model has {offending} between its last hidden state and its output "
             "projection, which the head does not compute: choose a model whose projection reads "
             "the last hidden state."
-        )
-
-
-def _check_no_convolution(model: PreTrainedModel) -> None:
-    offending = next(
-        (name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)), None
-    )
-    if offending is not None:
-        raise CapabilityError(
-            f"this {model.config.model_type} model has a convolution over tokens ({offending}), "
-            "which would mix the sequences of a pack: choose a model whose tokens only interact "
-            "in attention."
         )
 
 

@@ -104,7 +104,11 @@ class LanguageHead:
         chunk_tokens: int | None,
         keeps_logits: bool = False,
         uses_compile: bool = False,
+        scale: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
+        self._scale = scale
+        self._softcap = softcap
         self._linear = linear
         self._chunk_tokens = chunk_tokens
         self._keeps_logits = keeps_logits
@@ -124,10 +128,12 @@ class LanguageHead:
         compute_logprobs = (
             partial(full_logprobs, uses_compile=self._uses_compile)
             if self._keeps_logits
-            else partial(chunked_logprobs, chunk_tokens=self._chunk_tokens)
+            else partial(chunked_logprobs, chunk_tokens=self._chunk_tokens, softcap=self._softcap)
         )
+        selected = hidden.index_select(0, positions - 1 - request.first_position)
         logprobs = compute_logprobs(
-            hidden.index_select(0, positions - 1 - request.first_position),
+            # The projection is linear: a factor of the logits is one of the hidden states.
+            selected if self._scale == 1.0 else selected * self._scale,
             self._linear().weight,
             batch.tokens[positions],
             temperature=None

@@ -10,6 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -23,6 +24,11 @@ from transformers.modeling_utils import AttentionInterface
 from temper_engine_api.batch import copy_to_device
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_fsdp.config import AttentionKernel
+from temper_engine_fsdp.model.scored_attention import (
+    add_sink_to_mask,
+    add_sinks,
+    attend_with_softcap,
+)
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, parallelize_attention
 
 CALL_COST = {"cpu": 2048, "cuda": 1 << 18}
@@ -69,7 +75,6 @@ class PackLayout:
         lengths: Sequence[int],
         *,
         device: torch.device,
-        needs_buckets: bool = True,
         rounds_lengths: bool = False,
         sequence_group: SequenceGroup | None = None,
     ) -> None:
@@ -77,8 +82,12 @@ class PackLayout:
         """Ranks that share the pack; None without sequence parallelism."""
         self.num_attention_calls = 0
         """Attention calls that used this layout, not counting compiled layers."""
+        self.num_mixer_calls = 0
+        """Calls of convolution or state-space layers that used this layout."""
         self.has_window = False
         """True if one of these calls had a sliding window."""
+        self.has_softcap = False
+        """True if one of these calls had soft-capped scores."""
         if sequence_group is not None and (padding := sequence_group.num_padding(sum(lengths))):
             # The padding is a separate sequence, so no real token attends to it.
             lengths = [*lengths, padding]
@@ -87,19 +96,50 @@ class PackLayout:
         for length in lengths:
             starts.append(starts[-1] + length)
         self.starts = copy_to_device(torch.tensor(starts, dtype=torch.int32), device)
-        self.buckets: list[Bucket] = []
-        self.is_padded = False
-        self._window_masks: dict[tuple[int, int], Tensor] = {}
+        self._lengths = lengths
+        self._rounds_lengths = rounds_lengths
+        self._masks: dict[tuple[int, int], Tensor] = {}
         self._outer_precision = "highest"
-        if not needs_buckets:  # torch_varlen reads `starts` only
-            return
-        bucket_lengths = [round_length(length) for length in lengths] if rounds_lengths else lengths
-        call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
-        order, self.buckets = _make_buckets(bucket_lengths, call_cost=call_cost)
-        self.is_padded = len(self.buckets) > 1 or self.buckets[0].num_rows != starts[-1]
-        if self.is_padded:
-            maps = _padding_maps(lengths, starts=starts, order=order, buckets=self.buckets)
-            self.token_index, self.row_index = (copy_to_device(index, device) for index in maps)
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """Groups of sequences that are padded to one length; not needed by torch_varlen."""
+        return self._order_and_buckets[1]
+
+    @cached_property
+    def _order_and_buckets(self) -> tuple[list[int], list[Bucket]]:
+        lengths = (
+            [round_length(length) for length in self._lengths]
+            if self._rounds_lengths
+            else self._lengths
+        )
+        call_cost = CALL_COST.get(self.starts.device.type, CALL_COST["cuda"])
+        return _make_buckets(lengths, call_cost=call_cost)
+
+    @property
+    def is_padded(self) -> bool:
+        """True if rows differ from tokens."""
+        return len(self.buckets) > 1 or self.buckets[0].num_rows != sum(self._lengths)
+
+    @property
+    def token_index(self) -> Tensor:
+        """[P] index of the token at each padded position."""
+        return self._maps[0]
+
+    @property
+    def row_index(self) -> Tensor:
+        """[T] padded position of each token."""
+        return self._maps[1]
+
+    @cached_property
+    def _maps(self) -> tuple[Tensor, Tensor]:
+        order, buckets = self._order_and_buckets
+        starts = [0, *accumulate(self._lengths)]
+        token_index, row_index = _padding_maps(
+            self._lengths, starts=starts, order=order, buckets=buckets
+        )
+        device = self.starts.device
+        return copy_to_device(token_index, device), copy_to_device(row_index, device)
 
     def sliding_window_mask(self, length: int, *, window: int | None) -> Tensor | None:
         """Return a causal mask over the last `window` positions.
@@ -109,11 +149,16 @@ class PackLayout:
         """
         if window is None or length <= window:
             return None
-        if (length, window) not in self._window_masks:
+        return self.causal_mask(length, window=window)
+
+    def causal_mask(self, length: int, *, window: int | None = None) -> Tensor:
+        """Return a causal mask [length, length], bool, over all or the last `window` positions."""
+        window = length if window is None else min(window, length)
+        if (length, window) not in self._masks:
             position = torch.arange(length, device=self.starts.device)
             distance = position[:, None] - position
-            self._window_masks[length, window] = (distance >= 0) & (distance < window)
-        return self._window_masks[length, window]
+            self._masks[length, window] = (distance >= 0) & (distance < window)
+        return self._masks[length, window]
 
     def use_exact_matmul(self) -> None:
         """Switch to the default float32 matmul kernels.
@@ -261,7 +306,8 @@ def _padding_maps(
     return token_index, row_index
 
 
-SDPA_VARLEN = "temper_sdpa_varlen"
+# Without "sdpa", because transformers refuses such names for models with sinks.
+SDPA_VARLEN = "temper_padded_varlen"
 TORCH_VARLEN = "temper_torch_varlen"
 
 _HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -294,6 +340,7 @@ def sdpa_varlen_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """Compute causal attention with SDPA, one call per bucket.
@@ -308,7 +355,8 @@ def sdpa_varlen_forward(
         packing: Layout of the pack.
         dropout: Dropout probability.
         sliding_window: Number of positions each token attends to; None means all.
-        softcap: Must be None.
+        softcap: Limit of the attention scores; None means none.
+        s_aux: [H] logits of attention sinks; None means none.
         **options: Other arguments of the model; refused if they would change the result.
 
     Returns:
@@ -317,7 +365,9 @@ def sdpa_varlen_forward(
     Raises:
         CapabilityError: If the model needs another kind of attention.
     """
-    _refuse(module, attention_mask, softcap=softcap, **options)
+    if softcap is not None and s_aux is not None:
+        options["s_aux"] = s_aux  # no known model has both
+    _refuse(module, attention_mask, **options)
     input_dtype = value.dtype
     # To [T, H, D].
     query, key, value = (
@@ -331,21 +381,53 @@ def sdpa_varlen_forward(
             x.reshape(bucket.num_sequences, bucket.length, *x.shape[1:]).transpose(1, 2)
             for x in qkv
         )
-        mask = packing.sliding_window_mask(bucket.length, window=sliding_window)
-        with _sdpa_backends(q, length=bucket.length):
-            out = scaled_dot_product_attention(
+        if softcap is None:
+            mask = packing.sliding_window_mask(bucket.length, window=sliding_window)
+            out = _attend_with_sdpa(
+                q, k, v, mask=mask, dropout=dropout, scaling=scaling, sinks=s_aux
+            )
+        else:
+            out = attend_with_softcap(
                 q,
                 k,
                 v,
-                attn_mask=mask,
-                is_causal=mask is None,
+                mask=packing.causal_mask(bucket.length, window=sliding_window),
+                scaling=scaling,
+                softcap=softcap,
                 dropout_p=dropout,
-                scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
             )
         parts.append(out.transpose(1, 2).flatten(0, 1))  # values may be narrower than queries
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]
     return unpad_output(rows, packing)[None].to(input_dtype), None
+
+
+def _attend_with_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Run SDPA on rows [N, H, L, D]; without a mask it is causal."""
+    length = query.shape[2]
+    if sinks is not None:
+        query, key, value = add_sinks(query, key, value, sinks=sinks, scaling=scaling)
+        mask = None if mask is None else add_sink_to_mask(mask)
+    with _sdpa_backends(query, length=length):
+        out = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    return out if sinks is None else out[:, :, 1:]
 
 
 def _sdpa_backends(query: Tensor, *, length: int) -> AbstractContextManager[None]:
@@ -379,13 +461,31 @@ def torch_varlen_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """Compute causal attention with torch's variable-length flash attention (CUDA, bf16 or fp16).
 
-    Same arguments as `sdpa_varlen_forward`.
+    Same arguments as `sdpa_varlen_forward`, which computes sinks and soft-capping instead: the
+    kernel has no argument for them.
     """
-    _refuse(module, attention_mask, softcap=softcap, **options)
+    if softcap is not None or s_aux is not None:
+        padded: tuple[Tensor, None] = sdpa_varlen_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            packing=packing,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            s_aux=s_aux,
+            **options,
+        )
+        return padded
+    _refuse(module, attention_mask, **options)
     if dropout:
         raise ConfigError(
             f"attention torch_varlen has no dropout, but the model sets it to {dropout}: use "
@@ -420,7 +520,7 @@ def torch_varlen_forward(
 
 
 def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, **options: object) -> None:
-    """Reject options that the kernels do not support, such as attention sinks or a mask."""
+    """Reject options that the kernels do not support, such as a mask."""
     if options.pop("is_causal", True) is False or vars(module).get("is_causal") is False:
         raise CapabilityError(
             f"{type(module).__name__} attends to later tokens, but packed attention is causal: "
@@ -436,8 +536,8 @@ def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, **options: o
     if unsupported:
         raise CapabilityError(
             f"{type(module).__name__} passes {', '.join(unsupported)} to its attention, which "
-            "packed attention does not support: choose a model with plain causal attention, with "
-            "or without a sliding window."
+            "packed attention does not support: choose a model with causal attention, with or "
+            "without a sliding window, sinks or soft-capping."
         )
 
 

@@ -25,6 +25,7 @@ from temper_engine_fsdp.model.output_head import (
     ScalarHead,
 )
 from temper_engine_fsdp.model.packed_attention import PackLayout
+from temper_engine_fsdp.model.token_mixers import count_mixing_layers
 
 PREFIX = "hf."
 """Prefix of our module in front of every Hugging Face parameter name."""
@@ -83,6 +84,8 @@ class PackedModel(nn.Module):
             )
         if not self._attention_is_checked:
             self._check_attention(packing)
+            self._check_softcap(packing)
+            self._attention_is_checked = True
         if self._window is not None:
             self._check_window(packing)
         hidden: Tensor = output.last_hidden_state[0]
@@ -105,15 +108,30 @@ class PackedModel(nn.Module):
             CapabilityError: If fewer attention calls than layers received the layout. The other
                 layers have mixed the sequences of the pack.
         """
-        num_layers = self.hf.config.get_text_config(decoder=True).num_hidden_layers
-        if packing.num_attention_calls < num_layers:
+        num_layers = count_mixing_layers(self.hf.config)
+        num_calls = packing.num_attention_calls + packing.num_mixer_calls
+        if num_calls < num_layers:
             raise CapabilityError(
-                f"{packing.num_attention_calls} attention calls of {type(self.hf).__name__} went "
+                f"{num_calls} attention calls of {type(self.hf).__name__} went "
                 f"through transformers' AttentionInterface, but it has {num_layers} layers: the "
                 "others would mix the sequences of a pack. Choose a model in which all layers use "
                 "that interface."
             )
-        self._attention_is_checked = True
+
+    def _check_softcap(self, packing: PackLayout) -> None:
+        """Check after the first pass that a cap of attention scores was passed to the attention.
+
+        Raises:
+            CapabilityError: If the model has a cap and did not pass it on.
+        """
+        softcap = getattr(
+            self.hf.config.get_text_config(decoder=True), "attn_logit_softcapping", None
+        )
+        if softcap is not None and not packing.has_softcap:
+            raise CapabilityError(
+                f"{type(self.hf).__name__} has attn_logit_softcapping {softcap}, which its layers "
+                "do not pass to their attention: choose a model without it."
+            )
 
     def _check_window(self, packing: PackLayout) -> None:
         """Check that a sliding window was passed to the attention.
@@ -178,8 +196,16 @@ def build_head(
         )
     linear = cast(LinearGetter, get_linear)
     if kind == "language_model":
+        scale, softcap = _read_logit_settings(hf.config.get_text_config(decoder=True))
+        if softcap is not None and config.head_keeps_logits:
+            raise ConfigError(
+                f"head_keeps_logits is true, but {type(hf).__name__} has final_logit_softcapping "
+                f"{softcap}, which only the head in chunks computes: set it to false."
+            )
         return LanguageHead(
             linear,
+            scale=scale,
+            softcap=softcap,
             chunk_tokens=config.head_chunk_tokens,
             keeps_logits=config.head_keeps_logits,
             uses_compile=config.compile_layers,
@@ -187,6 +213,18 @@ def build_head(
     return ScalarHead(
         linear, head_output=HeadOutput.VALUE if kind == "value_model" else HeadOutput.SCORE
     )
+
+
+def _read_logit_settings(config: PretrainedConfig) -> tuple[float, float | None]:
+    """Return the factor of the logits and their limit after it, which is None without one.
+
+    Models of transformers have one of these fields. Read as attributes, since some are properties
+    computed from other fields.
+    """
+    scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
+    divisor = getattr(config, "logits_scaling", None)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return float(scale or 1.0) / float(divisor or 1.0), None if softcap is None else float(softcap)
 
 
 def make_constant_getter(module: nn.Module) -> Callable[[], nn.Module]:

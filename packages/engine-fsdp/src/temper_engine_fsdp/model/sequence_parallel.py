@@ -65,6 +65,10 @@ class SequenceGroup:
         exchanged: Tensor = _ToSlices.apply(x[0].transpose(0, 1), self)  # type: ignore[no-untyped-call]
         return exchanged.transpose(0, 1)[None]
 
+    def take_heads(self, per_head: Tensor) -> Tensor:
+        """Return the entries [H / size] of this rank's heads."""
+        return per_head.chunk(self.size)[self.rank]
+
     def exchange(self, parts: Tensor) -> Tensor:
         """Send part i of [size, ...] to rank i; return the parts in order of the sender."""
         sent = parts.contiguous()
@@ -113,6 +117,7 @@ class PackInfo(Protocol):
     sequence_group: SequenceGroup | None
     num_attention_calls: int
     has_window: bool
+    has_softcap: bool
 
 
 def parallelize_attention(
@@ -131,6 +136,7 @@ def parallelize_attention(
         attention_mask: Tensor | None,
         *,
         packing: PackInfo | None = None,
+        s_aux: Tensor | None = None,
         **options: object,
     ) -> tuple[Tensor, None]:
         if packing is None:
@@ -142,9 +148,19 @@ def parallelize_attention(
             # PackedModel checks this after the first pass.
             packing.num_attention_calls += 1
             packing.has_window |= options.get("sliding_window") is not None
+            packing.has_softcap |= options.get("softcap") is not None
+        if s_aux is not None:
+            options["s_aux"] = s_aux
+        elif getattr(module, "sinks", None) is not None:
+            raise CapabilityError(
+                f"{type(module).__name__} has sinks, which it does not pass to its attention: "
+                "choose a model that does, such as gpt_oss."
+            )
         sequence_group = packing.sequence_group
         if sequence_group is None:
             return forward(module, query, key, value, attention_mask, packing=packing, **options)
+        if s_aux is not None:
+            options["s_aux"] = sequence_group.take_heads(s_aux)
         # Rotary embeddings may leave query and key in float32: cast first to halve the traffic.
         query, key, value = (
             sequence_group.to_heads(x.to(value.dtype)) for x in (query, key, value)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from temper_engine_api.process_group import gather_objects
 from temper_engine_api.specs import ModelSpec
-from temper_engine_api.weights import list_file_shapes, split_experts
+from temper_engine_fsdp.model.file_names import FileNames, read_file_names
 from temper_engine_fsdp.model.huggingface_model import build_model, is_lm_head, is_value_head
 from temper_engine_fsdp.model.weight_names import INDEX_NAME
 from temper_engine_fsdp.runtime.numerics import fork_rng
@@ -29,9 +29,15 @@ class WeightStreamer:
     """Materializes the parameters of a meta-device model from its weight files."""
 
     def __init__(
-        self, hf: PreTrainedModel, files: Mapping[str, Path], *, membership: Membership
+        self,
+        hf: PreTrainedModel,
+        files: Mapping[str, Path],
+        *,
+        file_names: FileNames,
+        membership: Membership,
     ) -> None:
         self._files = files
+        self._file_names = file_names
         self._membership = membership
         self._names = {id(parameter): name for name, parameter in hf.named_parameters()}
         # Keyed by id so that tied parameters are materialized once; the list keeps the ids valid.
@@ -60,7 +66,7 @@ class WeightStreamer:
         # Open each file once: opening parses its header, and a layer may have hundreds of experts.
         with ExitStack() as stack:
             opened = {}
-            for part_name, part in split_experts(name, into):
+            for part_name, part in self._file_names.split(name, into):
                 path = self._files[part_name]
                 if path not in opened:
                     opened[path] = stack.enter_context(safe_open(path, framework="pt"))
@@ -82,7 +88,7 @@ def build_streaming_model(
     Returns:
         The model and its streamer; None if the files do not match the parameters name by name.
     """
-    files = {} if spec.path is None else find_weight_files(Path(spec.path))
+    files = find_model_files(spec)
     if not files:
         return None
     with use_meta_parameters():
@@ -93,13 +99,14 @@ def build_streaming_model(
         if spec.model_type != "language_model" and is_value_head(name)
     } - files.keys()
     # Rank 0 decides: other ranks may see another state of a network file system.
-    can_stream = membership.rank == 0 and _files_match(hf, files, head=head)
+    file_names = read_file_names(hf, files=files)
+    can_stream = membership.rank == 0 and _files_match(hf, files, file_names=file_names, head=head)
     if membership.world_size > 1:
         can_stream = gather_objects(can_stream)[0]
     if not can_stream:
         return None
     _initialize_head(hf, head, seed=spec.seed)
-    return hf, WeightStreamer(hf, files, membership=membership)
+    return hf, WeightStreamer(hf, files, file_names=file_names, membership=membership)
 
 
 def _initialize_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
@@ -133,6 +140,11 @@ def use_meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def find_model_files(spec: ModelSpec) -> dict[str, Path]:
+    """Return the safetensors file of every tensor of a model; empty if there are none."""
+    return {} if spec.path is None else find_weight_files(Path(spec.path))
+
+
 def find_weight_files(folder: Path) -> dict[str, Path]:
     """Return the safetensors file of every tensor; empty if there are none."""
     index, single = folder / INDEX_NAME, folder / "model.safetensors"
@@ -147,12 +159,18 @@ def find_weight_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
-def _files_match(hf: PreTrainedModel, files: Mapping[str, Path], *, head: Collection[str]) -> bool:
+def _files_match(
+    hf: PreTrainedModel,
+    files: Mapping[str, Path],
+    *,
+    file_names: FileNames,
+    head: Collection[str],
+) -> bool:
     parameters = {name: parameter for name, parameter in hf.named_parameters() if name not in head}
     expected = {
         part: list(shape)
         for name, parameter in parameters.items()
-        for part, shape in list_file_shapes(name, parameter.shape)
+        for part, shape in file_names.list_shapes(name, parameter.shape)
     }
     # Persistent buffers are in the files, too, but only parameters are streamed.
     buffers = {name for name, _ in hf.named_buffers()} & hf.state_dict().keys()

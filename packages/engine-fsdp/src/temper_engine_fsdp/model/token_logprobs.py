@@ -45,6 +45,7 @@ class _ChunkedOptions:
     chunk: int
     needs_entropy: bool
     entropy_has_gradient: bool
+    softcap: float | None
 
 
 def chunked_logprobs(
@@ -57,6 +58,7 @@ def chunked_logprobs(
     needs_entropy: bool = False,
     entropy_has_gradient: bool = False,
     chunk_tokens: int | None = None,
+    softcap: float | None = None,
 ) -> TokenLogprobs:
     """Compute log-probs of labels without holding all logits. Differentiable once.
 
@@ -70,6 +72,8 @@ def chunked_logprobs(
         needs_entropy: Compute the entropy.
         entropy_has_gradient: The entropy is part of a loss; if False, the backward pass is cheaper.
         chunk_tokens: Positions per chunk; None fits CPU_CHUNK_BYTES or CUDA_CHUNK_BYTES.
+        softcap: Limit c of the logits, which become c tanh(logits / c) before the temperature; None
+            means none.
 
     Returns:
         Float32 outputs. Matmuls run in the compute dtype, everything after them in float32.
@@ -78,6 +82,7 @@ def chunked_logprobs(
         chunk=chunk_tokens or _default_chunk(weight),
         needs_entropy=needs_entropy,
         entropy_has_gradient=entropy_has_gradient,
+        softcap=softcap,
     )
     extra_ids = labels.new_empty(labels.shape[0], 0) if extra_ids is None else extra_ids
     # Autograd functions take tensors only: an empty one stands for a temperature of 1.
@@ -116,7 +121,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logits_buffer = _buffer(size, options=options, weight=weight)
         for rows in _chunks(size, options.chunk):
             logits = _logits(
-                hidden[rows], weight, temperatures=temperatures[rows], out=logits_buffer
+                hidden[rows],
+                weight,
+                temperatures=temperatures[rows],
+                softcap=options.softcap,
+                out=logits_buffer,
             )
             chosen = logits.gather(1, torch.cat([labels[rows, None], extra_ids[rows]], dim=1))
             if options.needs_entropy:
@@ -160,7 +169,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         prob_coeff = grad_logsumexp - grad_logprob - grad_extra.sum(1)
         buffer = _buffer(hidden.shape[0], options=options, weight=weight)
         for rows in _chunks(hidden.shape[0], options.chunk):
-            logits = _logits(hidden[rows], weight, temperatures=temperatures[rows], out=buffer)
+            logits = _logits(
+                hidden[rows],
+                weight,
+                temperatures=temperatures[rows],
+                softcap=options.softcap,
+                out=buffer,
+            )
+            slope = _softcap_slope(logits, temperatures=temperatures[rows], softcap=options.softcap)
             logits.sub_(logsumexp[rows, None])
             if grad_entropy is not None:
                 entropy_coeff = _entropy_coefficient(
@@ -173,6 +189,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad.scatter_add_(1, extra_ids[rows], grad_extra[rows])
             if temperatures.numel() > 0:
                 grad.div_(temperatures[rows])
+            if slope is not None:
+                grad.mul_(slope)
             _accumulate(
                 grad.to(weight.dtype),
                 hidden[rows],
@@ -197,7 +215,9 @@ def _buffer(size: int, *, options: _ChunkedOptions, weight: Tensor) -> Tensor:
     )
 
 
-def _logits(hidden: Tensor, weight: Tensor, *, temperatures: Tensor, out: Tensor) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, *, temperatures: Tensor, softcap: float | None, out: Tensor
+) -> Tensor:
     """Return [C, V] float32 logits in the first rows of `out`."""
     logits = out[: hidden.shape[0]]
     # Small matmuls take another CPU kernel, whose results depend on the number of rows.
@@ -205,7 +225,19 @@ def _logits(hidden: Tensor, weight: Tensor, *, temperatures: Tensor, out: Tensor
         torch.mm(hidden, weight.t(), out=logits)
     else:
         logits.copy_(batch_invariant_linear(hidden, weight))
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
     return logits.div_(temperatures) if temperatures.numel() > 0 else logits
+
+
+def _softcap_slope(logits: Tensor, *, temperatures: Tensor, softcap: float | None) -> Tensor | None:
+    """Return [C, V] d capped / d logit = 1 - tanh^2 from capped logits; None without a cap."""
+    if softcap is None:
+        return None
+    tanh = logits / softcap
+    if temperatures.numel() > 0:
+        tanh.mul_(temperatures)
+    return tanh.square_().neg_().add_(1.0)
 
 
 def _logsumexp_(logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.model.huggingface_model import check_loading_report
-from temper_engine_fsdp.model.streaming_load import find_weight_files
+from temper_engine_fsdp.model.streaming_load import find_model_files
 
 
 def check_weight_headers(hf: PreTrainedModel, *, spec: ModelSpec) -> None:
@@ -27,7 +27,7 @@ def check_weight_headers(hf: PreTrainedModel, *, spec: ModelSpec) -> None:
     Raises:
         WeightError: In the words of `build_model`, if names or shapes differ.
     """
-    files = {} if spec.path is None else find_weight_files(Path(spec.path))
+    files = find_model_files(spec)
     if spec.path is None or not files:
         return
     weights = _read_as_meta_tensors(files)

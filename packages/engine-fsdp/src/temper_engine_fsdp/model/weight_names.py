@@ -1,47 +1,28 @@
-"""Parameter names: experts as in Hugging Face files, and adapters as in PEFT files."""
+"""Joins tensors of Hugging Face files, and names adapters as PEFT files do."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from temper_engine_api.adapter_checks import PEFT_PREFIX
-from temper_engine_api.errors import CapabilityError
-from temper_engine_api.weights import JOINED_EXPERTS, list_file_shapes, split_experts
+from temper_engine_fsdp.model.file_names import FileNames
 
 ParameterT = TypeVar("ParameterT")
 
-_KNOWN_MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
-"""Model types known to use these names; others use names such as w1 and w3."""
 
+class PartJoiner:
+    """Joins the parts of tensors, such as experts, which may arrive in any order."""
 
-def check_expert_names(config: PretrainedConfig, names: Iterable[str]) -> None:
-    """Check that the file names of the experts are known.
-
-    Raises:
-        CapabilityError: If the model has experts and its type is unknown.
-    """
-    if config.model_type not in _KNOWN_MODEL_TYPES and any(
-        name.rpartition(".experts.")[2] in JOINED_EXPERTS for name in names
-    ):
-        raise CapabilityError(
-            f"model type {config.model_type} has experts whose names in files are unknown, so its "
-            f"weights cannot be exported or loaded: use {' or '.join(_KNOWN_MODEL_TYPES)}."
-        )
-
-
-class ExpertJoiner:
-    """Joins the parts of expert tensors, which may arrive in any order."""
-
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(self, shapes: Mapping[str, torch.Size], *, file_names: FileNames) -> None:
         self._shapes = shapes
+        self._file_names = file_names
         self._tensor_names = {
             part: name
             for name, shape in shapes.items()
-            for part, _ in list_file_shapes(name, shape)
+            for part, _ in file_names.list_shapes(name, shape)
         }
         self._incomplete: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
 
@@ -51,13 +32,13 @@ class ExpertJoiner:
         Parts with an unknown name or shape are skipped: the caller checks all names and shapes.
         """
         name = self._tensor_names.get(part)
-        if name is None or name == part:
-            return (
-                (part, tensor) if name is not None and tensor.shape == self._shapes[name] else None
-            )
+        if name is None:
+            return None
+        if tensor.shape == self._shapes[name]:  # the tensor is its only part
+            return name, tensor
         if name not in self._incomplete:
             full = torch.empty(self._shapes[name], dtype=tensor.dtype, device=tensor.device)
-            self._incomplete[name] = full, dict(split_experts(name, full))
+            self._incomplete[name] = full, dict(self._file_names.split(name, full))
         full, missing = self._incomplete[name]
         if part in missing and missing[part].shape == tensor.shape:
             missing.pop(part).copy_(tensor)

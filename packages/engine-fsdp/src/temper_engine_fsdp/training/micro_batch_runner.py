@@ -29,7 +29,6 @@ class MicroBatchRunner:
         sharded: ShardedModule,
         *,
         device: torch.device,
-        needs_buckets: bool,
         dummy_output: HeadOutput,
         loss_scale: LossScale,
         tracer: CollectiveTracer,
@@ -41,7 +40,6 @@ class MicroBatchRunner:
         self._loss_scale = loss_scale
         self._dummy_output = dummy_output
         self._device = device
-        self._needs_buckets = needs_buckets
         self.has_unreduced_gradients = False
         """True if this rank has accumulated gradients that are not reduced yet."""
 
@@ -132,7 +130,6 @@ class MicroBatchRunner:
         packing = PackLayout(
             micro.lengths.tolist(),
             device=self._device,
-            needs_buckets=self._needs_buckets,
             rounds_lengths=self._device.type == "cuda",
             sequence_group=self._sequence_group,
         )

@@ -1,0 +1,171 @@
+"""Names of a model's tensors in its files, derived from the conversions of transformers.
+
+transformers joins tensors of files in memory, such as the experts of a layer, and renames others.
+The rules are in its conversion mapping, by model type.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from temper_engine_api.errors import CapabilityError
+
+_PROBE_ROWS = 8
+"""Rows of a probe; a multiple of every number of matrices that files join by rows."""
+_PROBE_COLUMNS = 2
+_PROBE_TENSOR = 1 << 24
+"""Factor of the tensor's number in the values of a probe; it leaves room for the experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePart:
+    """A tensor of a file, as a part of a tensor in memory.
+
+    Example:
+        The `up_proj` of expert 3, where memory has gate above up for all experts:
+
+        >>> FilePart(name="experts.3.up_proj.weight", expert=3, chunk=1, num_chunks=2).expert
+        3
+    """
+
+    name: str
+    """Name in the file."""
+    expert: int | None = None
+    """Index in the first dimension; None takes all of it."""
+    chunk: int = 0
+    """Index of the chunk of rows."""
+    num_chunks: int = 1
+    """Number of equal chunks into which the rows are divided."""
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return the part as a view of the tensor in memory."""
+        owner = tensor if self.expert is None else tensor[self.expert]
+        return owner if self.num_chunks == 1 else owner.chunk(self.num_chunks)[self.chunk]
+
+
+class FileNames:
+    """Maps the tensors of a model in memory to those of its files.
+
+    Tensors that it does not know, such as those of an adapter, keep their names.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, tuple[FilePart, ...]], *, model_type: str, unknown: Sequence[str]
+    ) -> None:
+        self._parts = parts
+        self._model_type = model_type
+        self._unknown = unknown
+
+    def check_known(self) -> None:
+        """Check that the names of all tensors in files are known.
+
+        Raises:
+            CapabilityError: If transformers converts one in a way that this class cannot follow.
+        """
+        if self._unknown:
+            raise CapabilityError(
+                f"transformers saves {self._unknown[0]} of this {self._model_type} model neither "
+                "whole nor as experts and rows, so its weights cannot be exported or loaded: "
+                "choose a model whose files have one tensor per matrix, such as qwen3_moe."
+            )
+
+    def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that files have for a tensor in memory, as views, with their names."""
+        for part in self._parts.get(name, (FilePart(name=name),)):
+            yield part.name, part.take(tensor)
+
+    def list_shapes(self, name: str, shape: Sequence[int]) -> list[tuple[str, torch.Size]]:
+        """Return names and shapes of the tensors that files have for a tensor in memory."""
+        return [
+            (file_name, part.shape)
+            for file_name, part in self.split(name, torch.empty(tuple(shape), device="meta"))
+        ]
+
+
+def read_file_names(hf: PreTrainedModel, *, files: Collection[str] = ()) -> FileNames:
+    """Find out how transformers would save the tensors of a model.
+
+    Args:
+        hf: The model, which may be on the meta device.
+        files: Names of the tensors in the files of the model. A tensor that they have under its
+            name in memory keeps it: some models exist with experts joined and one by one.
+
+    Returns:
+        The names. Those of tensors whose conversion is not understood are reported later by
+        `FileNames.check_known`, because a model can be trained without an export.
+    """
+    saved = {name: tensor for name, tensor in hf.state_dict().items() if name not in files}
+    probes = {
+        name: _make_probe(tensor.shape, number=number)
+        for number, (name, tensor) in enumerate(saved.items())
+    }
+    names = list(probes)
+    parts: dict[str, list[FilePart]] = {name: [] for name in names}
+    unknown = set()
+    for file_name, values in _revert_conversions(hf, probes).items():
+        owners = (values.flatten() // _PROBE_TENSOR).unique().tolist()
+        part = _find_part(file_name, values, probes[names[owners[0]]]) if len(owners) == 1 else None
+        if part is None:
+            unknown |= {names[owner] for owner in owners}
+        else:
+            parts[names[owners[0]]].append(part)
+    unknown |= {name for name, known in parts.items() if not _is_complete(known, probes[name])}
+    return FileNames(
+        {
+            name: tuple(sorted(known, key=lambda part: (part.expert or 0, part.chunk)))
+            for name, known in parts.items()
+            if name not in unknown
+        },
+        model_type=hf.config.model_type,
+        unknown=sorted(unknown),
+    )
+
+
+def _make_probe(shape: torch.Size, *, number: int) -> Tensor:
+    """Return a small tensor with one value per entry, from which its parts are recognized.
+
+    The first dimension of three is kept, because files have one tensor per expert.
+    """
+    small = {0: (), 1: (_PROBE_ROWS,), 2: (_PROBE_ROWS, _PROBE_COLUMNS)}.get(
+        len(shape), (*shape[:1], *([_PROBE_ROWS, _PROBE_COLUMNS] * len(shape))[: len(shape) - 1])
+    )
+    probe = torch.empty(small, dtype=torch.int64)
+    return number * _PROBE_TENSOR + torch.arange(probe.numel()).reshape(small)
+
+
+def _revert_conversions(hf: PreTrainedModel, probes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert tensors from their form in memory to that in files."""
+    # Imported here, because it is not part of transformers' documented interface.
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # transformers remembers the prefixes of the files that a model was loaded from. The model is
+    # exported as the class that was built, without them.
+    hf._weight_conversions = None
+    reverted: dict[str, Tensor] = revert_weight_conversion(hf, dict(probes))
+    return reverted
+
+
+def _find_part(file_name: str, values: Tensor, probe: Tensor) -> FilePart | None:
+    """Return which part of a probe a tensor of a file is; None if it is none."""
+    if torch.equal(values, probe):
+        return FilePart(name=file_name)
+    experts = range(len(probe)) if probe.ndim == 3 else (None,)
+    rows = values.shape[0] if values.ndim else 0
+    if not rows or _PROBE_ROWS % rows:
+        return None
+    num_chunks = _PROBE_ROWS // rows
+    parts = (
+        FilePart(name=file_name, expert=expert, chunk=chunk, num_chunks=num_chunks)
+        for expert in experts
+        for chunk in range(num_chunks)
+    )
+    return next((part for part in parts if torch.equal(part.take(probe), values)), None)
+
+
+def _is_complete(parts: Collection[FilePart], probe: Tensor) -> bool:
+    """Return True if the parts cover the probe exactly once."""
+    taken = [part.take(probe).flatten() for part in parts]
+    return bool(taken) and torch.equal(torch.cat(taken).sort().values, probe.flatten())
