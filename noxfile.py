@@ -57,6 +57,9 @@ KIT_ARGUMENTS = {
 }
 """Layouts in which `conformance` runs an engine, with the slow tests."""
 
+FAMILY_LAYOUTS = "fsdp1.1,fsdp1.2,hybrid.4,checkpointed.1,checkpointed.2,together.2"
+"""Layouts of the FSDP engine without sequence parallelism, which hybrids refuse."""
+
 MEGATRON_PACKAGES = ("engine-megatron", "legacy-shim", "trainer")
 """Packages whose tests run Megatron's engine."""
 
@@ -162,6 +165,22 @@ def conformance(session: nox.Session, engine: str) -> None:
     arguments = session.posargs or KIT_ARGUMENTS[engine]
     kit = ["-m", "pytest", "--pyargs", "temper_engine_api.conformance", "--engine", engine]
     session.run(str(ensure_environment(ROOT)), *kit, *arguments, external=True)
+
+
+@nox.session(venv_backend="none")
+def families(session: nox.Session) -> None:
+    """Run the kit's tests on families of models; continues a run that was stopped."""
+    results = ROOT / ".temper" / "families.json"
+    kit = ["-m", "pytest", "--pyargs", "temper_engine_api.conformance", "--engine", "fsdp"]
+    session.run(
+        str(ensure_environment(ROOT)),
+        *kit,
+        *("--groups", "family", "--families", "all", "--thorough"),
+        *("--world-sizes", "1,2,4", "--layouts", FAMILY_LAYOUTS),
+        *("--results", str(results), "--resume"),
+        *session.posargs,
+        external=True,
+    )
 
 
 @nox.session
@@ -496,6 +515,7 @@ def nightly(session: nox.Session) -> None:
     session.notify("megatron-0.19")
     session.notify("conformance(engine='fsdp')")
     session.notify("conformance(engine='megatron')")
+    session.notify("families")
     for name in ("isolated", "oldest", "latest"):
         for package in PACKAGES:
             session.notify(f"{name}(package='{package}')")

@@ -136,7 +136,7 @@ STEPS = (
         # share one session, because each session imports the engine in every rank.
         commands=_conformance_tests(
             "fsdp",
-            *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2"),
+            *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2", "--families", "all"),
             expressions={
                 "[2-ranks": "test_",
                 "[1-rank": "test_gradient.py or test_rfc_loop.py or test_checkpoint.py "

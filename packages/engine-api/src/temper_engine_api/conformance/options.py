@@ -10,6 +10,7 @@ import pytest
 
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.engine_lookup import load_engine_class, load_layouts
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.results import GROUPS
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineNotFoundError
@@ -44,6 +45,8 @@ class KitOptions:
     """Sorted by number of ranks, plain layouts first."""
     groups: frozenset[str]
     """Groups to run; all of them unless `--groups` is given."""
+    families: tuple[str, ...]
+    """Names of the families of models on which the group `family` runs."""
     report: Path | None
     """Markdown file to write."""
     results: Path | None
@@ -75,6 +78,10 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--groups",
         help="run the tests of these groups only, comma-separated; the run is then partial",
+    )
+    group.addoption(
+        "--families",
+        help="run the tests of the group family on these models, comma-separated, or all",
     )
     group.addoption("--report", help="write the report to this markdown file")
     group.addoption(
@@ -142,6 +149,7 @@ def read_options(config: pytest.Config) -> KitOptions:
         config_fields=frozenset(field.name for field in fields(engine.config_class)),
         layouts=tuple(sorted(layouts, key=lambda layout: layout.world_size)),
         groups=_groups(config.getoption("--groups")),
+        families=_families(config.getoption("--families")),
         report=Path(report) if report else None,
         results=Path(results) if results else None,
         is_resumed=is_resumed,
@@ -202,6 +210,17 @@ def _groups(text: str | None) -> frozenset[str]:
     if unknown := requested - GROUPS.keys():
         raise pytest.UsageError(
             f"--groups names {', '.join(sorted(unknown))}, but the groups are {', '.join(GROUPS)}."
+        )
+    return requested
+
+
+def _families(text: str | None) -> tuple[str, ...]:
+    requested = tuple(part.strip() for part in text.split(",")) if text else ()
+    if requested == ("all",):
+        return tuple(FAMILIES)
+    if unknown := [name for name in requested if name not in FAMILIES]:
+        raise pytest.UsageError(
+            f"--families names {', '.join(unknown)}, but the families are {', '.join(FAMILIES)}."
         )
     return requested
 

@@ -40,6 +40,8 @@ OPTIONS = pytest.StashKey[KitOptions]()
 """Key of the options in pytest's stash."""
 RUN = pytest.StashKey[ConformanceRun]()
 """Key of the results in pytest's stash."""
+NO_FAMILY = "none"
+"""Parameter of the tests of families if none are requested."""
 _TESTS = Path(__file__).parent / "tests"
 
 
@@ -100,6 +102,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(
             "layout", layouts, ids=[layout.name for layout in layouts], scope="session"
         )
+    if "family" in metafunc.fixturenames:
+        # Without families one instance is made, which is then left out.
+        families = metafunc.config.stash[OPTIONS].families or (NO_FAMILY,)
+        metafunc.parametrize("family", families)
 
 
 # This hook runs before pytest applies -k and -m, so that `unclaimed` does not depend on them.
@@ -141,6 +147,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     if not options.is_thorough:
         inapplicable |= {test for test in tests if test.get_closest_marker("thorough")}
+    inapplicable |= {test for test in tests if test.callspec.params.get("family") == NO_FAMILY}
     not_requested = [
         test
         for test in tests

@@ -42,6 +42,10 @@ GROUPS = {
     "expert_adapter": Group(
         about="LoRA inside MoE experts, exchange with PEFT", is_mandatory=False
     ),
+    "family": Group(
+        about="families of models that --families names: numbers, export, LoRA, resume",
+        is_mandatory=False,
+    ),
     "call_order": Group(about="invalid call orders are rejected"),
     "failed_call": Group(about="an exception costs one update, and every rank learns of it"),
     "rfc_loop": Group(about="the RFC's training loop as users write it"),

@@ -66,6 +66,12 @@ LONG_GRADIENT = Tolerance(
     "remainder of terms that cancel",
     relative_bf16=0.25,
 )
+FAMILY_GRADIENT = Tolerance(
+    relative=5e-5,
+    reason="as GRADIENT, through states of linear attention, whose products amplify rounding: "
+    "gradients of transformers in float32 are 1.5e-5 off those in float64",
+    relative_bf16=0.25,
+)
 LOGPROB = Tolerance(
     relative=3e-6,
     reason="float32 logits of hidden size 32 through four layers, summed in another order",

@@ -51,7 +51,7 @@ class TinyModel:
 
     name: str
     """Name of its directory and id in test names."""
-    architecture: Mapping[str, Scalar | Mapping[str, Scalar]]
+    architecture: Mapping[str, object]
     """Fields of its Hugging Face config, ``model_type`` among them; they override `settings`."""
     model_type: ModelType = "language_model"
     head_scale: float = 1.0
@@ -171,8 +171,8 @@ def write_model(model: TinyModel, *, folder: Path, seed: int = 0) -> Path:
 
 
 def _build(model: TinyModel) -> PreTrainedModel:
-    fields = {**model.settings, **model.architecture}
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    fields: dict[str, object] = {**model.settings, **model.architecture}
+    config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
     config.bos_token_id = config.eos_token_id = None
     config.pad_token_id = model.architecture.get("pad_token_id")
     if model.model_type == "language_model":
@@ -186,11 +186,14 @@ def _fill(network: nn.Module, *, generator: torch.Generator, head_scale: float) 
     for name, parameter in network.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
-            parameter.copy_(1.0 + 0.2 * noise)
+            # Norms of some families add 1 to their weight, which then starts at 0.
+            parameter.copy_(parameter.mean().round() + 0.2 * noise)
         elif parameter.ndim == 1:
             parameter.copy_(0.1 * noise)
         elif "embed" in name or "lm_head" in name:
             parameter.copy_(0.3 * noise * (head_scale if "lm_head" in name else 1.0))
+        elif "conv1d" in name:
+            parameter.copy_(noise / math.sqrt(parameter.shape[2]))  # the fan-in of one channel
         else:
             # Divided by the root of the fan-in, which keeps the size of activations through the
             # layers.

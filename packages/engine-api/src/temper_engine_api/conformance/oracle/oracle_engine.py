@@ -29,6 +29,7 @@ from temper_engine_api.conformance.inputs.tiny_adapters import (
 )
 from temper_engine_api.conformance.oracle.oracle_adapter import OracleAdapter
 from temper_engine_api.conformance.oracle.oracle_head import compute_sequence_outputs, join_outputs
+from temper_engine_api.conformance.oracle.oracle_names import FileLayout
 from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.engine import BaseEngine, ObjectT
 from temper_engine_api.errors import ConfigError
@@ -208,28 +209,28 @@ class OracleEngine(BaseEngine):
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         weights = (
-            (self.parameters() | self.buffers()).items()
+            self.parameters() | self.buffers()
             if self.adapter is None
-            else self.adapter.iterate_merged()
+            else dict(self.adapter.iterate_merged())
         )
-        for name, tensor in split_experts(weights):
-            # A copy, since exported tensors must stay valid when training continues.
-            yield NamedWeight(name=name, tensor=tensor.detach().clone())
+        for name, tensor in FileLayout(self.model, weights).to_files(weights).items():
+            yield NamedWeight(name=name, tensor=tensor)
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        targets = _split_experts(
+        targets = (
             self.parameters() | self.buffers()
             if self.adapter is None
             else self.adapter.base_parameters()
         )
+        layout = FileLayout(self.model, targets)
         # Read and check all entries before the first write, so that a bad stream changes no weight.
         received = list(stream)
         check_weight_entries(
-            [_entry(name, p) for name, p in targets.items()],
+            [_entry(name, tensor) for name, tensor in layout.to_files(targets).items()],
             [_entry(name, tensor) for name, tensor in received],
         )
         with torch.no_grad():
-            for name, tensor in received:
+            for name, tensor in layout.from_files(dict(received)).items():
                 targets[name].copy_(tensor)
 
     def _disable_adapter(self) -> AbstractContextManager[None]:
@@ -247,47 +248,43 @@ class OracleEngine(BaseEngine):
     def _entries(self) -> list[WeightEntry]:
         return [_entry(name, parameter) for name, parameter in self.parameters().items()]
 
+    def _file_layout(self) -> FileLayout:
+        """Return the layout of the trained parameters."""
+        return FileLayout(self.model, self.parameters(), is_adapter=self.adapter is not None)
+
     def _iterate_state(self) -> Iterator[TrainingState]:
+        layout = self._file_layout()
         masters, firsts, seconds = (
-            _split_experts(kind)
+            layout.to_files(kind)
             for kind in (self.parameters(), self.first_moments, self.second_moments)
         )
-        counts = self._update_counts_by_file_name()
-        for name, master in masters.items():
+        for name, owner in layout.list_owners().items():
             yield TrainingState(
                 name=name,
-                master=master.detach().clone(),
-                first_moment=firsts[name].clone(),
-                second_moment=seconds[name].clone(),
-                update_count=counts[name],
+                master=masters[name],
+                first_moment=firsts[name],
+                second_moment=seconds[name],
+                update_count=self.update_counts[owner],
             )
 
-    def _update_counts_by_file_name(self) -> dict[str, int]:
-        return {
-            name: self.update_counts[owner]
-            for owner, p in self.parameters().items()
-            for name in list_file_names(owner, p)
-        }
-
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
-        received = list(stream)
-        masters, firsts, seconds = (
-            _split_experts(kind)
-            for kind in (self.parameters(), self.first_moments, self.second_moments)
-        )
+        layout, received = self._file_layout(), list(stream)
         check_weight_entries(
-            [_entry(name, p) for name, p in masters.items()],
+            [_entry(name, p) for name, p in layout.to_files(self.parameters()).items()],
             [_entry(state.name, state.master) for state in received],
         )
-        counts = {state.name: state.update_count for state in received}
+        masters = layout.from_files({state.name: state.master for state in received})
         with torch.no_grad():
-            for state in received:
-                masters[state.name].copy_(state.master)
-                firsts[state.name].copy_(state.first_moment)
-                seconds[state.name].copy_(state.second_moment)
-        self.update_counts = {
-            owner: counts[list_file_names(owner, p)[0]] for owner, p in self.parameters().items()
-        }
+            for name, parameter in self.parameters().items():
+                parameter.copy_(masters[name])
+        self.first_moments = layout.from_files(
+            {state.name: state.first_moment for state in received}
+        )
+        self.second_moments = layout.from_files(
+            {state.name: state.second_moment for state in received}
+        )
+        owners = layout.list_owners()
+        self.update_counts = {owners[state.name]: state.update_count for state in received}
 
     def _write_state(self, directory: str) -> list[str]:
         state = {
@@ -380,35 +377,5 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     return model
 
 
-def _split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return dict(split_experts(tensors.items()))
-
-
 def _entry(name: str, tensor: Tensor) -> WeightEntry:
     return WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
-
-
-_EXPERT_MATRICES: Mapping[str, tuple[str, ...]] = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-"""Tensors that transformers keeps per layer for all experts, and their names in files."""
-
-
-def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors under their names in files; experts are views, so writes reach the model."""
-    for name, tensor in tensors:
-        layer, _, kind = name.rpartition(".experts.")
-        if kind not in _EXPERT_MATRICES:
-            yield name, tensor
-            continue
-        for number, expert in enumerate(tensor.detach()):
-            for part_name, part in zip(
-                _EXPERT_MATRICES[kind], expert.chunk(len(_EXPERT_MATRICES[kind])), strict=True
-            ):
-                yield f"{layer}.experts.{number}.{part_name}.weight", part
-
-
-def list_file_names(name: str, tensor: Tensor) -> list[str]:
-    """Return the names in files of one tensor."""
-    return [part_name for part_name, _ in split_experts([(name, tensor)])]

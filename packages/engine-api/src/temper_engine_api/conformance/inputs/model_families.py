@@ -1,0 +1,114 @@
+"""Tiny models of current families: experts, windows, sinks, soft-capping, linear attention, Mamba.
+
+Each has every kind of layer of its family at least once. `test_family.py` compares an engine with
+transformers on them.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from temper_engine_api.conformance.inputs.tiny_models import TinyModel
+
+_EXPERTS: Mapping[str, object] = MappingProxyType(
+    {
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        # Groups of experts from which the router chooses first.
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    }
+)
+_LINEAR: Mapping[str, object] = MappingProxyType(
+    {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        # Two layers with linear attention, two with full attention.
+        "full_attention_interval": 2,
+        "num_key_value_heads": 2,
+    }
+)
+
+_ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 2,
+        # Windowed and full attention alternate, starting with a window.
+        "sliding_window": 6,
+        # The default of the family extends it by a factor that changes the scale of scores.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "gemma2": {
+        "sliding_window": 6,
+        "num_key_value_heads": 2,
+        "query_pre_attn_scalar": 8,
+        # Small enough to matter with the weights of tiny models.
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "sliding_window": 6,
+        "num_key_value_heads": 2,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 6,
+        "tie_word_embeddings": True,
+    },
+    "glm4_moe": {**_EXPERTS, "num_key_value_heads": 2, "use_qk_norm": True},
+    "deepseek_v3": {
+        **_EXPERTS,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        # Values are narrower than queries and keys, which have 16.
+        "v_head_dim": 12,
+    },
+    "qwen3_next": {
+        **_LINEAR,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": {
+        **_LINEAR,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
+    "nemotron_h": {
+        **_EXPERTS,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "num_key_value_heads": 2,
+        "moe_shared_expert_intermediate_size": 24,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        # Shorter than the sequences, so that a state is carried from chunk to chunk.
+        "chunk_size": 4,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "cohere": {"num_key_value_heads": 2, "logit_scale": 0.25, "tie_word_embeddings": True},
+}
+
+FAMILIES: Mapping[str, TinyModel] = MappingProxyType(
+    {
+        name: TinyModel(
+            name=f"family-{name}",
+            architecture={"model_type": name, "tie_word_embeddings": False, **fields},
+        )
+        for name, fields in _ARCHITECTURES.items()
+    }
+)
+"""Tiny models by their `model_type`."""
