@@ -36,7 +36,7 @@ def main() -> int:
     logging.set_verbosity_error()
     print("# What runs without TransformerEngine\n")
     print(f"{str(__doc__).strip().split(chr(10) + chr(10))[-1]}\n")
-    print("```sh\npython tools/model_components.py > docs/records/model_components.md\n```\n")
+    print("```sh\npython tools/model_components.py\n```\n")
     print(f"Python {platform.python_version()}; " + "; ".join(map(describe_version, PACKAGES)))
     missing = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
     print(f"\nNot installed: {', '.join(missing)}.\n")

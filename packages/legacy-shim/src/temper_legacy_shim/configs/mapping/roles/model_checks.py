@@ -193,10 +193,7 @@ def _part(fields: Mapping[str, object]) -> str:
     return ""
 
 
-_LAYERS = "has linear, sparse, chunked or state-space layers"
-_EXPERTS = "has experts whose weights the engine can neither load nor send to the sampler"
-_SINKS = "has attention sinks"
-_LOGITS = "caps or scales its logits"
+_LAYERS = "has sparse, chunked or pure state-space layers"
 _MEGATRON = (
     "is none of the models that MegatronEngine trains (Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama 2 "
     "and 3, Mistral)"
@@ -205,28 +202,25 @@ _MEGATRON = (
 _DISTILLED = re.compile(r"distill", re.IGNORECASE)
 """Such as DeepSeek-R1-Distill-Qwen-7B: a Qwen or Llama under the name of its teacher."""
 _REFUSED: tuple[tuple[str, str, str], ...] = (
-    (r"gpt[-_]?oss", "gpt_oss", _SINKS),
-    (r"qwen[-_]?3[-_]next|qwen[-_]?3[._][5-9]", "qwen3_next|qwen3_5\\w*", _LAYERS),
-    (
-        r"kimi[-_]linear|llama[-_]?4|nemotron[-_]?(h|3|nano)|mamba|jamba|falcon[-_]?h1",
-        "kimi_linear|llama4\\w*|nemotron_h|mamba\\d?|jamba|falcon_h1",
-        _LAYERS,
-    ),
+    (r"llama[-_]?4|(?:falcon[-_]?)?mamba|jamba", "llama4\\w*|(falcon_)?mamba\\d?|jamba", _LAYERS),
     (r"deepseek[-_]?(v3[._]2|v4)", "deepseek_v32|deepseek_v4", _LAYERS),
-    (
-        r"deepseek[-_]?(v2|v3|r1|coder[-_]v2)|moonlight|kimi[-_]?k2",
-        "deepseek_v[23]|kimi_k2",
-        _EXPERTS,
-    ),
-    (r"mixtral|glm[-_]?4[._][5-9]|minimax[-_]?m2", "mixtral|glm4_moe\\w*|minimax_m2", _EXPERTS),
-    (r"gemma[-_]?2(?!\d)|command[-_]?[ar](?![a-z])|aya[-_]", "gemma2|cohere\\d?", _LOGITS),
 )
 """Models that FSDPEngine refuses in a run with a sampler: patterns of names and of model types, and
 the reason.
 """
 _NOT_MEGATRON = (
-    r"gemma|phi[-_]?[34]|olmoe?|glm[-_]?4|smollm|exaone|granite|internlm|baichuan|mimo[-_]|seed[-_]oss|qwen[-_]?(1[._]5|2)[-_](moe|57b)",
-    "gemma\\w*|phi3|olmo\\w*|glm\\w*|smollm3|exaone\\w*|granite\\w*|qwen2_moe|mimo|seed_oss",
+    (
+        r"gpt[-_]?oss|qwen[-_]?3[-_]next|qwen[-_]?3[._][5-9]|kimi[-_](linear|k2)"
+        r"|falcon[-_]?h1|nemotron[-_]?(h|3|nano)|deepseek[-_]?(v2|v3|r1|coder[-_]v2)"
+        r"|moonlight|mixtral|minimax[-_]?m2|command[-_]?[ar](?![a-z])|aya[-_]|gemma"
+        r"|phi[-_]?[34]|olmoe?|glm[-_]?4|smollm|exaone|granite|internlm|baichuan|mimo[-_]"
+        r"|seed[-_]oss|qwen[-_]?(1[._]5|2)[-_](moe|57b)"
+    ),
+    (
+        r"gpt_oss|qwen3_next|qwen3_5\w*|kimi_\w*|falcon_h1|nemotron_h|deepseek_v[23]|mixtral"
+        r"|minimax_m2|cohere\d?|gemma\w*|phi3|olmo\w*|glm\w*|smollm3|exaone\w*|granite\w*"
+        r"|qwen2_moe|mimo|seed_oss"
+    ),
 )
 
 
