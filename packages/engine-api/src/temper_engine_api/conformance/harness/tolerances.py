@@ -67,11 +67,13 @@ LONG_GRADIENT = Tolerance(
     relative_bf16=0.25,
 )
 FAMILY_GRADIENT = Tolerance(
-    relative=5e-5,
+    relative=2e-4,
     reason="as GRADIENT, through states of linear attention, whose products amplify rounding: "
-    "gradients of transformers in float32 are 1.5e-5 off those in float64",
+    "transformers' own gradients of Qwen3.5 in float32 are 1.5e-5 off those in float64",
     relative_bf16=0.25,
 )
+"""Measured with FSDPEngine on one rank: 6e-5 for Qwen3.5-MoE, 2e-5 for Qwen3.5, at most 5e-6 for
+the other families."""
 LOGPROB = Tolerance(
     relative=3e-6,
     reason="float32 logits of hidden size 32 through four layers, summed in another order",
