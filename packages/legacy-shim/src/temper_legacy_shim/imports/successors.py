@@ -149,17 +149,17 @@ _row(
 )
 _row(
     (f"{_CORE}.compute_gae_advantage_return",),
-    f"{_ALGORITHMS}.estimators.token_estimators:compute_gae",
+    f"{_ALGORITHMS}.advantages.estimators.token_estimators:compute_gae",
     "samples are packed, not padded",
 )
 _row(
     (f"{_CORE}.compute_grpo_outcome_advantage",),
-    f"{_ALGORITHMS}.estimators.group_estimators:compute_grpo_advantages",
+    f"{_ALGORITHMS}.advantages.estimators.group_estimators:compute_grpo_advantages",
     "rewards are one number a sample",
 )
 _row(
     (f"{_CORE}.compute_rloo_outcome_advantage",),
-    f"{_ALGORITHMS}.estimators.group_estimators:compute_rloo_advantages",
+    f"{_ALGORITHMS}.advantages.estimators.group_estimators:compute_rloo_advantages",
     "rewards are one number a sample",
 )
 _policy = tuple(
@@ -167,12 +167,12 @@ _policy = tuple(
 )
 _row(
     _policy,
-    f"{_ALGORITHMS}.policy_objective:PolicyObjective",
+    f"{_ALGORITHMS}.objectives.policy_objective:PolicyObjective",
     "an engine calls it; it returns losses by token, which the engine reduces",
 )
 _row(
     (f"{_CORE}.compute_value_loss",),
-    f"{_ALGORITHMS}.value_loss:ValueObjective",
+    f"{_ALGORITHMS}.objectives.value_loss:ValueObjective",
     "an engine calls it, as a loss of a value_model",
 )
 
