@@ -33,8 +33,8 @@ from temper_trainer.batching.samples import to_samples
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.protocol import Environment, Observation
-from temper_trainer.loops.batch_pipeline import AdmissionRule, BatchPipeline
-from temper_trainer.loops.rollout_scheduler import RolloutScheduler
+from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, BatchPipeline
+from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.rollout.scripted_sampler import ScriptedServer
 from temper_trainer.types import (
     Completion,

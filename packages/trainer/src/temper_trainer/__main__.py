@@ -282,7 +282,7 @@ def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) 
     )
     # Imported here, because they import torch, which --help and --check do not need.
     from temper_trainer.loops import train
-    from temper_trainer.loops.interrupts import RunInterrupted, end_process_at
+    from temper_trainer.loops.run.interrupts import RunInterrupted, end_process_at
 
     logging.getLogger("temper_trainer").setLevel(logging.INFO)
     try:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.loops.batch_pipeline import AdmissionRule, BatchPipeline
-from temper_trainer.loops.rollout_scheduler import RolloutScheduler
+from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, BatchPipeline
+from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.rollout.scripted_sampler import ScriptedServer
 from temper_trainer.types import Completion, Prompt, SamplingRequest
 

@@ -10,7 +10,11 @@ from types import FrameType
 
 import pytest
 
-from temper_trainer.loops.interrupts import StopRequest, WorkAbandoned, allow_stop_after_half_grace
+from temper_trainer.loops.run.interrupts import (
+    StopRequest,
+    WorkAbandoned,
+    allow_stop_after_half_grace,
+)
 
 GRACE_S = 60.0
 
@@ -94,7 +98,7 @@ def test_handlers_of_another_library_are_replaced_and_restored() -> None:
 
 PROGRAM = """
 import time
-from temper_trainer.loops.interrupts import StopRequest
+from temper_trainer.loops.run.interrupts import StopRequest
 with StopRequest(grace_s=1.0) as stop, stop.defer():
     print("ready", flush=True)
     {work}
@@ -143,7 +147,7 @@ def test_process_that_does_not_stop_is_ended_after_the_grace_period(
 
 HANGING_EXIT = """
 import atexit, time
-from temper_trainer.loops.interrupts import end_process_at
+from temper_trainer.loops.run.interrupts import end_process_at
 atexit.register({handler})
 end_process_at(time.monotonic() + 1.0, signal_number=15)
 """

@@ -21,8 +21,8 @@ from temper_trainer.environment.protocol import (
     Observation,
 )
 from temper_trainer.environment.tool_environment import make_environment_factory
-from temper_trainer.loops.multi_turn import Conversation
-from temper_trainer.loops.rollout_scheduler import (
+from temper_trainer.loops.rollouts.multi_turn import Conversation
+from temper_trainer.loops.rollouts.rollout_scheduler import (
     EnvironmentFailureError,
     EnvironmentTimeoutError,
     RolloutScheduler,

@@ -10,7 +10,7 @@ from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config_loading import load
 from temper_trainer.loops import train
-from temper_trainer.loops.run_folder import RunFolder, open_run_folder, set_aside_damaged_model
+from temper_trainer.loops.run.run_folder import RunFolder, open_run_folder, set_aside_damaged_model
 
 
 def test_files_of_a_failed_start_are_renamed_and_never_deleted(

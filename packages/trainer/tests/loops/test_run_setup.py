@@ -12,7 +12,7 @@ from temper_engine_api.specs import ScheduleSpec
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading import load
 from temper_trainer.data.rows import DataError
-from temper_trainer.loops.run_setup import fit_models_to_tokenizer, with_run_length
+from temper_trainer.loops.run.run_setup import fit_models_to_tokenizer, with_run_length
 
 
 def composed(*overrides: str) -> TrainerConfig:

@@ -15,8 +15,8 @@ from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading import load
 from temper_trainer.data.rows import DataError, Row
 from temper_trainer.data.tokenizer import build_tokenizer, compute_tokenizer_digest
-from temper_trainer.loops.run_folder import RunFolder
-from temper_trainer.loops.run_tokenizer import load_or_train_tokenizer
+from temper_trainer.loops.run.run_folder import RunFolder
+from temper_trainer.loops.run.run_tokenizer import load_or_train_tokenizer
 from temper_trainer.types import DataCursor
 
 

@@ -5,8 +5,8 @@ from rich.console import Console
 
 from temper_trainer.checkpoint.checkpoint_messages import describe_policy
 from temper_trainer.config.run import RunConfig
-from temper_trainer.loops.run_folder import RunFolder
-from temper_trainer.loops.step_boundary import StepBoundary
+from temper_trainer.loops.run.run_folder import RunFolder
+from temper_trainer.loops.run.step_boundary import StepBoundary
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.run_lock import RunLock
 

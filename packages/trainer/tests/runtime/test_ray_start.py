@@ -7,7 +7,7 @@ from types import FrameType
 import pytest
 import ray
 
-from temper_trainer.loops.interrupts import StopRequest, WorkAbandoned
+from temper_trainer.loops.run.interrupts import StopRequest, WorkAbandoned
 from temper_trainer.runtime.ray.ray_runtime import _defer_signals
 
 

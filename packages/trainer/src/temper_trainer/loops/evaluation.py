@@ -10,10 +10,10 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import Row
-from temper_trainer.loops.run_components import EvalSet, RunComponents
-from temper_trainer.loops.run_folder import RunFolder
-from temper_trainer.loops.sampling import ScoredCompletions, complete_and_score
-from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.loops.rollouts.sampling import ScoredCompletions, complete_and_score
+from temper_trainer.loops.run.run_components import EvalSet, RunComponents
+from temper_trainer.loops.run.run_folder import RunFolder
+from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.metrics.evaluation_estimators import (
     ProblemResult,
     group_by_category,

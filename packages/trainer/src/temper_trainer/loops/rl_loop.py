@@ -1,8 +1,8 @@
 """Run the steps of an RL run: take a batch of rollouts, train, publish the weights.
 
-`temper_trainer.loops.batch_pipeline` decides when the sampling of a batch starts. With loops
-``sync`` and ``one_step_off`` a batch is a function of (run.seed, step) and the weights, so a run
-repeats bit for bit. A resumed run samples the batches again that were not trained.
+`temper_trainer.loops.rollouts.batch_pipeline` decides when the sampling of a batch starts. With
+loops ``sync`` and ``one_step_off`` a batch is a function of (run.seed, step) and the weights, so a
+run repeats bit for bit. A resumed run samples the batches again that were not trained.
 """
 
 import time
@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, field, replace
 
 from temper_engine_api.objective import Objective
-from temper_trainer.loops.batch_pipeline import AdmissionRule, BatchPipeline
-from temper_trainer.loops.interrupts import allow_stop_after_half_grace
 from temper_trainer.loops.rl_step import Controllers, StepResult, train_on_rollouts
-from temper_trainer.loops.run_components import RunComponents
-from temper_trainer.loops.sampling import SampledStep, sample_step
-from temper_trainer.loops.staleness import check_staleness, measure_staleness
+from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, BatchPipeline
+from temper_trainer.loops.rollouts.sampling import SampledStep, sample_step
+from temper_trainer.loops.rollouts.staleness import check_staleness, measure_staleness
+from temper_trainer.loops.run.interrupts import allow_stop_after_half_grace
+from temper_trainer.loops.run.run_components import RunComponents
 from temper_trainer.progress import StepTimer
 from temper_trainer.reward.scoring import RunningStats
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler

@@ -26,13 +26,13 @@ from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.tokenizer import compute_tokenizer_digest
 from temper_trainer.loops.evaluation import evaluate_all
-from temper_trainer.loops.interrupts import StopRequest, WorkAbandoned
 from temper_trainer.loops.rl_loop import open_step_loop
 from temper_trainer.loops.rl_step import Controllers, StepResult, needs_old_logprob_pass
-from temper_trainer.loops.run_components import EvalSet, RunComponents, build_components
-from temper_trainer.loops.run_folder import RunFolder, export_model
-from temper_trainer.loops.run_setup import open_checkpointer
-from temper_trainer.loops.step_boundary import StepBoundary
+from temper_trainer.loops.run.interrupts import StopRequest, WorkAbandoned
+from temper_trainer.loops.run.run_components import EvalSet, RunComponents, build_components
+from temper_trainer.loops.run.run_folder import RunFolder, export_model
+from temper_trainer.loops.run.run_setup import open_checkpointer
+from temper_trainer.loops.run.step_boundary import StepBoundary
 from temper_trainer.metrics.learning_watch import LearningWatch
 from temper_trainer.metrics.run_log import RunLog, SampleRow
 from temper_trainer.progress import Watchdog

@@ -36,8 +36,8 @@ from temper_trainer.config.algorithm import AlgorithmConfig, ReweightConfig
 from temper_trainer.config.distillation import EmaPolicy
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.advantage_columns import add_advantages, replace_squares
-from temper_trainer.loops.interrupts import allow_stop_after_half_grace
-from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.loops.run.interrupts import allow_stop_after_half_grace
+from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.progress import StepTimer, advance_progress, track_progress
 from temper_trainer.reward.scoring import RunningStats

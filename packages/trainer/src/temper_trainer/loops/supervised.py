@@ -47,18 +47,18 @@ from temper_trainer.data.streams import (
     measure_difficulty,
 )
 from temper_trainer.data.tokenizer import compute_tokenizer_digest
-from temper_trainer.loops.interrupts import StopRequest
 from temper_trainer.loops.rl_step import collect_update_metrics, run_forward
-from temper_trainer.loops.run_folder import RunFolder, export_model
-from temper_trainer.loops.run_setup import (
+from temper_trainer.loops.run.interrupts import StopRequest
+from temper_trainer.loops.run.run_folder import RunFolder, export_model
+from temper_trainer.loops.run.run_setup import (
     get_demonstration_limit,
     open_checkpointer,
     report_dropped,
     with_run_length,
     with_schedule_length,
 )
-from temper_trainer.loops.seeds import derive_seed
-from temper_trainer.loops.step_boundary import StepBoundary
+from temper_trainer.loops.run.seeds import derive_seed
+from temper_trainer.loops.run.step_boundary import StepBoundary
 from temper_trainer.metrics.run_files import WARM_START_PHASE
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.runtime.runtime_factory import Runtime

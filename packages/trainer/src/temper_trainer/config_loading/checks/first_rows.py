@@ -145,9 +145,9 @@ def _find_problems(config: TrainerConfig, samples: list[FirstSample]) -> Iterato
         encode_preferences,
         encode_prompts,
     )
-    from temper_trainer.loops.run_folder import RunFolder
-    from temper_trainer.loops.run_setup import fit_models_to_tokenizer, get_demonstration_limit
-    from temper_trainer.loops.run_tokenizer import preview_tokenizer
+    from temper_trainer.loops.run.run_folder import RunFolder
+    from temper_trainer.loops.run.run_setup import fit_models_to_tokenizer, get_demonstration_limit
+    from temper_trainer.loops.run.run_tokenizer import preview_tokenizer
 
     trained_rows = [
         row

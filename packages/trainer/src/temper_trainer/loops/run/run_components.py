@@ -22,7 +22,7 @@ from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.streams import Curriculum, InMemoryStream, MixedStream, get_difficulty
 from temper_trainer.environment.tool_environment import make_environment_factory
-from temper_trainer.loops.rollout_scheduler import RolloutScheduler
+from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.rollout.completion_record import (

@@ -13,7 +13,7 @@ async          when its credit allows, while earlier  pauses open completions, o
 =============  =====================================  ================================
 
 A batch is formed when all groups of its prompts are ready, and batches are trained in the order of
-their prompts: see `temper_trainer.loops.staleness`.
+their prompts: see `temper_trainer.loops.rollouts.staleness`.
 """
 
 from collections.abc import Callable, Coroutine, Iterator
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from temper_trainer.config.rollout import AsynchronyConfig
-from temper_trainer.loops.rollout_scheduler import RolloutScheduler
-from temper_trainer.loops.staleness import Credits, get_max_staleness
+from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
+from temper_trainer.loops.rollouts.staleness import Credits, get_max_staleness
 
 T = TypeVar("T")
 

@@ -25,11 +25,11 @@ from temper_trainer.config.run_folder_checks import find_inputs_in_run_folder
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.prompts import encode_prompts
 from temper_trainer.loops.evaluation import count_trained_prompts, evaluate_all, generate
-from temper_trainer.loops.interrupts import RunInterrupted, StopRequest, WorkAbandoned
 from temper_trainer.loops.rl_run import run_rl
-from temper_trainer.loops.run_components import EvalSet, build_inference_components
-from temper_trainer.loops.run_folder import RunFolder, open_run_folder, set_aside_damaged_model
-from temper_trainer.loops.run_setup import (
+from temper_trainer.loops.run.interrupts import RunInterrupted, StopRequest, WorkAbandoned
+from temper_trainer.loops.run.run_components import EvalSet, build_inference_components
+from temper_trainer.loops.run.run_folder import RunFolder, open_run_folder, set_aside_damaged_model
+from temper_trainer.loops.run.run_setup import (
     RunData,
     fit_models_to_tokenizer,
     load_run_data,
@@ -37,7 +37,7 @@ from temper_trainer.loops.run_setup import (
     report_dropped,
     with_run_length,
 )
-from temper_trainer.loops.step_boundary import StepBoundary
+from temper_trainer.loops.run.step_boundary import StepBoundary
 from temper_trainer.loops.supervised import (
     SupervisedStage,
     build_demonstration_stage,

@@ -19,7 +19,7 @@ from typing import TypeVar
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.protocol import EnvironmentFactory
-from temper_trainer.loops.multi_turn import (
+from temper_trainer.loops.rollouts.multi_turn import (
     Conversation,
     RolloutLimits,
     add_observation,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.protocol import Environment, Observation
-from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.types import Completion, FinishReason, SamplingRequest, Score, Turn
 
 

@@ -14,9 +14,9 @@ from temper_trainer.config.reward import ShapingConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.streams import measure_difficulty
-from temper_trainer.loops.multi_turn import Conversation, add_environment_rewards
-from temper_trainer.loops.run_components import RunComponents
-from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.loops.rollouts.multi_turn import Conversation, add_environment_rewards
+from temper_trainer.loops.run.run_components import RunComponents
+from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.progress import StepTimer, track_progress
 from temper_trainer.reward.scoring import RunningStats, shape_rewards
 from temper_trainer.types import (

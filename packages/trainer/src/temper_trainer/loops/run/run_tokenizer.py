@@ -24,7 +24,7 @@ from temper_trainer.data.tokenizer import (
     load_saved_tokenizer,
     save_tokenizer,
 )
-from temper_trainer.loops.run_folder import RunFolder
+from temper_trainer.loops.run.run_folder import RunFolder
 from temper_trainer.metrics.run_files import next_superseded_path
 
 logger = logging.getLogger(__name__)

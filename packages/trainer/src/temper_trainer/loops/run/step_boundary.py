@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from temper_trainer.config.run import RunConfig
-from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
-from temper_trainer.loops.run_folder import RunFolder
+from temper_trainer.loops.run.interrupts import RunInterrupted, StopRequest
+from temper_trainer.loops.run.run_folder import RunFolder
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.run_lock import RunLock
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.loops.stop_watcher import SIGNALS, StopWatcher, find_signal
+from temper_trainer.loops.run.stop_watcher import SIGNALS, StopWatcher, find_signal
 
 logger = logging.getLogger(__name__)
 

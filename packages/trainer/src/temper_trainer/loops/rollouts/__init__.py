@@ -1,0 +1,1 @@
+"""Scheduling of rollouts: sampling, turns, batches and their staleness."""

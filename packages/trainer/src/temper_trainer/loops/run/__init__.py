@@ -1,0 +1,1 @@
+"""Parts of every run: its folder, components, stop requests and step boundaries."""
