@@ -32,6 +32,9 @@ class FullOracle(DataParallelOracle):
         self._round_parameters()
         self._round_buffers()
         self._saving_group = dist.new_group() if dist.is_initialized() else None
+        if self._saving_group is not None:
+            # A rank that closes its connections before another one has made its own breaks them.
+            dist.barrier(self._saving_group)
         return topology
 
     def _make_other_optimizer(self):
