@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,51 @@ def test_a_step_that_failed_is_not_repeated_with_the_same_gradients(
     engine.optimizer_zero_grad()
     with pytest.raises(EngineStateError, match="some of them may be updated and others not"):
         update(engine, batch)
+
+
+def raise_out_of_memory(*_arguments: object) -> None:
+    raise torch.OutOfMemoryError("injected after the passes")
+
+
+@pytest.mark.parametrize("is_rfc_call", [False, True])
+def test_exception_after_the_passes_fails_the_update(
+    engine: BaseEngine,
+    make_batch: MakeBatch,
+    monkeypatch: pytest.MonkeyPatch,
+    is_rfc_call: bool,
+) -> None:
+    batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
+    train = (
+        partial(engine.forward_backward_step, batch)
+        if is_rfc_call
+        else partial(engine.forward_backward_batch, batch, forward_only=False, final=False)
+    )
+    engine.optimizer_zero_grad()
+    with monkeypatch.context() as patch, engine.train_mode():
+        # The counts of a packed batch are known, so only the loss is summed over ranks.
+        name = "_sum_over_data_parallel" if is_rfc_call else "_collect_metrics"
+        patch.setattr(engine, name, raise_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError, match="injected"):
+            train()
+    with pytest.raises(EngineStateError, match=r"injected after the passes\).*optimizer_zero_grad"):
+        engine.optimizer_step()
+    with pytest.raises(EngineStateError, match="optimizer_zero_grad"), engine.train_mode():
+        engine.forward_backward_batch(batch, forward_only=False)
+
+
+def test_exception_after_a_forward_pass_keeps_the_update(
+    make_engines: MakeEngines, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (engine,), (other,) = make_engines(), make_engines()
+    batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
+    expected = update(other, batch)
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        engine.forward_backward_batch(batch, forward_only=False)
+        monkeypatch.setattr(engine, "_collect_metrics", raise_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.forward_backward_batch(batch, forward_only=True)
+    assert engine.optimizer_step() == expected
 
 
 def test_an_engine_without_an_optimizer_neither_trains_nor_steps(

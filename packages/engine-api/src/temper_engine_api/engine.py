@@ -221,7 +221,7 @@ class BaseEngine(ABC):
                     "forward_backward_batch() needs an Objective: call set_loss_fn() first."
                 )
             loss = ObjectiveLoss(self._objective, batch=batch)
-        with self._report_failure("a forward call" if forward_only else "a training call"):
+        with self._record_call(forward_only=forward_only, final=final):
             head_outputs = self._run_passes(
                 batch,
                 requested_outputs=requested | (loss.required_outputs if loss else frozenset()),
@@ -229,13 +229,13 @@ class BaseEngine(ABC):
                 forward_only=forward_only,
                 final=final,
             )
-        metrics = [*(loss.metrics if loss else ()), self._collect_metrics()]
-        return build_step_result(
-            batch,
-            head_outputs=head_outputs if self.topology.returns_outputs else None,
-            requested=requested,
-            metrics=metrics,
-        )
+            metrics = [*(loss.metrics if loss else ()), self._collect_metrics()]
+            return build_step_result(
+                batch,
+                head_outputs=head_outputs if self.topology.returns_outputs else None,
+                requested=requested,
+                metrics=metrics,
+            )
 
     @overload
     def forward_backward_step(
@@ -286,7 +286,11 @@ class BaseEngine(ABC):
             EngineStateError: If called outside a mode, or in training without a loss function.
         """
         self._check_can_run(forward_only=forward_only)
-        with self._report_failure("a forward call" if forward_only else "a training call"):
+        loss = self._loss_fn if self._objective is None else self._objective
+        if loss is None and not forward_only:
+            raise EngineStateError("there is no loss function: call set_loss_fn() before training.")
+        # The RFC's calls do not say which is the last, so the optimizer step reduces.
+        with self._record_call(forward_only=forward_only, final=False):
             if preprocess_fn is not None:
                 batch, ctx = preprocess_fn(batch, ctx)
             packed = pack_single_micro_batch(
@@ -294,11 +298,6 @@ class BaseEngine(ABC):
                 constraints=self.topology.plan_constraints,
                 sum_over_ranks=self._sum_over_data_parallel,
             )
-            loss = self._loss_fn if self._objective is None else self._objective
-            if loss is None and not forward_only:
-                raise EngineStateError(
-                    "there is no loss function: call set_loss_fn() before training."
-                )
             step = HookedStep(
                 loss,
                 packed=packed,
@@ -314,7 +313,6 @@ class BaseEngine(ABC):
                 else self._objective.required_outputs,
                 micro_batch_loss=None if forward_only else step.loss,
                 forward_only=forward_only,
-                # The RFC's calls do not say which is the last, so the optimizer step reduces.
                 final=False,
             )
             # Ranks of one replica compute the same predictions; one of them returns them.
@@ -910,8 +908,7 @@ class BaseEngine(ABC):
         # A plain function may give a gradient to a batch without trained tokens.
         are_trained = self._loss_fn is not None or not batch.denominators.is_empty
         self._update_cycle.record_samples(batch.sample_ids, are_trained=are_trained)
-        result = GradientState.REDUCED if final else GradientState.ACCUMULATED
-        with self._update_cycle.record_training_call(result=result), passes:
+        with passes:
             return run(reduce_gradients=final)
 
     def _with_position(
@@ -939,6 +936,24 @@ class BaseEngine(ABC):
             if self._rank_failures is None
             else self._rank_failures.report_failure(call)
         )
+
+    @contextmanager
+    def _record_call(self, *, forward_only: bool, final: bool) -> Iterator[None]:
+        """Enclose a forward or training call: report its exception, and record its gradients.
+
+        It encloses all of the call, not only the passes: the caller got no result, so it may repeat
+        the call, and would then add the same gradients twice.
+        """
+        result = GradientState.REDUCED if final else GradientState.ACCUMULATED
+        if forward_only:
+            with self._report_failure("a forward call"):
+                yield
+        else:
+            with (
+                self._report_failure("a training call"),
+                self._update_cycle.record_training_call(result=result),
+            ):
+                yield
 
     def _explain_lost_connection(self) -> AbstractContextManager[None]:
         return (

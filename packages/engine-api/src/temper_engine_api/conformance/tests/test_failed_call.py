@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -226,6 +227,48 @@ def continue_failed_update(rank: Rank, *, setup: EngineSetup, batch: SequenceBat
     assert engine.num_updates == 0
     assert_same_state(collect_state(engine), before)
     return Recovery()
+
+
+def test_exception_after_the_passes_fails_the_update(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """An exception after the passes, while metrics are collected, also fails the update."""
+    recoveries = engine_under_test.run(
+        fail_after_the_passes, setup=oracle.make_setup(QWEN2_GROUPED), batch=oracle.get_batch()
+    )
+    if any(recovery.broken for recovery in recoveries):
+        engine_under_test.rank_pool.replace_group()
+        assert has_stages(recoveries)
+
+
+def fail_after_the_passes(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> Recovery:
+    """Raise while metrics are collected, then try to repeat the call and to step."""
+    engine = rank.cached_engine(setup)
+    local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
+    engine.set_loss_fn(ClippedPpoProbe())
+    engine.optimizer_zero_grad()
+
+    def raise_out_of_memory() -> NoReturn:
+        raise torch.OutOfMemoryError("injected after the passes")
+
+    with pytest.MonkeyPatch.context() as patch, engine.train_mode():
+        patch.setattr(engine, "_collect_metrics", raise_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError, match="injected") as failed:
+            engine.forward_backward_batch(local_batch, forward_only=False, final=False)
+    for call in (engine.optimizer_step, lambda: repeat(engine, local_batch)):
+        with pytest.raises((EngineStateError, RankFailedError)) as caught:
+            call()
+        assert "injected after the passes" in str(caught.value)
+    if isinstance(caught.value, RankFailedError):
+        return Recovery(broken=FailedCall(error=str(failed.value), time_s=time.time()))
+    engine.optimizer_zero_grad()
+    return Recovery()
+
+
+def repeat(engine: BaseEngine, local_batch: PackedBatch) -> None:
+    """Run a training call."""
+    with engine.train_mode():
+        engine.forward_backward_batch(local_batch, forward_only=False)
 
 
 @pytest.mark.bitwise
