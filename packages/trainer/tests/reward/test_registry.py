@@ -67,6 +67,26 @@ def test_module_that_raises_while_it_is_imported_is_refused_with_its_error(
         resolve_reward(RewardConfig(function="reward_that_raises:f"))
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "error"),
+    [
+        ("reward_that_exits", "raise SystemExit(0)\n", "SystemExit: 0"),
+        (
+            "reward_that_parses_arguments",
+            "import argparse\nargparse.ArgumentParser().parse_args(['seed=1'])\n",
+            "SystemExit: 2",
+        ),
+    ],
+)
+def test_module_that_exits_while_it_is_imported_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, error: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"module '{name}', .* \({error}\): fix the module"):
+        resolve_reward(RewardConfig(function=f"{name}:f"))
+
+
 def test_arguments_that_the_function_does_not_take_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="unexpected keyword argument 'tolerance'"):
         resolve_reward(RewardConfig(arguments={"tolerance": 0.1}))

@@ -26,8 +26,9 @@ def import_object(path: str, *, key: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         imported = importlib.import_module(module)
-    # A user's module may raise anything while it is imported.
-    except Exception as error:
+    # A user's module may raise anything while it is imported, also SystemExit: a script that parses
+    # its arguments at the top level would end the run without a message.
+    except (Exception, SystemExit) as error:
         is_absent = (
             isinstance(error, ModuleNotFoundError)
             and error.name is not None
