@@ -88,6 +88,7 @@ INDEX = "test_weights::test_exported_weights_equal_the_loaded_files"
 NONFINITE = "test_update::test_nonfinite_gradient_skips_the_step_on_every_rank"
 AFTER_FAILURE = "test_failed_call::test_updates_after_a_failed_call_equal_those_of_a_fresh_run"
 UNSHARD = "test_batch::test_unshard_restores_the_sharded_batch"
+SGD = "test_settings::test_two_updates_of_sgd_match_those_by_hand"
 REPORTED = "test_failed_call::test_other_ranks_report_the_rank_that_failed"
 
 FAULTY_ENGINES = (
@@ -403,6 +404,13 @@ FAULTY_ENGINES = (
     FaultyEngine(
         training.RunsAdamwForEveryOptimizer,
         ("test_settings::test_first_update_of_sgd_is_lr_times_the_gradient",),
+    ),
+    FaultyEngine(training.IgnoresArgumentsOfOtherOptimizers, (SGD,)),
+    FaultyEngine(training.IgnoresDecayOfOtherOptimizers, (SGD,)),
+    FaultyEngine(training.NeverClipsForOtherOptimizers, (SGD,)),
+    FaultyEngine(
+        training.StepsOtherOptimizersOnNonfinite,
+        ("test_settings::test_nonfinite_gradient_skips_the_update_of_sgd",),
     ),
     FaultyEngine(
         training.KeepsParametersInFloat32,

@@ -251,8 +251,40 @@ class DrawsRandomNumbersInForwardPasses(DataParallelOracle):
 class RunsAdamwForEveryOptimizer(FullOracle):
     """Accepts any ``optimizer.name`` and runs AdamW."""
 
-    def _make_other_optimizer(self):
+    def _make_other_optimizer(self, spec):
         return None
+
+
+class IgnoresArgumentsOfOtherOptimizers(FullOracle):
+    """Builds other optimizers than AdamW without ``optimizer.arguments``, such as momentum."""
+
+    def _make_other_optimizer(self, spec):
+        return super()._make_other_optimizer(replace(spec, arguments={}))
+
+
+class IgnoresDecayOfOtherOptimizers(FullOracle):
+    """Builds other optimizers than AdamW without ``optimizer.weight_decay``."""
+
+    def _make_other_optimizer(self, spec):
+        return super()._make_other_optimizer(replace(spec, weight_decay=0.0))
+
+
+class NeverClipsForOtherOptimizers(FullOracle):
+    """Ignores ``optimizer.clip_grad_norm`` with other optimizers than AdamW."""
+
+    def _clip_gradients(self):
+        gradients = self.gradients().values()
+        return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+
+
+class StepsOtherOptimizersOnNonfinite(FullOracle):
+    """Applies a gradient that is not finite with other optimizers than AdamW."""
+
+    def _apply_gradients(self, *, lr):
+        norm = super()._apply_gradients(lr=lr)
+        if self.other_optimizer is not None and not math.isfinite(norm):
+            self._step_other_optimizer(lr=lr)
+        return norm
 
 
 class KeepsParametersInFloat32(FullOracle):

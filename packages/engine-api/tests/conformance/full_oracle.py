@@ -1,6 +1,7 @@
 """The data-parallel oracle with the capabilities of production engines that settings need."""
 
 import copy
+import math
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +29,9 @@ class FullOracle(DataParallelOracle):
 
     def _build(self):
         topology = super()._build()
-        self.other_optimizer = self._make_other_optimizer()
+        spec = self.config.optimizer
+        is_other = spec is not None and not spec.is_adamw
+        self.other_optimizer = self._make_other_optimizer(spec) if is_other else None
         self._round_parameters()
         self._round_buffers()
         self._saving_group = dist.new_group() if dist.is_initialized() else None
@@ -37,13 +40,18 @@ class FullOracle(DataParallelOracle):
             dist.barrier(self._saving_group)
         return topology
 
-    def _make_other_optimizer(self):
-        spec = self.config.optimizer
-        if spec is None or spec.is_adamw:
-            return None
+    def _make_other_optimizer(self, spec):
         module, _, name = spec.name.rpartition(".")
+        parameters = self.parameters().values()
+        groups = [
+            {
+                "params": [p for p in parameters if (p.ndim >= 2 or spec.decays_vectors) == decays],
+                "weight_decay": spec.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
         return getattr(import_module(module), name)(
-            self.parameters().values(), lr=spec.lr, weight_decay=spec.weight_decay, **spec.arguments
+            [group for group in groups if group["params"]], lr=spec.lr, **spec.arguments
         )
 
     @torch.no_grad()
@@ -60,12 +68,20 @@ class FullOracle(DataParallelOracle):
         if self.other_optimizer is None:
             norm = super()._apply_gradients(lr=lr)
         else:
-            norm = float(torch.stack([g.double().norm() for g in self.gradients().values()]).norm())
-            for group in self.other_optimizer.param_groups:
-                group["lr"] = lr
-            self.other_optimizer.step()
+            norm = self._clip_gradients()
+            if math.isfinite(norm):
+                self._step_other_optimizer(lr=lr)
         self._round_parameters()
         return norm
+
+    def _clip_gradients(self):
+        limit = self.config.optimizer.clip_grad_norm or math.inf
+        return float(torch.nn.utils.clip_grad_norm_(self.parameters().values(), limit))
+
+    def _step_other_optimizer(self, *, lr):
+        for group in self.other_optimizer.param_groups:
+            group["lr"] = lr
+        self.other_optimizer.step()
 
     def _reduce_pending_gradients(self):
         if self.topology.dp.size > 1:

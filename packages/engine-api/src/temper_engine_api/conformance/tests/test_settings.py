@@ -1,5 +1,6 @@
 """Conformance tests of an engine's settings: each takes effect, or is rejected."""
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     BF16,
     LOSS,
     UPDATE,
+    assert_all_close,
     assert_all_equal,
     assert_close,
 )
@@ -42,9 +44,11 @@ from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import OptimizerSpec
+from temper_engine_api.weights import NamedWeight
 
 SGD = OptimizerSpec(name="torch.optim.SGD", lr=0.1, weight_decay=0.0, clip_grad_norm=None)
 DECAYING_SGD = replace(SGD, weight_decay=0.5, arguments={"momentum": 0.9})
+CLIPPED_SGD = replace(DECAYING_SGD, clip_grad_norm=0.5)
 MIN_ENTRIES = 64
 """A tensor with fewer entries may happen to have none that bf16 cannot represent."""
 
@@ -110,6 +114,82 @@ def update_weights(engine: BaseEngine, batch: SequenceBatch) -> None:
             rank_slice(engine, batch, split=ONE_MICRO_BATCH), forward_only=False
         )
     engine.optimizer_step()
+
+
+@pytest.mark.if_claimed(Capability.ANY_OPTIMIZER)
+def test_two_updates_of_sgd_match_those_by_hand(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare two updates of torch.optim.SGD with momentum, decay and clipping with the formula."""
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=CLIPPED_SGD, compute="fp32")
+    if is_rejected_by_the_layout(engine_under_test, setup):
+        return
+    batches = [oracle.get_batch(), oracle.get_batch(seed=1)]
+    expected = oracle.run(
+        compute_sgd_by_hand, setup=oracle.make_setup(QWEN2_GROUPED), batches=batches
+    )
+    weights, _ = engine_under_test.run(train_with_skips, setup=setup, batches=batches)[0]
+    assert_all_close(weights, expected, UPDATE, quantity="weights after two updates of SGD")
+
+
+def compute_sgd_by_hand(
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
+) -> dict[str, Tensor]:
+    """Return the weights after one update of CLIPPED_SGD per batch.
+
+    With the gradient g clipped to the limit, as torch.optim.SGD: v <- momentum v + g + decay w and
+    w <- w - lr v, where only matrices decay. The setup leaves the gradient in the first moments.
+    """
+    engine = rank.temporary_engine(setup)
+    limit, momentum = CLIPPED_SGD.clip_grad_norm, float(str(CLIPPED_SGD.arguments["momentum"]))
+    assert limit is not None
+    engine.set_loss_fn(ClippedPpoProbe())
+    weights, velocities = collect_weights(engine), dict[str, Tensor]()
+    for batch in batches:
+        update = run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])
+        assert update.grad_norm > limit, "the gradient must be large enough to be clipped"
+        for name, weight in weights.items():
+            gradient = update.gradients[name] * limit / update.grad_norm
+            if weight.ndim >= 2:
+                gradient += CLIPPED_SGD.weight_decay * weight
+            velocities[name] = gradient + momentum * velocities.get(name, torch.zeros_like(weight))
+            weights[name] = weight - CLIPPED_SGD.lr * velocities[name]
+        engine.load_weights(NamedWeight(name, weight) for name, weight in weights.items())
+    return weights
+
+
+def train_with_skips(
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the exported weights and the outcome of each update, one update per batch."""
+    engine, outcomes = rank.temporary_engine(setup), list[str]()
+    for batch in batches:
+        update_weights(engine, batch)
+        assert engine.last_update is not None
+        outcomes.append(engine.last_update.outcome)
+    return collect_weights(engine), outcomes
+
+
+@pytest.mark.if_claimed(Capability.ANY_OPTIMIZER)
+def test_nonfinite_gradient_skips_the_update_of_sgd(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Check that an update with an infinite gradient changes neither weights nor momentum."""
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=CLIPPED_SGD, compute="fp32")
+    if is_rejected_by_the_layout(engine_under_test, setup):
+        return
+    good = oracle.get_batch()
+    # A single trained token is infinite, so only one data-parallel rank sees it locally.
+    advantages = good.columns["advantages"].clone()
+    advantages[int(good.loss_mask.nonzero()[0])] = math.inf
+    bad = good.with_columns({"advantages": advantages})
+    with_skip, without = (
+        engine_under_test.run(train_with_skips, setup=setup, batches=batches)
+        for batches in ([good, bad, good], [good, good])
+    )
+    for (weights, outcomes), (expected, _) in zip(with_skip, without, strict=True):
+        assert outcomes == ["stepped", "nonfinite", "stepped"]
+        assert_all_equal(weights, expected, quantity="weights after a skipped update")
 
 
 @pytest.mark.if_claimed(Capability.ANY_OPTIMIZER)
