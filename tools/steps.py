@@ -136,7 +136,8 @@ STEPS = (
         # share one session, because each session imports the engine in every rank.
         commands=_conformance_tests(
             "fsdp",
-            *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2", "--families", "all"),
+            *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2,head-chunks.1"),
+            *("--families", "all"),
             expressions={
                 "[2-ranks": "test_",
                 "[1-rank": "test_gradient.py or test_rfc_loop.py or test_checkpoint.py "
@@ -144,6 +145,7 @@ STEPS = (
                 "[fsdp1.2": "test_update.py or test_optimizer.py or test_checkpoint.py",
                 "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) "
                 "and (data_parallel_size or value or entropy)",
+                "[head-chunks.1": "test_sizes.py or test_logprob.py",
             },
         ),
         is_pytest=True,

@@ -41,7 +41,11 @@ from temper_engine_api.objective import HeadOutput, Objective
 LONG = (47, 300, 129, 257, 40, 64)
 """Lengths around the powers of two at which attention and heads start another block."""
 LONGER_THAN_EVERY_BLOCK = (2600, 40)
-"""The largest default block of an engine in use has 2048 tokens: Megatron's head_chunk_tokens."""
+"""Longer than every block of a fixed default size: Megatron's head_chunk_tokens is 2048.
+
+An engine that chooses the size by memory needs a layout with small blocks, as FSDPEngine has: its
+head computes 159,025 positions at once with the kit's vocabulary.
+"""
 PROMPT_LENGTH = 5
 LANGUAGE_OUTPUTS = (HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGSUMEXP)
 
