@@ -475,7 +475,7 @@ class BaseEngine(ABC):
         )
         # Ranks of one replica have the same samples, so only one of them contributes.
         local = kept if self.topology.returns_outputs else None
-        full = concatenate([p for p in self._gather_objects(local) if p is not None])
+        full = concatenate([p for p in self.gather_objects(local) if p is not None])
         position = {sample: i for i, sample in enumerate(full.sample_ids.tolist())}
         order = sorted(position) if sample_ids is None else sample_ids.tolist()
         # Values of other ranks arrive on the CPU.
@@ -485,7 +485,7 @@ class BaseEngine(ABC):
         self, outputs: ForwardOutputs | None, *, sample_ids: Tensor
     ) -> ForwardOutputs:
         """Gather outputs of all ranks to every rank, in the order of these ids [B]. Collective."""
-        return gather_outputs(self._gather_objects(outputs), sample_ids=sample_ids)
+        return gather_outputs(self.gather_objects(outputs), sample_ids=sample_ids)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -535,6 +535,7 @@ class BaseEngine(ABC):
 
         Raises:
             MessageError: If `gather_codec.encode_value` does not support the value.
+            RankFailedError: If a rank raised and the process group did not survive.
         """
         with self._explain_lost_connection():
             return self._gather_objects(item)
@@ -653,6 +654,7 @@ class BaseEngine(ABC):
         Returns:
             Path of the step directory; it exists once the save is committed.
         """
+        self._check_ranks()
         self.finish_saving()
         save = partial(
             checkpoint.save_engine_checkpoint,
@@ -662,7 +664,7 @@ class BaseEngine(ABC):
             max_to_keep=max_ckpt_to_keep,
         )
         if not in_background:
-            return save(self, gather=self._gather_objects)
+            return save(self, gather=self.gather_objects)
         self.require(Capability.BACKGROUND_SAVE)
         path = checkpoint.step_directory(local_path, global_step)
         with self._load("update"):
@@ -688,13 +690,14 @@ class BaseEngine(ABC):
             CheckpointError: If a model with other parameters or shapes wrote it. No weight has
                 changed then.
         """
+        self._check_ranks()
         self.finish_saving()
         checkpoint.load_engine_checkpoint(
             self,
             local_path=local_path,
             remote_url=hdfs_path,
             delete_download=del_local_after_load,
-            gather=self._gather_objects,
+            gather=self.gather_objects,
         )
 
     def finish_saving(self) -> None:
@@ -980,7 +983,7 @@ class BaseEngine(ABC):
         # All ranks must agree that the save has ended. If `finish` raised on one rank only, the
         # others would wait for the gradients of that rank.
         if self._background_save.is_pending and all(
-            self._gather_objects(self._background_save.is_done)
+            self.gather_objects(self._background_save.is_done)
         ):
             self._background_save.finish()
 
