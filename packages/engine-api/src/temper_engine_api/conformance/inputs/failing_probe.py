@@ -46,6 +46,8 @@ class FailingProbe(SftProbe):
     """Global ranks; None is all of them."""
     seen: list[int] = field(default_factory=list, compare=False)
     """Indices of the micro-batches so far."""
+    injected_s: list[float] = field(default_factory=list, compare=False)
+    """Time of the failure on this rank, in seconds since 1970; empty before it."""
 
     @override
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
@@ -56,6 +58,8 @@ class FailingProbe(SftProbe):
         fails = self.fails_on is None or (
             dist.is_initialized() and dist.get_rank() in self.fails_on
         )
+        if fails:
+            self.injected_s.append(time.time())
         if self.kind == "lost_network" and fails:
             cut_connections()
         if self.kind == "waits_in_collective" and fails:
