@@ -139,6 +139,16 @@ def test_impossible_tokenizer_settings_are_refused(
         build(config, tmp_path)
 
 
+@pytest.mark.parametrize("config", ["{}", '{"tokenizer_class": "PreTrainedTokenizerFast"}'])
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {}}', '{"added_tokens": []}'])
+def test_damaged_tokenizer_file_is_named(tmp_path: Path, content: str, config: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ConfigError, match="copy or download the tokenizer's files again") as caught:
+        build(TokenizerConfig(path=str(tmp_path)), tmp_path)
+    assert str(tmp_path / "tokenizer.json") in str(caught.value)
+
+
 def test_training_a_tokenizer_without_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="learns from the training texts"):
         build(TokenizerConfig(kind="word_level"), tmp_path, [])

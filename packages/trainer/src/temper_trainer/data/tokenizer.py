@@ -134,7 +134,12 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
         # that class replaces the rules of tokenizer.json, and words would be lost without an error.
         if _is_trained_by_run(tokenizer):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # For a damaged tokenizer.json, transformers raises KeyError or TypeError, and the
+        # tokenizers library a bare Exception.
+        _check_tokenizer_file(Path(path) / "tokenizer.json")
+        if not isinstance(error, OSError | ValueError):
+            raise
         raise ConfigError(f"no tokenizer can be loaded from {path!r}: {error}") from error
     # If vocabulary files are missing, transformers creates a tokenizer that has only special
     # tokens.
@@ -152,6 +157,19 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
         # Padding is always masked, so any id of the vocabulary will do.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _check_tokenizer_file(file: Path) -> None:
+    """Raise ConfigError if a file is there but the tokenizers library cannot read it."""
+    if not file.is_file():
+        return
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:
+        raise ConfigError(
+            f"{file} cannot be read as a tokenizer ({error}): copy or download the tokenizer's "
+            "files again."
+        ) from error
 
 
 def _to_transformers(trained: Tokenizer) -> PreTrainedTokenizerBase:
