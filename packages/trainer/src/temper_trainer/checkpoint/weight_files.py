@@ -26,13 +26,17 @@ def find_damaged_model(folder: Path) -> str | None:
 
 
 def find_damaged_weights(folder: Path) -> str | None:
-    """Return a message about the first damaged weight file, or None.
+    """Return a message about the first damaged weight file of a model or adapter, or None.
 
-    A safetensors file starts with the length of its header in 8 bytes; the header has the end
-    offset of each tensor. Only the headers are read.
+    No file may be empty. A safetensors file starts with the length of its header in 8 bytes; the
+    header has the end offset of each tensor. Only the headers are read.
     """
-    if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
-        return f"{folder} has no weights (no *.safetensors or *.bin): download the model again."
+    weights = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
+    if not weights:
+        return f"{folder} has no weights (no *.safetensors or *.bin): copy or download them again."
+    for path in weights:
+        if path.is_file() and path.stat().st_size == 0:
+            return f"{path} is empty: copy or download it again."
     for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -502,9 +502,30 @@ def test_name_on_the_hub_explains_how_to_download_it(there: list[str]) -> None:
 def test_truncated_weights_are_named(there: list[str], tmp_path: Path) -> None:
     weights = tmp_path / "model" / "model.safetensors"
     check_external_objects(load(there).config)
-    for size in (0, 20, len(WEIGHTS) - 1):
+    for size in (20, len(WEIGHTS) - 1):
         weights.write_bytes(WEIGHTS[:size])
         assert f"{weights} has {size} bytes" in refusal(there)
+    weights.write_bytes(b"")
+    assert f"{weights} is empty" in refusal(there)
+
+
+def test_empty_weights_of_any_format_are_named(there: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "model.safetensors").unlink()
+    weights = tmp_path / "model" / "pytorch_model.bin"
+    weights.write_bytes(b"")
+    assert f"actor.engine.model.path: {weights} is empty" in refusal(there)
+
+
+@pytest.mark.parametrize("size", [0, 20, len(WEIGHTS) - 1])
+def test_truncated_weights_of_an_adapter_are_named(
+    there: list[str], tmp_path: Path, size: int
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(WEIGHTS[:size])
+    text = refusal([*there, f"actor.engine.lora.path={tmp_path}/adapter"])
+    assert text.startswith(f"actor.engine.lora.path: {weights} ")
 
 
 def test_adapter_without_a_base_is_refused_before_the_run(there: list[str], tmp_path: Path) -> None:

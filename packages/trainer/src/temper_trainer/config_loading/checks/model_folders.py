@@ -53,11 +53,15 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
         )
     for name, role in config.trained_roles.items():
         adapter = role.engine.lora.path
-        if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        if adapter is None:
+            continue
+        if not (Path(adapter) / "adapter_config.json").is_file():
             yield (
                 f"{name}.engine.lora.path is {adapter}, but there is no PEFT adapter in that "
                 "folder (no adapter_config.json): correct the path."
             )
+        elif damage := find_damaged_weights(Path(adapter)):
+            yield f"{name}.engine.lora.path: {damage}"
     yield from _find_tokenizer_problems(
         config.data.tokenizer, model_path=config.actor.engine.model.path
     )
