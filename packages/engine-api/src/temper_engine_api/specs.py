@@ -39,7 +39,9 @@ class ModelSpec:
     """Model, source of its weights, and head."""
 
     path: str | None = None
-    """Local Hugging Face model directory to load. Set exactly one of path and architecture."""
+    """Hugging Face model to load: a local directory or, in `temper-train`, also a name on the Hub
+    such as `Qwen/Qwen3-8B`, which huggingface_hub loads. Set exactly one of path and architecture.
+    """
     architecture: Mapping[str, Scalar] = field(default_factory=dict)
     """Hugging Face config of a model with random initial weights, including `model_type`."""
     model_type: ModelType = "language_model"
