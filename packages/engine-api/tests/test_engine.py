@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -610,6 +611,43 @@ def test_weights_can_be_read_only_inside_the_context(engine: BaseEngine) -> None
     with pytest.raises(EngineStateError, match="already used"), stream:
         pass
     assert weight.tensor.shape == (11, 11)
+
+
+@pytest.mark.parametrize("stream", ["export_weights", "export_state"])
+@pytest.mark.parametrize("change", ["load_weights", "load_state", "load_checkpoint", "step"])
+def test_stream_ends_with_an_error_if_the_weights_change(
+    make_engines: MakeEngines,
+    make_batch: MakeBatch,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    stream: str,
+    change: str,
+) -> None:
+    (engine,), (exporting,) = make_engines(), make_engines()
+    # The model is a single tensor, so it is exported twice.
+    for name in ("_iterate_weights", "_iterate_state"):
+        iterate = getattr(exporting, name)
+        monkeypatch.setattr(exporting, name, lambda iterate=iterate: chain(iterate(), iterate()))
+    saved = exporting.save_checkpoint(str(tmp_path), global_step=0)
+    changes: dict[str, Callable[[], object]] = {
+        "load_weights": lambda: exporting.load_weights([NamedWeight("table", table_of(engine))]),
+        "load_state": lambda: exporting.load_state(engine.export_state()),
+        "load_checkpoint": lambda: exporting.load_checkpoint(saved),
+        "step": lambda: update(exporting, engine.shard_data(make_batch([4, 5]))),
+    }
+    with exporting.export_weights() as weights:
+        items = weights if stream == "export_weights" else exporting.export_state()
+        next(items)
+        changes[change]()
+        with pytest.raises(EngineStateError, match=rf"updated while {stream}\(\) was read"):
+            next(items)
+
+
+def test_engine_can_load_its_own_stream(engine: BaseEngine) -> None:
+    before = table_of(engine)
+    with engine.export_weights() as stream:
+        engine.load_weights(stream)
+    assert torch.equal(table_of(engine), before)
 
 
 def test_loading_is_strict(engine: BaseEngine) -> None:

@@ -527,7 +527,7 @@ class BaseEngine(ABC):
                 loaded then.
         """
         self._require_adapter()
-        with self._load("eval"):
+        with self._load_to_change("eval"):
             self._load_adapter(config, tensors)
 
     def gather_objects(self, item: ObjectT) -> list[ObjectT]:
@@ -546,7 +546,9 @@ class BaseEngine(ABC):
         Use it as `with engine.export_weights() as stream`. Tensors are gathered one by one while
         the stream is read. Collective.
         """
-        return WeightStream(self._weights_while_loaded())
+        return WeightStream(
+            self._iterate_unchanged(self._iterate_weights(), mode="eval", call="export_weights")
+        )
 
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
         """Load full tensors by Hugging Face name. Collective; every rank passes the same stream.
@@ -554,19 +556,20 @@ class BaseEngine(ABC):
         Raises:
             WeightError: If a name is missing, unexpected or repeated, or a shape differs.
         """
-        with self._load("eval"):
+        with self._load_to_change("eval"):
             self._load_weights(stream)
 
     def export_state(self) -> Iterator[TrainingState]:
         """Iterate over the portable training state, one parameter at a time. Collective."""
         self.require(Capability.PORTABLE_STATE)
-        with self._load("update"):
-            yield from self._iterate_state()
+        yield from self._iterate_unchanged(
+            self._iterate_state(), mode="update", call="export_state"
+        )
 
     def load_state(self, stream: Iterable[TrainingState]) -> None:
         """Load the portable training state. Collective."""
         self.require(Capability.PORTABLE_STATE)
-        with self._load("update"):
+        with self._load_to_change("update"):
             self._load_state(stream)
         self._update_cycle.parameters_loaded()
 
@@ -618,7 +621,7 @@ class BaseEngine(ABC):
 
     def read_part(self, directory: str) -> None:
         """Load the files of `write_part` or `stage_part`, and reset gradients. Collective."""
-        with self._load("update"):
+        with self._load_to_change("update"):
             self._read_state(directory)
         self._update_cycle.parameters_loaded()
         self._update_cycle.load_state_dict(
@@ -1055,14 +1058,25 @@ class BaseEngine(ABC):
                 "exit it first."
             )
 
-    def _weights_while_loaded(self) -> Iterator[NamedWeight]:
-        num_updates = self.num_updates
-        with self._load("eval"):
-            for named_weight in self._iterate_weights():
+    def _iterate_unchanged(
+        self, items: Iterator[ObjectT], *, mode: Literal["eval", "update"], call: str
+    ) -> Iterator[ObjectT]:
+        """Iterate over tensors that are loaded for a mode, until a step or load changes them."""
+        num_changes = self._update_cycle.num_weight_changes
+        with self._load(mode):
+            for item in items:
                 # The receiver would get some weights of each version.
-                if self.num_updates != num_updates:
+                if self._update_cycle.num_weight_changes != num_changes:
                     raise EngineStateError(
-                        "the weights were updated while export_weights() was read: read the "
-                        "stream to its end before optimizer_step()."
+                        f"the weights were updated while {call}() was read: read the stream to "
+                        "its end before optimizer_step() or a call that loads weights."
                     )
-                yield named_weight
+                yield item
+
+    @contextmanager
+    def _load_to_change(self, mode: Literal["eval", "update"]) -> Iterator[None]:
+        """Enclose a call that replaces weights or the training state."""
+        # Before the call, because one that raises may have changed some weights.
+        self._update_cycle.num_weight_changes += 1
+        with self._load(mode):
+            yield

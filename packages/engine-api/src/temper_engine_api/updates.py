@@ -108,6 +108,8 @@ class UpdateCycle:
         self.num_updates = 0
         self.num_nonfinite_updates = 0
         self.num_schedule_steps = 0
+        self.num_weight_changes = 0
+        """Number of steps and loads that may have changed weights; not saved in checkpoints."""
         self.loss_scale = LossScale(precision)
         self._consecutive_skips = 0
         self._partial_step: str | None = None
@@ -138,6 +140,7 @@ class UpdateCycle:
             self._failure = f"{type(error).__name__}: {error}".rstrip(".")
             if result is GradientState.APPLIED:
                 self._partial_step = self._failure
+                self.num_weight_changes += 1
             raise
         self._gradients = result
 
@@ -222,6 +225,7 @@ class UpdateCycle:
         self.loss_scale.update(is_finite=math.isfinite(norm))
         if math.isfinite(norm):
             self.num_updates += 1
+            self.num_weight_changes += 1
             self._consecutive_skips = 0
             self.last_update = UpdateReport(grad_norm=norm, outcome="stepped", sample_ids=())
             return
