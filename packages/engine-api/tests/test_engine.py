@@ -650,6 +650,18 @@ def test_engine_can_load_its_own_stream(engine: BaseEngine) -> None:
     assert torch.equal(table_of(engine), before)
 
 
+def test_engine_that_was_built_in_inference_mode_can_be_trained(
+    engine: BaseEngine, make_batch: MakeBatch
+) -> None:
+    built = type(engine)(engine.config)
+    with torch.inference_mode():
+        built.init_model()
+    built.set_loss_fn(engine.objective)
+    batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
+    assert update(built, batch) == update(engine, batch)
+    assert torch.equal(table_of(built), table_of(engine))
+
+
 def test_loading_is_strict(engine: BaseEngine) -> None:
     good = table_of(engine)
     with pytest.raises(WeightError, match="missing table; unexpected tabel"):

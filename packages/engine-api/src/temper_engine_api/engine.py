@@ -111,7 +111,10 @@ class BaseEngine(ABC):
                 "another one."
             )
         self.require(*find_required_capabilities(self.config))
-        self._topology = self._build()
+        # Parameters that are made in inference mode can never be trained.
+        is_inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(mode=False) if is_inference else nullcontext():
+            self._topology = self._build()
         self._rank_failures = RankFailures.join(self._topology)
         self._was_initialized = True
 
