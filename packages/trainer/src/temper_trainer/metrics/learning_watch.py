@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 NUM_STEPS = 5
 """Steps without a learning signal before the first warning."""
 
-_EQUAL_REWARDS = "all rewards of each step were equal"
+_EQUAL_REWARDS = "all rewards of a step were equal"
 _ZERO_STD = "all completions of a prompt had the same reward, for every prompt"
 _NO_GRADIENT = "loss and gradient were 0"
 
@@ -25,12 +25,13 @@ _ADVICE = {
 
 @dataclass(slots=True)
 class LearningWatch:
-    """Counts successive steps without a learning signal, for one reason."""
+    """Counts successive steps without a learning signal, whatever their reasons."""
 
     uses_rewards: bool
     """True if rewards are the only signal: there is no loss from a teacher."""
-    _reason: str | None = field(default=None, init=False)
     _count: int = field(default=0, init=False)
+    _reasons: set[str] = field(default_factory=set, init=False)
+    """Reasons of the steps counted."""
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Return a warning after `NUM_STEPS` such steps in a row, and after 10 and 100 times more.
@@ -43,14 +44,19 @@ class LearningWatch:
             ([None, None, None, None], ['warning', ' no learning signal in steps 1 to 5'])
         """
         reason = self._find_reason(metrics)
-        self._count = self._count + 1 if reason == self._reason else 1
-        self._reason = reason
-        if reason is None or not _is_warned_after(self._count):
+        if reason is None:
+            self._count = 0
+            self._reasons.clear()
             return None
+        self._count += 1
+        self._reasons.add(reason)
+        if not _is_warned_after(self._count):
+            return None
+        several = " (the last of several reasons)" if len(self._reasons) > 1 else ""
         rewards = f" ({metrics['reward/mean']:g})" if reason == _EQUAL_REWARDS else ""
         return (
             f"warning: no learning signal in steps {step - self._count + 1} to {step}: "
-            f"{reason}{rewards}. {_ADVICE[reason]}"
+            f"{reason}{rewards}{several}. {_ADVICE[reason]}"
         )
 
     def _find_reason(self, metrics: Mapping[str, float]) -> str | None:

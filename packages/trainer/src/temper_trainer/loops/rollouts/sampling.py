@@ -391,11 +391,13 @@ def measure_round(
         sum(len(completion.tokens) for completion in each.completions) for each in conversations
     ]
     rewards = torch.tensor([rollout.reward for rollout in rollouts])
+    # The mean of equal rewards may round, and then the deviation is tiny but positive.
+    is_equal = bool(rewards.min() == rewards.max())
     num_truncated = sum(c.finish_reason == FinishReason.MAX_TOKENS for c in completions)
     return {
         "reward/mean": float(rewards.mean()),
         # Population deviation: the sample deviation of a single rollout would be NaN.
-        "reward/std": float(rewards.std(correction=0)),
+        "reward/std": 0.0 if is_equal else float(rewards.std(correction=0)),
         "reward/failed": float(len(conversations) - len(rollouts)),
         "rollout/tokens": float(sum(lengths)),
         "rollout/length_mean": sum(lengths) / len(lengths),
