@@ -88,6 +88,7 @@ INDEX = "test_weights::test_exported_weights_equal_the_loaded_files"
 NONFINITE = "test_update::test_nonfinite_gradient_skips_the_step_on_every_rank"
 AFTER_FAILURE = "test_failed_call::test_updates_after_a_failed_call_equal_those_of_a_fresh_run"
 UNSHARD = "test_batch::test_unshard_restores_the_sharded_batch"
+DROPOUT = "test_model_settings::test_dropout_of_the_model_is_on_in_training_only"
 SGD = "test_settings::test_two_updates_of_sgd_match_those_by_hand"
 REPORTED = "test_failed_call::test_other_ranks_report_the_rank_that_failed"
 
@@ -395,8 +396,9 @@ FAULTY_ENGINES = (
     ),
     FaultyEngine(
         training.StaysInTrainingMode,
-        ("test_adapter::test_evaluation_after_training_has_no_dropout",),
+        ("test_adapter::test_evaluation_after_training_has_no_dropout", DROPOUT),
     ),
+    FaultyEngine(training.IgnoresDropoutOfTheModel, (DROPOUT,)),
     FaultyEngine(
         training.DrawsRandomNumbersInForwardPasses,
         ("test_settings::test_forward_only_calls_draw_no_random_numbers",),

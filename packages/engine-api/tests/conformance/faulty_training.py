@@ -239,6 +239,17 @@ class StaysInTrainingMode(DataParallelOracle):
             yield
 
 
+class IgnoresDropoutOfTheModel(DataParallelOracle):
+    """Trains without the dropout that the model's config sets."""
+
+    def _build(self):
+        topology = super()._build()
+        for module in self.model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+        return topology
+
+
 class DrawsRandomNumbersInForwardPasses(DataParallelOracle):
     """Draws a random number in every forward pass without a backward pass."""
 

@@ -124,6 +124,9 @@ ROPE_SCALING = TinyModel(
 NORM_EPSILON = TinyModel(
     name="qwen2-norm-epsilon", architecture={**QWEN2_GROUPED.architecture, "rms_norm_eps": 0.1}
 )
+DROPOUT = TinyModel(
+    name="qwen2-dropout", architecture={**QWEN2_GROUPED.architecture, "attention_dropout": 0.5}
+)
 BUFFERS = TinyModel(
     name="buffers",
     architecture={

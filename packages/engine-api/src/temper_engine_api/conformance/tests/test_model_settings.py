@@ -1,5 +1,6 @@
 """Conformance tests of a model's settings: each takes effect, or the engine rejects the model."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.conformance.inputs.tiny_models import (
     BUFFERS,
+    DROPOUT,
     NORM_EPSILON,
     QWEN2_GROUPED,
     ROPE_SCALING,
@@ -127,6 +129,43 @@ def test_norm_epsilon_of_the_model_is_used(
 ) -> None:
     """Compare a model with rms_norm_eps 0.1 with the oracle, unless it is rejected."""
     check_setting(engine_under_test, oracle, NORM_EPSILON, names=("eps",))
+
+
+def test_dropout_of_the_model_is_on_in_training_only(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Check that dropout changes the gradient, but no log-prob after that update.
+
+    The engine may reject the model instead. The optimizer's learning rate is 0.
+    """
+    batch = oracle.get_batch()
+    setup, without = oracle.make_setup(DROPOUT), oracle.make_setup(QWEN2_GROUPED)
+    if is_rejected(engine_under_test, setup, names=("dropout",)):
+        return
+    update = engine_under_test.run(measure_update, setup=setup, objective=SftProbe(), batch=batch)[
+        0
+    ]
+    expected = oracle.get_update(without, SftProbe(), batch)
+    distance = math.sqrt(
+        sum(
+            float((update.gradients[name] - gradient).double().square().sum())
+            for name, gradient in expected.gradients.items()
+        )
+    )
+    # Half of the attention weights are dropped, and the others are doubled. Without dropout, the
+    # distance is at most 4 % in bf16.
+    assert distance > 0.2 * expected.grad_norm, f"the gradient moved by {distance} only"
+    outputs = engine_under_test.run(
+        measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+    )[0]
+    assert_close(
+        outputs.columns[HeadOutput.LOGPROB],
+        oracle.get_outputs(without, batch, HeadOutput.LOGPROB),
+        LOGPROB,
+        quantity="log-probs after an update",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
 
 
 def test_persistent_buffers_are_exported(
