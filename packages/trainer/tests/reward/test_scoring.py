@@ -227,6 +227,21 @@ def test_function_that_always_hangs_costs_less_than_three_timeouts(
         assert 2 * timeout_s <= time.monotonic() - begin < 3 * timeout_s
 
 
+def test_function_that_hangs_after_a_slow_call_costs_three_timeouts() -> None:
+    config = replace(
+        PATIENT,
+        function="functions_for_tests:hang_later",
+        timeout_s=0.5,
+        max_failure_fraction=0.1,
+    )
+    with Scorer(config) as scorer:
+        begin = time.monotonic()
+        # One call, then two at once, and then as many as must fail to stop the run.
+        with pytest.raises(RewardFailureError, match=r"13 of 120 calls .* \(13 timeout\)"):
+            scorer.score(items(*["1"] * 120))
+        assert time.monotonic() - begin < 0.15 + 4 * config.timeout_s
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batch_after_an_early_stop_gets_its_own_rewards(num_workers: int) -> None:
     with Scorer(replace(PATIENT, num_workers=num_workers, max_failure_fraction=0.5)) as scorer:

@@ -124,6 +124,10 @@ def make_timeout_outcome(item: Item, *, timeout_s: float) -> Outcome:
     )
 
 
+_MIN_TIMEOUTS_OF_HANG = 3
+"""Timeouts in a row after which the function is taken to hang, however slow its results were."""
+
+
 class CallBatch:
     """The calls of one batch: those that wait, the outcomes, and how many may run at a time."""
 
@@ -135,6 +139,7 @@ class CallBatch:
         self._timeout_s = timeout_s
         self._outcomes: dict[int, Outcome] = {}
         self._num_failures = 0
+        self._num_timeouts_in_row = 0
         self._slowest_s = 0.0
 
     @property
@@ -159,7 +164,10 @@ class CallBatch:
             return
         self._outcomes[index] = outcome
         self._num_failures += outcome.kind is not None
-        if outcome.kind != FailureKind.TIMEOUT:
+        if outcome.kind == FailureKind.TIMEOUT:
+            self._num_timeouts_in_row += 1
+        else:
+            self._num_timeouts_in_row = 0
             self._slowest_s = max(self._slowest_s, seconds)
         advance_progress("rewards")
 
@@ -178,14 +186,19 @@ class CallBatch:
 
         That is the usual number until more calls fail than accepted. From then on it is the number
         of failures that would stop the run: if the function hangs, this takes one more
-        ``timeout_s``, and not one per call.
+        ``timeout_s``, and not one per call. After a slow call that returned it takes two more.
         """
         if self._num_failures * self.num_items <= self._max_failures * self.num_called:
             return usual
         num_calls = self._max_failures + 1 - self._num_failures
-        if self._slowest_s > 0:
-            # Calls that compute take turns on the cores: so many of them would all be too slow.
-            num_calls = min(num_calls, int(self._timeout_s / (4 * self._slowest_s)))
+        if self._slowest_s > 0 and self._num_timeouts_in_row < _MIN_TIMEOUTS_OF_HANG:
+            # Calls that compute take turns on the cores: so many of them would all be too slow. Two
+            # at once show whether the function still returns, or hangs since its last result.
+            num_parallel = max(
+                int(self._timeout_s / (4 * self._slowest_s)),
+                2 if self._num_timeouts_in_row else 1,
+            )
+            num_calls = min(num_calls, num_parallel)
         return max(usual, num_calls)
 
 
