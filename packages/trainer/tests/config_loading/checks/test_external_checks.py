@@ -833,6 +833,11 @@ def test_generated_prompts_that_are_too_long_are_refused_before_the_run(key: str
         check_external_objects(load(["experiment=quickstart", "data.max_prompt_tokens=20"]).config)
 
 
+def test_missing_record_of_completions_is_refused_before_the_run(tmp_path: Path) -> None:
+    record = tmp_path / "completions.jsonl"
+    assert "rollout.replay is" in refusal(["experiment=quickstart", f"rollout.replay={record}"])
+
+
 def test_evaluation_prompts_that_are_too_long_are_refused_before_the_run(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "a b c d e f", "answer": "1"}) + "\n")

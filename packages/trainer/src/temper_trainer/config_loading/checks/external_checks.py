@@ -45,6 +45,7 @@ from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.judge_endpoint import warn_if_unreachable
 from temper_trainer.reward.registry import check_rewards, find_rewards
 from temper_trainer.reward.row_rewards import iterate_selected_rewards
+from temper_trainer.rollout.completion_record import CompletionReplay
 from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
@@ -84,6 +85,8 @@ def check_external_objects(config: TrainerConfig) -> None:
         _check_custom_environment(config.environment)
     elif config.environment is not None and config.environment.name == "python":
         open_sandbox(config.environment.sandbox)
+    if config.rollout.replay is not None:
+        CompletionReplay(Path(config.rollout.replay))
     if config.task == "rl":
         _check_custom_algorithm(config.algorithm)
     if config.has_teachers and isinstance(config.distillation.objective, Custom):
