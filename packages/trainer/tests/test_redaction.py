@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from base64 import b64encode, urlsafe_b64encode
+from base64 import b64encode, encodebytes, urlsafe_b64encode
 from collections.abc import Callable
 from urllib.parse import quote
 
@@ -65,6 +65,21 @@ def test_base64_in_a_url_and_of_a_setting_is_hidden() -> None:
     register_secrets([value])
     text = quote(b64encode(value.encode()), safe="")
     assert redact_secrets(f"https://judge?auth={text}").startswith(f"https://judge?auth={HIDDEN}")
+
+
+@pytest.mark.parametrize("line_break", ["\n", "\r\n", r"\n"])
+@pytest.mark.parametrize("num_before", [42, 44, 50, 56])
+def test_base64_that_is_wrapped_over_lines_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, line_break: str, num_before: int
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN2", "hf_4tokenOfTheHub")
+    # MIME breaks the line after 76 characters, which is 57 bytes: within the secret.
+    data = encodebytes(b"u" * num_before + b"hf_4tokenOfTheHub" + b"v" * 40)
+    first, second = data.decode().split()
+    redacted = redact_secrets(f"mail: {first}{line_break}{second} ends")
+    assert HIDDEN in redacted
+    assert redacted.startswith("mail: dXV1") and redacted.endswith(" ends")
+    assert len(redacted.replace(HIDDEN, "")) <= len("mail:  ends") + 4 * (num_before + 42) / 3 + 4
 
 
 def test_base64_of_something_else_is_shown() -> None:

@@ -42,6 +42,9 @@ another directory.
 _TO_URLSAFE = str.maketrans("+/", "-_")
 """Translation of the standard characters of base64 to those for URLs."""
 
+_LINE_BREAKS = re.compile(r"(?:[\r\n]|\\[rn])+")
+"""Line breaks within a text that was wrapped, as MIME does with base64; also in Python's quotes."""
+
 _registered: set[str] = set()
 """Secrets of this process's configurations."""
 
@@ -74,6 +77,8 @@ def list_registered_secrets() -> list[str]:
 def redact_secrets(text: str) -> str:
     """Return a text with the values of secrets hidden, also in quotes, in URLs and in base64.
 
+    A secret that is wrapped over lines is hidden as well.
+
     Example:
         >>> os.environ["DOC_API_KEY"] = "value of the key"
         >>> redact_secrets("401 for https://judge?k=value%20of%20the%20key")
@@ -83,8 +88,14 @@ def redact_secrets(text: str) -> str:
     secrets = _registered.union(list_secret_variables().values())
     forms = {form for secret in secrets for form in list_secret_forms(secret)}
     # Longest first, because one may be part of another.
-    for form in sorted(forms, key=len, reverse=True):
+    ordered = sorted(forms, key=len, reverse=True)
+    for form in ordered:
         text = text.replace(form, HIDDEN)
+    joined = _LINE_BREAKS.sub("", text)
+    for form in ordered:
+        if form in joined:
+            wrapped = f"(?:{_LINE_BREAKS.pattern})?".join(re.escape(char) for char in form)
+            text = re.sub(wrapped, HIDDEN, text)
     return text
 
 
