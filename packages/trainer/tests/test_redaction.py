@@ -78,7 +78,8 @@ def test_base64_that_is_wrapped_over_lines_is_hidden(
     first, second = data.decode().split()
     redacted = redact_secrets(f"mail: {first}{line_break}{second} ends")
     assert HIDDEN in redacted
-    assert redacted.startswith("mail: dXV1") and redacted.endswith(" ends")
+    assert redacted.startswith("mail: dXV1")
+    assert redacted.endswith(" ends")
     assert len(redacted.replace(HIDDEN, "")) <= len("mail:  ends") + 4 * (num_before + 42) / 3 + 4
 
 
