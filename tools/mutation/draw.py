@@ -17,6 +17,26 @@ from tools.mutation.sessions import MODULES
 SEED = 0
 NUM_MUTANTS = 110
 
+CHECKS = ("check", "refuse", "warn", "has_type_of")
+"""Starts of the names of functions that only check; an underscore may precede them."""
+
+OUTSIDE_FUNCTIONS = {
+    "_collect_metrics": "metrics of memory and speed",
+    "_load_portable_state": "reads files of another engine; no test of the kit has two engines",
+    "_sliding_window": "read by a check only",
+    "has_cpu_kernels": "read by a warning only",
+}
+"""Functions that the kit does not run or whose result it cannot see, with the reason.
+
+A mutant in one of them says nothing about the kit.
+"""
+
+OUTSIDE_CALLS = {
+    "throughput.start": "metrics of speed",
+    "tracer.stage": "names in a message",
+}
+"""Calls whose arguments the kit cannot see, with the reason."""
+
 LEFT_OUT_OPERATORS = ("core/ExceptionReplacer", "core/RemoveDecorator")
 """Operators whose mutants change which errors are caught, or can hardly be run."""
 
@@ -136,14 +156,20 @@ def _difference(source: str, changed: str) -> tuple[int, tuple[str, ...], tuple[
 
 
 def _excluded_ranges(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield the start and end of code that checks, warns or declares, and computes nothing."""
+    """Yield the start and end of code that computes nothing, or nothing that the kit can see.
+
+    Such code checks, warns, declares or measures speed.
+    """
     for node in ast.walk(tree):
         parts: list[ast.AST | None] = []
         if isinstance(node, ast.FunctionDef):
             parts += node.decorator_list
             # A default value matters only to a caller outside of the engine.
             yield (node.lineno, node.col_offset), (node.body[0].lineno, 0)
-            if node.name.lstrip("_").startswith(("check", "refuse", "warn", "has_type_of")):
+            if node.name.lstrip("_").startswith(CHECKS) or node.name in OUTSIDE_FUNCTIONS:
+                parts.append(node)
+        elif isinstance(node, ast.Call):
+            if ast.unparse(node.func).endswith(tuple(OUTSIDE_CALLS)):
                 parts.append(node)
         elif isinstance(node, ast.ClassDef):
             parts += node.decorator_list

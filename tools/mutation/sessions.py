@@ -16,8 +16,10 @@ MODULES = (
     "model/output_head.py",
     "model/packed_attention.py",
     "model/packed_model.py",
+    "model/scored_attention.py",
     "model/sequence_parallel.py",
     "model/token_logprobs.py",
+    "model/token_mixers.py",
     "runtime/numerics.py",
     "sharding/fsdp1.py",
     "sharding/fsdp2.py",
@@ -77,19 +79,38 @@ SHARDING_MODULES = (
     "sharding/sharded_parameter.py",
 )
 
+FAMILY_MODULES = (
+    "model/packed_attention.py",
+    "model/packed_model.py",
+    "model/scored_attention.py",
+    "model/token_logprobs.py",
+    "model/token_mixers.py",
+)
+"""Modules that compute what only some families of models have."""
+
+FAMILIES = "gpt_oss,gemma2,qwen3_5_text,nemotron_h"
+"""Families with sinks, soft-capping, linear attention and Mamba layers."""
+
 SESSIONS = {
     "one-rank": KitSession(
         arguments=(
             *("--world-sizes", "1"),
-            *("--layouts", "logits-kept.1,checkpointed.1,optimizer-on-cpu.1,fsdp1.1"),
+            "--layouts",
+            "logits-kept.1,head-chunks.1,checkpointed.1,optimizer-on-cpu.1,fsdp1.1",
         ),
         layouts={
             "1-rank": GROUP_ORDER,
             "logits-kept.1": ("gradient", "logprob", "sizes", "adapter"),
+            "head-chunks.1": ("gradient", "logprob", "sizes", "value"),
             "checkpointed.1": ("gradient", "update", "logprob", "sizes", "adapter"),
             "optimizer-on-cpu.1": ("update", "optimizer", "settings", "weights", "checkpoint"),
             "fsdp1.1": ("gradient", "update", "optimizer", "adapter", "weights"),
         },
+    ),
+    "families": KitSession(
+        arguments=("--world-sizes", "1", "--families", FAMILIES),
+        layouts={"1-rank": ("family",)},
+        modules=FAMILY_MODULES,
     ),
     "two-ranks": KitSession(
         arguments=(
@@ -105,6 +126,11 @@ SESSIONS = {
             "fsdp1-replicated.2": ("gradient", "update", "weights", "adapter"),
             "together.2": ("gradient", "update"),
         },
+    ),
+    "families-in-slices": KitSession(
+        arguments=("--layouts", "sp2.2", "--families", "gpt_oss,gemma2"),
+        layouts={"sp2.2": ("family",)},
+        modules=("model/packed_attention.py", "model/sequence_parallel.py"),
     ),
     "bf16": KitSession(
         arguments=("--compute", "bf16", "--world-sizes", "1", "--layouts", "fsdp1.1,logits-kept.1"),
@@ -151,7 +177,9 @@ QUICK_GROUPS = ("gradient", "update", "weights")
 
 FIRST_LAYOUTS = {
     "model/activation_checkpointing.py": ("one-rank", "checkpointed.1"),
+    "model/scored_attention.py": ("families", "1-rank"),
     "model/sequence_parallel.py": ("two-ranks", "sp2.2"),
+    "model/token_mixers.py": ("families", "1-rank"),
     "sharding/fsdp1.py": ("two-ranks", "fsdp1.2"),
     "sharding/fsdp2.py": ("two-ranks", "2-ranks"),
     "sharding/sharded_parameter.py": ("two-ranks", "2-ranks"),

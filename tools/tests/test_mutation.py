@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.mutation.__main__ import main
+from tools.mutation.draw import OUTSIDE_CALLS, OUTSIDE_FUNCTIONS
 from tools.mutation.mutation_page import render_page
 from tools.mutation.sample import Mutant, read_equivalents, read_sample
 from tools.mutation.sessions import MODULES, SESSIONS, SOURCES
@@ -89,10 +90,17 @@ def test_sample_and_reasons_are_complete() -> None:
     mutants = read_sample()
     assert len({mutant.id for mutant in mutants}) == len(mutants) >= 60
     assert {mutant.module for mutant in mutants} <= set(MODULES)
+    assert read_equivalents().keys() <= {mutant.id for mutant in mutants}
     assert all(
         kind in ("equivalent", "outside", "cuda") and reason
         for kind, reason in read_equivalents().values()
     )
+
+
+def test_excluded_functions_and_calls_exist() -> None:
+    code = "\n".join((SOURCES / module).read_text() for module in MODULES)
+    assert all(f"def {name}(" in code for name in OUTSIDE_FUNCTIONS)
+    assert all(f"{name}(" in code for name in OUTSIDE_CALLS)
 
 
 def test_modules_and_layouts_exist() -> None:
