@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import ModelSpec, Scalar
 from temper_engine_fsdp.model import packed_attention
-from temper_engine_fsdp.model.huggingface_model import build_model
+from temper_engine_fsdp.model.huggingface_model import build_model, read_attention_dropout
 from temper_engine_fsdp.model.packed_attention import PackLayout
 
 CPU = torch.device("cpu")
@@ -191,22 +191,51 @@ def test_no_mask_over_the_pack_is_built(tokens: Tensor) -> None:
 
 def test_torch_varlen_on_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="torch_varlen needs CUDA"):
-        packed_attention.choose_kernel("torch_varlen", device=CPU, compute="bf16")
+        packed_attention.choose_kernel("torch_varlen", device=CPU, compute="bf16", dropout=0.0)
 
 
-def test_auto_is_sdpa_on_a_cpu_and_in_float32() -> None:
-    assert (
-        packed_attention.choose_kernel("auto", device=CPU, compute="bf16")
-        == packed_attention.SDPA_VARLEN
+@pytest.mark.parametrize(
+    ("device", "compute", "dropout", "expected"),
+    [
+        ("cpu", "bf16", 0.0, packed_attention.SDPA_VARLEN),
+        ("cuda", "fp32", 0.0, packed_attention.SDPA_VARLEN),
+        ("cuda", "bf16", 0.0, packed_attention.TORCH_VARLEN),
+        # The variable-length kernel would only refuse it in the first training call.
+        ("cuda", "bf16", 0.1, packed_attention.SDPA_VARLEN),
+        ("cuda", "fp16", 0.1, packed_attention.SDPA_VARLEN),
+    ],
+)
+def test_auto_is_the_variable_length_kernel_on_cuda_in_16_bits_without_dropout(
+    device: str, compute: str, dropout: float, expected: str
+) -> None:
+    chosen = packed_attention.choose_kernel(
+        "auto", device=torch.device(device), compute=compute, dropout=dropout
     )
-    assert (
-        packed_attention.choose_kernel("auto", device=torch.device("cuda"), compute="fp32")
-        == packed_attention.SDPA_VARLEN
-    )
-    assert (
-        packed_attention.choose_kernel("auto", device=torch.device("cuda"), compute="bf16")
-        == packed_attention.TORCH_VARLEN
-    )
+    assert chosen == expected
+
+
+def test_torch_varlen_for_a_model_with_dropout_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no dropout, but the model sets it to 0\.1"):
+        packed_attention.choose_kernel(
+            "torch_varlen", device=torch.device("cuda"), compute="bf16", dropout=0.1
+        )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("qwen2", {}, 0.0),
+        ("qwen2", {"attention_dropout": 0.2}, 0.2),
+        ("qwen2", {"classifier_dropout": 0.2, "hidden_dropout": 0.2}, 0.0),
+        ("gpt2", {"attn_pdrop": 0.3}, 0.3),
+        ("biogpt", {"attention_probs_dropout_prob": 0.4}, 0.4),
+    ],
+)
+def test_attention_dropout_is_found_under_the_names_of_each_family(
+    model_type: str, fields: Mapping[str, Scalar], expected: float
+) -> None:
+    config = AutoConfig.for_model(model_type, **fields)
+    assert read_attention_dropout(config) == expected
 
 
 class ReadsBack(TorchDispatchMode):

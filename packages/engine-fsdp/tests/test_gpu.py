@@ -50,8 +50,18 @@ def logprobs(engine: FSDPEngine, batch: SequenceBatch) -> Tensor:
 
 
 def test_auto_chooses_the_variable_length_kernel_in_bf16() -> None:
-    chosen = packed_attention.choose_kernel("auto", device=torch.device("cuda", 0), compute="bf16")
+    chosen = packed_attention.choose_kernel(
+        "auto", device=torch.device("cuda", 0), compute="bf16", dropout=0.0
+    )
     assert chosen == packed_attention.TORCH_VARLEN
+
+
+def test_model_with_dropout_trains_in_bf16(
+    start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch
+) -> None:
+    architecture = {**config.model.architecture, "attention_dropout": 0.5}
+    model = replace(config.model, architecture=architecture)
+    assert norms(start(model=model), batch, count=1) != norms(start(), batch, count=1)
 
 
 def test_float32_logprobs_equal_those_of_the_cpu(

@@ -181,6 +181,14 @@ def test_state_over_all_tokens_and_sequence_parallelism_are_refused_together() -
         check_model(config)
 
 
+def test_kernel_without_dropout_is_refused_for_a_model_with_dropout() -> None:
+    config = FSDPConfig(
+        model=ModelSpec(architecture={**TINY, "attention_dropout": 0.1}), attention="torch_varlen"
+    )
+    with pytest.raises(ConfigError, match="torch_varlen has no dropout, but the model sets it to"):
+        check_model(config)
+
+
 def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:
     register_kernels()
     with pytest.raises(

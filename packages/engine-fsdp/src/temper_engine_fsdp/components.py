@@ -28,7 +28,11 @@ from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.file_names import FileNames, read_file_names
-from temper_engine_fsdp.model.huggingface_model import build_model
+from temper_engine_fsdp.model.huggingface_model import (
+    build_model,
+    read_attention_dropout,
+    read_config,
+)
 from temper_engine_fsdp.model.liger_kernels import apply_liger_kernels
 from temper_engine_fsdp.model.packed_model import (
     PREFIX,
@@ -145,7 +149,10 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
     if config.deterministic:
         check_deterministic_environment(device)
     kernel = packed_attention.choose_kernel(
-        config.attention, device=device, compute=config.precision.compute
+        config.attention,
+        device=device,
+        compute=config.precision.compute,
+        dropout=read_attention_dropout(read_config(config.model)),
     )
     # The model looks the kernel up by name when it is built.
     packed_attention.register_kernels()
@@ -249,14 +256,16 @@ def check_model(config: FSDPConfig) -> None:
     Of weight files, only the headers are read.
 
     Raises:
-        ConfigError: If the architecture is invalid, the adapter names no module of the model, or
-            the optimizer does not accept the configured arguments.
+        ConfigError: If the architecture is invalid, the attention kernel has no dropout but the
+            model has, the adapter names no module of the model, or the optimizer does not accept
+            the configured arguments.
         CapabilityError: If the model or the optimizer is not supported.
         WeightError: If weight files have other names or shapes than the model.
     """
     packed_attention.register_kernels()
     with use_meta_parameters():
         hf = build_model(config.model, attention=packed_attention.SDPA_VARLEN, load_weights=False)
+    packed_attention.check_dropout(config.attention, dropout=read_attention_dropout(hf.config))
     check_weight_headers(hf, spec=config.model)
     warn_about_undeclared_keys(hf.config, architecture=config.model.architecture)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)

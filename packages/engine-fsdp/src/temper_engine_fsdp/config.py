@@ -52,10 +52,10 @@ class FSDPConfig(EngineConfig):
     """Attention kernel.
 
     sdpa_varlen runs causal SDPA over buckets of sequences of similar length, on cuDNN for buckets
-    of 2,048 tokens and more on CUDA in 16 bits. torch_varlen is FlashAttention 2. auto means
-    torch_varlen on CUDA in 16 bits, else sdpa_varlen. On an H200, updates with sequences of 16k
-    tokens are 1.3 to 1.4 times as fast with sdpa_varlen; at mixed lengths with a median of 3k
-    both are equally fast.
+    of 2,048 tokens and more on CUDA in 16 bits. torch_varlen is FlashAttention 2, without dropout.
+    auto means torch_varlen on CUDA in 16 bits if the model has no attention dropout, else
+    sdpa_varlen. On an H200, updates with sequences of 16k tokens are 1.3 to 1.4 times as fast with
+    sdpa_varlen; at mixed lengths with a median of 3k both are equally fast.
     """
     compile_layers: bool = False
     """Compile each decoder layer, and a head that keeps its logits, with torch.compile.

@@ -175,6 +175,20 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
     return config
 
 
+def read_attention_dropout(config: PretrainedConfig) -> float:
+    """Return the largest dropout probability of the attention weights in training.
+
+    Models call it `attention_dropout`, `attn_pdrop` or `attention_probs_dropout_prob`, for example.
+    """
+    values = vars(config.get_text_config(decoder=True)).items()
+    probabilities = [
+        float(value)
+        for name, value in values
+        if name.startswith("att") and "drop" in name and isinstance(value, int | float)
+    ]
+    return max(probabilities, default=0.0)
+
+
 def _load_config(path: str, *, allow_code: bool) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=allow_code)

@@ -486,11 +486,8 @@ def torch_varlen_forward(
         )
         return padded
     _refuse(module, attention_mask, **options)
-    if dropout:
-        raise ConfigError(
-            f"attention torch_varlen has no dropout, but the model sets it to {dropout}: use "
-            "sdpa_varlen."
-        )
+    # A model whose config names its dropout otherwise than `read_attention_dropout` knows.
+    check_dropout("torch_varlen", dropout=dropout)
     # Rotary embeddings may leave query and key in float32; the kernel wants the compute dtype.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
     # (left, right): -1 is unlimited, and 0 to the right makes it causal. The window of transformers
@@ -541,22 +538,44 @@ def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, **options: o
         )
 
 
-def choose_kernel(requested: AttentionKernel, *, device: torch.device, compute: str) -> str:
+def choose_kernel(
+    requested: AttentionKernel, *, device: torch.device, compute: str, dropout: float
+) -> str:
     """Return the registered name of the attention kernel.
 
+    Args:
+        requested: Kernel of the configuration.
+        device: Device of the engine.
+        compute: Compute dtype.
+        dropout: Dropout probability of the model's attention.
+
     Raises:
-        ConfigError: If the requested kernel cannot run on the device.
+        ConfigError: If the requested kernel cannot run on the device, or has no dropout.
     """
     if requested == "torch_varlen" and device.type != "cuda":
         raise ConfigError(
             "attention torch_varlen needs CUDA, but this engine runs on the CPU: use auto or "
             "sdpa_varlen."
         )
+    check_dropout(requested, dropout=dropout)
     if requested == "torch_varlen" or (
-        requested == "auto" and device.type == "cuda" and compute != "fp32"
+        requested == "auto" and device.type == "cuda" and compute != "fp32" and not dropout
     ):
         return TORCH_VARLEN
     return SDPA_VARLEN
+
+
+def check_dropout(requested: AttentionKernel, *, dropout: float) -> None:
+    """Check that the requested kernel can drop attention weights as the model does in training.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    if requested == "torch_varlen" and dropout:
+        raise ConfigError(
+            f"attention torch_varlen has no dropout, but the model sets it to {dropout}: use auto "
+            "or sdpa_varlen."
+        )
 
 
 def register_kernels() -> None:
