@@ -1,6 +1,7 @@
 """Faulty engines that use an old copy of a tensor, or lose one. Each has one bug."""
 
 import re
+from contextlib import contextmanager
 
 import torch
 from data_parallel_oracle import DataParallelOracle
@@ -103,3 +104,43 @@ class DropsStateOfOtherOptimizers(FullOracle):
 
     def _read_other_state(self, directory):
         """Do nothing."""
+
+
+class IgnoresLoadedWeightsInStreams(DataParallelOracle):
+    """Continues a stream with the weights of `load_weights`."""
+
+    def load_weights(self, stream):
+        with _uncounted(self):
+            super().load_weights(stream)
+
+
+class IgnoresLoadedStateInStreams(DataParallelOracle):
+    """Continues a stream with the weights of `load_state`."""
+
+    def load_state(self, stream):
+        with _uncounted(self):
+            super().load_state(stream)
+
+
+class IgnoresLoadedCheckpointsInStreams(DataParallelOracle):
+    """Continues a stream with the weights of `load_checkpoint`."""
+
+    def load_checkpoint(self, *arguments, **options):
+        with _uncounted(self):
+            super().load_checkpoint(*arguments, **options)
+
+
+class ExportsStateOfTwoVersions(DataParallelOracle):
+    """Continues a stream of the training state after an update or a load."""
+
+    def export_state(self):
+        with self._load("update"):
+            yield from self._iterate_state()
+
+
+@contextmanager
+def _uncounted(engine):
+    """Restore the count of weight changes at the end of the context."""
+    num_changes = engine._update_cycle.num_weight_changes
+    yield
+    engine._update_cycle.num_weight_changes = num_changes

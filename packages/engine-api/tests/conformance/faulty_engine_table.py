@@ -90,6 +90,8 @@ AFTER_FAILURE = "test_failed_call::test_updates_after_a_failed_call_equal_those_
 UNSHARD = "test_batch::test_unshard_restores_the_sharded_batch"
 DROPOUT = "test_model_settings::test_dropout_of_the_model_is_on_in_training_only"
 SGD = "test_settings::test_two_updates_of_sgd_match_those_by_hand"
+AFTER_PASSES = "test_failed_call::test_exception_after_the_passes_fails_the_update"
+STREAM = "test_call_order::test_weight_stream_does_not_mix_two_versions"
 REPORTED = "test_failed_call::test_other_ranks_report_the_rank_that_failed"
 
 FAULTY_ENGINES = (
@@ -253,9 +255,11 @@ FAULTY_ENGINES = (
     FaultyEngine(
         state.MovesAnywhere, ("test_call_order::test_move_to_an_unknown_device_is_rejected",)
     ),
-    FaultyEngine(
-        state.ExportsTwoVersions, ("test_call_order::test_weight_stream_does_not_mix_two_versions",)
-    ),
+    FaultyEngine(state.ExportsTwoVersions, (STREAM,)),
+    FaultyEngine(copies.IgnoresLoadedWeightsInStreams, (STREAM,)),
+    FaultyEngine(copies.IgnoresLoadedStateInStreams, (STREAM,)),
+    FaultyEngine(copies.IgnoresLoadedCheckpointsInStreams, (STREAM,)),
+    FaultyEngine(copies.ExportsStateOfTwoVersions, (STREAM,)),
     FaultyEngine(
         state.StartsWithMomentsOfClosedEngine,
         ("test_call_order::test_engine_after_a_closed_engine_gives_the_same_update",),
@@ -444,6 +448,8 @@ FAULTY_ENGINES = (
         failures.StepsAfterAFailedCall,
         ("test_failed_call::test_failed_update_cannot_be_continued",),
     ),
+    FaultyEngine(failures.IgnoresExceptionsAfterThePasses, (AFTER_PASSES,)),
+    FaultyEngine(failures.IgnoresExceptionsInStepsOfTheRfc, (AFTER_PASSES,)),
     FaultyEngine(
         failures.DropsGradientsInFailedEvaluation,
         ("test_failed_call::test_failed_evaluation_keeps_the_gradients_of_the_update",),

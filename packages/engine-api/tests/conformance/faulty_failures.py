@@ -70,6 +70,38 @@ class StepsAfterAFailedCall(DataParallelOracle):
         return super().optimizer_step()
 
 
+class IgnoresExceptionsAfterThePasses(DataParallelOracle):
+    """Accepts the gradients of a training call that raised after its passes."""
+
+    def _run_passes(self, *arguments, **options):
+        outputs = super()._run_passes(*arguments, **options)
+        self._have_ended = True
+        return outputs
+
+    @contextmanager
+    def _record_call(self, **options):
+        self._have_ended = False
+        try:
+            with super()._record_call(**options):
+                yield
+        except BaseException:
+            if self._have_ended:
+                self._update_cycle._failure = None
+                self._update_cycle._gradients = GradientState.ACCUMULATED
+            raise
+
+
+class IgnoresExceptionsInStepsOfTheRfc(DataParallelOracle):
+    """Accepts the gradients of a `forward_backward_step` that raised."""
+
+    def forward_backward_step(self, *arguments, **options):
+        try:
+            return super().forward_backward_step(*arguments, **options)
+        except BaseException:
+            self._update_cycle._failure = None
+            raise
+
+
 class DropsGradientsInFailedEvaluation(DataParallelOracle):
     """Drops the gradients of the update when a forward-only call raises."""
 

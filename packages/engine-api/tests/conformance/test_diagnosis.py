@@ -93,6 +93,14 @@ def test_wrong_vectors_and_their_factor_are_named():
     )
 
 
+def test_wrong_scores_name_their_sequences():
+    expected = torch.tensor([0.5, 1.0, -2.0, 4.0, 3.0])
+    actual = expected + torch.tensor([0.0, 0.1, 0.0, 0.3, 0.0])
+    with pytest.raises(AssertionError, match="only in sequences of 20 tokens or more") as caught:
+        assert_close(actual, expected, LOGPROB, quantity="scores", batch=BATCH)
+    assert "at sequence 3 (sample 103, 40 tokens): 4.3, expected 4. 2 of 5" in str(caught.value)
+
+
 def test_failed_comparisons_name_the_wrong_values():
     with pytest.raises(AssertionError, match=r"log-probs differs .* token 1 of sequence 2"):
         assert_close(

@@ -70,6 +70,37 @@ sequence.'
     )
 
 
+def describe_sequence_errors(
+    actual: Tensor, expected: Tensor, *, max_error: float, batch: SequenceBatch, num_ranks: int = 1
+) -> str:
+    """Return sentences about the worst sequence and about the wrong ones.
+
+    Args:
+        actual: [B] float64 values of the batch's sequences.
+        expected: The same shape.
+        max_error: Largest absolute difference of a correct entry.
+        batch: The batch that was computed.
+        num_ranks: Number of data-parallel ranks between which its sequences were divided.
+    """
+    errors = (actual - expected).abs().nan_to_num(nan=math.inf)
+    wrong = (errors > max_error).nonzero()[:, 0].tolist()
+    b = int(errors.argmax())
+    ranks = _assign_ranks(batch, num_ranks)
+    patterns = [
+        _find_factor(actual, expected, max_error=max_error)
+        or _find_sequence_pattern(wrong, batch=batch),
+        _find_rank_pattern(wrong, ranks=ranks),
+    ]
+    pattern = ", ".join(filter(None, patterns))
+    of_rank = f", on data-parallel rank {ranks[b]}" if num_ranks > 1 else ""
+    return (
+        f"The largest error is at sequence {b} (sample {int(batch.sample_ids[b])}, "
+        f"{int(batch.lengths[b])} tokens{of_rank}): {float(actual[b]):.6g}, expected "
+        f"{float(expected[b]):.6g}. {len(wrong)} of {len(expected)} sequences are wrong"
+        f"{f': {pattern}' if pattern else ''}."
+    )
+
+
 def _assign_ranks(batch: SequenceBatch, num_ranks: int) -> list[int]:
     """Return the data-parallel rank of each sequence, as `measurements.rank_slice` plans it."""
     ranks = [0] * batch.num_sequences
@@ -119,28 +150,13 @@ def _find_token_pattern(
     """
     lengths = batch.lengths
     wrong_sequences = sorted(set(sequence_of[is_wrong].tolist()))
-    right_sequences = sorted(set(range(len(lengths))) - set(wrong_sequences))
     wrong_positions = position[is_wrong]
     if not wrong_sequences:
         return ""
-    patterns: list[str] = []
-    wrong_ranks = {ranks[b] for b in wrong_sequences}
-    if len(wrong_ranks) == 1 < len(set(ranks)):
-        patterns.append(f"only on data-parallel rank {wrong_ranks.pop()}")
-    if wrong_sequences == list(range(1, len(lengths))):
-        patterns.append("only after the first sequence")
-    elif right_sequences and int(lengths[right_sequences].max()) < int(
-        lengths[wrong_sequences].min()
-    ):
-        patterns.append(
-            f"only in sequences of {int(lengths[wrong_sequences].min())} tokens or more"
-        )
-    elif wrong_sequences == [len(lengths) - 1] and right_sequences:
-        patterns.append("only in the last sequence")
-    elif right_sequences and wrong_sequences == (batch.temperature != 1).nonzero()[:, 0].tolist():
-        patterns.append("only in sequences with a temperature other than 1")
-    elif right_sequences:
-        patterns.append(f"only in the sequences {wrong_sequences[:8]}")
+    patterns = [
+        _find_rank_pattern(wrong_sequences, ranks=ranks),
+        _find_sequence_pattern(wrong_sequences, batch=batch),
+    ]
     first = int(wrong_positions.min())
     if bool((wrong_positions == lengths[sequence_of[is_wrong]] - 1).all()):
         patterns.append("only the last token of each wrong sequence")
@@ -152,7 +168,31 @@ def _find_token_pattern(
     period = math.gcd(*is_wrong.nonzero().flatten().diff().tolist())
     if period >= MIN_PERIOD:
         patterns.append(f"only every {period}th token of the batch")
-    return ", ".join(patterns)
+    return ", ".join(filter(None, patterns))
+
+
+def _find_rank_pattern(wrong: Collection[int], *, ranks: list[int]) -> str:
+    """Return the rank that alone has the wrong sequences, or ""."""
+    wrong_ranks = {ranks[b] for b in wrong}
+    is_one = len(wrong_ranks) == 1 < len(set(ranks))
+    return f"only on data-parallel rank {wrong_ranks.pop()}" if is_one else ""
+
+
+def _find_sequence_pattern(wrong: list[int], *, batch: SequenceBatch) -> str:
+    """Return what the wrong sequences have in common and the others do not, or ""."""
+    lengths = batch.lengths
+    right = sorted(set(range(len(lengths))) - set(wrong))
+    if not wrong or not right:
+        return ""
+    if wrong == list(range(1, len(lengths))):
+        return "only after the first sequence"
+    if int(lengths[right].max()) < int(lengths[wrong].min()):
+        return f"only in sequences of {int(lengths[wrong].min())} tokens or more"
+    if wrong == [len(lengths) - 1]:
+        return "only in the last sequence"
+    if wrong == (batch.temperature != 1).nonzero()[:, 0].tolist():
+        return "only in sequences with a temperature other than 1"
+    return f"only in the sequences {wrong[:8]}"
 
 
 def describe_tensor_errors(

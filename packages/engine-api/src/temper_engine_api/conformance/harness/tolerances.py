@@ -12,6 +12,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.harness.diagnosis import (
+    describe_sequence_errors,
     describe_tensor_errors,
     describe_token_errors,
 )
@@ -145,8 +146,8 @@ def assert_close(
         tolerance: Relative to the largest expected magnitude.
         quantity: Name of the values in the message.
         min_scale: Lower bound of the scale that the tolerance is relative to.
-        batch: The batch if the values are [T] or [T, K]; then the message says which tokens are
-            wrong.
+        batch: The batch if the values are [T], [T, K] or [B]; then the message says which tokens or
+            sequences are wrong.
         num_ranks: Number of data-parallel ranks that computed the batch, for the message.
     """
     difference = _describe_difference(
@@ -156,7 +157,12 @@ def assert_close(
         return
     message, max_error = difference
     if batch is not None:
-        message += " " + describe_token_errors(
+        describe = (
+            describe_token_errors
+            if len(torch.as_tensor(expected)) == len(batch.tokens)
+            else describe_sequence_errors
+        )
+        message += " " + describe(
             torch.as_tensor(actual).double(),
             torch.as_tensor(expected).double(),
             max_error=max_error,

@@ -1,11 +1,14 @@
 """Conformance tests of call order: invalid orders raise and leave the engine usable."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
     ONE_MICRO_BATCH,
@@ -30,6 +33,7 @@ from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.objective import HeadOutput
+from temper_engine_api.weights import NamedWeight
 
 
 def test_invalid_call_order_is_rejected(
@@ -267,25 +271,57 @@ def move_to_unknown(rank: Rank, *, setup: EngineSetup) -> None:
 
 
 def test_weight_stream_does_not_mix_two_versions(
-    engine_under_test: EngineUnderTest, oracle: OracleCache
+    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
-    """A stream of `export_weights` that is read on after an update raises."""
+    """A stream of weights or state that is read on after an update or a load raises."""
     engine_under_test.run(
-        update_within_stream,
+        change_within_streams,
         setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW),
         batch=oracle.get_batch(),
+        folder=str(tmp_path),
     )
 
 
-def update_within_stream(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
-    """Read one tensor, run an update, and go on reading."""
+def change_within_streams(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, folder: str
+) -> None:
+    """Change the weights within a stream, with each kind of stream and each change."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
+    local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
+    step = engine.save_checkpoint(folder, global_step=0)
     with engine.export_weights() as stream:
-        next(iter(stream))
-        run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])
-        with pytest.raises(EngineStateError, match="updated while export_weights"):
-            next(iter(stream))
+        weights = [NamedWeight(each.name, each.tensor.clone()) for each in stream]
+    changes: dict[str, Callable[[], object]] = {
+        "optimizer_step": lambda: run_update(engine, [local_batch]),
+        "load_weights": lambda: engine.load_weights(weights),
+        "load_checkpoint": lambda: engine.load_checkpoint(step),
+    }
+    has_state = Capability.PORTABLE_STATE in engine.capabilities
+    if has_state:
+        state = list(engine.export_state())
+        changes["load_state"] = lambda: engine.load_state(state)
+    for name, change in changes.items():
+        with engine.export_weights() as stream:
+            change_within(stream, change, names=("export_weights", name))
+        if has_state:
+            change_within(engine.export_state(), change, names=("export_state", name))
+
+
+def change_within(
+    stream: Iterator[object], change: Callable[[], object], *, names: tuple[str, str]
+) -> None:
+    """Read one item, change the weights, and check that the next one is refused."""
+    next(stream)
+    change()
+    message = "no error"
+    try:
+        next(stream)
+    except EngineStateError as error:
+        message = str(error)
+    assert f"updated while {names[0]}" in message, (
+        f"{names[0]}() must refuse to continue with other weights after {names[1]}(): {message}"
+    )
 
 
 @pytest.mark.bitwise

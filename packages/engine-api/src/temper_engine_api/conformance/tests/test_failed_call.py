@@ -7,10 +7,10 @@ With pipeline stages only the last one computes losses, so there the group alway
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Literal, NoReturn, get_args
 
 import pytest
 import torch
@@ -42,6 +42,13 @@ from temper_engine_api.errors import EngineStateError, RankFailedError
 
 EXCEPTIONS = (InjectedError, KeyboardInterrupt, torch.OutOfMemoryError, RankFailedError)
 """Exceptions of a call with a FailingProbe."""
+TrainingCall = Literal["forward_backward_batch", "forward_backward_step"]
+CALLS: tuple[TrainingCall, ...] = get_args(TrainingCall)
+LAST_METHODS: Mapping[TrainingCall, str] = {
+    "forward_backward_batch": "_collect_metrics",
+    "forward_backward_step": "_sum_over_data_parallel",
+}
+"""Methods of the engine that a training call calls last."""
 REPORT_LIMIT_S = 10.0
 """Time within which the other ranks must report the failure of one."""
 
@@ -70,15 +77,24 @@ class Recovery:
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize("kind", ["loss", "interrupt", "memory_in_backward", "memory_in_layer"])
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("loss", "forward_backward_batch"),
+        ("interrupt", "forward_backward_step"),
+        ("memory_in_backward", "forward_backward_step"),
+        # With less data in a pass: some parameters then have their gradient, and others not yet.
+        ("memory_in_layer", "forward_backward_batch"),
+    ],
+)
 def test_updates_after_a_failed_call_equal_those_of_a_fresh_run(
-    engine_under_test: EngineUnderTest, oracle: OracleCache, kind: Kind
+    engine_under_test: EngineUnderTest, oracle: OracleCache, kind: Kind, call: TrainingCall
 ) -> None:
     """An exception at the first, second or third micro-batch changes no bit of later updates."""
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
     recoveries = engine_under_test.run(
-        update_after_failures, setup=setup, batches=batches, kind=kind
+        update_after_failures, setup=setup, batches=batches, kind=kind, call=call
     )
     if any(recovery.broken for recovery in recoveries):
         engine_under_test.rank_pool.replace_group()
@@ -98,17 +114,17 @@ def test_updates_after_a_failed_call_equal_those_of_a_fresh_run(
 
 
 def update_after_failures(
-    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], kind: Kind
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], kind: Kind, call: TrainingCall
 ) -> Recovery:
     """Before each update, fail at another micro-batch of other data."""
     engine = rank.temporary_engine(setup)
     recovery = Recovery(num_stages=engine.topology.pp.size)
     for position, batch in enumerate(batches):
-        failed = fail(
-            engine,
-            rank_slice(engine, batches[position - 1], split=THREE_MICRO_BATCHES),
-            FailingProbe(fails_at=position, kind=kind),
-        )
+        if call == "forward_backward_batch":
+            others = [rank_slice(engine, batches[position - 1], split=THREE_MICRO_BATCHES)]
+        else:  # one micro-batch in each call
+            others = [rank_slice(engine, other, split=ONE_MICRO_BATCH) for other in batches]
+        failed = fail(engine, *others, probe=FailingProbe(fails_at=position, kind=kind), call=call)
         later = collect_later_errors(engine, batches[0])
         if later:
             recovery.broken = replace(failed, later_errors=later)
@@ -146,14 +162,19 @@ def assert_has_stages(recoveries: list[Recovery]) -> None:
 
 
 def fail(
-    engine: BaseEngine, local_batch: PackedBatch, probe: FailingProbe, *, steps: bool = False
+    engine: BaseEngine,
+    *local_batches: PackedBatch,
+    probe: FailingProbe,
+    call: TrainingCall = "forward_backward_batch",
+    steps: bool = False,
 ) -> FailedCall:
-    """Start an update with a training call that raises; return the exception.
+    """Start an update with training calls of which one raises; return the exception.
 
     Args:
         engine: The engine.
-        local_batch: Batch of this rank.
+        local_batches: Batches of this rank, one for each call.
         probe: Loss that raises.
+        call: Method of the engine to call.
         steps: Whether the exception may also come from the optimizer step: collectives on a GPU
             run while the host continues, so a rank can end its training call before another fails.
     """
@@ -161,7 +182,8 @@ def fail(
     engine.optimizer_zero_grad()
     try:
         with engine.train_mode():
-            engine.forward_backward_batch(local_batch, forward_only=False)
+            for local_batch in local_batches:
+                getattr(engine, call)(local_batch, forward_only=False)
             if steps:
                 engine.optimizer_step()
     except EXCEPTIONS as error:
@@ -226,15 +248,16 @@ def continue_failed_update(rank: Rank, *, setup: EngineSetup, batch: SequenceBat
     recovery = Recovery(num_stages=engine.topology.pp.size)
     before = collect_state(engine)
     local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
-    failed = fail(engine, local_batch, FailingProbe(fails_at=1))
+    failed = fail(engine, local_batch, probe=FailingProbe(fails_at=1))
     engine.set_loss_fn(ClippedPpoProbe())
     with pytest.raises((EngineStateError, RankFailedError)) as caught:
         engine.optimizer_step()
     if isinstance(caught.value, RankFailedError):
         return replace(recovery, broken=replace(failed, later_errors=(str(caught.value),)))
     assert "optimizer_zero_grad" in str(caught.value), f"does not say what to do: {caught.value}"
-    with pytest.raises(EngineStateError, match="optimizer_zero_grad"), engine.train_mode():
-        engine.forward_backward_batch(local_batch, forward_only=False)
+    for call in CALLS:
+        with pytest.raises(EngineStateError, match="optimizer_zero_grad"):
+            train(engine, batch, call=call)
     with pytest.raises(EngineStateError, match="optimizer_zero_grad"):
         engine.lr_scheduler_step()
     assert engine.num_updates == 0
@@ -242,36 +265,59 @@ def continue_failed_update(rank: Rank, *, setup: EngineSetup, batch: SequenceBat
     return recovery
 
 
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("forward_backward_batch", torch.OutOfMemoryError),
+        ("forward_backward_step", KeyboardInterrupt),
+    ],
+)
 def test_exception_after_the_passes_fails_the_update(
-    engine_under_test: EngineUnderTest, oracle: OracleCache
+    engine_under_test: EngineUnderTest,
+    oracle: OracleCache,
+    call: TrainingCall,
+    error: type[BaseException],
 ) -> None:
-    """An exception after the passes, while metrics are collected, also fails the update."""
+    """An exception after the passes also fails the update.
+
+    It is raised while metrics are collected or, in `forward_backward_step`, the loss is summed.
+    """
     recoveries = engine_under_test.run(
-        fail_after_the_passes, setup=oracle.make_setup(QWEN2_GROUPED), batch=oracle.get_batch()
+        fail_after_the_passes,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        batch=oracle.get_batch(),
+        call=call,
+        error=error,
     )
     if any(recovery.broken for recovery in recoveries):
         engine_under_test.rank_pool.replace_group()
         assert_has_stages(recoveries)
 
 
-def fail_after_the_passes(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> Recovery:
-    """Raise while metrics are collected, then try to repeat the call and to step."""
+def fail_after_the_passes(
+    rank: Rank,
+    *,
+    setup: EngineSetup,
+    batch: SequenceBatch,
+    call: TrainingCall,
+    error: type[BaseException],
+) -> Recovery:
+    """Raise after the passes of a call, then try to repeat the call and to step."""
     engine = rank.cached_engine(setup)
     recovery = Recovery(num_stages=engine.topology.pp.size)
-    local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
     engine.set_loss_fn(ClippedPpoProbe())
     engine.optimizer_zero_grad()
 
-    def raise_out_of_memory() -> NoReturn:
-        raise torch.OutOfMemoryError("injected after the passes")
+    def raise_error(*_: object) -> NoReturn:
+        raise error("injected after the passes")
 
-    with pytest.MonkeyPatch.context() as patch, engine.train_mode():
-        patch.setattr(engine, "_collect_metrics", raise_out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError, match="injected") as failed:
-            engine.forward_backward_batch(local_batch, forward_only=False, final=False)
-    for call in (engine.optimizer_step, lambda: repeat(engine, local_batch)):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, LAST_METHODS[call], raise_error)
+        with pytest.raises(error, match="injected") as failed:
+            train(engine, batch, call=call)
+    for later in (engine.optimizer_step, lambda: train(engine, batch, call=call)):
         with pytest.raises((EngineStateError, RankFailedError)) as caught:
-            call()
+            later()
         assert "injected after the passes" in str(caught.value)
     if isinstance(caught.value, RankFailedError):
         return replace(recovery, broken=FailedCall(error=str(failed.value), time_s=time.time()))
@@ -279,10 +325,13 @@ def fail_after_the_passes(rank: Rank, *, setup: EngineSetup, batch: SequenceBatc
     return recovery
 
 
-def repeat(engine: BaseEngine, local_batch: PackedBatch) -> None:
-    """Run a training call."""
+def train(engine: BaseEngine, batch: SequenceBatch, *, call: TrainingCall) -> None:
+    """Run a training call that leaves its gradients local."""
+    # The counts of a packed batch are known, so `forward_backward_step` only sums the loss.
+    local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
+    options = {"final": False} if call == "forward_backward_batch" else {}
     with engine.train_mode():
-        engine.forward_backward_batch(local_batch, forward_only=False)
+        getattr(engine, call)(local_batch, forward_only=False, **options)
 
 
 @pytest.mark.bitwise
@@ -314,7 +363,7 @@ def gradients_after_a_failed_evaluation(
     num_stages = engine.topology.pp.size
     local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
 
-    def train() -> None:
+    def start_update() -> None:
         engine.set_loss_fn(ClippedPpoProbe())
         engine.optimizer_zero_grad()
         with engine.train_mode():
@@ -324,9 +373,9 @@ def gradients_after_a_failed_evaluation(
         engine.optimizer_step()
         return {name: state.first_moment for name, state in collect_state(engine).items()}
 
-    train()
+    start_update()
     expected = step()
-    train()
+    start_update()
     engine.set_loss_fn(FailingProbe(fails_at=1))
     # A rank that computes no loss and waits for none does not raise.
     with suppress(InjectedError, RankFailedError), engine.eval_mode():
@@ -389,7 +438,7 @@ def fail_on_one_rank(
     local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
     # A copy, which has counted no micro-batch and not failed yet.
     probe = replace(probe, seen=[], injected_s=[])
-    failed = fail(engine, local_batch, probe, steps=rank.index not in (probe.fails_on or ()))
+    failed = fail(engine, local_batch, probe=probe, steps=rank.index not in (probe.fails_on or ()))
     return replace(failed, later_errors=collect_later_errors(engine, batch))
 
 

@@ -199,7 +199,14 @@ def test_24_one_token_sequences_have_their_own_scores(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.SCORE]
     )[0]
     expected = oracle.get_outputs(setup, batch, HeadOutput.SCORE)
-    assert_close(outputs.columns[HeadOutput.SCORE], expected, LOGPROB, quantity="scores")
+    assert_close(
+        outputs.columns[HeadOutput.SCORE],
+        expected,
+        LOGPROB,
+        quantity="scores",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
 
 
 @pytest.mark.parametrize(

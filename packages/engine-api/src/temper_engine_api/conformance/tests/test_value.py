@@ -101,4 +101,6 @@ def test_scores_are_read_at_the_last_token(
             expected,
             LOGPROB,
             quantity=f"scores, split {split.name}",
+            batch=batch,
+            num_ranks=engine_under_test.num_data_ranks,
         )
