@@ -21,8 +21,7 @@ from temper_engine_api.specs import ModelSpec, Scalar
 from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.model.file_names import read_file_names
-from temper_engine_fsdp.model.weight_names import PartJoiner
+from temper_engine_fsdp.model.weight_names import PartJoiner, read_file_names
 
 ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
     "mistral": {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 6},

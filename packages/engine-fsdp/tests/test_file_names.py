@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from temper_engine_api.file_names import FilePart
 from temper_engine_api.specs import Scalar
-from temper_engine_fsdp.model.file_names import FilePart, read_file_names
+from temper_engine_fsdp.model.weight_names import read_file_names
 
 SIZES: Mapping[str, Scalar] = {
     "vocab_size": 37,

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from temper_engine_api import adapter_checks
 from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError, ConfigError, format_install
+from temper_engine_api.file_names import FileNames
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.offload import (
     GRADIENTS,
@@ -27,7 +28,6 @@ from temper_engine_api.settings_check import warn_about_undeclared_keys
 from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
-from temper_engine_fsdp.model.file_names import FileNames, read_file_names
 from temper_engine_fsdp.model.huggingface_model import (
     build_model,
     read_attention_dropout,
@@ -49,7 +49,7 @@ from temper_engine_fsdp.model.streaming_load import (
 )
 from temper_engine_fsdp.model.token_mixers import check_no_sequence_parallel
 from temper_engine_fsdp.model.weight_headers import check_weight_headers
-from temper_engine_fsdp.model.weight_names import hf_name, split_adapter_parameters
+from temper_engine_fsdp.model.weight_names import hf_name, read_file_names, split_adapter_parameters
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
 from temper_engine_fsdp.runtime.numa_affinity import bind_to_near_cores

@@ -18,13 +18,13 @@ from temper_engine_api.checkpoint.saved_state import (
     SavedState,
 )
 from temper_engine_api.errors import WeightError
+from temper_engine_api.file_names import FileNames
 from temper_engine_api.weights import (
     NamedWeight,
     TrainingState,
     WeightEntry,
     check_weight_entries,
 )
-from temper_engine_fsdp.model.file_names import FileNames
 from temper_engine_fsdp.model.weight_names import PartJoiner
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.sharded_optimizer import AdamState

@@ -1,16 +1,44 @@
-"""Joins tensors of Hugging Face files, and names adapters as PEFT files do."""
+"""Names of weights in Hugging Face files, and of adapters in PEFT files; joins tensors of files."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from temper_engine_api.adapter_checks import PEFT_PREFIX
-from temper_engine_fsdp.model.file_names import FileNames
+from temper_engine_api.file_names import FileNames, find_file_names
 
 ParameterT = TypeVar("ParameterT")
+
+
+def read_file_names(hf: PreTrainedModel, *, files: Collection[str] = ()) -> FileNames:
+    """Find out how transformers would save the tensors of a model; see `find_file_names`.
+
+    Args:
+        hf: The model, which may be on the meta device.
+        files: Names of the tensors in the files of the model.
+    """
+    return find_file_names(
+        {name: tensor.shape for name, tensor in hf.state_dict().items()},
+        model_type=hf.config.model_type,
+        revert=lambda tensors: _revert_conversions(hf, tensors),
+        files=files,
+    )
+
+
+def _revert_conversions(hf: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert tensors from their form in memory to that in files."""
+    # Imported here, because it is not part of transformers' documented interface.
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # transformers remembers the prefixes of the files that a model was loaded from. The model is
+    # exported as the class that was built, without them.
+    hf._weight_conversions = None
+    reverted: dict[str, Tensor] = revert_weight_conversion(hf, tensors)
+    return reverted
 
 
 class PartJoiner:

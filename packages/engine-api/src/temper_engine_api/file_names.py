@@ -1,15 +1,15 @@
 """Names of a model's tensors in its files, derived from the conversions of transformers.
 
 transformers joins tensors of files in memory, such as the experts of a layer, and renames others.
-The rules are in its conversion mapping, by model type.
+The rules are in its conversion mapping, by model type. The caller passes its function, because
+engine-api works without transformers.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from temper_engine_api.errors import CapabilityError
 
@@ -85,11 +85,19 @@ class FileNames:
         ]
 
 
-def read_file_names(hf: PreTrainedModel, *, files: Collection[str] = ()) -> FileNames:
-    """Find out how transformers would save the tensors of a model.
+def find_file_names(
+    shapes: Mapping[str, torch.Size],
+    *,
+    model_type: str,
+    revert: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    files: Collection[str] = (),
+) -> FileNames:
+    """Find out how the tensors of a model are saved.
 
     Args:
-        hf: The model, which may be on the meta device.
+        shapes: Shape of each tensor in memory, by name.
+        model_type: Type of the model, for messages.
+        revert: Converts tensors by name from their form in memory to that in files.
         files: Names of the tensors in the files of the model. A tensor that they have under its
             name in memory keeps it: some models exist with experts joined and one by one.
 
@@ -97,15 +105,15 @@ def read_file_names(hf: PreTrainedModel, *, files: Collection[str] = ()) -> File
         The names. Those of tensors whose conversion is not understood are reported later by
         `FileNames.check_known`, because a model can be trained without an export.
     """
-    saved = {name: tensor for name, tensor in hf.state_dict().items() if name not in files}
+    converted = {name: shape for name, shape in shapes.items() if name not in files}
     probes = {
-        name: _make_probe(tensor.shape, number=number)
-        for number, (name, tensor) in enumerate(saved.items())
+        name: _make_probe(shape, number=number)
+        for number, (name, shape) in enumerate(converted.items())
     }
     names = list(probes)
     parts: dict[str, list[FilePart]] = {name: [] for name in names}
     unknown = set()
-    for file_name, values in _revert_conversions(hf, probes).items():
+    for file_name, values in revert(dict(probes)).items():
         owners = (values.flatten() // _PROBE_TENSOR).unique().tolist()
         part = _find_part(file_name, values, probes[names[owners[0]]]) if len(owners) == 1 else None
         if part is None:
@@ -119,7 +127,7 @@ def read_file_names(hf: PreTrainedModel, *, files: Collection[str] = ()) -> File
             for name, known in parts.items()
             if name not in unknown
         },
-        model_type=hf.config.model_type,
+        model_type=model_type,
         unknown=sorted(unknown),
     )
 
@@ -134,18 +142,6 @@ def _make_probe(shape: torch.Size, *, number: int) -> Tensor:
     )
     probe = torch.empty(small, dtype=torch.int64)
     return number * _PROBE_TENSOR + torch.arange(probe.numel()).reshape(small)
-
-
-def _revert_conversions(hf: PreTrainedModel, probes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert tensors from their form in memory to that in files."""
-    # Imported here, because it is not part of transformers' documented interface.
-    from transformers.core_model_loading import revert_weight_conversion
-
-    # transformers remembers the prefixes of the files that a model was loaded from. The model is
-    # exported as the class that was built, without them.
-    hf._weight_conversions = None
-    reverted: dict[str, Tensor] = revert_weight_conversion(hf, dict(probes))
-    return reverted
 
 
 def _find_part(file_name: str, values: Tensor, probe: Tensor) -> FilePart | None:
