@@ -148,17 +148,17 @@ def _find_part(file_name: str, values: Tensor, probe: Tensor) -> FilePart | None
     """Return which part of a probe a tensor of a file is; None if it is none."""
     if torch.equal(values, probe):
         return FilePart(name=file_name)
-    experts = range(len(probe)) if probe.ndim == 3 else (None,)
+    owner = probe[0] if probe.ndim == 3 else probe
     rows = values.shape[0] if values.ndim else 0
-    if not rows or _PROBE_ROWS % rows:
+    if not rows or values.shape[1:] != owner.shape[1:] or owner.shape[0] % rows:
         return None
-    num_chunks = _PROBE_ROWS // rows
-    parts = (
-        FilePart(name=file_name, expert=expert, chunk=chunk, num_chunks=num_chunks)
-        for expert in experts
-        for chunk in range(num_chunks)
-    )
-    return next((part for part in parts if torch.equal(part.take(probe), values)), None)
+    num_chunks = owner.shape[0] // rows
+    # Values are positions in the probe, so the first one says which part it can be. Trying all
+    # parts would take seconds for a hundred experts.
+    number = int(values.flatten()[0] - probe.flatten()[0]) // values.numel()
+    expert, chunk = divmod(number, num_chunks) if probe.ndim == 3 else (None, number)
+    part = FilePart(name=file_name, expert=expert, chunk=chunk, num_chunks=num_chunks)
+    return part if torch.equal(part.take(probe), values) else None
 
 
 def _is_complete(parts: Collection[FilePart], probe: Tensor) -> bool:
