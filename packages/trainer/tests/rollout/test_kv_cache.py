@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from temper_engine_api.errors import CapabilityError
-from temper_trainer.rollout.kv_cache import SLOT_ATTENTION, CausalAttention, SlotKVCache
+from temper_trainer.rollout import kv_cache
+from temper_trainer.rollout.kv_cache import CausalAttention, ScoreRule, SlotKVCache
 
 
 def keys_of(memory: SlotKVCache, *, num_slots: int, length: int) -> torch.Tensor:
@@ -32,17 +31,11 @@ def test_cached_keys_survive_growth_and_moves() -> None:
     assert keys_of(memory, num_slots=2, length=300)[:, 3:299].abs().max() == 0
 
 
-def test_model_with_softcapping_is_refused() -> None:
-    shape = {
-        "vocab_size": 16,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    config = AutoConfig.for_model(
-        "gemma2", num_key_value_heads=1, head_dim=8, pad_token_id=0, **shape
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=SLOT_ATTENTION)
-    with pytest.raises(CapabilityError, match="Gemma2Attention uses attention softcapping"):
-        model(input_ids=torch.tensor([[3, 4]]), use_cache=False, slots=CausalAttention())
+def test_blocks_of_queries_give_the_same_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = (torch.randn(2, heads, 7, 8) for heads in (4, 2, 2))
+    rule = ScoreRule(scale=0.3, window=4, softcap=2.0, sinks=torch.randn(4))
+    full = CausalAttention().attend(0, query, key, value, rule=rule)
+    # 2 x 4 x 7 scores for each query, so this is three queries a block.
+    monkeypatch.setattr(kv_cache, "QUERY_BLOCK_SCORES", 3 * 56)
+    blocks = CausalAttention().attend(0, query, key, value, rule=rule)
+    torch.testing.assert_close(blocks, full)

@@ -9,6 +9,7 @@ cached positions, D head size.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,35 +17,53 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from temper_engine_api.errors import CapabilityError
-
 SLOT_ATTENTION = "temper_slots"
 _BLOCK = 64
 """Capacity grows in multiples of this many positions."""
+
+
+QUERY_BLOCK_SCORES = 1 << 26
+"""Number of scores of one block of queries without a fused kernel; bounds the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRule:
+    """Scale, mask and other changes of the scores of a layer before their softmax."""
+
+    scale: float
+    """Factor of the scores."""
+    window: int | None = None
+    """Size of the sliding window; None for full attention."""
+    softcap: float | None = None
+    """Limit of the scores, softcap * tanh(scores / softcap) as in Gemma 2; None for no limit."""
+    sinks: Tensor | None = None
+    """[H x G] logits in the softmax that add nothing to the output, as in gpt-oss."""
+
+    @property
+    def is_fused(self) -> bool:
+        """True if torch's fused attention can compute it."""
+        return self.softcap is None and self.sinks is None
+
+    def is_hidden(self, distance: Tensor) -> Tensor:
+        """Return True where a key is not visible, by the query's position minus the key's."""
+        is_later = distance < 0
+        return is_later if self.window is None else is_later | (distance >= self.window)
 
 
 class Attention(Protocol):
     """The attention of one forward pass."""
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, rule: ScoreRule
     ) -> Tensor:
-        """Return [rows, H x G, L, D].
+        """Return [rows, H x G, L, D'].
 
         Args:
             layer: Index of the layer.
             query: [rows, H x G, L, D].
             key: [rows, H, L, D].
-            value: [rows, H, L, D].
-            scale: Factor of the scores.
-            window: Size of the sliding window; None for full attention.
+            value: [rows, H, L, D'].
+            rule: The layer's rule for the scores.
         """
         ...
 
@@ -53,33 +72,82 @@ class CausalAttention:
     """Causal attention over full sequences, padded on the right, without a cache."""
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, rule: ScoreRule
     ) -> Tensor:
         """Attend within each row; see Attention."""
         length = query.shape[2]
-        if window is None or length <= window:
+        if not rule.is_fused:
+            return self._attend_in_blocks(query, key, value, rule=rule)
+        if rule.window is None or length <= rule.window:
             # Fused kernels support is_causal, but an explicit mask only with slower ones.
             return functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=True
+                query, key, value, is_causal=True, scale=rule.scale, enable_gqa=True
             )
-        distance = torch.arange(length, device=query.device)[:, None] - torch.arange(
-            length, device=query.device
-        )
-        mask = (distance >= 0) & (distance < window)
+        positions = torch.arange(length, device=query.device)
+        mask = ~rule.is_hidden(positions[:, None] - positions)
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
+            query, key, value, attn_mask=mask, scale=rule.scale, enable_gqa=True
         )
+
+    def _attend_in_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, *, rule: ScoreRule
+    ) -> Tensor:
+        """Attend with blocks of queries, so that not all scores exist at a time."""
+        rows, num_heads, length, _ = query.shape
+        block = max(1, QUERY_BLOCK_SCORES // (rows * num_heads * length))
+        positions = torch.arange(length, device=query.device)
+        return torch.cat(
+            [
+                _attend_scores(
+                    query[:, :, first : first + block],
+                    key[:, :, : first + block],
+                    value[:, :, : first + block],
+                    is_hidden=rule.is_hidden(
+                        positions[first : first + block, None] - positions[: first + block]
+                    ),
+                    rule=rule,
+                )
+                for first in range(0, length, block)
+            ],
+            dim=2,
+        )
+
+
+def _attend_scores(
+    query: Tensor, key: Tensor, value: Tensor, *, is_hidden: Tensor, rule: ScoreRule
+) -> Tensor:
+    """Compute attention with explicit scores; return [rows, H x G, L, D'].
+
+    Args:
+        query: [rows, H x G, L, D].
+        key: [rows, H, S, D].
+        value: [rows, H, S, D'].
+        is_hidden: [L, S], or [rows, L, S] with another mask for each row.
+        rule: The layer's rule for the scores.
+    """
+    rows, num_heads, length, _ = query.shape
+    # The G query heads of a key-value head become rows of one query, instead of repeating keys and
+    # values G times.
+    grouped = query.reshape(rows, key.shape[1], -1, query.shape[-1])
+    scores = (grouped @ key.transpose(2, 3) * rule.scale).view(rows, num_heads, length, -1)
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores = scores.masked_fill(
+        is_hidden if is_hidden.ndim == 2 else is_hidden[:, None], -torch.inf
+    )
+    if rule.sinks is not None:
+        sinks = rule.sinks.to(scores.dtype)[None, :, None, None]
+        scores = torch.cat([scores, sinks.expand(rows, -1, length, 1)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype)
+    output = weights.view(rows, key.shape[1], -1, key.shape[2]) @ value
+    return output.view(rows, num_heads, length, value.shape[-1])
 
 
 class SlotKVCache:
-    """Keys and values of every layer, [slots, H, S, D] each, allocated at the first write."""
+    """Keys and values of every layer, [slots, H, S, D] each, allocated at the first write.
+
+    Values may have another D than keys.
+    """
 
     def __init__(self, *, num_layers: int) -> None:
         self._keys: list[Tensor] = [torch.empty(0)] * num_layers
@@ -118,7 +186,7 @@ class SlotKVCache:
 
         Both are [H, L, D].
         """
-        self._allocate(layer, key)
+        self._allocate(layer, key, value)
         length = key.shape[2]
         self._keys[layer][slots, :, :length] = key[rows]
         self._values[layer][slots, :, :length] = value[rows]
@@ -134,17 +202,19 @@ class SlotKVCache:
         length: int,
     ) -> tuple[Tensor, Tensor]:
         """Write one position of each of the first n slots; return views [n, H, length, D]."""
-        self._allocate(layer, key)
+        self._allocate(layer, key, value)
         keys, values = self._keys[layer], self._values[layer]
         keys[slots, :, positions] = key[:, :, 0]
         values[slots, :, positions] = value[:, :, 0]
         return keys[: len(slots), :, :length], values[: len(slots), :, :length]
 
-    def _allocate(self, layer: int, like: Tensor) -> None:
+    def _allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
         if self._keys[layer].ndim != 4:
-            shape = (self._num_slots, like.shape[1], self._length, like.shape[3])
             # Zeros, not uninitialized memory: a masked position has weight 0, but 0 x NaN is NaN.
-            self._keys[layer], self._values[layer] = like.new_zeros(shape), like.new_zeros(shape)
+            self._keys[layer], self._values[layer] = (
+                like.new_zeros((self._num_slots, like.shape[1], self._length, like.shape[3]))
+                for like in (key, value)
+            )
 
     def _resize(self, old: Tensor) -> Tensor:
         resized = old.new_zeros((self._num_slots, old.shape[1], self._length, old.shape[3]))
@@ -177,18 +247,11 @@ class PrefillAttention(CausalAttention):
         )
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, rule: ScoreRule
     ) -> Tensor:
         """Attend and write the cache; see Attention."""
         self._cache.write(layer, key, value, slots=self._slots, rows=self._rows)
-        return CausalAttention.attend(self, layer, query, key, value, scale=scale, window=window)
+        return CausalAttention.attend(self, layer, query, key, value, rule=rule)
 
 
 class DecodeAttention:
@@ -206,47 +269,41 @@ class DecodeAttention:
         self._positions = positions
         self._slots = torch.arange(len(positions), device=positions.device)
         self._length = longest + 1
+        self._distance = positions[:, None] - torch.arange(self._length, device=positions.device)
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, rule: ScoreRule
     ) -> Tensor:
         """Write the new position and attend; see Attention."""
         keys, values = self._cache.append(
             layer, key, value, slots=self._slots, positions=self._positions, length=self._length
         )
+        if not rule.is_fused:
+            is_hidden = rule.is_hidden(self._distance)[:, None]
+            return _attend_scores(query, keys, values, is_hidden=is_hidden, rule=rule)
         rows, heads, _, size = query.shape
         # The G query heads of a key-value head become rows of one query, instead of repeating
         # keys and values G times.
         grouped = query.view(rows, keys.shape[1], heads // keys.shape[1], size)
-        mask = self._mask(window, query.dtype)
+        mask = self._mask(rule, query.dtype)
         output = functional.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=mask, scale=scale
+            grouped, keys, values, attn_mask=mask, scale=rule.scale
         )
-        return output.reshape(rows, heads, 1, size)
+        return output.reshape(rows, heads, 1, values.shape[-1])
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, rule: ScoreRule, dtype: torch.dtype) -> Tensor:
         """Return [n, 1, 1, S]: 0 for visible positions and minus infinity for others.
 
         Cached, because layers of one kind need the same mask.
         """
-        mask = self._masks.get((window, dtype))
+        mask = self._masks.get((rule.window, dtype))
         if mask is None:
-            distance = self._positions[:, None] - torch.arange(
-                self._length, device=self._positions.device
-            )
-            is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            is_hidden = rule.is_hidden(self._distance)
             mask = torch.zeros_like(is_hidden, dtype=dtype).masked_fill_(is_hidden, -torch.inf)[
                 :, None, None
             ]
-            self._masks[window, dtype] = mask
+            self._masks[rule.window, dtype] = mask
         return mask
 
 
@@ -266,14 +323,10 @@ def _attend_slots(
     **others: object,
 ) -> tuple[Tensor, None]:
     """Call an Attention as transformers does, and return [rows, L, heads, D]."""
-    if softcap is not None or s_aux is not None:
-        raise CapabilityError(
-            f"{type(module).__name__} uses attention softcapping or sinks, which the hf sampler "
-            "does not support: use rollout=vllm."
-        )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    output = slots.attend(layer, query, key, value, scale=scaling, window=sliding_window)
+    rule = ScoreRule(scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    output = slots.attend(layer, query, key, value, rule=rule)
     return output.transpose(1, 2), None
 
 
