@@ -36,6 +36,46 @@ ARCHITECTURES = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False, **SHAPE},
     "mistral_sliding": {"model_type": "mistral", "sliding_window": 5, **SHAPE},
 }
+_EXPERTS = {
+    **SHAPE,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "head_dim": 8,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    # Sinks, and every second layer with a window.
+    "gpt_oss": {
+        **_EXPERTS,
+        "num_local_experts": 4,
+        "sliding_window": 5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    # Soft-capped scores, small enough to matter here.
+    "gemma2": {
+        **SHAPE,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 1.0,
+        "query_pre_attn_scalar": 8,
+    },
+    # Values are narrower than keys, which have 16.
+    "deepseek_v3": {
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+    # Other names in files than in memory.
+    "mixtral": {**_EXPERTS, "num_local_experts": 4},
+}
+"""Families with experts, sinks or soft-capping."""
 
 WIDE = {
     "qwen3_wide": {
@@ -107,12 +147,18 @@ class Pair:
         return tuple(self.model.generate(input_ids=inputs, **settings)[0, len(prompt) :].tolist())
 
 
+def _find_architecture(name: str) -> dict[str, object]:
+    if name in FAMILIES:
+        return {"model_type": name, "tie_word_embeddings": False, **FAMILIES[name]}
+    return {**(ARCHITECTURES | WIDE)[name]}
+
+
 def make_pair(name: str, directory: Path) -> Pair:
     """Build a seeded model and save its weights."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**(ARCHITECTURES | WIDE)[name]), attn_implementation="eager"
+            AutoConfig.for_model(**_find_architecture(name)), attn_implementation="eager"
         ).eval()
     model.save_pretrained(directory)
     # Training sets use_cache false in configs; a sampler must not mind.

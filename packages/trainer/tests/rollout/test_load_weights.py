@@ -21,7 +21,7 @@ from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
-from temper_trainer.rollout.hf_model import build_model, load_weights
+from temper_trainer.rollout.hf_model import WeightTargets, build_model
 from temper_trainer.rollout.hf_sampler import HfSampler
 
 Change = Callable[[list[NamedWeight]], list[NamedWeight]]
@@ -136,7 +136,7 @@ def test_experts_can_be_loaded_separately_or_joined(are_joined: bool, tmp_path: 
     source.save_pretrained(tmp_path)
     weights = source.state_dict() if are_joined else load_file(tmp_path / "model.safetensors")
     assert any("experts.3.up_proj" in name for name in weights) is not are_joined
-    load_weights(target, (NamedWeight(name, tensor) for name, tensor in weights.items()))
+    WeightTargets(target).load(NamedWeight(name, tensor) for name, tensor in weights.items())
     assert all(
         target.state_dict()[name].equal(tensor) for name, tensor in source.state_dict().items()
     )

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from temper_engine_api.errors import ConfigError, WeightError
+from temper_engine_api.file_names import find_file_names
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_weight_entries
 from temper_trainer.rollout.kv_cache import SLOT_ATTENTION
@@ -119,75 +120,94 @@ def _collect_end_tokens(
     return frozenset(ends)
 
 
-def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
-    """Copy all weights into the model. Tied tensors arrive once, under their first name.
+class WeightTargets:
+    """The tensors of a model that weights are copied into.
 
-    Each expert may arrive as its own tensor, named as in checkpoint files. The experts of a layer
-    may also arrive as one joined tensor, named as in the transformers model. All names and shapes
-    are checked before the first copy, so an invalid set leaves the model unchanged.
-
-    Raises:
-        WeightError: If a name is missing, unexpected or repeated, or a shape differs.
+    The engine sends weights under the names of files, where each expert has tensors of its own and
+    families such as Mixtral and Nemotron-H have other names than in memory. A tensor may also
+    arrive as it is in memory, such as the joined experts of a layer.
     """
-    targets: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            targets |= _split_experts(name, tensor)
-    arrived = [
-        NamedWeight(name, tensor)
-        for weight in stream
-        for name, tensor in _split_experts(*weight).items()
-    ]
-    check_weight_entries(
-        (_make_entry(name, target) for name, target in targets.items()),
-        [_make_entry(w.name, w.tensor) for w in arrived],
-    )
-    with torch.no_grad():
-        for weight in arrived:
-            targets[weight.name].copy_(weight.tensor)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the tensors; one that is tied to others is only listed under its first name."""
+        tensors = model.state_dict()
+        file_names = find_file_names(
+            {name: tensor.shape for name, tensor in tensors.items()},
+            model_type=model.config.model_type,
+            revert=lambda probes: _revert_conversions(model, probes),
+        )
+        self._parts: dict[str, dict[str, torch.Tensor]] = {}
+        self._joined: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in tensors.items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                self._joined[name] = tensor
+                self._parts[name] = dict(file_names.split(name, tensor))
+
+    def load(self, stream: Iterable[NamedWeight]) -> None:
+        """Copy all weights into the model. Tied tensors arrive once.
+
+        All names and shapes are checked before the first copy, so an invalid set leaves the model
+        unchanged.
+
+        Raises:
+            WeightError: If a name is missing, unexpected or repeated, or a shape differs.
+        """
+        arrived = list(stream)
+        names = {weight.name for weight in arrived}
+        targets: dict[str, torch.Tensor] = {}
+        for name, parts in self._parts.items():
+            targets |= {name: self._joined[name]} if name in names else parts
+        check_weight_entries(
+            (_make_entry(name, target) for name, target in targets.items()),
+            [_make_entry(weight.name, weight.tensor) for weight in arrived],
+        )
+        with torch.no_grad():
+            for weight in arrived:
+                targets[weight.name].copy_(weight.tensor)
+
+    def load_delta(self, buckets: Sequence[DeltaBucket]) -> None:
+        """Apply a delta to the model in place. Nothing is written before all of it is checked.
+
+        Raises:
+            WeightError: If a bucket is damaged or missing, a name is unknown, or a shape differs.
+        """
+        check_delta_buckets(buckets)
+        targets = dict(self._joined)
+        for parts in self._parts.values():
+            targets |= parts
+        deltas = [
+            pair
+            for bucket in buckets
+            for pair in unpack_delta(bucket.data, bucket.entries, bucket.counts)
+        ]
+        for entry in (entry for bucket in buckets for entry in bucket.entries):
+            if entry.name not in targets or tuple(targets[entry.name].shape) != entry.shape:
+                shape = (
+                    tuple(targets[entry.name].shape) if entry.name in targets else "no such tensor"
+                )
+                raise WeightError(
+                    f"the delta has {entry.name} of shape {entry.shape}, but the model has "
+                    f"{shape}. Nothing was loaded."
+                )
+        with torch.no_grad():
+            for entry, delta in deltas:
+                apply_tensor_delta(targets[entry.name], delta)
 
 
-def load_delta(model: PreTrainedModel, buckets: Sequence[DeltaBucket]) -> None:
-    """Apply a delta to the model in place. Nothing is written before all of it is checked.
+def _revert_conversions(
+    model: PreTrainedModel, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Convert tensors from their form in memory to that in files."""
+    # Imported here, because it is not part of transformers' documented interface.
+    from transformers.core_model_loading import revert_weight_conversion
 
-    Raises:
-        WeightError: If a bucket is damaged or missing, a name is unknown, or a shape differs.
-    """
-    check_delta_buckets(buckets)
-    targets: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        # Under both names, because the experts of a layer may arrive joined or one by one.
-        targets |= {name: tensor, **_split_experts(name, tensor)}
-    deltas = [
-        pair
-        for bucket in buckets
-        for pair in unpack_delta(bucket.data, bucket.entries, bucket.counts)
-    ]
-    for entry in (entry for bucket in buckets for entry in bucket.entries):
-        if entry.name not in targets or tuple(targets[entry.name].shape) != entry.shape:
-            shape = tuple(targets[entry.name].shape) if entry.name in targets else "no such tensor"
-            raise WeightError(
-                f"the delta has {entry.name} of shape {entry.shape}, but the model has {shape}. "
-                "Nothing was loaded."
-            )
-    with torch.no_grad():
-        for entry, delta in deltas:
-            apply_tensor_delta(targets[entry.name], delta)
-
-
-def _split_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return views of joined experts under their names in files; other tensors unchanged."""
-    layer, _, kind = name.rpartition(".experts.")
-    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
-    if kinds is None:
-        return {name: tensor}
-    return {
-        f"{layer}.experts.{number}.{part_name}.weight": part
-        for number, expert in enumerate(tensor)
-        for part_name, part in zip(kinds, expert.chunk(len(kinds)), strict=True)
-    }
+    # transformers remembers the prefixes of the files that a model was loaded from. Engines send
+    # the weights of the class that was built, without them.
+    model._weight_conversions = None
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return reverted
 
 
 def _make_entry(name: str, tensor: torch.Tensor) -> WeightEntry:

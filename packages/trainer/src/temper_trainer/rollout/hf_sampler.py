@@ -20,12 +20,7 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.progress import advance_progress
-from temper_trainer.rollout.hf_model import (
-    build_model,
-    find_end_token_ids,
-    load_delta,
-    load_weights,
-)
+from temper_trainer.rollout.hf_model import WeightTargets, build_model, find_end_token_ids
 from temper_trainer.rollout.kv_cache import (
     CausalAttention,
     DecodeAttention,
@@ -271,6 +266,7 @@ class HfSampler:
         self._model: PreTrainedModel | None = build_model(
             model, dtype=_DTYPES[config.dtype], device=self._device
         )
+        self._targets: WeightTargets | None = WeightTargets(self._model)
         self._end_token_ids = find_end_token_ids(
             self._model, model, tokenizer_end=tokenizer.eos_token_id
         )
@@ -308,7 +304,7 @@ class HfSampler:
 
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
         """Load all weights; see Sampler."""
-        load_weights(self._require_model(), stream)
+        self._require_targets().load(stream)
         self._version = version
         self._interrupted.clear()
 
@@ -326,7 +322,7 @@ class HfSampler:
                 f"a delta relative to weights {base_version} arrived, but the sampler has weights "
                 f"{self._version}."
             )
-        load_delta(self._require_model(), buckets)
+        self._require_targets().load_delta(buckets)
         self._version = version
         self._interrupted.clear()
 
@@ -349,7 +345,7 @@ class HfSampler:
 
     def close(self) -> None:
         """Free the model."""
-        self._model = None
+        self._model = self._targets = None
 
     def _compute_logprobs(
         self, model: PreTrainedModel, tokens: Sequence[Sequence[int]], *, temperature: float
@@ -393,6 +389,11 @@ class HfSampler:
                     f"{config.max_position_embeddings}: lower data.max_prompt_tokens or "
                     "sampling.max_tokens."
                 )
+
+    def _require_targets(self) -> WeightTargets:
+        self._require_model()
+        assert self._targets is not None
+        return self._targets
 
     def _require_model(self) -> PreTrainedModel:
         if self._model is None:

@@ -1,0 +1,40 @@
+"""The hf sampler on families with experts, sinks or soft-capping."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from packages.trainer.tests.rollout.conftest import Pairs
+from packages.trainer.tests.rollout.models_for_tests import (
+    FAMILIES,
+    make_prompts,
+    make_requests,
+)
+from temper_engine_api.specs import ModelSpec
+from temper_engine_api.weights import NamedWeight
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.rollout.hf_model import WeightTargets, build_model
+
+SAMPLED = SamplingConfig(temperature=0.8, max_tokens=12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rollout_logprobs_equal_those_of_full_forward_passes(family: str, pairs: Pairs) -> None:
+    pair, prompts = pairs.get(family), make_prompts(5, seed=1)
+    completions = pair.sampler(max_concurrent=3).sample(make_requests(prompts, SAMPLED))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        for i, token in enumerate(completion.tokens):
+            logits = pair.next_logits([*prompt, *completion.tokens[:i]]) / SAMPLED.temperature
+            expected = float(logits.log_softmax(-1)[token])
+            assert completion.rollout_logprobs[i] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_of_files_are_loaded_bit_for_bit(family: str, pairs: Pairs) -> None:
+    pair = pairs.get(family)
+    spec = ModelSpec(architecture=pair.model.config.to_diff_dict(), seed=3)
+    model = build_model(spec, dtype=torch.float32, device=torch.device("cpu"))
+    weights = load_file(pair.directory / "model.safetensors")
+    WeightTargets(model).load(NamedWeight(name, tensor) for name, tensor in weights.items())
+    expected = pair.model.state_dict()
+    assert all(tensor.equal(expected[name]) for name, tensor in model.state_dict().items())
