@@ -45,6 +45,13 @@ _EXPERTS = {
     "topk_group": 1,
     "head_dim": 8,
 }
+_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "full_attention_interval": 2,
+}
 FAMILIES: dict[str, dict[str, object]] = {
     # Sinks, and every second layer with a window.
     "gpt_oss": {
@@ -74,8 +81,25 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
     # Other names in files than in memory.
     "mixtral": {**_EXPERTS, "num_local_experts": 4},
+    # A layer with a state, of linear attention or Mamba, before one with full attention.
+    "qwen3_next": {
+        **_EXPERTS,
+        **_LINEAR,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 8,
+    },
+    "nemotron_h": {
+        **_EXPERTS,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "moe_shared_expert_intermediate_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 4,
+    },
 }
-"""Families with experts, sinks or soft-capping."""
+"""Families with experts, sinks, soft-capping, linear attention or Mamba."""
 
 WIDE = {
     "qwen3_wide": {

@@ -1,19 +1,26 @@
-"""The hf sampler on families with experts, sinks or soft-capping."""
+"""The hf sampler on families with experts, sinks, soft-capping, linear attention or Mamba."""
+
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from packages.trainer.tests.rollout.conftest import Pairs
 from packages.trainer.tests.rollout.models_for_tests import (
     FAMILIES,
+    SHAPE,
     make_prompts,
     make_requests,
+    make_tokenizer,
 )
+from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
 from temper_trainer.rollout.hf_model import WeightTargets, build_model
+from temper_trainer.rollout.hf_sampler import HfSampler
 
 SAMPLED = SamplingConfig(temperature=0.8, max_tokens=12)
 
@@ -38,3 +45,12 @@ def test_weights_of_files_are_loaded_bit_for_bit(family: str, pairs: Pairs) -> N
     WeightTargets(model).load(NamedWeight(name, tensor) for name, tensor in weights.items())
     expected = pair.model.state_dict()
     assert all(tensor.equal(expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_model_with_chunked_attention_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama4_text", **SHAPE, num_local_experts=2, head_dim=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="Llama4ForCausalLM, which has layers with chunked"):
+        HfSampler(
+            model=ModelSpec(path=str(tmp_path)), tokenizer=make_tokenizer(), config=RolloutConfig()
+        )

@@ -3,6 +3,9 @@
 A finished sequence frees its slot at once for a waiting one. Prefill computes a prompt up to its
 second to last token. The last token is the first input of decoding, so that every sampled token,
 the first included, comes from the same kind of forward pass. Equal prompts are prefilled once.
+
+Models with other layers than attention, such as linear attention, have no cache here: each step
+computes the full sequences, which is exact and slow.
 """
 
 import threading
@@ -20,13 +23,14 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.progress import advance_progress
-from temper_trainer.rollout.hf_model import WeightTargets, build_model, find_end_token_ids
-from temper_trainer.rollout.kv_cache import (
-    CausalAttention,
-    DecodeAttention,
-    PrefillAttention,
-    SlotKVCache,
+from temper_trainer.rollout.full_pass import (
+    check_layers,
+    compute_last_logits,
+    compute_logits,
+    split_passes,
 )
+from temper_trainer.rollout.hf_model import WeightTargets, build_model, find_end_token_ids
+from temper_trainer.rollout.kv_cache import DecodeAttention, PrefillAttention, SlotKVCache
 from temper_trainer.rollout.token_sampling import TokenSamplingOptions, sample_tokens
 from temper_trainer.rollout.weight_delta import DeltaBucket, StaleBaseError
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
@@ -72,6 +76,7 @@ class ContinuousBatchDecoder:
         end_token_ids: frozenset[int],
         max_concurrent: int,
         weight_version: int,
+        uses_cache: bool = True,
         is_interrupted: Callable[[], bool] = lambda: False,
         compute_lock: AbstractContextManager[object] | None = None,
     ) -> None:
@@ -79,6 +84,7 @@ class ContinuousBatchDecoder:
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
         self._version = weight_version
+        self._uses_cache = uses_cache
         self._is_interrupted = is_interrupted
         self._compute_lock = compute_lock or nullcontext()
         self._device = model.device
@@ -123,6 +129,8 @@ class ContinuousBatchDecoder:
         """Put waiting requests into free slots and prefill each distinct prompt once."""
         first = len(self._active)
         self._active += [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
+        if not self._uses_cache:
+            return
         # For all slots at once: growing them one by one would copy the cache each time.
         self._reserve(num_slots=self._num_slots)
         slots: dict[tuple[int, ...], list[int]] = {}
@@ -159,24 +167,15 @@ class ContinuousBatchDecoder:
 
     def _step(self, options: TokenSamplingOptions) -> bool:
         """Sample one token for every active sequence; return True if any finished."""
-        # Once no request waits, freed slots stay empty, so a reallocation may drop them.
-        self._reserve(num_slots=self._num_slots if self._waiting else len(self._active))
-        longest = max(sequence.position for sequence in self._active)
-        positions = torch.tensor(
-            [sequence.position for sequence in self._active], device=self._device
-        )
-        current = torch.tensor([sequence.current for sequence in self._active], device=self._device)
-        attention = DecodeAttention(self._cache, positions=positions, longest=longest)
-        outputs = self._model(
-            input_ids=current[:, None],
-            position_ids=positions[:, None],
-            use_cache=False,
-            slots=attention,
+        logits = (
+            self._decode()
+            if self._uses_cache
+            else compute_last_logits(
+                self._model, [(*s.request.prompt_tokens, *s.tokens) for s in self._active]
+            )
         )
         sampled, logprobs = sample_tokens(
-            outputs.logits[:, 0].float(),
-            options=options,
-            positions=[len(s.tokens) for s in self._active],
+            logits.float(), options=options, positions=[len(s.tokens) for s in self._active]
         )
         finished = []
         for slot, (sequence, token, logprob) in enumerate(
@@ -191,6 +190,24 @@ class ContinuousBatchDecoder:
         advance_progress("completions", len(finished))
         self._free(finished)
         return bool(finished)
+
+    def _decode(self) -> Tensor:
+        """Return the logits [n, V] after the current token of every active sequence."""
+        # Once no request waits, freed slots stay empty, so a reallocation may drop them.
+        self._reserve(num_slots=self._num_slots if self._waiting else len(self._active))
+        longest = max(sequence.position for sequence in self._active)
+        positions = torch.tensor(
+            [sequence.position for sequence in self._active], device=self._device
+        )
+        current = torch.tensor([sequence.current for sequence in self._active], device=self._device)
+        attention = DecodeAttention(self._cache, positions=positions, longest=longest)
+        logits: Tensor = self._model(
+            input_ids=current[:, None],
+            position_ids=positions[:, None],
+            use_cache=False,
+            slots=attention,
+        ).logits
+        return logits[:, 0]
 
     def _finish_reason(self, sequence: _Sequence) -> FinishReason | None:
         sampling = sequence.request.sampling
@@ -233,8 +250,6 @@ class ContinuousBatchDecoder:
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_MAX_LOGITS = 1 << 25
-"""Largest number of logits in a forward pass for log-probs, which bounds its memory."""
 
 
 class HfSampler:
@@ -260,13 +275,15 @@ class HfSampler:
                 while they change process-wide settings of torch; see InlineWorkerGroup.
 
         Raises:
-            ConfigError: If the model cannot be built or there is no end token.
+            ConfigError: If the model cannot be built, has layers that this sampler does not
+                support, or there is no end token.
         """
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._model: PreTrainedModel | None = build_model(
             model, dtype=_DTYPES[config.dtype], device=self._device
         )
         self._targets: WeightTargets | None = WeightTargets(self._model)
+        self._uses_cache = check_layers(self._model)
         self._end_token_ids = find_end_token_ids(
             self._model, model, tokenizer_end=tokenizer.eos_token_id
         )
@@ -293,6 +310,7 @@ class HfSampler:
             end_token_ids=self._end_token_ids,
             max_concurrent=self._config.max_concurrent,
             weight_version=self._version,
+            uses_cache=self._uses_cache,
             is_interrupted=self._interrupted.is_set,
             compute_lock=self._compute_lock,
         )
@@ -330,38 +348,19 @@ class HfSampler:
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
         """Return the log-prob of every token but the first; see Sampler."""
         model = self._require_model()
-        longest = max(len(sequence) for sequence in tokens)
-        rows = max(1, _MAX_LOGITS // (longest * model.config.get_text_config().vocab_size))
         logprobs: list[list[float]] = []
-        for first in range(0, len(tokens), rows):
-            chosen = tokens[first : first + rows]
+        for chosen in split_passes(model, tokens):
             with self._compute_lock:
-                values = self._compute_logprobs(model, chosen, temperature=temperature)
-            logprobs += [
-                row[: len(sequence) - 1]
-                for row, sequence in zip(values.tolist(), chosen, strict=True)
-            ]
-        return logprobs
+                padded, logits = compute_logits(model, chosen)
+            # In float32 also for a bf16 model: these log-probs are compared with the engine's.
+            tempered = logits[:, :-1].float() / temperature
+            labels = padded[:, 1:, None]
+            logprobs += (tempered.gather(-1, labels)[..., 0] - tempered.logsumexp(-1)).tolist()
+        return [row[: len(seq) - 1] for row, seq in zip(logprobs, tokens, strict=True)]
 
     def close(self) -> None:
         """Free the model."""
         self._model = self._targets = None
-
-    def _compute_logprobs(
-        self, model: PreTrainedModel, tokens: Sequence[Sequence[int]], *, temperature: float
-    ) -> Tensor:
-        """Return [B, L - 1] float32 log-probs of sequences, padded on the right."""
-        padded = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(sequence) for sequence in tokens], batch_first=True
-        ).to(self._device)
-        positions = torch.arange(padded.shape[1], device=self._device).expand_as(padded)
-        logits = model(
-            input_ids=padded, position_ids=positions, use_cache=False, slots=CausalAttention()
-        ).logits
-        # In float32 also for a bf16 model: these log-probs are compared with the engine's.
-        tempered = logits[:, :-1].float() / temperature
-        chosen: Tensor = tempered.gather(-1, padded[:, 1:, None])[..., 0] - tempered.logsumexp(-1)
-        return chosen
 
     def _check(self, requests: Sequence[SamplingRequest], model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
