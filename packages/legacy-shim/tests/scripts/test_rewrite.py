@@ -277,6 +277,14 @@ def test_a_token_that_means_something_else_where_the_command_stands_is_written_o
     assert migration.script.persons == []
 
 
+def test_loop_that_waits_for_a_command_is_read_for_one_round() -> None:
+    waiting = "PORT=$(netstat -ntlp | grep ray)\n"
+    body = "\n".join(["sleep 1"] * 20)
+    loop = f'{waiting}while [ -n "$PORT" ]; do\n{body}\n{waiting}done\n'
+    (launch,) = read_script(loop + "python3 -m verl.trainer.main_ppo trainer.nnodes=2\n").launches
+    assert [each.text.shown() for each in launch.overrides] == ["trainer.nnodes=2"]
+
+
 def test_one_command_in_a_loop_keeps_what_varies_as_a_variable() -> None:
     text = GRPO.replace("PYTHONUNBUFFERED", "for lr in 1e-6 2e-6; do\nPYTHONUNBUFFERED").replace(
         "echo finished", "done"

@@ -10,7 +10,7 @@ from temper_legacy_shim.bash.values import expansion
 from temper_legacy_shim.bash.values.arithmetic import BadExpression, UnknownNumber, calculate
 from temper_legacy_shim.bash.values.patterns import TooMuch, compiled, matches
 from temper_legacy_shim.bash.values.shell_state import Shell
-from temper_legacy_shim.bash.values.shell_values import Field, Text, Truth, Variable, literal
+from temper_legacy_shim.bash.values.shell_values import Field, Piece, Text, Truth, Variable, literal
 
 _COMPARING = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 _BINARY = ("=", "==", "!=", "<", ">", "=~", "-nt", "-ot", "-ef", *_COMPARING)
@@ -105,9 +105,12 @@ def unary(shell: Shell, operator: str, text: Text) -> Truth:
             is_empty = (
                 None if any(piece.value.startswith(("$(", "`")) for piece in text.pieces) else False
             )
+        # A variable with the output of a command counts as filled, but that is an assumption:
+        # a loop that waits until such a variable is empty is read for one round, not for all.
+        is_assumed = is_empty is False and any(map(_is_output, text.pieces))
         return Truth(
             is_empty if operator == "-z" or is_empty is None else not is_empty,
-            is_assumed=text.is_unset,
+            is_assumed=text.is_unset or is_assumed,
         )
     if operator == "-v":
         name = text.known
@@ -124,6 +127,14 @@ def unary(shell: Shell, operator: str, text: Text) -> Truth:
     if text.is_unset and not text.if_unset():
         return Truth(False, is_assumed=True)
     return Truth(None)
+
+
+def _is_output(piece: Piece) -> bool:
+    """Return True for a variable that holds nothing but the output of commands."""
+    is_own = piece.value.startswith(("$(", "`"))
+    return not piece.is_known and (
+        is_own or (bool(piece.inner) and all(map(_is_output, piece.inner)))
+    )
 
 
 def binary(shell: Shell, operator: str, left: Text, right: Text) -> Truth:
