@@ -59,6 +59,8 @@ class Run:
     """Each external command with its arguments, in the order in which they started."""
     was_stopped: bool
     """It took too long."""
+    process_id: int
+    """Value of ``$$`` in the script."""
 
 
 def run_in_bash(
@@ -112,7 +114,19 @@ def _run(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
         process.wait()
-    return Run(_recorded(record.read_bytes().decode(errors="surrogateescape")), was_stopped)
+    commands = _recorded(record.read_bytes().decode(errors="surrogateescape"))
+    # `unshare` and `setpriv` replace themselves by bash, so bash has the number of the process.
+    return Run(commands, was_stopped, process.pid)
+
+
+def is_bash(text: str) -> bool:
+    """Return False if bash refuses the syntax of a script."""
+    bash = shutil.which("bash")
+    assert bash is not None
+    script = text.encode(errors="surrogateescape")
+    return (
+        subprocess.run([bash, "-n"], input=script, capture_output=True, check=False).returncode == 0
+    )
 
 
 @cache

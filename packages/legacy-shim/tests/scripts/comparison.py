@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bash_itself import run_in_bash
+from bash_itself import Run, run_in_bash
 
 from temper_legacy_shim.bash.syntax.syntax_tree import Span
 from temper_legacy_shim.bash.values.shell_state import Event
@@ -99,7 +99,7 @@ def wrong_in_new(text: str) -> list[str] | None:
         key=_all_shown,
     )
     others = [
-        sorted(_placeless(command) for command in run.commands if not _launches(command))
+        sorted(_placeless(command, run) for command in run.commands if not _launches(command))
         for run in (old, new)
     ]
     out = [] if others[0] == others[1] else [f"other commands {others[0]} became {others[1]}"]
@@ -131,9 +131,10 @@ def _keys(launches: Sequence[Sequence[Text | str]]) -> list[list[str]]:
     ]
 
 
-def _placeless(command: list[str]) -> list[str]:
-    """Return a command without the name of the folder that it ran in."""
-    return [re.sub(r"/tmp/stubs-\w+", "", word) for word in command]
+def _placeless(command: list[str], run: Run) -> list[str]:
+    """Return a command without what differs in every run: its folder and the process (``$$``)."""
+    process = re.compile(rf"(?<!\d){run.process_id}(?!\d)")
+    return [process.sub("$$", re.sub(r"/tmp/stubs-\w+", "", word)) for word in command]
 
 
 def _launches(command: list[str]) -> bool:

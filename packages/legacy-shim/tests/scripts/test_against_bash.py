@@ -4,14 +4,16 @@ import logging
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from bash_itself import is_bash
 from comparison import compare, wrong_in_new
-from corpus import public_scripts
+from corpus import drawn_scripts, public_scripts
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +42,28 @@ def test_the_new_script_of_most_samples_is_compared() -> None:
     assert sum(wrong_in_new(path.read_text()) is not None for path in SAMPLES[:5]) >= 3
 
 
+def _drawn_paths() -> list[Path]:
+    return [path for _, path in drawn_scripts()]
+
+
+def test_number_of_the_process_is_no_difference() -> None:
+    launch = "python3 -m verl.trainer.main_ppo data.train_batch_size=8 trainer.nnodes=1\n"
+    assert wrong_in_new("mkdir -p /tmp/run_$$\n" + launch) == []
+
+
+PUBLIC = pytest.mark.parametrize("get_paths", [public_scripts, _drawn_paths])
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_new_scripts_of_public_ones_do_in_bash_what_was_meant() -> None:
+@PUBLIC
+def test_new_scripts_of_public_ones_do_in_bash_what_was_meant(
+    get_paths: Callable[[], list[Path]],
+) -> None:
     result: Counter[str] = Counter()
-    for path in public_scripts():
-        wrong = wrong_in_new(path.read_text(errors="replace"))
+    for path in get_paths():
+        text = path.read_text(errors="replace")
+        wrong = wrong_in_new(text) if is_bash(text) else None
         result["not compared" if wrong is None else "wrong" if wrong else "right"] += 1
         if wrong:
             logger.warning("%s: %s", path.name, "; ".join(wrong)[:500])
@@ -56,8 +74,9 @@ def test_new_scripts_of_public_ones_do_in_bash_what_was_meant() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_public_scripts_launch_what_bash_launches() -> None:
-    paths = public_scripts()
+@PUBLIC
+def test_public_scripts_launch_what_bash_launches(get_paths: Callable[[], list[Path]]) -> None:
+    paths = get_paths()
     result: Counter[str] = Counter(scripts=len(paths))
     for path in paths:
         result += count_one(path)
@@ -68,7 +87,10 @@ def test_public_scripts_launch_what_bash_launches() -> None:
 
 def count_one(path: Path) -> Counter[str]:
     """Count one script: its list of keys, and each value if that list is right."""
-    comparison = compare(path.read_text(errors="replace"))
+    text = path.read_text(errors="replace")
+    if not is_bash(text):
+        return Counter({"refused by bash": 1})
+    comparison = compare(text)
     if comparison.was_stopped or not comparison.run:
         return Counter(
             {"stopped under stubs" if comparison.was_stopped else "launches nothing under stubs": 1}

@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pyarrow as pa
 from configs.checking import put_files, run
+from corpus import drawn_scripts
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from pyarrow import parquet
-from test_drawn_scripts import drawn_scripts, launched_commands
+from test_drawn_scripts import launched_commands
 from test_forks import outcome_of
 from transformers import Qwen2Config, Qwen2ForCausalLM
 

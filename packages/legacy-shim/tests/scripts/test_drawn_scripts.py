@@ -5,7 +5,6 @@ Docs/records/migration_acceptance.md has the rules.
 
 import json
 import logging
-import os
 import re
 import sys
 import time
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bash_itself import run_in_bash
 from comparison import as_event, surroundings
 from configs.checking import put_files, run
+from corpus import drawn_scripts
 from test_forks import outcome_of
 
 from temper_legacy_shim.configs import Outcome
@@ -35,21 +35,8 @@ from temper_legacy_shim.scripts.rewrite import COMMAND
 
 logger = logging.getLogger(__name__)
 
-TABLE = Path(__file__).parents[2] / "tools/drawn_scripts.tsv"
-FOLDER = Path(os.environ["TEMPER_TEST_DATA"]) / "legacy" / "drawn"
 OPEN = {"needs a person": "question", "conflict": "question", "unmapped": "unmapped"}
 DROPPED = ("dropped", "ignored", "superseded")
-
-
-def drawn_scripts() -> list[tuple[str, Path]]:
-    """Return name and file of each script of the table; without them, the test is skipped."""
-    if not FOLDER.is_dir():
-        pytest.skip(
-            f"needs the drawn scripts in {FOLDER}: write them with tools/draw_scripts.py, and set "
-            "TEMPER_TEST_DATA"
-        )
-    rows = [line.split("\t") for line in TABLE.read_text().splitlines()[1:]]
-    return [(f"{name} {path}", FOLDER / name.replace("/", "+") / path) for name, _, path, _ in rows]
 
 
 @pytest.mark.nightly
