@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from temper_trainer.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
-from temper_trainer.rollout.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler, StreamingSampler
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from temper_engine_api.errors import TemperError
+from temper_trainer.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.loops.rollouts.multi_turn import (
@@ -28,7 +29,6 @@ from temper_trainer.loops.rollouts.multi_turn import (
 )
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
-from temper_trainer.rollout.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.types import Completion, Prompt, SamplingRequest
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.weights import NamedWeight
+from temper_trainer.concurrency import DaemonThreads
 from temper_trainer.progress import track_wait
-from temper_trainer.rollout.concurrency import DaemonThreads
 from temper_trainer.rollout.load_balancer import LoadBalancer
 from temper_trainer.rollout.sampler import Replica, ReplicaError
 from temper_trainer.rollout.vllm.messages import ServerSpec
