@@ -6,9 +6,10 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -23,24 +24,31 @@ class PriorityLimit:
 
     def __init__(self, max_concurrent: int | None) -> None:
         """Allow this many bodies at a time; None has no limit."""
-        self._num_free = max_concurrent
+        self._max_concurrent = max_concurrent
+        self._num_active = 0
         self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
 
     @asynccontextmanager
     async def acquire(self, priority: tuple[int, int]) -> AsyncIterator[None]:
         """Run the body when it is its turn."""
-        if self._num_free is None:
-            yield
-            return
-        if self._num_free > 0 and not self._waiting:
-            self._num_free -= 1
+        if self._has_free and not self._waiting:
+            self._num_active += 1
         else:
             await self._wait(priority)
         try:
             yield
         finally:
             self._release()
+
+    def resize(self, max_concurrent: int) -> None:
+        """Allow another number of bodies from now on; those that run are not stopped."""
+        self._max_concurrent = max_concurrent
+        self._admit()
+
+    @property
+    def _has_free(self) -> bool:
+        return self._max_concurrent is None or self._num_active < self._max_concurrent
 
     async def _wait(self, priority: tuple[int, int]) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -54,13 +62,19 @@ class PriorityLimit:
             raise
 
     def _release(self) -> None:
-        while self._waiting:
+        self._num_active -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._has_free:
             _, _, future = heapq.heappop(self._waiting)
             if not future.done():
+                self._num_active += 1
                 future.set_result(None)
-                return
-        assert self._num_free is not None
-        self._num_free += 1
+
+
+_Task = Callable[[], Callable[[], None]]
+"""Calls a function, and returns what hands over its result."""
 
 
 class DaemonThreads:
@@ -73,7 +87,9 @@ class DaemonThreads:
     def __init__(self, name: str) -> None:
         """Start no thread yet; their names begin with `name`."""
         self._name = name
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
         self._idle = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
 
@@ -81,18 +97,19 @@ class DaemonThreads:
         """Call a function in a thread; from any thread."""
         future: Future[T] = Future()
 
-        def run() -> None:
+        def run() -> Callable[[], None]:
+            """Call the function; return what hands over its result."""
             if not future.set_running_or_notify_cancel():
-                return
+                return lambda: None
             try:
                 result = function(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - raised where the result is awaited
-                _settle(future, error=error)
+                return partial(_settle, future, error=error)
             # An event loop would end with SystemExit or KeyboardInterrupt of one of its tasks.
             except BaseException as error:  # noqa: BLE001
-                _settle(future, error=RuntimeError(f"{type(error).__name__} in a thread: {error}"))
-            else:
-                _settle(future, result=result)
+                failure = RuntimeError(f"{type(error).__name__} in a thread: {error}")
+                return partial(_settle, future, error=failure)
+            return partial(_settle, future, result=result)
 
         if not self._idle.acquire(blocking=False):
             thread = threading.Thread(
@@ -117,8 +134,22 @@ class DaemonThreads:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task()
+            settle = task()
+            # Idle before the result is known, so that the next call of its waiter comes here.
             self._idle.release()
+            settle()
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:
+    """Return the results in order; after an error, or if cancelled, cancel all others."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _settle(

@@ -78,13 +78,17 @@ class StepTimer:
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the wall time of the body to ``time/NAME_s``, and show it as in progress."""
-        metric, start = f"time/{name}_s", time.perf_counter()
+        start = time.perf_counter()
         try:
             with track_progress(name.replace("_", " ")):
                 yield
         finally:
-            elapsed = time.perf_counter() - start
-            self.seconds[metric] = self.seconds.get(metric, 0.0) + elapsed
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds to ``time/NAME_s``."""
+        metric = f"time/{name}_s"
+        self.seconds[metric] = self.seconds.get(metric, 0.0) + seconds
 
 
 logger = logging.getLogger(__name__)

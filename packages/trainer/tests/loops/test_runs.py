@@ -19,7 +19,7 @@ from temper_trainer import progress
 from temper_trainer.data.rows import DataError
 from temper_trainer.loops import RunResult
 from temper_trainer.progress import ProgressTask
-from temper_trainer.reward.scoring import RewardFailureError
+from temper_trainer.reward.scoring_round import RewardFailureError
 
 Run = Callable[..., RunResult]
 TINY = (
@@ -179,7 +179,6 @@ def test_sampling_scoring_and_updates_report_progress(
         ("actor mini-batches", 2, 2),
     ]  # 4 prompts, 4 completions each
     assert [name for name, total, _ in printed if total is None] == [
-        "reward",
         "rollout",
         "forward",
         "update",

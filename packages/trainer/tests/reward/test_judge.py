@@ -16,7 +16,8 @@ from temper_trainer.redaction import redact_secrets
 from temper_trainer.reward.judge_answers import JudgeAnswerError, build_messages, parse_score
 from temper_trainer.reward.judge_endpoint import warn_if_unreachable
 from temper_trainer.reward.reward_calls import Item
-from temper_trainer.reward.scoring import RewardFailureError, Scorer
+from temper_trainer.reward.scoring import Scorer
+from temper_trainer.reward.scoring_round import RewardFailureError
 from temper_trainer.types import Prompt
 
 pytest.importorskip("openai", reason="needs the extra temper-trainer[judge]")

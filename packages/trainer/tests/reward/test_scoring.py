@@ -16,7 +16,8 @@ from temper_trainer import redaction
 from temper_trainer.config.reward import RewardConfig, RewardFunctionConfig
 from temper_trainer.reward.registry import register_reward
 from temper_trainer.reward.reward_calls import Item
-from temper_trainer.reward.scoring import RewardFailureError, Scorer
+from temper_trainer.reward.scoring import Scorer
+from temper_trainer.reward.scoring_round import RewardFailureError
 from temper_trainer.types import Prompt
 
 PATIENT = RewardConfig(

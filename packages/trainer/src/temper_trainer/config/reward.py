@@ -129,10 +129,16 @@ class RewardConfig:
     timeout_s: PositiveFloat = 10.0
     """Maximum time in seconds of one call; slower calls count as failed."""
     num_workers: NonNegativeInt = 0
-    """Worker processes for scoring; a worker is killed if a call exceeds timeout_s. 0 scores in a
-    thread of the driver, where a call that never releases the GIL (such as a runaway regular
+    """Worker processes for scoring; a worker is killed if a call exceeds timeout_s. 0 scores in
+    threads of the driver, where a call that never releases the GIL (such as a runaway regular
     expression) blocks the run.
     """
+    num_threads: PositiveInt = 1
+    """Calls of a function at the same time with num_workers 0; more than 1 helps functions that
+    wait, such as for a web service.
+    """
+    max_retries: NonNegativeInt = 0
+    """Call a function that raises or takes longer than timeout_s again, up to this often."""
     max_failure_fraction: UnitFloat = 0.1
     """Stop the run if more than this fraction of a step's rewards failed (raised, timed out, not
     finite), in [0, 1]. Otherwise the failed ones are dropped.
@@ -141,6 +147,11 @@ class RewardConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         self._check_names()
+        if self.num_workers and self.num_threads > 1:
+            raise ConfigError(
+                f"reward.num_threads is {self.num_threads}, but has no effect with "
+                f"reward.num_workers = {self.num_workers}: remove one of them."
+            )
         sums = {f"reward.sums.{name}": weights for name, weights in self.sums.items()}
         for key, weights in {"reward.components": self.components, **sums}.items():
             for name, weight in weights.items():

@@ -65,7 +65,7 @@ RULES = (
         ),
     ),
     Rule(
-        keys=("reward.timeout_s", "reward.num_workers"),
+        keys=("reward.timeout_s", "reward.num_workers", "reward.num_threads", "reward.max_retries"),
         applies=lambda config: all(
             name in (REWARD_MODEL, *config.reward.judges) for name in config.reward.get_parts()
         ),

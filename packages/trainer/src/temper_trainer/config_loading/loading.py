@@ -77,6 +77,7 @@ DIGEST_EXCLUDED_KEYS = (
     "rollout.vllm",
     "weight_sync",
     "reward.num_workers",
+    "reward.num_threads",
     "reward.model.num_workers",
     "reward.model.pool",
 )

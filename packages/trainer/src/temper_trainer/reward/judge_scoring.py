@@ -10,13 +10,14 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 
 import openai
 from anyio.from_thread import start_blocking_portal
 from openai.types.chat import ChatCompletion
 
+from temper_trainer.concurrency import PriorityLimit
 from temper_trainer.config.judge import JudgeConfig
 from temper_trainer.progress import advance_progress
 from temper_trainer.reward.judge_answers import (
@@ -26,7 +27,13 @@ from temper_trainer.reward.judge_answers import (
     parse_score,
 )
 from temper_trainer.reward.judge_endpoint import NO_KEY, read_api_key
-from temper_trainer.reward.reward_calls import FailureKind, Item, Outcome
+from temper_trainer.reward.reward_calls import (
+    CallRound,
+    FailureKind,
+    Item,
+    JudgeUsage,
+    Outcome,
+)
 from temper_trainer.types import Prompt
 
 MAX_CACHED_SCORES = 200_000
@@ -34,19 +41,24 @@ MAX_CACHED_SCORES = 200_000
 
 
 @dataclass(slots=True)
-class _Usage:
-    """Counts of one batch."""
+class _Counts:
+    """Counts of one call, while it is made."""
 
     requests: int = 0
-    """HTTP requests, including retries."""
-    calls: int = 0
-    """Completions that were sent; each takes one request and its retries."""
-    cached: int = 0
-    """Completions whose score was known, or that equal another one of the batch."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    latencies_s: list[float] = field(default_factory=list)
-    """Time of each answered call, including its retries."""
+
+
+_current_counts: ContextVar[_Counts] = ContextVar("_current_counts")
+"""Counts of the call whose task runs: requests are counted where the library sends them."""
+
+
+@dataclass(slots=True)
+class _SharedCall:
+    """A call whose score several equal completions wait for."""
+
+    task: "asyncio.Task[Outcome]"
+    num_waiting: int = 0
 
 
 class JudgeScoring:
@@ -61,8 +73,9 @@ class JudgeScoring:
         self._config = config
         self._name = name
         self._scores: dict[bytes, float] = {}
-        self._usage = _Usage()
+        self._open: dict[bytes, _SharedCall] = {}
         self._total_cost_usd = 0.0
+        self._limit = PriorityLimit(config.max_concurrency)
         self._stack = ExitStack()
         # A thread with an event loop: one loop for all steps, so that connections are reused.
         self._portal = self._stack.enter_context(start_blocking_portal())
@@ -72,33 +85,36 @@ class JudgeScoring:
             timeout=config.request_timeout_s,
             max_retries=config.max_retries,
             # The library does not tell how often it retried a request that failed in the end.
-            http_client=openai.DefaultAsyncHttpxClient(
-                event_hooks={"request": [self._count_request]}
-            ),
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"request": [_count_request]}),
         )
 
-    def run(self, items: Sequence[Item], *, max_failures: int) -> list[Outcome]:
-        """Return one outcome per item, in order; those of the calls made if too many failed."""
-        self._usage = _Usage()
-        outcomes = self._portal.call(partial(self._run, items, max_failures=max_failures))
-        self._total_cost_usd += self._compute_cost_usd()
-        return outcomes
+    async def score(self, item: Item, *, calls: CallRound, priority: tuple[int, int]) -> Outcome:
+        """Score one completion with one request and its retries, or from the cache."""
+        del calls  # only functions are called more often at a time if they hang
+        future = self._portal.start_task_soon(self._find_score, item, priority)
+        outcome = await asyncio.wrap_future(future)
+        advance_progress("rewards")
+        return outcome
 
     def close(self) -> None:
         """Close the connections and end the thread."""
         with self._stack:
             self._portal.call(self._client.close)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last ``run``, and the cost of all."""
-        usage, latencies = self._usage, self._usage.latencies_s
+    def measure(self, usages: Sequence[JudgeUsage]) -> dict[str, float]:
+        """Return the metrics of some scores, and the cost of all of the run."""
+        latencies = [each.latency_s for each in usages if each.latency_s is not None]
+        num_requests, num_calls = (
+            sum(each.requests for each in usages),
+            sum(each.calls for each in usages),
+        )
         values: dict[str, float] = {
-            "requests": usage.requests,
-            "retries": usage.requests - usage.calls,
-            "cached": usage.cached,
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cost_usd": self._compute_cost_usd(),
+            "requests": num_requests,
+            "retries": num_requests - num_calls,
+            "cached": len(usages) - num_calls,
+            "prompt_tokens": sum(each.prompt_tokens for each in usages),
+            "completion_tokens": sum(each.completion_tokens for each in usages),
+            "cost_usd": sum(map(self._compute_cost_usd, usages)),
             "total_cost_usd": self._total_cost_usd,
         }
         if latencies:
@@ -106,61 +122,66 @@ class JudgeScoring:
             values["latency_max_s"] = max(latencies)
         return {f"judge/{self._name}/{key}": float(value) for key, value in values.items()}
 
-    async def _count_request(self, _: object) -> None:
-        self._usage.requests += 1
-
-    def _compute_cost_usd(self) -> float:
+    def _compute_cost_usd(self, usage: JudgeUsage) -> float:
         prices = self._config
         return (
-            self._usage.prompt_tokens * prices.usd_per_million_prompt_tokens
-            + self._usage.completion_tokens * prices.usd_per_million_completion_tokens
+            usage.prompt_tokens * prices.usd_per_million_prompt_tokens
+            + usage.completion_tokens * prices.usd_per_million_completion_tokens
         ) / 1e6
 
-    async def _run(self, items: Sequence[Item], *, max_failures: int) -> list[Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        semaphore = asyncio.Semaphore(self._config.max_concurrency)
-        tasks: list[asyncio.Task[None]] = []
-
-        def add(indices: Sequence[int], outcome: Outcome) -> None:
-            outcomes.update(dict.fromkeys(indices, outcome))
-            advance_progress("rewards", len(indices))
-            if sum(each.kind is not None for each in outcomes.values()) > max_failures:
-                # The run stops anyway, so the other calls would only cost time and money.
-                for task in tasks:
-                    task.cancel()
-
-        async def call(messages: Messages, *, indices: Sequence[int]) -> None:
-            prompt, _ = items[indices[0]]
-            async with semaphore:
-                add(indices, await self._call(messages, prompt=prompt))
-
-        by_key: dict[bytes, tuple[Messages, list[int]]] = {}
-        for i, (prompt, text) in enumerate(items):
-            try:
-                messages = build_messages(self._config, prompt, text)
-            except KeyError as error:
-                problem = f"the prompt has no field {error} in extra, which the template needs"
-                add([i], _fail(FailureKind.EXCEPTION, problem, prompt=prompt))
-                continue
-            by_key.setdefault(_hash_messages(messages), (messages, []))[1].append(i)
-        async with asyncio.TaskGroup() as group:
-            for key, (messages, indices) in by_key.items():
-                if key in self._scores:
-                    self._usage.cached += len(indices)
-                    add(indices, Outcome(reward=self._scores[key]))
-                else:
-                    self._usage.cached += len(indices) - 1
-                    tasks.append(group.create_task(call(messages, indices=indices)))
-        return [outcome for _, outcome in sorted(outcomes.items(), key=lambda pair: pair[0])]
-
-    async def _call(self, messages: Messages, *, prompt: Prompt) -> Outcome:
-        """Score one completion; a failure becomes an outcome."""
-        config, started = self._config, time.monotonic()
+    async def _find_score(self, item: Item, priority: tuple[int, int]) -> Outcome:
+        """Return a known score, or that of a call, which equal completions share."""
+        prompt, text = item
         try:
-            self._usage.calls += 1
+            messages = build_messages(self._config, prompt, text)
+        except KeyError as error:
+            problem = f"the prompt has no field {error} in extra, which the template needs"
+            return _fail(FailureKind.EXCEPTION, problem, prompt=prompt)
+        key = _hash_messages(messages)
+        if key in self._scores:
+            return Outcome(reward=self._scores[key], usage=JudgeUsage())
+        is_first = key not in self._open
+        if is_first:
+            task = asyncio.create_task(self._call(messages, prompt=prompt, priority=priority))
+            self._open[key] = _SharedCall(task)
+            task.add_done_callback(lambda _: self._open.pop(key))
+        shared = self._open[key]
+        shared.num_waiting += 1
+        try:
+            outcome = await asyncio.shield(shared.task)
+        finally:
+            shared.num_waiting -= 1
+            if shared.num_waiting == 0:
+                shared.task.cancel()  # no effect if it is done
+        return outcome if is_first else replace(outcome, usage=JudgeUsage())
+
+    async def _call(
+        self, messages: Messages, *, prompt: Prompt, priority: tuple[int, int]
+    ) -> Outcome:
+        """Score one completion; a failure becomes an outcome."""
+        async with self._limit.acquire(priority):
+            counts, started = _Counts(), time.monotonic()
+            _current_counts.set(counts)
+            outcome = await self._try_call(messages, counts=counts, prompt=prompt)
+        is_scored = outcome.kind is None
+        usage = JudgeUsage(
+            requests=counts.requests,
+            calls=1,
+            prompt_tokens=counts.prompt_tokens,
+            completion_tokens=counts.completion_tokens,
+            latency_s=time.monotonic() - started if is_scored else None,
+        )
+        self._total_cost_usd += self._compute_cost_usd(usage)
+        if outcome.reward is not None:
+            self._remember(_hash_messages(messages), outcome.reward)
+        return replace(outcome, usage=usage)
+
+    async def _try_call(self, messages: Messages, *, counts: _Counts, prompt: Prompt) -> Outcome:
+        config = self._config
+        try:
             async with asyncio.timeout(config.timeout_s):
-                answer = await self._request(messages)
-            score = parse_score(answer, config=config)
+                answer = await self._request(messages, counts=counts)
+            return Outcome(reward=parse_score(answer, config=config))
         except (TimeoutError, openai.APITimeoutError) as error:
             setting = "request_timeout_s" if isinstance(error, openai.OpenAIError) else "timeout_s"
             problem = (
@@ -176,11 +197,8 @@ class JudgeScoring:
             return _fail(
                 FailureKind.EXCEPTION, problem, prompt=prompt, trace=traceback.format_exc()
             )
-        self._usage.latencies_s.append(time.monotonic() - started)
-        self._remember(_hash_messages(messages), score)
-        return Outcome(reward=score)
 
-    async def _request(self, messages: Messages) -> str:
+    async def _request(self, messages: Messages, *, counts: _Counts) -> str:
         """Return the text of the judge's answer, and count its tokens."""
         config = self._config
         fields: dict[str, object] = {"max_completion_tokens": config.max_tokens}
@@ -195,8 +213,8 @@ class JudgeScoring:
         if not isinstance(completion, ChatCompletion) or not completion.choices:
             raise JudgeAnswerError(f"the endpoint sent {completion!r:.160}, without an answer")
         if completion.usage is not None:
-            self._usage.prompt_tokens += completion.usage.prompt_tokens
-            self._usage.completion_tokens += completion.usage.completion_tokens
+            counts.prompt_tokens += completion.usage.prompt_tokens
+            counts.completion_tokens += completion.usage.completion_tokens
         choice = completion.choices[0]
         if not choice.message.content:
             raise JudgeAnswerError(
@@ -209,6 +227,10 @@ class JudgeScoring:
         if len(self._scores) >= MAX_CACHED_SCORES:
             del self._scores[next(iter(self._scores))]
         self._scores[key] = score
+
+
+async def _count_request(_: object) -> None:
+    _current_counts.get().requests += 1
 
 
 def _hash_messages(messages: Sequence[Mapping[str, str]]) -> bytes:

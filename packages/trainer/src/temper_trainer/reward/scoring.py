@@ -1,18 +1,17 @@
-"""Score completions, stop after too many failures, and shape scores into rewards.
+"""Open what scores completions, and shape scores into rewards.
 
-Scores come from reward functions and reward models. Shaping applies scale, overlong penalty, bounds
-and normalization; its sums are float64.
+Scores come from reward functions, judges and reward models. Shaping applies scale, overlong
+penalty, bounds and normalization; its sums are float64.
 """
 
+import asyncio
 import math
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from temper_engine_api.errors import TemperError
+from temper_trainer.concurrency import gather_or_cancel
 from temper_trainer.config.reward import REWARD_MODEL, OverlongConfig, RewardConfig, ShapingConfig
 from temper_trainer.progress import track_progress
 from temper_trainer.reward.registry import (
@@ -21,33 +20,21 @@ from temper_trainer.reward.registry import (
     get_function_config,
     resolve_reward,
 )
-from temper_trainer.reward.reward_calls import (
-    FailureKind,
-    Item,
-    Outcome,
-    ProcessScoring,
-    RewardCall,
-)
+from temper_trainer.reward.reward_calls import FailureKind, Item, PartScoring, RewardCall
+from temper_trainer.reward.reward_processes import ProcessScoring
 from temper_trainer.reward.reward_threads import ThreadScoring
-from temper_trainer.types import Score
+from temper_trainer.reward.scoring_round import (
+    ModelScoring,
+    RewardModel,
+    ScoredItem,
+    ScoringRound,
+    list_usages,
+    measure_scores,
+)
+from temper_trainer.types import Prompt, Score
 
-
-class RewardModel(Protocol):
-    """A reward model, wherever it runs."""
-
-    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Return the score of each token sequence, in order."""
-        ...
-
-
-class RewardFailureError(TemperError, RuntimeError):
-    """So many reward calls failed that training on the others would be misleading."""
-
-
-class _Scoring(Protocol):
-    def run(self, items: Sequence[Item], *, max_failures: int) -> list[Outcome]: ...
-
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from temper_trainer.reward.judge_scoring import JudgeScoring
 
 
 class Scorer:
@@ -72,35 +59,46 @@ class Scorer:
         """
         self._config = config
         self._model = model
-        self._parts = find_rewards(config, ["", *selected])
+        self._names = find_rewards(config, ["", *selected])
         check_rewards(config, ["", *selected])
-        self._scorings: dict[str, _Scoring | None] = {}
-        self._failures: Counter[FailureKind] = Counter()
-        self._means: dict[str, float] = {}
-        self._judge_metrics: list[Callable[[], dict[str, float]]] = []
+        self._parts: dict[str, PartScoring | ModelScoring] = {}
+        self._judges: dict[str, JudgeScoring] = {}
+        self._metrics: dict[str, float] = {}
 
     def __enter__(self) -> "Scorer":
         # Started here and not in the constructor, so that leaving the context always ends them.
-        for name in self._parts:
-            self._scorings[name] = self._open_scoring(name)
+        for name in self._names:
+            self._parts[name] = self._open_part(name)
         return self
 
-    def _open_scoring(self, name: str) -> _Scoring | None:
-        """Start what scores one part; None for the reward model."""
+    def _open_part(self, name: str) -> PartScoring | ModelScoring:
+        """Start what scores one part."""
         config = self._config
         if name == REWARD_MODEL:
-            return None
+            assert self._model is not None, (
+                "a validated configuration that names a reward model has one"
+            )
+            return ModelScoring(self._model)
         if name in config.judges:
             from temper_trainer.reward.judge_scoring import JudgeScoring  # needs an extra
 
-            judge = JudgeScoring(config.judges[name], name=name)
-            self._judge_metrics.append(judge.metrics)
-            return judge
+            self._judges[name] = JudgeScoring(config.judges[name], name=name)
+            return self._judges[name]
         function = get_function_config(config, name)
         call = RewardCall(function=resolve_reward(function), arguments=dict(function.arguments))
         if config.num_workers:
-            return ProcessScoring(call, timeout_s=config.timeout_s, num_workers=config.num_workers)
-        return ThreadScoring(call, timeout_s=config.timeout_s)
+            return ProcessScoring(
+                call,
+                timeout_s=config.timeout_s,
+                num_workers=config.num_workers,
+                max_retries=config.max_retries,
+            )
+        return ThreadScoring(
+            call,
+            timeout_s=config.timeout_s,
+            num_threads=config.num_threads,
+            max_retries=config.max_retries,
+        )
 
     def __exit__(
         self,
@@ -108,15 +106,33 @@ class Scorer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for scoring in self._scorings.values():
-            if scoring is not None:
-                scoring.close()
-        self._scorings = {}
+        for part in self._parts.values():
+            part.close()
+        self._parts = {}
+
+    def open_round(self, prompts: Sequence[Prompt], *, priority: int = 0) -> ScoringRound:
+        """Return what scores the completions of rollouts that are requested together.
+
+        Args:
+            prompts: The prompt of each rollout.
+            priority: Completions of rounds with a smaller number are scored first.
+        """
+        assert self._parts, "a Scorer can only score inside its `with` block"
+        return ScoringRound(
+            self._config, prompts=prompts, parts=self._parts, name=self._name, priority=priority
+        )
+
+    def measure(self, items: Sequence[ScoredItem]) -> dict[str, float]:
+        """Return the failures by kind, the mean of each part, and the judges' metrics."""
+        metrics = measure_scores(items, config=self._config, has_parts=len(self._names) > 1)
+        for name, judge in self._judges.items():
+            metrics |= judge.measure(list_usages(items, judge=name))
+        return metrics
 
     def score(
         self, items: Sequence[Item], *, tokens: Sequence[Sequence[int]] | None = None
     ) -> list[Score]:
-        """Return one score per (prompt, completion text), in order.
+        """Return one score per (prompt, completion text), in order; for loops of your own.
 
         Args:
             items: Prompts and texts, for functions.
@@ -125,154 +141,43 @@ class Scorer:
         Raises:
             RewardFailureError: If a larger fraction failed than reward.max_failure_fraction.
         """
-        assert self._scorings, "a Scorer can only score inside its `with` block"
-        parts = [self._config.get_parts(prompt.reward) for prompt, _ in items]
-        max_failures = int(self._config.max_failure_fraction * len(items))
-        by_item: list[dict[str, Outcome]] = [{} for _ in items]
-        with track_progress("rewards", total=sum(map(len, parts))):
-            for name, scoring in self._scorings.items():
-                indices = [i for i, names in enumerate(parts) if name in names]
-                if items and not indices:
-                    continue
-                chosen = [items[i] for i in indices]
-                if scoring is None:
-                    assert tokens is not None
-                    outcomes = self._score_with_model(chosen, [tokens[i] for i in indices])
-                else:
-                    outcomes = scoring.run(chosen, max_failures=max_failures)
-                self._check_failures(
-                    outcomes, num_items=len(items), num_left=len(chosen) - len(outcomes)
-                )
-                for i, outcome in zip(indices, outcomes, strict=True):
-                    by_item[i][name] = outcome
-        self._check_failures(list(map(_find_failure, by_item)), num_items=len(items))
-        self._means = _measure_parts(by_item) if len(self._parts) > 1 else {}
-        scores = [
-            _combine(outcomes, weights, is_sum=self._config.is_sum(prompt.reward))
-            for (prompt, _), outcomes, weights in zip(items, by_item, parts, strict=True)
-        ]
-        self._means |= _measure_sums(items, scores, names=self._config.sums)
-        return scores
+        return asyncio.run(self._score_all(items, tokens=tokens or [()] * len(items)))
 
-    def _check_failures(
-        self, outcomes: Sequence[Outcome], *, num_items: int, num_left: int = 0
-    ) -> None:
-        """Count failures, and raise if there are more than accepted of this number of items.
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last `score`; see `measure`."""
+        return self._metrics
 
-        Some calls are left if so many others failed that they were not made.
-        """
-        failed = [outcome for outcome in outcomes if outcome.kind is not None]
-        self._failures = Counter(outcome.kind for outcome in failed if outcome.kind is not None)
-        if len(failed) <= self._config.max_failure_fraction * num_items:
-            return
-        counts = ", ".join(f"{count} {kind}" for kind, count in self._failures.items())
-        first = failed[0].redacted()
-        not_made = f"; the last {num_left} were not made" if num_left else ""
-        raise RewardFailureError(
-            f"{len(failed)} of {num_items} calls of {self._name} failed ({counts}){not_made}: more "
-            f"than reward.max_failure_fraction = {self._config.max_failure_fraction}. The "
-            f"first: {first.kind}: {first.message}\n{first.trace}"
-        )
+    async def _score_all(
+        self, items: Sequence[Item], *, tokens: Sequence[Sequence[int]]
+    ) -> list[Score]:
+        scoring = self.open_round([prompt for prompt, _ in items])
+        scored: dict[int, ScoredItem] = {}
 
-    def _score_with_model(
-        self, items: Sequence[Item], tokens: Sequence[Sequence[int]] | None
-    ) -> list[Outcome]:
-        assert self._model is not None, (
-            "a validated configuration that names a reward model has one"
-        )
-        assert tokens is not None
-        return score_with_model(self._model, items, tokens=tokens)
+        async def score(index: int) -> None:
+            _, text = items[index]
+            scored[index] = await scoring.score(index, text=text, tokens=tokens[index])
+
+        try:
+            with track_progress("rewards", total=len(items)):
+                await gather_or_cancel(map(score, range(len(items))))
+        finally:
+            self._metrics = self.measure(list(scored.values()))
+            # An error leaves out the completion with which the failures were too many.
+            self._metrics |= {
+                f"reward/{kind}": float(scoring.failures[kind]) for kind in FailureKind
+            }
+        return [scored[i].score for i in range(len(items))]
 
     @property
     def _name(self) -> str:
         parts = self._config.components
-        if self._parts != find_rewards(self._config, [""]):
-            return f"the rewards {', '.join(self._parts)}"
+        if self._names != find_rewards(self._config, [""]):
+            return f"the rewards {', '.join(self._names)}"
         return (
             f"reward.components {', '.join(parts)}"
             if parts
             else f"reward.function {self._config.function}"
         )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the failures by kind, the mean of each part, and the judges' metrics.
-
-        They are those of the last ``score``.
-        """
-        metrics = {f"reward/{kind}": float(self._failures[kind]) for kind in FailureKind}
-        metrics |= self._means
-        for measure in self._judge_metrics:
-            metrics |= measure()
-        return metrics
-
-
-def _find_failure(outcomes: Mapping[str, Outcome]) -> Outcome:
-    """Return the first failure among the parts of an item, else the outcome of its first part.
-
-    An item with several failed parts counts once. Its message goes to the log and to samples.jsonl.
-    """
-    known = list(outcomes.values())
-    return next((each for each in known if each.kind is not None), known[0]).redacted()
-
-
-def _combine(
-    outcomes: Mapping[str, Outcome], weights: Mapping[str, float], *, is_sum: bool
-) -> Score:
-    """Return an item's reward or, if none of its parts failed, their weighted sum."""
-    score = _find_failure(outcomes).to_score()
-    if score.reward is None or not is_sum:
-        return score
-    rewards = [reward for name in weights if (reward := outcomes[name].reward) is not None]
-    return Score(
-        reward=sum(w * each for w, each in zip(weights.values(), rewards, strict=True)),
-        components=tuple(rewards),
-    )
-
-
-def _measure_parts(by_item: Sequence[Mapping[str, Outcome]]) -> dict[str, float]:
-    """Return the mean of each part over the items that have it, and its number of failures."""
-    metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for outcomes in by_item for name in outcomes):
-        outcomes = [each[name] for each in by_item if name in each]
-        rewards = [each.reward for each in outcomes if each.reward is not None]
-        # Import paths have a colon, which not every tracker accepts.
-        key = "reward/" + re.sub(r"[^.\w-]", "_", name)
-        metrics[f"{key}/failed"] = float(len(outcomes) - len(rewards))
-        if rewards:
-            metrics[f"{key}/mean"] = math.fsum(rewards) / len(rewards)
-    return metrics
-
-
-def _measure_sums(
-    items: Sequence[Item], scores: Sequence[Score], *, names: Iterable[str]
-) -> dict[str, float]:
-    """Return the mean of each of reward.sums over the completions that it scored."""
-    metrics: dict[str, float] = {}
-    for name in names:
-        chosen = [
-            score.reward
-            for (prompt, _), score in zip(items, scores, strict=True)
-            if prompt.reward == name and score.reward is not None
-        ]
-        if chosen:
-            metrics[f"reward/{name}/mean"] = math.fsum(chosen) / len(chosen)
-    return metrics
-
-
-def score_with_model(
-    model: RewardModel, items: Sequence[Item], *, tokens: Sequence[Sequence[int]]
-) -> list[Outcome]:
-    """Return one outcome per item, in order; a non-finite score is a failure."""
-    outcomes = []
-    for (prompt, _), score in zip(items, model.scores(tokens), strict=True):
-        if math.isfinite(score):
-            outcomes.append(Outcome(reward=score))
-        else:
-            message = (
-                f"the reward model gave {score} (prompt {prompt.prompt_id}, {prompt.location})"
-            )
-            outcomes.append(Outcome(kind=FailureKind.NOT_FINITE, message=message))
-    return outcomes
 
 
 NORMALIZATION_EPSILON = 1e-8

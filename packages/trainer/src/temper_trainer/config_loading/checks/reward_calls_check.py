@@ -1,5 +1,6 @@
 """Call the reward functions on the first row of each data source, for `--check`."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.checks.first_rows import read_sample
 from temper_trainer.data.rows import Row
 from temper_trainer.reward.registry import find_rewards, get_function_config, resolve_reward
-from temper_trainer.reward.reward_calls import RewardCall
+from temper_trainer.reward.reward_calls import CallRound, RewardCall
 from temper_trainer.reward.reward_threads import ThreadScoring
 from temper_trainer.types import Prompt
 
@@ -63,6 +64,7 @@ def _call(config: RewardConfig, name: str, row: Row) -> str | None:
         category=row.category,
     )
     scoring = ThreadScoring(call, timeout_s=config.timeout_s)
-    (outcome,) = scoring.run([(prompt, row.answer)], max_failures=1)
-    outcome = outcome.redacted()
+    calls = CallRound(num_items=1, max_failures=1, timeout_s=config.timeout_s)
+    item = (prompt, row.answer)
+    outcome = asyncio.run(scoring.score(item, calls=calls, priority=(0, 0))).redacted()
     return None if outcome.kind is None else f"{outcome.kind}: {outcome.message}\n{outcome.trace}"

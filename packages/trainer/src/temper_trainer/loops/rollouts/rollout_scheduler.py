@@ -11,13 +11,13 @@ sampling while it publishes weights.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.concurrency import DaemonThreads, PriorityLimit
+from temper_trainer.concurrency import DaemonThreads, PriorityLimit, gather_or_cancel
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.loops.rollouts.multi_turn import (
@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Argument = TypeVar("Argument")
+
+Finish = Callable[[int, Conversation], Awaitable[object]]
+"""Called with index and conversation of a rollout that has ended."""
 
 CLOSE_TIMEOUT_S = 60.0
 """Maximum time to wait for open calls of the sampler when the run ends. A call that ignores the
@@ -89,9 +92,7 @@ class RolloutScheduler:
         self._environments = PriorityLimit(
             None if environment is None else environment.max_concurrent
         )
-        self._scoring = PriorityLimit(1)
         self._environment_threads = DaemonThreads("environment")
-        self._scoring_threads = DaemonThreads("scoring")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, daemon=True, name="rollouts")
         self._thread.start()
@@ -149,9 +150,8 @@ class RolloutScheduler:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._sampler.close(timeout_s=CLOSE_TIMEOUT_S)
-        # Not waited for: a tool or a reward that hangs must not keep the run from ending.
+        # Not waited for: a tool that hangs must not keep the run from ending.
         self._environment_threads.close()
-        self._scoring_threads.close()
         self._loop.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -162,6 +162,8 @@ class RolloutScheduler:
         *,
         prompts: Sequence[Prompt],
         priority: int = 0,
+        given: Mapping[int, Conversation] | None = None,
+        finish: Finish | None = None,
     ) -> tuple[list[Conversation], dict[str, float]]:
         """Run every rollout to its end: one completion without an environment, else several turns.
 
@@ -169,6 +171,9 @@ class RolloutScheduler:
             requests: The first request of each rollout; seeds of later turns are derived from it.
             prompts: The prompt of each request.
             priority: Rollouts with a smaller number continue first.
+            given: Rollouts that need not be sampled, by their indices.
+            finish: Called with index and conversation of each rollout at its end, such as to score
+                it; other rollouts continue meanwhile.
 
         Returns:
             Conversations in the order of the requests, and metrics of turns and tools. A
@@ -189,14 +194,18 @@ class RolloutScheduler:
             make_environment=self._make_environment,
             limit=self._environments,
             threads=self._environment_threads,
+            given=given or {},
         )
-        conversations = await gather_or_cancel(map(rollouts.run_rollout, range(len(requests))))
-        return conversations, {} if self._config is None else measure_turns(conversations)
 
-    async def call_scorer(self, function: Callable[[], T], *, priority: int = 0) -> T:
-        """Call a function that scores, which blocks; one at a time."""
-        async with self._scoring.acquire((priority, 0)):
-            return await self._scoring_threads.call(function)
+        async def run_to_end(index: int) -> Conversation:
+            conversation = await rollouts.run_rollout(index)
+            if finish is not None:
+                await finish(index, conversation)
+            return conversation
+
+        conversations = await gather_or_cancel(map(run_to_end, range(len(requests))))
+        sampled = [each for i, each in enumerate(conversations) if i not in rollouts.given]
+        return conversations, {} if self._config is None else measure_turns(sampled)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -229,10 +238,12 @@ class _Round:
         make_environment: EnvironmentFactory | None,
         limit: PriorityLimit,
         threads: DaemonThreads,
+        given: Mapping[int, Conversation],
     ) -> None:
+        self.given = given
         self._requests = requests
         self._prompts = prompts
-        self._cohort = Cohort(num_open=len(requests), priority=priority)
+        self._cohort = Cohort(num_open=len(requests) - len(given), priority=priority)
         self._sampler = sampler
         self._config = environment
         self._make_environment = make_environment
@@ -242,6 +253,8 @@ class _Round:
 
     async def run_rollout(self, index: int) -> Conversation:
         """Run one rollout to its end, again if its environment fails and retries are left."""
+        if index in self.given:
+            return self.given[index]
         try:
             if self._config is None or self._make_environment is None:
                 conversation = Conversation(request=self._requests[index], environment=None)
@@ -335,15 +348,3 @@ class _Round:
             ) from error
         logger.warning("a rollout is left out, because its environment failed: %s", reason)
         return reason
-
-
-async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """Return the results in order; after an error, or if cancelled, cancel all others."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -1,8 +1,8 @@
 """Sample and score the rollouts of a step, in one round or in several with dynamic sampling."""
 
 import random
+import time
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from temper_trainer.loops.run.run_components import RunComponents
 from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.progress import StepTimer, track_progress
 from temper_trainer.reward.scoring import RunningStats, shape_rewards
+from temper_trainer.reward.scoring_round import ScoredItem
 from temper_trainer.types import (
     Completion,
     FinishReason,
@@ -226,49 +227,77 @@ async def complete_and_score(
         given: Indices of requests that are answered by the given completions of their prompts.
         priority: Rollouts with a smaller number continue first.
     """
-    environment = components.config.environment
-    with track_progress("completions", total=len(requests) if environment is None else None):
-        sampled = [i for i in range(len(requests)) if i not in given]
-        conversations, turn_metrics = await components.scheduler.run_rollouts(
-            [requests[i] for i in sampled],
-            prompts=[prompts[i] for i in sampled],
-            priority=priority,
-        )
-    by_index = dict(zip(sampled, conversations, strict=True)) | {
-        i: _make_given_conversation(
-            requests[i], prompt=prompts[i], weight_version=components.publisher.version
-        )
+    environment, version = components.config.environment, components.publisher.version
+    given_conversations = {
+        i: _make_given_conversation(requests[i], prompt=prompts[i], weight_version=version)
         for i in given
     }
-    conversations = [by_index[i] for i in range(len(requests))]
-    texts = [
-        components.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
-        for conversation in conversations
-    ]
-    finished = [i for i, each in enumerate(conversations) if each.failure is None]
-
-    def score() -> tuple[list[Score], dict[str, float]]:
-        """Score the finished rollouts; the metrics are those of the last call."""
-        known = components.scorer.score(
-            [(prompts[i], texts[i]) for i in finished],
-            tokens=[conversations[i].full_tokens for i in finished],
+    scoring = _RolloutScoring(components, prompts=prompts, priority=priority)
+    num_sampled = len(requests) - len(given)
+    with (
+        track_progress("rewards", total=len(requests)),
+        track_progress("completions", total=num_sampled if environment is None else None),
+    ):
+        conversations, turn_metrics = await components.scheduler.run_rollouts(
+            requests,
+            prompts=prompts,
+            priority=priority,
+            given=given_conversations,
+            finish=scoring.score,
         )
-        return known, components.scorer.metrics()
-
-    with nullcontext() if timer is None else timer.measure("reward"):
-        known, reward_metrics = await components.scheduler.call_scorer(score, priority=priority)
-    scores = [Score(reward=None, failure=each.failure) for each in conversations]
-    for i, known_score in zip(finished, known, strict=True):
-        scores[i] = known_score
+    if timer is not None:
+        timer.add("reward", scoring.seconds_after_sampling)
+    scores = [
+        scoring.scored[i].score
+        if each.failure is None
+        else Score(reward=None, failure=each.failure)
+        for i, each in enumerate(conversations)
+    ]
+    in_order = [scored for _, scored in sorted(scoring.scored.items(), key=lambda each: each[0])]
     return ScoredCompletions(
         prompts=prompts,
         conversations=conversations,
-        texts=texts,
+        texts=[scoring.texts[i] for i in range(len(requests))],
         scores=scores,
         rewards=add_environment_rewards(scores, conversations=conversations),
         turn_metrics=turn_metrics,
-        reward_metrics=reward_metrics,
+        reward_metrics=components.scorer.measure(in_order),
     )
+
+
+class _RolloutScoring:
+    """Scores the rollouts of a round as they end."""
+
+    def __init__(
+        self, components: RunComponents, *, prompts: Sequence[Prompt], priority: int
+    ) -> None:
+        self._tokenizer = components.tokenizer
+        self._round = components.scorer.open_round(prompts, priority=priority)
+        self._num_open = len(prompts)
+        self._last_end = time.perf_counter()
+        self.texts: dict[int, str] = {}
+        """Everything after the prompt, by the index of the rollout."""
+        self.scored: dict[int, ScoredItem] = {}
+        """Scores by the index of the rollout, except of failed ones."""
+
+    async def score(self, index: int, conversation: Conversation) -> None:
+        """Score a rollout that has ended."""
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._last_end = time.perf_counter()
+        text = self._tokenizer.decode(conversation.tokens, skip_special_tokens=True)
+        self.texts[index] = text
+        if conversation.failure is not None:
+            self._round.leave(index)
+            return
+        self.scored[index] = await self._round.score(
+            index, text=text, tokens=conversation.full_tokens
+        )
+
+    @property
+    def seconds_after_sampling(self) -> float:
+        """Seconds since the last rollout ended, which only scoring has taken."""
+        return time.perf_counter() - self._last_end
 
 
 def choose_off_policy_prompts(num_prompts: int, *, fraction: float, seed: int) -> frozenset[int]:

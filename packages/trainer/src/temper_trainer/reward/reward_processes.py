@@ -1,0 +1,266 @@
+"""Call reward functions with a time limit in worker processes (reward.num_workers above 0).
+
+A process whose call hangs or crashes is killed and replaced. `reward_threads` makes calls in
+threads of the driver instead.
+"""
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+
+from temper_engine_api.errors import ConfigError, TemperError
+from temper_trainer.concurrency import DaemonThreads, PriorityLimit
+from temper_trainer.redaction import configure_logging, list_registered_secrets, register_secrets
+from temper_trainer.reward.reward_calls import (
+    CallRound,
+    FailureKind,
+    Item,
+    Outcome,
+    RewardCall,
+    call_with_retries,
+    make_timeout_outcome,
+)
+
+logger = logging.getLogger(__name__)
+
+_MAX_EXTRA_WORKERS = 32
+"""Additional processes of a round in which calls time out; each may import heavy libraries."""
+_START_TIMEOUT_S = 120.0
+"""Maximum time for a new process to start; it imports this package, which is not part of a call's
+time.
+"""
+
+_EXTERNAL_KILL_CODES = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of a process that the kernel (out of memory) or a user has killed."""
+_PR_SET_PDEATHSIG = 1
+
+
+class WorkerStartError(TemperError, RuntimeError):
+    """A reward worker did not start."""
+
+
+class ProcessScoring:
+    """Makes calls in ``num_workers`` spawned processes, one call at a time in each."""
+
+    def __init__(
+        self, call: RewardCall, *, timeout_s: float, num_workers: int, max_retries: int = 0
+    ) -> None:
+        """Start the workers.
+
+        Raises:
+            ConfigError: If the function cannot be pickled.
+            WorkerStartError: If a worker does not start.
+        """
+        try:
+            # Checked first, to name the setting: the error of multiprocessing would not.
+            pickle.dumps(call)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"the reward function cannot be sent to worker processes ({error}): define it at "
+                "the top level of a module, or set reward.num_workers to 0."
+            ) from error
+        self._call = call
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+        # PR_SET_PDEATHSIG kills a worker when the thread that started it ends, so this thread must
+        # live as long as the workers.
+        self._starter = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="temper-reward-starter"
+        )
+        self._num_workers = num_workers
+        self._limit = PriorityLimit(num_workers)
+        self._threads = DaemonThreads("temper-reward")
+        # Guards the three below, which the threads of the calls share.
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._workers: set[_Worker] = set()
+        self._is_closed = False
+        starting = [self._starter.submit(_Worker, call) for _ in range(num_workers)]
+        self._idle = [each.result() for each in starting]
+        self._workers = set(self._idle)
+        for worker in self._idle:
+            worker.wait_until_ready()
+
+    async def score(self, item: Item, *, calls: CallRound, priority: tuple[int, int]) -> Outcome:
+        """Score one completion in a process.
+
+        A call whose process was killed externally is repeated once. After a timeout, the calls of
+        the round also run in additional processes, so that a function that always hangs does not
+        cost ``timeout_s`` per call.
+        """
+        self._resize(calls)
+        async with self._limit.acquire(priority):
+            outcome = await call_with_retries(
+                partial(self._threads.call, self._make_call, item), max_retries=self._max_retries
+            )
+            calls.add(outcome, item=item)
+        self._resize(calls)
+        return outcome
+
+    def close(self) -> None:
+        """Kill the workers."""
+        with self._lock:
+            self._is_closed = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.kill()
+        self._threads.close()
+        self._starter.shutdown()
+
+    def _resize(self, calls: CallRound) -> None:
+        num_calls = calls.choose_num_calls(self._num_workers)
+        self._limit.resize(min(num_calls, self._num_workers + _MAX_EXTRA_WORKERS))
+
+    def _make_call(self, item: Item) -> Outcome:
+        """Make a call in a free worker; in a thread, because it blocks."""
+        prompt, _ = item
+        for may_retry in (True, False):
+            worker = self._take_worker()
+            try:
+                outcome = worker.call(item, timeout_s=self._timeout_s)
+            except TimeoutError:
+                limit = f"took longer than reward.timeout_s = {self._timeout_s:g} s"
+                self._drop(worker, item=item, reason=f"{limit}, which counts as failed")
+                return make_timeout_outcome(item, timeout_s=self._timeout_s)
+            except (EOFError, ConnectionError):
+                worker.process.join(timeout=1.0)  # before kill(), which would hide how it ended
+                reason = f"died with exit code {worker.process.exitcode}"
+            else:
+                self._give_back(worker)
+                return outcome
+            was_killed = worker.process.exitcode in _EXTERNAL_KILL_CODES
+            is_repeated = was_killed and may_retry and not self._is_closed
+            end = "and is retried" if is_repeated else "which counts as failed"
+            self._drop(worker, item=item, reason=f"{reason}{' ' if is_repeated else ', '}{end}")
+            if not is_repeated:
+                break
+        message = f"the worker process {reason} (prompt {prompt.prompt_id}, {prompt.location})"
+        return Outcome(kind=FailureKind.EXCEPTION, message=message)
+
+    def _take_worker(self) -> "_Worker":
+        """Return an idle worker, or a new one if others were killed or more calls may run."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        worker = self._starter.submit(_Worker, self._call).result()
+        with self._lock:
+            self._workers.add(worker)
+        worker.wait_until_ready()
+        return worker
+
+    def _give_back(self, worker: "_Worker") -> None:
+        """Keep a worker for other calls, unless there are enough."""
+        with self._lock:
+            if len(self._workers) <= self._num_workers and not self._is_closed:
+                self._idle.append(worker)
+                return
+            self._workers.discard(worker)
+        worker.kill()
+
+    def _drop(self, worker: "_Worker", *, item: Item, reason: str) -> None:
+        """Kill a worker; the next call starts another one."""
+        prompt, _ = item
+        process = worker.process.pid
+        with self._lock:
+            self._workers.discard(worker)
+            if not self._is_closed:
+                logger.warning(
+                    "replaced reward process %s: prompt %s (%s) %s",
+                    process,
+                    prompt.prompt_id,
+                    prompt.location,
+                    reason,
+                )
+        worker.kill()
+
+
+class _Worker:
+    """One process, which makes one call at a time."""
+
+    def __init__(self, call: RewardCall) -> None:
+        # The driver has threads and may have initialized CUDA, and neither survives a fork.
+        context = multiprocessing.get_context("spawn")
+        self.connection, child_connection = context.Pipe()
+        self.process = context.Process(
+            target=_serve,
+            # Pickled here, so that the function's module is imported only after logging is set up.
+            args=(child_connection, pickle.dumps(call), list_registered_secrets()),
+            name="temper-reward",
+            daemon=True,
+        )
+        self.process.start()
+        # The process must be the only one with that end: otherwise its death would not close the
+        # connection.
+        child_connection.close()
+
+    def wait_until_ready(self) -> None:
+        """Wait for the process's first message."""
+        try:
+            is_up = self.connection.poll(_START_TIMEOUT_S) and self.connection.recv() == "ready"
+        except EOFError:
+            is_up = False
+        if not is_up:
+            self.kill()
+            raise WorkerStartError(
+                f"a reward worker did not start (exit code {self.process.exitcode}): see its "
+                "message above. A script that starts workers must protect its code with `if "
+                "__name__ == '__main__':`."
+            )
+
+    def call(self, item: Item, *, timeout_s: float) -> Outcome:
+        """Send an item and wait for its outcome.
+
+        Raises:
+            TimeoutError: If it takes too long.
+            EOFError, ConnectionError: If the process has died.
+        """
+        self.connection.send(item)
+        if not self.connection.poll(timeout_s):
+            raise TimeoutError
+        outcome = self.connection.recv()
+        assert isinstance(outcome, Outcome)
+        return outcome
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _serve(connection: Connection, pickled_call: bytes, secrets: Sequence[str]) -> None:
+    """Receive items and send their outcomes, until the driver is gone."""
+    try:
+        _die_with_driver()
+        # What the function logs must hide the same values as the driver's log.
+        register_secrets(secrets)
+        configure_logging()
+        call: RewardCall = pickle.loads(pickled_call)  # noqa: S301 - from the parent process
+        connection.send("ready")
+        while True:
+            connection.send(call(connection.recv()))
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        return
+
+
+def _die_with_driver() -> None:
+    """Have the kernel kill this process when the driver dies.
+
+    A function that hangs, or a process that is stopped, would not notice the closed connection.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if os.getppid() != parent.pid:  # the driver died before prctl took effect
+        os._exit(0)
