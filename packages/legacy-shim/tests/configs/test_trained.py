@@ -9,16 +9,24 @@ last step's numbers.
 import json
 import math
 import os
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("temper_trainer", reason="needs temper-trainer and temper-engine-fsdp")
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoints"))
+
 import pyarrow as pa
+import torch
+from old_files import write_fsdp
 from pyarrow import parquet
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from typer.testing import CliRunner
 
+from temper_legacy_shim.cli import app
 from temper_legacy_shim.configs import Outcome, translate
 from temper_legacy_shim.configs.cpu_trial import make_cpu_trial
 from temper_legacy_shim.configs.report import yaml_of
@@ -299,6 +307,46 @@ def test_cpu_trial_of_a_script_for_eight_gpus_trains(
     rows = [row for row in losses(tmp_path / "runs/cpu_trial") if row["phase"] == "rl"]
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[-1]["actor/grad_norm"] > 0
+
+
+def test_resumed_run_keeps_the_base_model_as_reference(
+    old_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Qwen2ForCausalLM.from_pretrained(old_project / "model")
+    with torch.no_grad():
+        trained.lm_head.weight.mul_(3)
+    actor = tmp_path / "old/global_step_2/actor"
+    write_fsdp(actor, trained.state_dict())
+    shutil.copytree(old_project / "model", actor / "huggingface")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["checkpoint", "old", "--to", "temper", "--out", "resumed"])
+    assert result.exit_code == 0, result.output
+    text = (
+        f"MODEL={old_project}/model\n"
+        f"python3 -m verl.trainer.main_ppo data.train_files={old_project}/train.parquet "
+        f"custom_reward_function.path={old_project}/reward.py actor_rollout_ref.model.path=$MODEL "
+        "algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=True "
+        "actor_rollout_ref.rollout.n=2 data.train_batch_size=4 data.max_prompt_length=16 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4 data.max_response_length=6 "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.rollout.name=hf "
+        "actor_rollout_ref.actor.optim.lr=1e-9 trainer.n_gpus_per_node=1 trainer.test_freq=-1 "
+        "trainer.total_epochs=1 trainer.logger=[console] trainer.val_before_train=False\n"
+    )
+    migration = migrate_script(text, options=Options(version="v0.7.0"))
+    assert migration.script is not None
+    assert migration.script.text.count(str(old_project / "model")) == 1  # stated once
+    argv = [argument.text.shown() for argument in migration.launches[0].arguments]
+    assert sum(".model.path=" in word for word in argv) == 1
+
+    assert main([*argv, *HERE, "run.dir=fresh", "run.total_epochs=null", "run.total_steps=1"]) == 0
+    assert main([*argv, *HERE, "run.dir=next", "run.resume=resumed"]) == 0
+    (fresh,) = (row for row in losses(tmp_path / "fresh") if row["phase"] == "rl")
+    (resumed,) = (row for row in losses(tmp_path / "next") if row["phase"] == "rl")
+    assert resumed["step"] == 3
+    assert fresh["policy/ref_kl"] == pytest.approx(0, abs=1e-6)  # the policy is the base model
+    assert resumed["policy/ref_kl"] > 0.01
+    # Three times the logits make the policy more certain: it is the old run's, not the base model.
+    assert resumed["policy/entropy"] < fresh["policy/entropy"] - 0.01
 
 
 @pytest.mark.parametrize(
