@@ -140,6 +140,28 @@ def test_new_group_is_usable_after_a_broken_one(tmp_path: Path) -> None:
     run_ranks(build_after_a_failure, tmp_path)
 
 
+def test_call_that_ends_after_a_declaration_raises() -> None:
+    """An aborted collective of a device ends like a complete one, for example with a wrong norm."""
+    store = dist.HashStore()
+    first, second = (
+        RankFailures(store, rank=rank, world_size=2, has_stages=False, watches=True)
+        for rank in range(2)
+    )
+    returned = []
+
+    def end_after_a_declaration() -> None:
+        with first.report_failure("an update"):
+            with pytest.raises(RuntimeError), second.report_failure("an update"):
+                raise RuntimeError("Connection reset by peer")
+            returned.append("norm")
+
+    with pytest.raises(RankFailedError, match="rank 1 raised in an update: RuntimeError: Conn"):
+        end_after_a_declaration()
+    assert returned == ["norm"]
+    with pytest.raises(RankFailedError, match="rank 1 raised"):
+        first.check()
+
+
 def test_single_process_needs_no_agreement() -> None:
     assert RankFailures.join(Topology()) is None
 

@@ -1,7 +1,7 @@
 """Report the exception of one rank to the others, and agree whether the process group survives.
 
 A rank that raises in a collective call leaves the other ranks waiting for it. `RankFailures` ends
-this wait. Nothing is exchanged as long as calls succeed. After an exception:
+this wait. Ranks exchange nothing as long as calls succeed. After an exception:
 
 1. The rank writes its number, the call and the message to the store of the default process group,
    with the number of collectives that it has started in each group.
@@ -11,7 +11,8 @@ this wait. Nothing is exchanged as long as calls succeed. After an exception:
 3. Otherwise the group is declared broken in the store. The first declaration wins, so that all
    ranks name the same failure. The rank then closes its connections to the other ranks. A gloo
    collective in which they wait fails at once, and they raise RankFailedError with the failure
-   from the store. With NCCL a thread on each rank reads the declaration and aborts the collective.
+   from the store. With NCCL a thread on each rank reads the declaration and aborts the collective,
+   and every call looks for a declaration before it returns.
    A call that did not wait for its collectives may have returned by then; the next one raises.
 4. Every later call of a rank in a broken group raises the same RankFailedError.
 
@@ -94,7 +95,9 @@ class FailureReport:
 class RankFailures:
     """The failures of the ranks of one engine; see the module's docstring."""
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, has_stages: bool) -> None:
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, has_stages: bool, watches: bool = False
+    ) -> None:
         """Join the other ranks, without waiting for them.
 
         Args:
@@ -102,11 +105,14 @@ class RankFailures:
             rank: Global rank.
             world_size: Number of ranks.
             has_stages: True if the engine has pipeline stages.
+            watches: True if collectives run on a device, where one that is aborted ends without an
+                exception: a thread looks for declarations, and so does the end of each call.
         """
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._has_stages = has_stages
+        self._watches = watches
         # Ranks build their engines in the same order, so they agree on this number.
         engine_number = store.add(f"{_PREFIX}/engines/{rank}", 1)
         self._prefix = f"{_PREFIX}/{engine_number}"
@@ -117,6 +123,7 @@ class RankFailures:
         self._position = ""
         self._may_have_messages = False
         self._broken: str | None = None
+        self._breaking = threading.Lock()
         store.set(f"{self._prefix}/connections/{rank}", json.dumps(sorted(own_connections())))
 
     @classmethod
@@ -130,8 +137,9 @@ class RankFailures:
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             has_stages=topology.pp.size > 1,
+            watches="nccl" in dist.get_backend_config(),
         )
-        if "nccl" in dist.get_backend_config():
+        if failures._watches:
             threading.Thread(
                 target=_watch, args=(weakref.ref(failures),), name="rank-failures", daemon=True
             ).start()
@@ -169,11 +177,15 @@ class RankFailures:
         self._where, self._position, self._may_have_messages = call, "", False
         try:
             yield
+            # The watching thread may have aborted a collective, which then returns without a
+            # result. So does one whose connection the failed rank has closed, and NCCL may notice
+            # that before the thread reads the declaration.
+            if self._watches:
+                self._learn_of_declaration()
+            self.check()
         except BaseException as error:
             self._handle(error, reports=True)
             raise
-        # The watching thread may have aborted a collective, which then returns without a result.
-        self.check()
 
     @contextmanager
     def explain_lost_connection(self) -> Iterator[None]:
@@ -281,13 +293,14 @@ class RankFailures:
         return bytes(self._store.compare_set(self._declaration_key, "", failure)).decode()
 
     def _leave_broken_group(self, failure: str) -> None:
-        if self._broken is not None:
-            return
-        self._broken = (
-            f"{failure.rstrip('.')}. The connections between the ranks are closed, so this engine "
-            "can't be used any more: close() it, destroy the default process group if the engine "
-            "did not create it, and build a new engine on every rank."
-        )
+        with self._breaking:  # the watching thread may arrive here at the same time
+            if self._broken is not None:
+                return
+            self._broken = (
+                f"{failure.rstrip('.')}. The connections between the ranks are closed, so this "
+                "engine can't be used any more: close() it, destroy the default process group if "
+                "the engine did not create it, and build a new engine on every rank."
+            )
         _abort_device_collectives()
         close_connections(self._other_ends())
 
