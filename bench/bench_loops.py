@@ -34,6 +34,8 @@ from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.protocol import Environment, Observation
 from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, BatchPipeline
+from temper_trainer.loops.rollouts.group_pipeline import GroupPipeline, GroupSink
+from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.rollout.scripted_sampler import ScriptedServer
 from temper_trainer.types import (
@@ -161,6 +163,43 @@ def script_lengths(request: SamplingRequest) -> list[int]:
     return [1] * (draw_length(request.prompt_tokens[0]) - num_done)
 
 
+def make_pipeline(
+    scheduler: RolloutScheduler, *, rule: AdmissionRule
+) -> BatchPipeline[list[int]] | GroupPipeline[int]:
+    """Return what samples the lengths of the rollouts of a step, each of which is a group."""
+
+    async def sample(step: int, sink: GroupSink[int] | None = None) -> list[int]:
+        first = ROLLOUTS_PER_STEP * (step - 1)
+        prompts, requests = make_requests(ROLLOUTS_PER_STEP, max_tokens=10**6, first=first)
+
+        async def finish(index: int, conversation: Conversation) -> None:
+            if sink is not None:
+                sink.add(first + index, len(conversation.tokens))
+
+        conversations, _ = await scheduler.run_rollouts(
+            requests,
+            prompts=prompts,
+            priority=step,
+            on_start=None if sink is None else lambda index: sink.start(first + index),
+            finish=finish,
+        )
+        return [len(each.tokens) for each in conversations]
+
+    async def sample_groups(step: int, sink: GroupSink[int]) -> None:
+        await sample(step, sink)
+
+    if rule.overlaps:
+        return GroupPipeline(
+            scheduler,
+            sample_groups,
+            rule=rule,
+            first_step=1,
+            last_step=10**6,
+            batch_size=ROLLOUTS_PER_STEP,
+        )
+    return BatchPipeline(scheduler, sample, rule=rule, first_step=1, last_step=10**6)
+
+
 def measure_async(max_staleness: int, *, overlaps: bool = True, num_steps: int = 6) -> float:
     """Return the throughput of a loop relative to a server whose slots are never empty.
 
@@ -174,26 +213,12 @@ def measure_async(max_staleness: int, *, overlaps: bool = True, num_steps: int =
     mean_tokens = MEDIAN_TOKENS * math.exp(TOKENS_SIGMA**2 / 2)
     train_s = TRAIN_FRACTION * ROLLOUTS_PER_STEP * mean_tokens * TOKEN_S / NUM_SLOTS
     with RolloutScheduler(server, max_sampling=2 * NUM_SLOTS, interrupts=overlaps) as scheduler:
-
-        async def sample(step: int) -> int:
-            prompts, requests = make_requests(
-                ROLLOUTS_PER_STEP, max_tokens=10**6, first=ROLLOUTS_PER_STEP * (step - 1)
-            )
-            conversations, _ = await scheduler.run_rollouts(
-                requests, prompts=prompts, priority=step
-            )
-            return sum(len(each.tokens) for each in conversations)
-
-        pipeline = BatchPipeline(
-            scheduler,
-            sample,
-            rule=AdmissionRule(max_staleness=max_staleness, overlaps=overlaps),
-            first_step=1,
-            last_step=10**6,
+        pipeline = make_pipeline(
+            scheduler, rule=AdmissionRule(max_staleness=max_staleness, overlaps=overlaps)
         )
         begin, num_tokens, num_skipped = 0.0, 0, max_staleness + 2
         for step in range(1, num_skipped + num_steps + 1):
-            tokens = pipeline.take(step)
+            tokens = sum(pipeline.take(step))
             pipeline.start_batches()
             if step > num_skipped:
                 num_tokens += tokens

@@ -15,6 +15,7 @@ def test_state_survives_a_round_trip() -> None:
         weight_version=8,
         config_digest="ab",
         kl_coef=0.25,
+        trained_ahead=(1, 4),
     )
     assert TrainerState.from_json(state.to_json()) == state
 
@@ -25,10 +26,10 @@ def test_state_file_with_other_fields_is_refused(text: str | bytes) -> None:
         TrainerState.from_json(text)
 
 
-def test_state_of_an_older_version_has_no_tokenizer_digest() -> None:
+def test_state_of_an_older_version_lacks_digest_and_trained_prompts() -> None:
     state = TrainerState(
         phase="rl", step=7, cursor=DataCursor(), weight_version=8, config_digest="ab"
     )
     fields = json.loads(state.to_json())
-    del fields["tokenizer_digest"]
+    del fields["tokenizer_digest"], fields["trained_ahead"]
     assert TrainerState.from_json(json.dumps(fields)) == state

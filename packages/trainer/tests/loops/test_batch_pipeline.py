@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,40 +115,3 @@ def test_long_completions_are_continued_under_newer_weights() -> None:
     ages = [version - each.weight_version for version, batch in trained for each in batch]
     assert max(ages) == 2
     assert any(each.token_versions for _, batch in trained for each in batch)
-
-
-def measure_distance(lengths: Sequence[int]) -> float:
-    """Return the Kolmogorov-Smirnov distance of lengths from the log-normal distribution."""
-    ordered = sorted(lengths)
-
-    def cdf(length: int) -> float:
-        z = math.log(length / MEDIAN_TOKENS) / SIGMA
-        return 0.5 * (1 + math.erf(z / math.sqrt(2)))
-
-    # Lengths are rounded up, so both functions are compared at integers only.
-    last_index = {length: i for i, length in enumerate(ordered, start=1)}
-    return max(abs(i / len(ordered) - cdf(length)) for length, i in last_index.items())
-
-
-CRITICAL_DISTANCE = 1.63
-"""The distance of n samples, times sqrt(n), exceeds this with a probability of 1 %."""
-
-
-def is_unbiased(lengths: Sequence[int]) -> bool:
-    return measure_distance(lengths) <= CRITICAL_DISTANCE / math.sqrt(len(lengths))
-
-
-def test_trained_lengths_have_the_distribution_of_the_sampled_ones() -> None:
-    trained = train_batches(
-        AdmissionRule(max_staleness=2, overlaps=True),
-        num_steps=21,
-        batch_size=1000,
-        max_concurrent=500,
-        token_s=1e-3,
-    )
-    batches = [sorted(len(each.tokens) for each in batch) for _, batch in trained]
-    lengths = [length for batch in batches for length in batch]
-    assert len(lengths) >= 20_000
-    assert is_unbiased(lengths)
-    # A planted bias must be found: every batch without its longest 3 %.
-    assert not is_unbiased([length for batch in batches for length in batch[:970]])

@@ -117,7 +117,7 @@ def test_error_in_the_sampling_thread_ends_the_run(
         raise BatchError("no such luck")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr(rl_loop, "sample_step", breaks)
+    monkeypatch.setattr(rl_loop, "sample_groups", breaks)
     with pytest.raises(BatchError, match="no such luck"):
         run(tmp_path / "run", *ASYNC)
     names = {thread.name for thread in set(threading.enumerate()) - before}

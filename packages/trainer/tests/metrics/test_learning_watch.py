@@ -4,7 +4,7 @@ import pytest
 
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.loops.rollouts.multi_turn import Conversation
-from temper_trainer.loops.rollouts.sampling import measure_round
+from temper_trainer.loops.rollouts.sampled_groups import measure_round
 from temper_trainer.metrics.learning_watch import LearningWatch
 from temper_trainer.types import Completion, FinishReason, Prompt, Rollout, SamplingRequest
 

@@ -21,6 +21,8 @@ class TrainerState:
     """Number of completed steps of the phase."""
     cursor: DataCursor
     """Position in the training data."""
+    trained_ahead: tuple[int, ...] = ()
+    """Prompts from the cursor on that are trained already, counted from it; loop ``async`` only."""
     weight_version: int
     """Version of the weights that were last sent to the sampler."""
     config_digest: str
@@ -59,21 +61,34 @@ class TrainerState:
             values = None
         if isinstance(values, dict):
             # Fields that files of older versions lack.
-            values = {"tokenizer_digest": None, "entropy_bonus_active": True, **values}
+            values = {
+                "tokenizer_digest": None,
+                "entropy_bonus_active": True,
+                "trained_ahead": [],
+                **values,
+            }
         match values:
             case {
                 "phase": str(),
                 "step": int(),
                 "cursor": {"epoch": int(epoch), "index": int(index)},
                 "weight_version": int(),
+                "trained_ahead": list(trained_ahead),
             } if (
                 values.keys() == {item.name for item in fields(cls)}
                 and isinstance(values["config_digest"], str)
                 and isinstance(values["tokenizer_digest"], str | None)
                 and isinstance(values["entropy_bonus_active"], bool)
                 and all(isinstance(values[name], float) for name in _FLOAT_FIELDS)
+                and all(isinstance(each, int) for each in trained_ahead)
             ):
-                return cls(**{**values, "cursor": DataCursor(epoch=epoch, index=index)})
+                return cls(
+                    **{
+                        **values,
+                        "cursor": DataCursor(epoch=epoch, index=index),
+                        "trained_ahead": tuple(trained_ahead),
+                    }
+                )
         raise DamagedCheckpointError(
             f"the trainer's state has unexpected fields: {text[:200]!r}. Resume from another step."
         )

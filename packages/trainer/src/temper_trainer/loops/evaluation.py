@@ -10,7 +10,8 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import Row
-from temper_trainer.loops.rollouts.sampling import ScoredCompletions, complete_and_score
+from temper_trainer.loops.rollouts.multi_turn import measure_turns
+from temper_trainer.loops.rollouts.scored_rollouts import ScoredRollout, run_scored_rollouts
 from temper_trainer.loops.run.run_components import EvalSet, RunComponents
 from temper_trainer.loops.run.run_folder import RunFolder
 from temper_trainer.loops.run.seeds import derive_seed
@@ -33,7 +34,7 @@ def _sample(
     sampling: SamplingConfig,
     purpose: str,
     num_completions: int,
-) -> ScoredCompletions:
+) -> list[ScoredRollout]:
     """Sample and score ``num_completions`` of each prompt, prompt after prompt."""
     seed = components.config.run.seed
     requests = [
@@ -49,7 +50,7 @@ def _sample(
         for j in range(num_completions)
     ]
     repeated = [prompt for prompt in prompts for _ in range(num_completions)]
-    return components.scheduler.run(complete_and_score(components, requests, prompts=repeated))
+    return components.scheduler.run(run_scored_rollouts(components, requests, prompts=repeated))
 
 
 def _average(rewards: Sequence[float | None]) -> tuple[float, int]:
@@ -95,31 +96,28 @@ def evaluate(
             purpose=f"eval-{name}",
             num_completions=num_completions,
         )
-    scored = zip(completions.prompts, completions.texts, completions.rewards, strict=True)
     rows = [
         SampleRow(
-            prompt=prompt.text,
-            completion=text,
-            answer=prompt.answer,
-            reward=float("nan") if reward is None else reward,
+            prompt=each.prompt.text,
+            completion=each.text,
+            answer=each.prompt.answer,
+            reward=float("nan") if each.reward is None else each.reward,
         )
         # The first completion of each of the first prompts.
-        for prompt, text, reward in islice(
-            scored, 0, run.num_table_rows * num_completions, num_completions
-        )
+        for each in islice(completions, 0, run.num_table_rows * num_completions, num_completions)
     ]
     extract_answer = _find_answer_extractor(
         components.config, rewards={prompt.reward for prompt in prompts}
     )
     problems = [
         ProblemResult(
-            rewards=tuple(completions.rewards[i : i + num_completions]),
+            rewards=tuple(each.reward for each in completions[i : i + num_completions]),
             answers=None
             if extract_answer is None
-            else tuple(map(extract_answer, completions.texts[i : i + num_completions])),
-            category=completions.prompts[i].category,
+            else tuple(extract_answer(each.text) for each in completions[i : i + num_completions]),
+            category=completions[i].prompt.category,
         )
-        for i in range(0, len(completions.rewards), num_completions)
+        for i in range(0, len(completions), num_completions)
     ]
     return Evaluation(problems=problems, num_completions=num_completions, rows=rows)
 
@@ -327,9 +325,9 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
             | {
                 "prompt_id": prompt.prompt_id,
                 "prompt": prompt.text,
-                "completion": text,
+                "completion": rollout.text,
                 "answer": prompt.answer,
-                "reward": reward,
+                "reward": rollout.reward,
                 "tokens": [list(each.tokens) for each in conversation.completions],
                 "logprobs": [list(each.rollout_logprobs) for each in conversation.completions],
                 "finish_reason": "environment_failed"
@@ -338,25 +336,21 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
             },
             ensure_ascii=False,
         )
-        for set_name, prompt, conversation, text, reward in zip(
-            set_names,
-            prompts,
-            completions.conversations,
-            completions.texts,
-            completions.rewards,
-            strict=True,
-        )
+        for set_name, rollout in zip(set_names, completions, strict=True)
+        for prompt, conversation in [(rollout.prompt, rollout.conversation)]
     ]
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     partial.rename(path)
-    mean_reward, num_scored = _average(completions.rewards)
+    mean_reward, num_scored = _average([each.reward for each in completions])
     metrics = {
         "generate/completions": float(len(lines)),
         "generate/reward": mean_reward,
         "generate/failed": float(len(lines) - num_scored),
     }
-    log.log_metrics(0, metrics | completions.turn_metrics, phase="generate")
+    if config.environment is not None:
+        metrics |= measure_turns([each.conversation for each in completions])
+    log.log_metrics(0, metrics, phase="generate")
     log.print_line(
         f"{len(lines)} completions of {len(prompts) // num_completions} prompts are in {path}"
     )

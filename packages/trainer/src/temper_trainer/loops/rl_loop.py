@@ -2,7 +2,9 @@
 
 `temper_trainer.loops.rollouts.batch_pipeline` decides when the sampling of a batch starts. With
 loops ``sync`` and ``one_step_off`` a batch is a function of (run.seed, step) and the weights, so a
-run repeats bit for bit. A resumed run samples the batches again that were not trained.
+run repeats bit for bit. Loop ``async`` trains the groups that are ready first, unless dynamic
+sampling selects them: see `temper_trainer.loops.rollouts.ready_groups`. A resumed run samples the
+prompts again that were not trained.
 """
 
 import time
@@ -14,10 +16,23 @@ from dataclasses import dataclass, field, replace
 from temper_engine_api.objective import Objective
 from temper_trainer.loops.rl_step import Controllers, StepResult, train_on_rollouts
 from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, BatchPipeline
-from temper_trainer.loops.rollouts.sampling import SampledStep, sample_step
+from temper_trainer.loops.rollouts.group_pipeline import GroupPipeline, GroupSink
+from temper_trainer.loops.rollouts.prompt_feed import FeedMark
+from temper_trainer.loops.rollouts.sampled_groups import (
+    NumberedPrompt,
+    SampledGroup,
+    form_rollouts,
+    sample_groups,
+)
+from temper_trainer.loops.rollouts.sampling import (
+    SampledStep,
+    measure_reward_seconds,
+    sample_step,
+)
 from temper_trainer.loops.rollouts.staleness import check_staleness, measure_staleness
 from temper_trainer.loops.run.interrupts import allow_stop_after_half_grace
 from temper_trainer.loops.run.run_components import RunComponents
+from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.progress import StepTimer
 from temper_trainer.reward.scoring import RunningStats
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
@@ -26,11 +41,13 @@ from temper_trainer.types import DataCursor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sampling:
-    """Records of a batch whose sampling has started."""
+    """Records of requests whose sampling has started."""
 
     timer: StepTimer = field(default_factory=StepTimer)
-    cursor: "Future[DataCursor]" = field(default_factory=Future)
-    """Position in the data before the batch; known when its first prompt is taken."""
+    mark: "Future[FeedMark]" = field(default_factory=Future)
+    """Place in the data before the requests; known when their first prompt is taken."""
+    positions: set[int] = field(default_factory=set)
+    """Prompts that are not trained, if the groups that are ready first are; known with `mark`."""
 
 
 class StepLoop:
@@ -44,16 +61,12 @@ class StepLoop:
             first_step: Number of the first step.
         """
         self.components = components
-        config = components.config
-        self._pipeline = BatchPipeline(
-            components.scheduler,
-            self._sample,
-            rule=AdmissionRule.from_config(config.loop, config.asynchrony),
-            first_step=first_step,
-            last_step=config.run.total_steps,
-        )
+        self._first_step = first_step
+        self._pipeline = self._make_pipeline()
         self._samplings: dict[int, _Sampling] = {}
-        """By step."""
+        """By the step whose credit the requests have."""
+        self._trained: set[int] = set()
+        """Positions of trained prompts, if the groups that are ready first are trained."""
         self._reward_stats = RunningStats()
         """Statistics of the rewards of all batches that were taken."""
 
@@ -63,10 +76,12 @@ class StepLoop:
 
         With dynamic sampling and loop ``async``, prompts after it may have been trained.
         """
-        step = self._pipeline.oldest_step
-        if step is None:
-            return self.components.prompts.cursor
-        return self._find_sampling(step).cursor.result()
+        return self._find_mark().cursor
+
+    @property
+    def trained_ahead(self) -> tuple[int, ...]:
+        """Prompts from the cursor on that are trained, counted from it."""
+        return self.components.prompts.list_ahead(self._find_mark(), trained=self._trained)
 
     def run_step(
         self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
@@ -82,7 +97,7 @@ class StepLoop:
         self._reward_stats = controllers.reward_stats
         # Sampling changes no weight, so a stop request may abandon it.
         with self._measure_wait(timer), allow_stop_after_half_grace():
-            batch = self._pipeline.take(step)
+            batch, groups = self._take(step)
         sampled, self._reward_stats = batch.shape(
             components.config, reward_stats=controllers.reward_stats
         )
@@ -108,7 +123,7 @@ class StepLoop:
             for role in components.roles.values():
                 role.release_cache()
         sync_metrics = self._publish(step, timer=timer)
-        seconds = timer.seconds | self._samplings.pop(step).timer.seconds
+        seconds = timer.seconds | self._end_sampling(step, groups)
         metrics = {
             **sampled.metrics,
             **train_metrics,
@@ -132,6 +147,57 @@ class StepLoop:
         """Cancel the batches in progress."""
         self.components.scheduler.cancel()
 
+    def _make_pipeline(self) -> BatchPipeline[SampledStep] | GroupPipeline[SampledGroup]:
+        config, scheduler = self.components.config, self.components.scheduler
+        rule = AdmissionRule.from_config(config.loop, config.asynchrony)
+        last_step = config.run.total_steps
+        if rule.overlaps and config.algorithm.dynamic_sampling is None:
+            return GroupPipeline(
+                scheduler,
+                self._sample_groups,
+                rule=rule,
+                first_step=self._first_step,
+                last_step=last_step,
+                batch_size=config.batching.prompts_per_step,
+                recorder=scheduler.recorder,
+                replay=scheduler.replay,
+            )
+        return BatchPipeline(
+            scheduler, self._sample, rule=rule, first_step=self._first_step, last_step=last_step
+        )
+
+    def _take(self, step: int) -> tuple[SampledStep, list[SampledGroup]]:
+        """Wait for the rollouts of a step; return their groups too if the first ready are taken."""
+        if isinstance(self._pipeline, BatchPipeline):
+            return self._pipeline.take(step), []
+        groups = self._pipeline.take(step)
+        rollouts, metrics = form_rollouts(groups, components=self.components, step=step)
+        return SampledStep(rollouts=rollouts, metrics=metrics), groups
+
+    def _end_sampling(self, step: int, groups: list[SampledGroup]) -> dict[str, float]:
+        """Record that a step is trained; return the times of its sampling."""
+        if isinstance(self._pipeline, BatchPipeline):
+            return self._samplings.pop(step).timer.seconds
+        trained = {group.position for group in groups}
+        self._trained |= trained
+        for requested, sampling in list(self._samplings.items()):
+            sampling.positions.difference_update(trained)
+            if sampling.mark.done() and not sampling.positions:
+                del self._samplings[requested]
+                self._pipeline.forget(requested)
+        scored_at = max(each.scored_at for group in groups for each in group.members)
+        timer = StepTimer()
+        timer.add("rollout", scored_at - min(group.requested_at for group in groups))
+        timer.add("reward", measure_reward_seconds(groups))
+        return timer.seconds
+
+    def _find_mark(self) -> FeedMark:
+        """Return the place in the data of the first prompt that is not trained."""
+        step = self._pipeline.oldest_step
+        if step is None:
+            return self.components.prompts.mark
+        return self._find_sampling(step).mark.result()
+
     def _find_sampling(self, step: int) -> _Sampling:
         # Made by whichever thread comes first; `setdefault` is atomic.
         return self._samplings.setdefault(step, _Sampling())
@@ -139,11 +205,36 @@ class StepLoop:
     async def _sample(self, step: int) -> SampledStep:
         sampling = self._find_sampling(step)
         # In the event loop, as every use of the prompts while a batch is sampled.
-        sampling.cursor.set_result(self.components.prompts.cursor)
+        sampling.mark.set_result(self.components.prompts.mark)
         with sampling.timer.measure("rollout"):
             return await sample_step(
                 self.components, step=step, timer=sampling.timer, reward_stats=self._reward_stats
             )
+
+    async def _sample_groups(self, step: int, sink: GroupSink[SampledGroup]) -> None:
+        config, prompts = self.components.config, self.components.prompts
+        num_prompts = config.batching.prompts_per_step
+        mark = prompts.mark
+        # Numbered by their positions, so that a resumed run samples with the same seeds.
+        numbered = [
+            NumberedPrompt(
+                prompt=prompt,
+                step=1 + position // num_prompts,
+                index=position % num_prompts,
+                position=position,
+            )
+            for position, prompt in prompts.take(num_prompts)
+        ]
+        sampling = self._find_sampling(step)
+        sampling.positions.update(each.position for each in numbered)
+        sampling.mark.set_result(mark)
+        await sample_groups(
+            self.components,
+            numbered,
+            priority=step,
+            off_policy_seed=derive_seed(config.run.seed, "off-policy", step, 0),
+            sink=sink,
+        )
 
     def _measure_wait(self, timer: StepTimer) -> AbstractContextManager[None]:
         # With loop sync, training waits for all of the sampling, which is time/rollout_s.

@@ -208,6 +208,7 @@ def _run_steps(
                     state,
                     step=step,
                     cursor=loop.cursor,
+                    trained_ahead=loop.trained_ahead,
                     weight_version=components.publisher.version,
                 ),
             )

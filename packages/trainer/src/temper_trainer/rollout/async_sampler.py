@@ -7,7 +7,7 @@ old weights is used.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -49,6 +49,8 @@ class Cohort:
     """Rollouts that may still request completions."""
     priority: int = 0
     """Cohorts with smaller numbers are sampled first."""
+    on_start: Callable[[int], None] | None = None
+    """Called with the index of a rollout whose request reaches the sampler."""
     waiting: dict[int, tuple[SamplingRequest, "asyncio.Future[Completion]"]] = field(
         default_factory=dict
     )
@@ -121,6 +123,8 @@ class AsyncSampler:
                 completion = await self._sample_with_cohort(current, cohort=cohort, index=index)
             else:
                 async with self._limit.acquire((cohort.priority, index)), self._count_active():
+                    if cohort.on_start is not None:
+                        cohort.on_start(index)
                     completion = await self._streaming.sample_one(current)
             if completion.finish_reason != FinishReason.INTERRUPTED:
                 return _join(partial, completion)
@@ -175,9 +179,10 @@ class AsyncSampler:
         if not cohort.waiting or len(cohort.waiting) < cohort.num_open:
             return
         # In the order of the rollouts, because the sampler's batches depend on it.
-        waiting = [entry for _, entry in sorted(cohort.waiting.items(), key=lambda item: item[0])]
+        indices = sorted(cohort.waiting)
+        waiting = [cohort.waiting[index] for index in indices]
         cohort.waiting = {}
-        task = asyncio.create_task(self._sample_together(waiting, priority=cohort.priority))
+        task = asyncio.create_task(self._sample_together(waiting, indices=indices, cohort=cohort))
         # The loop has only weak references to tasks.
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
@@ -186,12 +191,16 @@ class AsyncSampler:
         self,
         waiting: "Sequence[tuple[SamplingRequest, asyncio.Future[Completion]]]",
         *,
-        priority: int,
+        indices: Sequence[int],
+        cohort: Cohort,
     ) -> None:
         """Sample requests in one call and complete their futures."""
         requests = [request for request, _ in waiting]
         try:
-            async with self._limit.acquire((priority, 0)), self._count_active():
+            async with self._limit.acquire((cohort.priority, 0)), self._count_active():
+                if cohort.on_start is not None:
+                    for index in indices:
+                        cohort.on_start(index)
                 completions = await self._threads.call(self._sampler.sample, requests)
         except BaseException as error:
             for _, future in waiting:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -41,6 +42,10 @@ class CompletionRecorder:
         }
         self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
+    def add_batch(self, step: int, *, groups: Sequence[int]) -> None:
+        """Write which groups a step of loop ``async`` trains."""
+        self._file.write(json.dumps({"batch": step, "groups": list(groups)}) + "\n")
+
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
@@ -59,12 +64,18 @@ class CompletionReplay:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
             # Of equal requests the last one: a resumed run has sampled it again.
-            self._rows = {row["key"]: row for row in map(json.loads, lines)}
+            rows = list(map(json.loads, lines))
+            self._rows = {row["key"]: row for row in rows if "batch" not in row}
+            self._batches = {row["batch"]: row["groups"] for row in rows if "batch" in row}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"rollout.replay is {path}, which cannot be read ({error}): name the "
                 f"{FILE_NAME} of a run with rollout.record=true."
             ) from error
+
+    def find_batch(self, step: int) -> Sequence[int] | None:
+        """Return the groups that a step of loop ``async`` has trained; None if not recorded."""
+        return self._batches.get(step)
 
     def find(self, request: SamplingRequest) -> Completion:
         """Return the recorded completion of a request.

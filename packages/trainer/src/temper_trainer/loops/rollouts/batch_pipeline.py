@@ -13,7 +13,8 @@ async          when its credit allows, while earlier  pauses open completions, o
 =============  =====================================  ================================
 
 A batch is formed when all groups of its prompts are ready, and batches are trained in the order of
-their prompts: see `temper_trainer.loops.rollouts.staleness`.
+their prompts: see `temper_trainer.loops.rollouts.staleness`. Loop ``async`` forms batches of the
+groups that are ready first (`group_pipeline`), except with dynamic sampling.
 """
 
 from collections.abc import Callable, Coroutine, Iterator

@@ -12,7 +12,7 @@ from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.protocol import Environment, Observation
 from temper_trainer.loops.run.seeds import derive_seed
-from temper_trainer.types import Completion, FinishReason, SamplingRequest, Score, Turn
+from temper_trainer.types import Completion, FinishReason, SamplingRequest, Turn
 
 
 @dataclass(slots=True)
@@ -37,6 +37,11 @@ class Conversation:
     """The environment's counts of each completion."""
     failure: str | None = None
     """Error of its environment, with which the rollout has no reward; else None."""
+
+    @property
+    def is_given(self) -> bool:
+        """True if its completion is the given one of the prompt."""
+        return self.first is not None and self.first.is_given
 
     @property
     def reward(self) -> float:
@@ -68,16 +73,6 @@ class Conversation:
         else:
             self.turns.append(Turn(observation=self.pending, completion=completion))
         self.pending = ()
-
-
-def add_environment_rewards(
-    scores: Sequence[Score], *, conversations: Sequence[Conversation]
-) -> list[float | None]:
-    """Return the score of each rollout plus its environment's rewards; None if scoring failed."""
-    return [
-        None if score.reward is None else score.reward + conversation.reward
-        for score, conversation in zip(scores, conversations, strict=True)
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

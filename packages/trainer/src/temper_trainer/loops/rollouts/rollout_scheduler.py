@@ -81,7 +81,10 @@ class RolloutScheduler:
         """
         self._config = environment
         self._make_environment = make_environment
-        self._recorder = recorder
+        self.recorder = recorder
+        """Records completions; None if they are not recorded."""
+        self.replay = replay
+        """Completions of an earlier run; None if they are sampled."""
         self._sampler = AsyncSampler(
             sampler,
             max_concurrent=max_sampling,
@@ -153,8 +156,8 @@ class RolloutScheduler:
         # Not waited for: a tool that hangs must not keep the run from ending.
         self._environment_threads.close()
         self._loop.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     async def run_rollouts(
         self,
@@ -163,6 +166,7 @@ class RolloutScheduler:
         prompts: Sequence[Prompt],
         priority: int = 0,
         given: Mapping[int, Conversation] | None = None,
+        on_start: Callable[[int], None] | None = None,
         finish: Finish | None = None,
     ) -> tuple[list[Conversation], dict[str, float]]:
         """Run every rollout to its end: one completion without an environment, else several turns.
@@ -172,6 +176,7 @@ class RolloutScheduler:
             prompts: The prompt of each request.
             priority: Rollouts with a smaller number continue first.
             given: Rollouts that need not be sampled, by their indices.
+            on_start: Called with the index of each request that reaches the sampler.
             finish: Called with index and conversation of each rollout at its end, such as to score
                 it; other rollouts continue meanwhile.
 
@@ -195,6 +200,7 @@ class RolloutScheduler:
             limit=self._environments,
             threads=self._environment_threads,
             given=given or {},
+            on_start=on_start,
         )
 
         async def run_to_end(index: int) -> Conversation:
@@ -239,11 +245,14 @@ class _Round:
         limit: PriorityLimit,
         threads: DaemonThreads,
         given: Mapping[int, Conversation],
+        on_start: Callable[[int], None] | None,
     ) -> None:
         self.given = given
         self._requests = requests
         self._prompts = prompts
-        self._cohort = Cohort(num_open=len(requests) - len(given), priority=priority)
+        self._cohort = Cohort(
+            num_open=len(requests) - len(given), priority=priority, on_start=on_start
+        )
         self._sampler = sampler
         self._config = environment
         self._make_environment = make_environment

@@ -10,8 +10,8 @@ This cannot deadlock. If training waits for batch n, n updates have been made, s
 n + max_staleness has its credit, including n. And a batch that has started finishes without waiting
 for the trainer.
 
-Training a batch out of order would not help. With all credits in use, the batches that have started
-are exactly those that must be trained in the next max_staleness + 1 steps, each at its deadline.
+Loop ``async`` chooses the groups of a batch when it trains (`ready_groups`): the credits then only
+bound how many groups are sampled ahead.
 """
 
 from collections.abc import Sequence

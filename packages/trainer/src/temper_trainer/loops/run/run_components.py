@@ -22,6 +22,7 @@ from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.streams import Curriculum, InMemoryStream, MixedStream, get_difficulty
 from temper_trainer.environment.tool_environment import make_environment_factory
+from temper_trainer.loops.rollouts.prompt_feed import PromptFeed
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.scoring import Scorer
@@ -64,7 +65,7 @@ class RunComponents:
     log: RunLog
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of all roles."""
-    prompts: InMemoryStream[Prompt] | MixedStream[Prompt]
+    prompts: PromptFeed
     """Training prompts in the order of the run."""
     eval_sets: Mapping[str, EvalSet]
     """Held-out prompts by name; data.eval has the empty name. May be empty."""
@@ -139,8 +140,10 @@ def build_components(
             config=config,
             log=log,
             tokenizer=tokenizer,
-            prompts=_open_prompts(
-                prompts, data=config.data, seed=config.run.seed, cursor=state.cursor
+            prompts=PromptFeed(
+                _open_prompts(prompts, data=config.data, seed=config.run.seed, cursor=state.cursor),
+                num_trained=state.step * config.batching.prompts_per_step,
+                trained_ahead=state.trained_ahead,
             ),
             eval_sets=eval_sets,
             sampler=sampler,
@@ -302,10 +305,12 @@ def build_inference_components(
             config=config,
             log=log,
             tokenizer=tokenizer,
-            prompts=InMemoryStream(
-                [prompt for each in eval_sets.values() for prompt in each.prompts],
-                seed=config.run.seed,
-                shuffle=False,
+            prompts=PromptFeed(
+                InMemoryStream(
+                    [prompt for each in eval_sets.values() for prompt in each.prompts],
+                    seed=config.run.seed,
+                    shuffle=False,
+                )
             ),
             eval_sets=eval_sets,
             sampler=sampler,

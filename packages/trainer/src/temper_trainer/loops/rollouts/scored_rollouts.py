@@ -1,0 +1,128 @@
+"""Run rollouts to their end, and score each of them when it ends."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from temper_trainer.loops.rollouts.multi_turn import Conversation, measure_turns
+from temper_trainer.loops.run.run_components import RunComponents
+from temper_trainer.progress import track_progress
+from temper_trainer.reward.scoring_round import ScoredItem, ScoringRound
+from temper_trainer.types import Prompt, SamplingRequest, Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRollout:
+    """A finished rollout with its score."""
+
+    prompt: Prompt
+    conversation: Conversation
+    text: str
+    """Everything after the prompt, without special tokens."""
+    item: ScoredItem | None
+    """Result of the scorer; None if the environment failed."""
+    ended_at: float
+    """`time.perf_counter` when the rollout ended, before it was scored."""
+    scored_at: float
+    """The same when its score was known."""
+
+    @property
+    def score(self) -> Score:
+        """Score of the reward function or model, without the environment's rewards."""
+        if self.item is not None:
+            return self.item.score
+        return Score(reward=None, failure=self.conversation.failure)
+
+    @property
+    def reward(self) -> float | None:
+        """Score plus the environment's rewards; None if the environment or scoring failed."""
+        score = self.score.reward
+        return None if score is None else score + self.conversation.reward
+
+
+async def run_scored_rollouts(
+    components: RunComponents,
+    requests: Sequence[SamplingRequest],
+    *,
+    prompts: Sequence[Prompt],
+    given: Mapping[int, Conversation] | None = None,
+    priority: int = 0,
+    on_start: Callable[[int], None] | None = None,
+    on_scored: Callable[[int, ScoredRollout], None] | None = None,
+) -> list[ScoredRollout]:
+    """Complete the rollout of each request, and score it when it ends.
+
+    Args:
+        components: Components of the run.
+        requests: Requests of the first completions.
+        prompts: Prompt of each request.
+        given: Rollouts that need not be sampled, by the index of their request.
+        priority: Rollouts with a smaller number continue first.
+        on_start: Called with the index of a request that reaches the sampler.
+        on_scored: Called with each rollout and the index of its request.
+    """
+    given = given or {}
+    scoring = components.scorer.open_round(prompts, priority=priority)
+    scored: dict[int, ScoredRollout] = {}
+
+    async def finish(index: int, conversation: Conversation) -> None:
+        scored[index] = await _score(
+            index,
+            conversation,
+            prompt=prompts[index],
+            text=components.tokenizer.decode(conversation.tokens, skip_special_tokens=True),
+            scoring=scoring,
+        )
+        if on_scored is not None:
+            on_scored(index, scored[index])
+
+    is_single_turn = components.config.environment is None
+    num_sampled = len(requests) - len(given)
+    with (
+        track_progress("rewards", total=len(requests)),
+        track_progress("completions", total=num_sampled if is_single_turn else None),
+    ):
+        await components.scheduler.run_rollouts(
+            requests,
+            prompts=prompts,
+            priority=priority,
+            given=given,
+            on_start=on_start,
+            finish=finish,
+        )
+    return [scored[i] for i in range(len(requests))]
+
+
+async def _score(
+    index: int, conversation: Conversation, *, prompt: Prompt, text: str, scoring: ScoringRound
+) -> ScoredRollout:
+    """Score a rollout that has ended, unless its environment failed."""
+    ended_at = time.perf_counter()
+    item = None
+    if conversation.failure is None:
+        item = await scoring.score(index, text=text, tokens=conversation.full_tokens)
+    else:
+        scoring.leave(index)
+    return ScoredRollout(
+        prompt=prompt,
+        conversation=conversation,
+        text=text,
+        item=item,
+        ended_at=ended_at,
+        scored_at=time.perf_counter(),
+    )
+
+
+def measure_scoring(
+    rollouts: Sequence[ScoredRollout], *, components: RunComponents
+) -> dict[str, float]:
+    """Return the metrics of rewards and, with an environment, of turns and tools.
+
+    The turns of given completions do not count.
+    """
+    items = [each.item for each in rollouts if each.item is not None]
+    metrics = components.scorer.measure(items)
+    if components.config.environment is None:
+        return metrics
+    sampled = [each.conversation for each in rollouts if not each.conversation.is_given]
+    return measure_turns(sampled) | metrics

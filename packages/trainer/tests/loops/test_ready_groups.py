@@ -1,0 +1,226 @@
+"""Loop ``async`` trains the groups that are ready first: all of them, and none too late."""
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packages.trainer.tests.loops.test_batch_pipeline import (
+    MEDIAN_TOKENS,
+    SIGMA,
+    draw_length,
+    script,
+)
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule
+from temper_trainer.loops.rollouts.group_pipeline import GroupPipeline, GroupSink
+from temper_trainer.loops.rollouts.ready_groups import ReadyGroups
+from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
+from temper_trainer.loops.rollouts.staleness import Credits
+from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
+from temper_trainer.rollout.scripted_sampler import ScriptedServer
+from temper_trainer.types import Completion, Prompt, SamplingRequest
+
+NUM_STEPS = 30
+
+
+@given(
+    max_staleness=st.integers(0, 4),
+    batch_size=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+    slow=st.integers(0, 20),
+)
+def test_any_order_of_events_trains_every_group_once_within_its_deadline(
+    max_staleness: int, batch_size: int, seed: int, slow: int
+) -> None:
+    choose = random.Random(seed)
+    account = Credits(max_staleness=max_staleness)
+    groups = ReadyGroups[int](max_staleness=max_staleness, batch_size=batch_size)
+    waiting: list[int] = []
+    started: dict[int, int] = {}
+    trained: list[int] = []
+    while account.num_trained < NUM_STEPS:
+        while account.can_start and account.num_started < NUM_STEPS:
+            first = batch_size * account.num_started
+            waiting += range(first, first + batch_size)
+            account = account.start()
+        events: list[tuple[str, list[int]]] = []
+        if waiting:
+            events.append(("start", [waiting[0]]))
+        running = [group for group in started if group != slow]
+        if running:
+            events.append(("end", [choose.choice(running)]))
+        if (batch := groups.choose()) is not None:
+            events.append(("train", batch))
+        if not events:
+            # A slow group ends last, so it must not be waited for without need.
+            events.append(("end", [slow]))
+        kind, chosen = choose.choice(events)
+        if kind == "start":
+            groups.start(waiting.pop(0))
+            started[chosen[0]] = account.num_trained
+        elif kind == "end":
+            groups.add(chosen[0], started.pop(chosen[0]))
+        else:
+            assert len(chosen) == batch_size
+            for start in groups.take(chosen):
+                assert account.num_trained - start <= max_staleness
+            trained += chosen
+            groups.train()
+            account = account.train()
+    assert sorted(trained) == list(range(NUM_STEPS * batch_size))
+
+
+def train_groups(
+    rule: AdmissionRule,
+    *,
+    num_steps: int,
+    batch_size: int,
+    max_concurrent: int,
+    token_s: float,
+    interrupts: bool = True,
+    recorder: CompletionRecorder | None = None,
+    replay: CompletionReplay | None = None,
+) -> list[tuple[int, list[tuple[int, Completion]]]]:
+    """Return the version of the weights before each step, and its groups of one completion."""
+    server = ScriptedServer(script, end_token_id=0, token_s=token_s, max_concurrent=max_concurrent)
+    server.load_weights([], version=1)
+    trained = []
+    with RolloutScheduler(
+        server,
+        max_sampling=2 * max_concurrent,
+        interrupts=interrupts,
+        recorder=recorder,
+        replay=replay,
+    ) as scheduler:
+
+        async def sample(step: int, sink: GroupSink[tuple[int, Completion]]) -> None:
+            first = (step - 1) * batch_size
+            requests = [
+                SamplingRequest(
+                    request_id=i,
+                    prompt_tokens=(first + i,),
+                    sampling=SamplingConfig(max_tokens=10**6),
+                    seed=first + i,
+                )
+                for i in range(batch_size)
+            ]
+            prompts = [
+                Prompt(prompt_id=i, text="", tokens=request.prompt_tokens, answer="")
+                for i, request in enumerate(requests)
+            ]
+
+            async def finish(index: int, conversation: object) -> None:
+                completion = conversation.completions[0]  # type: ignore[attr-defined]
+                sink.add(first + index, (first + index, completion))
+
+            await scheduler.run_rollouts(
+                requests,
+                prompts=prompts,
+                priority=step,
+                on_start=lambda index: sink.start(first + index),
+                finish=finish,
+            )
+
+        pipeline = GroupPipeline(
+            scheduler,
+            sample,
+            rule=rule,
+            first_step=1,
+            last_step=num_steps,
+            batch_size=batch_size,
+            recorder=recorder,
+            replay=replay,
+        )
+        for step in range(1, num_steps + 1):
+            batch = pipeline.take(step)
+            pipeline.start_batches()
+            trained.append((server.weight_version, batch))
+            with pipeline.sync_weights(step):
+                server.load_weights([], version=step + 1)
+    return trained
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    max_staleness=st.integers(0, 3),
+    interrupts=st.booleans(),
+    batch_size=st.integers(1, 24),
+    max_concurrent=st.integers(1, 16),
+)
+def test_no_token_is_older_than_the_limit_when_it_is_trained(
+    max_staleness: int, interrupts: bool, batch_size: int, max_concurrent: int
+) -> None:
+    trained = train_groups(
+        AdmissionRule(max_staleness=max_staleness, overlaps=True),
+        num_steps=6,
+        batch_size=batch_size,
+        max_concurrent=max_concurrent,
+        token_s=1e-5,
+        interrupts=interrupts,
+    )
+    for version, batch in trained:
+        assert len(batch) == batch_size
+        for group, completion in batch:
+            assert len(completion.tokens) == draw_length(group)
+            versions = completion.token_versions or (completion.weight_version,)
+            assert version - max_staleness <= min(versions)
+            assert max(versions) <= version
+    groups = sorted(group for _, batch in trained for group, _ in batch)
+    assert groups == list(range(6 * batch_size))
+
+
+def measure_distance(lengths: Sequence[int]) -> float:
+    """Return the Kolmogorov-Smirnov distance of lengths from the log-normal distribution."""
+    ordered = sorted(lengths)
+
+    def cdf(length: int) -> float:
+        z = math.log(length / MEDIAN_TOKENS) / SIGMA
+        return 0.5 * (1 + math.erf(z / math.sqrt(2)))
+
+    # Lengths are rounded up, so both functions are compared at integers only.
+    last_index = {length: i for i, length in enumerate(ordered, start=1)}
+    return max(abs(i / len(ordered) - cdf(length)) for length, i in last_index.items())
+
+
+CRITICAL_DISTANCE = 1.63
+"""The distance of n samples, times sqrt(n), exceeds this with a probability of 1 %."""
+
+
+def is_unbiased(lengths: Sequence[int]) -> bool:
+    return measure_distance(lengths) <= CRITICAL_DISTANCE / math.sqrt(len(lengths))
+
+
+def test_trained_lengths_have_the_distribution_of_the_sampled_ones() -> None:
+    trained = train_groups(
+        AdmissionRule(max_staleness=2, overlaps=True),
+        num_steps=21,
+        batch_size=1000,
+        max_concurrent=500,
+        token_s=1e-3,
+    )
+    batches = [[len(completion.tokens) for _, completion in batch] for _, batch in trained]
+    lengths = [length for batch in batches for length in batch]
+    assert len(lengths) >= 20_000
+    assert is_unbiased(lengths)
+    # Steps in the middle of the run, too, although each of them prefers fast groups.
+    assert is_unbiased([length for batch in batches[4:-4] for length in batch])
+    # A planted bias must be found: every batch without its longest 3 %.
+    assert not is_unbiased([length for batch in batches for length in sorted(batch)[:970]])
+    # Some groups were overtaken, else this would test only the order of the prompts.
+    steps = {group: step for step, (_, batch) in enumerate(trained) for group, _ in batch}
+    assert any(step > group // 1000 for group, step in steps.items())
+
+
+def test_recorded_groups_are_trained_again_in_a_replay(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    run = {"num_steps": 8, "batch_size": 16, "max_concurrent": 8, "token_s": 1e-4}
+    rule = AdmissionRule(max_staleness=2, overlaps=True)
+    trained = train_groups(rule, recorder=CompletionRecorder(path), **run)  # type: ignore[arg-type]
+    replayed = train_groups(rule, replay=CompletionReplay(path), **run)  # type: ignore[arg-type]
+    groups = [[group for group, _ in batch] for _, batch in trained]
+    assert [[group for group, _ in batch] for _, batch in replayed] == groups
+    assert groups != [list(range(16 * i, 16 * i + 16)) for i in range(8)]
