@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -80,10 +81,11 @@ def test_family_outputs_match_transformers(
 def test_family_gradient_matches_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
 ) -> None:
-    """Loss and every gradient equal those of transformers."""
-    setup, batch = make_setup(oracle, family), get_batch(oracle, family)
-    expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
-    for split in (ONE_MICRO_BATCH, TWO_MICRO_BATCHES):
+    """Loss and every gradient equal those of transformers, also at temperature 1 everywhere."""
+    setup, tempered = make_setup(oracle, family), get_batch(oracle, family)
+    plain = replace(tempered, temperature=torch.ones_like(tempered.temperature))
+    for split, batch in ((ONE_MICRO_BATCH, tempered), (TWO_MICRO_BATCHES, plain)):
+        expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
         updates = engine_under_test.run(
             measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
         )
