@@ -153,6 +153,8 @@ class _EarlyStop:
 
     lock: RunLock | None = None
     """Lock of the run folder; it only removes what this process has made."""
+    has_run: bool = False
+    """True once the run folder may have steps; the run itself handles signals until it ends."""
 
 
 @contextmanager
@@ -166,8 +168,10 @@ def _end_at_sigterm(options: argparse.Namespace) -> Iterator[_EarlyStop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may set handlers
         return
-    message = (
-        f"terminated before the run was started, start again with: {_format_command(options)}\n"
+    before = f"terminated before the run was started, start again with: {_format_command(options)}"
+    later = (
+        "terminated while the run was starting or ending, continue with: "
+        f"{_format_resume_command(options)}"
     )
 
     def end(number: int, frame: object) -> None:
@@ -181,14 +185,16 @@ def _end_at_sigterm(options: argparse.Namespace) -> Iterator[_EarlyStop]:
     def exit_with_message() -> None:
         # os.write and not print, which cannot be called again if the signal has interrupted a
         # print.
-        os.write(2, message.encode())
+        os.write(2, f"{later if stop.has_run else before}\n".encode())
         os._exit(EXIT_TERMINATED)
 
     previous = signal.signal(signal.SIGTERM, end)
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        # After an interrupted run, SIGTERM stays ignored until the process has ended.
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
@@ -242,7 +248,7 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
     early_stop.lock = lock
     with lock:
         try:
-            return _train(loaded, options, lock=lock)
+            return _train(loaded, options, lock=lock, early_stop=early_stop)
         except KeyboardInterrupt:  # while torch is imported, or a second SIGINT during the run
             if not contains_run(Path(loaded.config.run.dir)):
                 raise
@@ -274,7 +280,9 @@ def _print_missing_libraries(loaded: LoadedConfig) -> None:
         print(f"  not on this machine: {error}")
 
 
-def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) -> int:
+def _train(
+    loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock, early_stop: _EarlyStop
+) -> int:
     begin = time.monotonic()
     # Importing torch may take ten seconds and more, in which a user should see that it has started.
     print(
@@ -285,12 +293,14 @@ def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) 
     from temper_trainer.loops.run.interrupts import RunInterrupted, end_process_at
 
     logging.getLogger("temper_trainer").setLevel(logging.INFO)
+    early_stop.has_run = True
     try:
         result = train(
             loaded.config,
             digest=loaded.digest,
             write_config=partial(_write_start, loaded, options),
             lock=lock,
+            ends_process=True,
         )
     except RunInterrupted as error:
         code = 128 + error.signal_number
@@ -302,13 +312,16 @@ def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) 
                 code=code,
             )
         command = _format_resume_command(options)
-        if error.checkpoint is None and _find_last_save(loaded) is None:
+        if error.checkpoint is not None:
+            return _fail(f"interrupted at step {error.step}, resume with: {command}", code=code)
+        saved = _find_last_save(loaded)
+        if saved is None:
             return _fail(
                 f"interrupted before the first checkpoint, start again with: {command}", code=code
             )
-        where = "before the first checkpoint after the warm start"
-        point = f"at step {error.step}" if error.checkpoint else where
-        return _fail(f"interrupted {point}, resume with: {command}", code=code)
+        # Before the checkpoint was found, or after a warm start that has saved one.
+        saved = saved.partition(": continue with")[0]
+        return _fail(f"interrupted; {saved}, resume with: {command}", code=code)
     print(
         _describe_end(
             result.directory,

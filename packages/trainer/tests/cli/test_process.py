@@ -111,7 +111,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    last_error = process.communicate(timeout=120)[1].splitlines()[-1]
+    # Launchers repeat SIGTERM while a process ends.
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=120)[1]
+    assert "WorkAbandoned" not in errors
+    last_error = errors.splitlines()[-1]
     step = int(last_error.split("interrupted at step ")[1].split(",")[0])
     code, out, err = run(
         *TINY, f"run.total_steps={step + 1}", "run.dir=out", "run.resume=auto", cwd=folder

@@ -5,12 +5,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from temper_trainer.loops.run.interrupts import (
+    RunInterrupted,
     StopRequest,
     WorkAbandoned,
     allow_stop_after_half_grace,
@@ -84,6 +87,92 @@ def test_second_ctrl_c_acts_as_usual_and_second_sigterm_is_ignored() -> None:
         assert signal.getsignal(signal.SIGINT) is usual
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_signals_after_the_run_has_decided_to_end_have_no_effect() -> None:
+    done = []
+    with StopRequest(grace_s=0.4) as stop:
+        with stop.defer():
+            receive(signal.SIGTERM)
+            error = stop.make_interrupted(step=3, checkpoint=Path("step_00000003"))
+        receive(signal.SIGTERM)
+        time.sleep(0.3)  # beyond half of the grace period, at which the main thread is woken
+        done.append(True)
+    assert done == [True]
+    assert "interrupted after step 3" in str(error)
+
+
+@contextmanager
+def send_at_exit(*, done: list[str]) -> Iterator[None]:
+    """Send a signal at the end of the body, while the context closes."""
+    try:
+        yield
+    finally:
+        receive(signal.SIGTERM)
+        done.append("closed")
+
+
+def test_signal_while_a_context_closes_interrupts_only_what_follows() -> None:
+    done: list[str] = []
+
+    def work(stop: StopRequest) -> None:
+        with stop.protect_exit(send_at_exit(done=done)):
+            done.append("body")
+        done.append("next work")
+
+    with StopRequest(grace_s=GRACE_S) as stop, pytest.raises(WorkAbandoned):
+        work(stop)
+    assert done == ["body", "closed"]
+
+
+def test_signal_while_an_error_closes_a_context_does_not_replace_the_error() -> None:
+    done: list[str] = []
+    with StopRequest(grace_s=GRACE_S) as stop:
+        with (
+            pytest.raises(ValueError, match="the error"),
+            stop.protect_exit(send_at_exit(done=done)),
+        ):
+            raise ValueError("the error")
+        receive(signal.SIGTERM)
+    assert done == ["closed"]
+
+
+class SendsWhenDeleted:
+    """Object whose finalizer receives a signal; Python ignores exceptions of finalizers."""
+
+    def __del__(self) -> None:
+        receive(signal.SIGTERM)
+
+
+def test_stop_that_a_finalizer_has_swallowed_is_repeated() -> None:
+    def work() -> None:
+        SendsWhenDeleted()
+        threading.Event().wait(20)
+
+    begin = time.monotonic()
+    with StopRequest(grace_s=GRACE_S), pytest.raises(WorkAbandoned):
+        work()
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("ends_process", [True, False])
+def test_repeated_sigterm_has_no_effect_while_a_stopped_process_ends(ends_process: bool) -> None:
+    received = []
+
+    def stop_run() -> None:
+        with StopRequest(grace_s=GRACE_S, ends_process=ends_process) as stop, stop.defer():
+            receive(signal.SIGTERM)
+            raise stop.make_interrupted(step=1, checkpoint=None)
+
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        with pytest.raises(RunInterrupted):
+            stop_run()
+        receive(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    # A program that calls `train` has its own handler again.
+    assert received == ([] if ends_process else [signal.SIGTERM])
 
 
 def test_handlers_of_another_library_are_replaced_and_restored() -> None:

@@ -90,14 +90,16 @@ def run_rl(
         tokenizer_digest=compute_tokenizer_digest(tokenizer),
         log=log,
     )
-    with build_components(
-        config,
-        log=log,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        eval_sets=eval_sets,
-        state=state,
-        runtime=runtime,
+    with stop.protect_exit(
+        build_components(
+            config,
+            log=log,
+            tokenizer=tokenizer,
+            prompts=prompts,
+            eval_sets=eval_sets,
+            state=state,
+            runtime=runtime,
+        )
     ) as components:
         _load_roles(components.roles, checkpointer=checkpointer, resume_from=resume_from)
         if resume_from is not None:

@@ -302,8 +302,8 @@ def run_supervised(
         tokenizer_digest=compute_tokenizer_digest(tokenizer),
     )
     stream = stage.open_stream(DataCursor())
-    with _open_groups(
-        stage, num_workers=config.actor.num_workers, ref=config.ref, runtime=runtime
+    with stop.protect_exit(
+        _open_groups(stage, num_workers=config.actor.num_workers, ref=config.ref, runtime=runtime)
     ) as groups:
         actor = groups["actor"]
         stream, done = _resume(stage, stream, actor=actor, checkpointer=checkpointer, log=log)
@@ -311,12 +311,14 @@ def run_supervised(
         if done < stage.total_steps:
             stage.folder.supersede_model()
         with (
+            # Outermost, so that a signal interrupts neither an update nor the wait for a
+            # background save when the body ends.
+            stop.defer(),
             # Within the groups: a save in the background must end before the workers that write it
             # are closed.
             CheckpointWriter(
                 checkpointer, roles={"actor": actor}, in_background=config.run.save_in_background
             ) as writer,
-            stop.defer(),
             log.progress_bar(stage.phase, total=stage.total_steps, start=done) as bar,
         ):
             for step in range(done + 1, stage.total_steps + 1):

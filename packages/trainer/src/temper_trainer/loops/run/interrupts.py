@@ -9,15 +9,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, TypeVar
 
 from temper_engine_api.errors import TemperError
 from temper_trainer.loops.run.stop_watcher import SIGNALS, StopWatcher, find_signal
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_POLL_S = 0.1
+"""Longest time until a stop that a finalizer has swallowed is repeated."""
 _NOT_STOPPED = (
     "{signal}: not stopped within {grace}, so this process ends now. Steps after the last "
     "checkpoint are lost; run.resume=auto continues from it, or starts at step 1 if there is none."
@@ -69,18 +76,29 @@ class StopRequest:
     second later a second process if no thread can run, so that no SIGKILL is needed. A second
     SIGINT acts as before this context. A repeated SIGTERM has no effect, because launchers send it
     several times.
+
+    Args:
+        grace_s: Time from the first signal until the process must have ended.
+        ends_process: True if the process ends after this context. SIGTERM is then ignored after
+            the context too, if the run was interrupted.
     """
 
-    def __init__(self, *, grace_s: float) -> None:
+    def __init__(self, *, grace_s: float, ends_process: bool = False) -> None:
         self.grace_s = grace_s
+        self._ends_process = ends_process
         self.requested: signal.Signals | None = None
         """The first signal received."""
         self.deadline: float | None = None
         self.on_late: Callable[[], object] = lambda: None
         """Called from another thread after half of the grace period."""
         self._mode = _Mode.ABANDON
-        self._is_late = self._has_raised = self._is_handled = False
+        self._is_late = self._is_handled = False
+        self._has_raised = False
+        """True once WorkAbandoned was raised and not swallowed: it is raised only once."""
+        self._is_settled = False
+        """True once the run ends in any case, so that only clean-up is left."""
         self._is_closed = threading.Event()
+        self._was_swallowed = threading.Event()
         # Reentrant: the signal handler may interrupt the main thread while it has the lock.
         self._guard = threading.RLock()
         self._previous: dict[
@@ -88,6 +106,7 @@ class StopRequest:
         ] = {}
         self._wakeup: tuple[socket.socket, int] | None = None
         self._watcher: StopWatcher | None = None
+        self._previous_hook: Callable[[UnraisableHookArgs], object] = sys.unraisablehook
 
     @property
     def _grace(self) -> str:
@@ -122,20 +141,29 @@ class StopRequest:
             threading.Thread(
                 target=self._watch, args=(reader,), daemon=True, name="stop-request"
             ).start()
+            self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
             _active = self
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         global _active
         if self._wakeup is None:
             return
         _active = None
+        sys.unraisablehook = self._previous_hook
         writer, previous = self._wakeup
         signal.set_wakeup_fd(previous)
         # The lock keeps this from happening between the thread's check of the event and its signal,
         # which would then reach the restored handlers.
         with self._guard:
             self._is_closed.set()
+        if isinstance(error, RunInterrupted) and self._ends_process:
+            self._previous[signal.SIGTERM] = signal.SIG_IGN
         self._restore_handlers()
         writer.close()  # ends the thread if there was no signal
         if self._watcher is not None:
@@ -164,6 +192,40 @@ class StopRequest:
         """
         with self._use_mode(_Mode.ABANDON):
             yield
+
+    @contextmanager
+    def protect_exit(self, context: AbstractContextManager[T]) -> Iterator[T]:
+        """Open a context that no signal interrupts while it closes.
+
+        Entering it and the body can be interrupted as before. An error of either ends the run, so
+        later signals have no effect.
+
+        Raises:
+            WorkAbandoned: After the context has closed, for a signal that arrived meanwhile.
+        """
+        mode = self._mode
+        with self.defer(), ExitStack() as stack:
+            try:
+                with self._use_mode(mode):
+                    value = stack.enter_context(context)
+                    yield value
+            except BaseException:
+                self.settle()
+                raise
+
+    def settle(self) -> None:
+        """Let later signals have no effect, because the run ends in any case."""
+        self._is_settled = True
+
+    def make_interrupted(self, *, step: int, checkpoint: Path | None) -> RunInterrupted:
+        """Return the error that ends the run; later signals have no effect.
+
+        Args:
+            step: The last saved step.
+            checkpoint: Its checkpoint; None if no step was saved.
+        """
+        self.settle()
+        return RunInterrupted(step=step, checkpoint=checkpoint, stop=self)
 
     @contextmanager
     def _use_mode(self, mode: _Mode) -> Iterator[None]:
@@ -196,9 +258,18 @@ class StopRequest:
 
     def _raise_if_due(self) -> None:
         is_due = self._mode == _Mode.ABANDON or (self._mode == _Mode.ABANDON_LATE and self._is_late)
-        if self.requested is not None and is_due and not self._has_raised:
+        has_ended = self._has_raised or self._is_settled
+        if self.requested is not None and is_due and not has_ended:
             self._has_raised = True  # only once: clean-up must not be interrupted again
             raise WorkAbandoned
+
+    def _on_unraisable(self, unraisable: "UnraisableHookArgs") -> None:
+        """Notice that a finalizer, which cannot raise, has swallowed WorkAbandoned."""
+        if unraisable.exc_type is WorkAbandoned:
+            self._has_raised = False
+            self._was_swallowed.set()
+        else:
+            self._previous_hook(unraisable)
 
     def _restore_handlers(self) -> None:
         with self._guard:
@@ -226,20 +297,32 @@ class StopRequest:
         )
         # Half of the period, so that the other half is left to save the step before the abandoned
         # one.
-        if self._is_closed.wait(self.grace_s / 2):
+        if self._closes_until(self.deadline - self.grace_s / 2):
             return
-        with self._guard:
-            if self._is_closed.is_set():
-                return
-            self._is_late = True
-            # Wakes the main thread from a blocking call, so that its handler can raise. After a
-            # second SIGINT the handlers from before are active, which would end the process.
-            if self._previous:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        self._is_late = True
+        self._wake_main_thread()
         self.on_late()
-        if not self._is_closed.wait(max(0.0, self.deadline - time.monotonic())):
+        if not self._closes_until(self.deadline):
             logger.error(_NOT_STOPPED.format(signal=name, grace=self._grace))
             end_process(128 + self.requested)
+
+    def _closes_until(self, deadline: float) -> bool:
+        """Wait for the end of this context; return False if it has not ended at the deadline."""
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self._is_closed.wait(min(left_s, _POLL_S)):
+                return True
+            if self._was_swallowed.is_set():
+                self._was_swallowed.clear()
+                self._wake_main_thread()
+        return self._is_closed.is_set()
+
+    def _wake_main_thread(self) -> None:
+        """Interrupt a blocking call of the main thread, so that its handler can raise."""
+        with self._guard:
+            # After a second SIGINT the handlers from before are active, which would end the
+            # process, and so they are after this context.
+            if self._previous and not self._is_closed.is_set():
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
 _active: StopRequest | None = None

@@ -68,5 +68,5 @@ class StepBoundary:
         self._saved_at = self.now()
 
     def make_interrupted(self, stop: StopRequest) -> RunInterrupted:
-        """Return the error that ends a run after a stop request."""
-        return RunInterrupted(step=self.saved_step, checkpoint=self.checkpoint, stop=stop)
+        """Return the error that ends a run after a stop request; later signals have no effect."""
+        return stop.make_interrupted(step=self.saved_step, checkpoint=self.checkpoint)

@@ -69,6 +69,7 @@ def train(
     digest: str,
     write_config: Callable[[Path], object],
     lock: RunLock | None = None,
+    ends_process: bool = False,
 ) -> RunResult:
     """Run the task of a configuration from its start or from a checkpoint.
 
@@ -77,19 +78,27 @@ def train(
         digest: Digest of the configuration, recorded in checkpoints.
         write_config: Writes the resolved configuration and the origin of each value to a folder.
         lock: Lock of the run folder, if the caller has it; otherwise it is taken here.
+        ends_process: True if the process ends after this call. After an interrupted run, SIGTERM
+            is then ignored, because launchers repeat it.
 
     Raises:
         TemperError: One of `temper_engine_api.errors`, with a message that says what to do.
     """
     if lock is None:
         with RunLock(Path(config.run.dir)) as lock:
-            return train(config, digest=digest, write_config=write_config, lock=lock)
+            return train(
+                config,
+                digest=digest,
+                write_config=write_config,
+                lock=lock,
+                ends_process=ends_process,
+            )
     # The log has its own bars; those of transformers would appear at each load and save.
     disable_progress_bar()
     # A killed process leaves its temporary folders behind, so each start removes the folders of
     # processes that no longer exist.
     remove_leftovers()
-    with StopRequest(grace_s=config.run.stop_grace_s) as stop:
+    with StopRequest(grace_s=config.run.stop_grace_s, ends_process=ends_process) as stop:
         checkpoint, completed_steps = None, 0
         try:
             # Check this first, because open_run_folder renames the files that a failed start left.
@@ -110,14 +119,14 @@ def train(
                 checkpoint=checkpoint,
                 completed_steps=completed_steps,
             )
-        except WorkAbandoned:  # before the first step or while components are closed
-            raise RunInterrupted(step=completed_steps, checkpoint=checkpoint, stop=stop) from None
+        except WorkAbandoned:  # before the task has started
+            raise stop.make_interrupted(step=completed_steps, checkpoint=checkpoint) from None
         except SystemExit:
             # A library, such as another version of Ray, may have set its own handler of SIGTERM,
             # which raises SystemExit.
             if not stop.is_set:
                 raise
-            raise RunInterrupted(step=completed_steps, checkpoint=checkpoint, stop=stop) from None
+            raise stop.make_interrupted(step=completed_steps, checkpoint=checkpoint) from None
     # Training steps already mark the folder, but the tasks eval and generate have no steps.
     folder.mark_used()
     return RunResult(directory=folder.root, evaluation=evaluation)
@@ -147,17 +156,19 @@ def _run_task(
         # A signal between the two files would leave settings without their origins, so defer it.
         write_config(folder.root)
     with (
-        open_runtime(config) as runtime,
-        RunLog(
-            folder.root,
-            trackers=config.run.trackers,
-            progress=config.run.progress,
-            writes_report=config.run.report,
-            resume_step=completed_steps if checkpoint else None,
-            prometheus_port=config.run.prometheus_port,
-            prometheus_address=config.run.prometheus_address,
+        stop.protect_exit(open_runtime(config)) as runtime,
+        stop.protect_exit(
+            RunLog(
+                folder.root,
+                trackers=config.run.trackers,
+                progress=config.run.progress,
+                writes_report=config.run.report,
+                resume_step=completed_steps if checkpoint else None,
+                prometheus_port=config.run.prometheus_port,
+                prometheus_address=config.run.prometheus_address,
+            )
         ) as log,
-        _write_report_at_end(log, stop=stop),
+        stop.protect_exit(_write_report_at_end(log, stop=stop)),
     ):
         stop.install()  # again, because a library may have set its own handler
         for line in _describe_start(
@@ -185,9 +196,11 @@ def _run_task(
         )
         try:
             with _add_last_save_to_errors(folder, boundary=boundary):
-                return run.run()
+                evaluation = run.run()
         except WorkAbandoned:
             raise boundary.make_interrupted(stop) from None
+        stop.settle()  # the run is complete but for its report
+        return evaluation
 
 
 def _describe_start(
@@ -328,12 +341,14 @@ class _TaskRun:
             prompts, dropped["data"] = encode_prompts(rows, tokenizer, config.data)
             eval_sets[""] = EvalSet(key="data.train", prompts=prompts)
         report_dropped(self.log, config.data, phase=config.task, **dropped)
-        with build_inference_components(
-            config,
-            log=self.log,
-            tokenizer=self.data.tokenizer,
-            eval_sets=eval_sets,
-            runtime=self.runtime,
+        with self.stop.protect_exit(
+            build_inference_components(
+                config,
+                log=self.log,
+                tokenizer=self.data.tokenizer,
+                eval_sets=eval_sets,
+                runtime=self.runtime,
+            )
         ) as components:
             if config.task == "eval":
                 return evaluate_all(components, step=0, label="evaluation")
