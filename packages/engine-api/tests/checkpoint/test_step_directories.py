@@ -4,11 +4,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from temper_engine_api.checkpoint import (
     begin_checkpoint,
+    delete_killed_saves,
+    delete_old_damaged_steps,
     find_latest_step,
     find_step,
     list_complete_steps,
@@ -178,6 +181,20 @@ def test_pruning_keeps_a_killed_save_to_which_a_file_was_added(
     assert added.exists()
     assert (renamed / "engine" / "0.bin").is_file()
     assert f"{renamed} is kept: {name} is not known to be a file of this run" in caplog.text
+
+
+@pytest.mark.parametrize("reason", ["incomplete", "damaged"])
+def test_a_file_in_place_of_a_step_does_not_end_retention(
+    save_step: SaveStep, tmp_path: Path, reason: Literal["incomplete", "damaged"]
+) -> None:
+    (tmp_path / "step_00000004").write_text("a file")
+    renamed = set_aside(tmp_path / "step_00000004", reason)
+    for step in (1, 2, 3):
+        save_step(step, run_id="this_run")
+    delete_killed_saves(tmp_path, run_id="this_run")
+    assert prune(tmp_path, max_to_keep=2, run_id="this_run") == [1]
+    delete_old_damaged_steps(tmp_path, run_id="this_run")
+    assert renamed.read_text() == "a file"
 
 
 def test_a_step_of_which_half_was_deleted_is_deleted_later_unless_a_file_was_added(

@@ -377,7 +377,10 @@ def _write_inventory(partial: Path) -> None:
 def _list_renamed_partials(root: str | Path) -> list[Path]:
     if not Path(root).is_dir():
         return []
-    return sorted(path for path in Path(root).iterdir() if _INCOMPLETE.fullmatch(path.name))
+    # A file can have this name, too: `set_aside` also renames one in place of a step directory.
+    return sorted(
+        path for path in Path(root).iterdir() if _INCOMPLETE.fullmatch(path.name) and path.is_dir()
+    )
 
 
 def _read_inventory(partial: Path) -> Mapping[str, list[int]]:
