@@ -44,7 +44,9 @@ def test_every_faulty_engine_is_in_the_table():
     assert {faulty_engine.engine for faulty_engine in FAULTY_ENGINES} == set(classes)
 
 
-# Runs up to a hundred tests of the kit, which takes minutes on a busy machine.
+# Nightly, because it repeats up to a hundred tests: those of the kit change more often than the
+# oracle, and the step kit-on-fsdp runs them on a healthy engine in every pull request.
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("healthy", "where"),

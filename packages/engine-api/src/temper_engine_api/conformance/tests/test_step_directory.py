@@ -1,6 +1,7 @@
 """Conformance tests of step directories: damage, failed saves, retention, remote copies."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from temper_engine_api.conformance.harness.rank_pool import RankFailureError
 from temper_engine_api.conformance.harness.tolerances import (
     assert_same_state,
 )
-from temper_engine_api.conformance.inputs.tiny_models import OTHER_SHAPES, QWEN2_GROUPED, TinyModel
+from temper_engine_api.conformance.inputs.tiny_models import OTHER_SHAPES, QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import (
@@ -35,6 +36,7 @@ from temper_engine_api.layout import default_layout
 from temper_engine_api.specs import ScheduleSpec
 from temper_engine_api.weights import TrainingState
 
+DAMAGE_KINDS = ("altered", "truncated", "removed")
 COSINE = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
 
 
@@ -50,13 +52,11 @@ def batches(oracle: OracleCache) -> list[SequenceBatch]:
     return [oracle.get_batch(seed=seed) for seed in range(4)]
 
 
-@pytest.mark.parametrize("damage_kind", ["altered", "truncated", "removed"])
 def test_damaged_checkpoint_is_rejected_naming_the_file(
     engine_under_test: EngineUnderTest,
     setup: EngineSetup,
     batches: list[SequenceBatch],
     tmp_path: Path,
-    damage_kind: str,
 ) -> None:
     """An altered, truncated or removed file raises DamagedCheckpointError with its name.
 
@@ -72,12 +72,16 @@ def test_damaged_checkpoint_is_rejected_naming_the_file(
         (path for path in (step / "engine").rglob("*") if path.is_file()),
         key=lambda path: path.stat().st_size,
     )
-    damage(file, damage_kind)
-    for message, before, after in engine_under_test.run(
-        load_and_expect_error, setup=setup, folder=step, kind="damaged"
+    copies = {kind: tmp_path / kind / step.name for kind in DAMAGE_KINDS}
+    for kind, copy in copies.items():
+        shutil.copytree(step, copy)
+        damage(copy / file.relative_to(step), kind)
+    for rejections in engine_under_test.run(
+        load_and_expect_errors, setup=setup, folders=list(copies.values()), kind="damaged"
     ):
-        assert file.name in message
-        assert_same_state(after, before)
+        for kind, (message, before, after) in zip(copies, rejections, strict=True):
+            assert file.name in message, f"{kind}: the message does not name the file: {message}"
+            assert_same_state(after, before)
 
 
 def damage(file: Path, damage_kind: str) -> None:
@@ -90,22 +94,25 @@ def damage(file: Path, damage_kind: str) -> None:
         file.write_bytes(content if damage_kind == "altered" else content[:-1])
 
 
-def load_and_expect_error(
-    rank: Rank, *, setup: EngineSetup, folder: Path, kind: str
-) -> tuple[str, dict[str, TrainingState], dict[str, TrainingState]]:
-    """Return the error message, and the state before and after."""
+def load_and_expect_errors(
+    rank: Rank, *, setup: EngineSetup, folders: list[Path], kind: str
+) -> list[tuple[str, dict[str, TrainingState], dict[str, TrainingState]]]:
+    """Return the error message of each load, and the state before and after it."""
     expected = {
         "damaged": DamagedCheckpointError,
         "incomplete": IncompleteCheckpointError,
         "other_model": CheckpointError,
     }[kind]
     engine = rank.temporary_engine(setup)
-    before = collect_state(engine)
-    with pytest.raises(expected) as caught:
-        engine.load_checkpoint(str(folder))
-    # pytest.raises accepts subclasses, which would hide one kind of damage behind another.
-    assert caught.type is expected
-    return str(caught.value), before, collect_state(engine)
+    rejections = []
+    for folder in folders:
+        before = collect_state(engine)
+        with pytest.raises(expected) as caught:
+            engine.load_checkpoint(str(folder))
+        # pytest.raises accepts subclasses, which would hide one kind of damage behind another.
+        assert caught.type is expected, f"{folder}: {caught.value}"
+        rejections.append((str(caught.value), before, collect_state(engine)))
+    return rejections
 
 
 def test_step_without_manifest_is_rejected(
@@ -124,42 +131,43 @@ def test_step_without_manifest_is_rejected(
         )[0]
     )
     (step / "manifest.json").unlink()
-    for folder in (step, tmp_path):
-        for _, before, after in engine_under_test.run(
-            load_and_expect_error, setup=setup, folder=folder, kind="incomplete"
-        ):
+    for rejections in engine_under_test.run(
+        load_and_expect_errors, setup=setup, folders=[step, tmp_path], kind="incomplete"
+    ):
+        for _, before, after in rejections:
             assert_same_state(after, before)
 
 
-@pytest.mark.parametrize("other", OTHER_SHAPES, ids=lambda model: model.name)
 def test_checkpoint_of_another_model_is_rejected(
     engine_under_test: EngineUnderTest,
     oracle: OracleCache,
     setup: EngineSetup,
     batches: list[SequenceBatch],
     tmp_path: Path,
-    other: TinyModel,
 ) -> None:
     """A checkpoint with other layers or shapes raises CheckpointError; the state is unchanged."""
-    other_setup = oracle.make_setup(other, optimizer=ADAMW, schedule=COSINE)
-    if not all(
-        engine_under_test.run(
-            save_if_buildable, setup=other_setup, batches=batches[:1], folder=tmp_path, step=1
-        )
+    folders = [tmp_path / other.name for other in OTHER_SHAPES]
+    for other, folder in zip(OTHER_SHAPES, folders, strict=True):
+        other_setup = oracle.make_setup(other, optimizer=ADAMW, schedule=COSINE)
+        if not all(
+            engine_under_test.run(
+                save_if_buildable, setup=other_setup, batches=batches[:1], folder=folder, step=1
+            )
+        ):
+            # This layout fixes the number of layers, so one rank writes the checkpoint to reject.
+            engine_under_test.run_in(
+                default_layout(1),
+                train_and_save,
+                setup=other_setup,
+                batches=batches[:1],
+                folder=folder,
+                step=1,
+            )
+    for rejections in engine_under_test.run(
+        load_and_expect_errors, setup=setup, folders=folders, kind="other_model"
     ):
-        # This layout fixes the number of layers, so one rank writes the checkpoint to reject.
-        engine_under_test.run_in(
-            default_layout(1),
-            train_and_save,
-            setup=other_setup,
-            batches=batches[:1],
-            folder=tmp_path,
-            step=1,
-        )
-    for _, before, after in engine_under_test.run(
-        load_and_expect_error, setup=setup, folder=tmp_path, kind="other_model"
-    ):
-        assert_same_state(after, before)
+        for _, before, after in rejections:
+            assert_same_state(after, before)
 
 
 def save_if_buildable(
