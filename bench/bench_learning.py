@@ -83,17 +83,15 @@ _TEACHER = (
     "teachers.main.engine.precision.compute=fp32",
 )
 _PAIRS = (
-    "data.train.kind=jsonl",
+    "data.train=jsonl",
     "data.train.paths=[PAIRS]",
     "data.train.prompt_key=prompt",
-    "~data.train.seed",
 )
 _LABELED = (
-    "data.train.kind=jsonl",
+    "data.train=jsonl",
     "data.train.paths=[LABELED]",
     "data.train.prompt_key=prompt",
     "data.train.answer_key=completion",
-    "~data.train.seed",
 )
 _SUPERVISED_RATES = (5e-5, 2e-4, 1e-3)
 # Both solutions of a pair become unlikely at higher rates, and the policy loses its format.

@@ -34,8 +34,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import ArithmeticSource
 from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from tools.gpu.engine_fsdp import write_entry_points
 from tools.gpu.workload import Rows
@@ -67,10 +68,9 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 """Configuration overrides by run without vLLM, most important first."""
 _PAIRS = (
-    "data.train.kind=jsonl",
+    "data.train=jsonl",
     "data.train.paths=[PAIRS]",
     "data.train.prompt_key=prompt",
-    "~data.train.seed",
 )
 _SUPERVISED = (
     "data.eval=null",
@@ -218,11 +218,9 @@ def list_evaluation_overrides(name: str, *, out: Path, rehearse: bool) -> list[s
     ]
 
 
-def write_pairs(path: Path, *, num_pairs: int, seed: int, split: str) -> None:
+def write_pairs(path: Path, *, num_pairs: int, seed: int, split: Literal["train", "test"]) -> None:
     """Write right and wrong solutions of generated problems as preference pairs."""
-    source = SourceConfig(
-        kind="arithmetic", split=split, seed=seed, max_rows=num_pairs, wrong_first_operation=1.0
-    )
+    source = ArithmeticSource(split=split, seed=seed, max_rows=num_pairs, wrong_first_operation=1.0)
     lines = [
         json.dumps({"prompt": row.prompt, "chosen": row.answer, "rejected": row.solution})
         for row in generate_arithmetic_rows(source)

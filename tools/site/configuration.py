@@ -13,9 +13,15 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.help_text import read_field_docstrings
 from temper_trainer.config_loading.resolved_config import format_value
-from temper_trainer.config_loading.schema import ANY_NAME, Entry, iterate_entries, list_classes
+from temper_trainer.config_loading.schema import (
+    ANY_NAME,
+    Entry,
+    iterate_entries,
+    list_classes,
+    split_settings,
+)
 from temper_trainer.config_loading.structuring import describe_type
-from temper_trainer.settings.variants import Custom, Variant
+from temper_trainer.settings.variants import Custom
 
 UNITS = {
     "_bytes": "bytes",
@@ -183,9 +189,8 @@ def build_configuration_pages() -> dict[str, str]:
 
 def _build_block_page(entry: Entry, meanings: Mapping[str, str], seen: dict[type, str]) -> str:
     """Return the page of a block at the top; `seen` has the blocks of the pages before it."""
-    nested = entry.block or entry.item
+    prefix, nested = _find_nested("", entry)
     assert nested is not None
-    prefix = f"{entry.name}." + (f"{ANY_NAME}." if entry.item is not None else "")
     head = f"# {entry.name}\n\n{_describe_block(entry, meanings)}\n"
     if nested in seen:
         return f"{head}\nThe same keys as {_link_block(seen[nested])}.\n"
@@ -199,7 +204,14 @@ def _describe_block(entry: Entry, meanings: Mapping[str, str]) -> str:
     meaning = meanings.get(entry.name, "")
     if meaning and not meaning.startswith("See "):
         return meaning
-    return (inspect.getdoc(entry.block or entry.item) or "").partition("\n")[0]
+    return (inspect.getdoc(_find_nested("", entry)[1]) or "").partition("\n")[0]
+
+
+def _find_nested(prefix: str, entry: Entry) -> tuple[str, type | None]:
+    """Return the prefix of the keys below a field, and their class; of a mapping, its values'."""
+    if entry.item is not None:
+        return f"{prefix}{entry.name}.{ANY_NAME}.", entry.item.block
+    return f"{prefix}{entry.name}.", entry.block
 
 
 def _build_engine_page(name: str) -> str:
@@ -249,12 +261,13 @@ def _iterate_block_lines(
         yield f"\n## {prefix.removesuffix('.')}\n" if prefix.count(".") > 1 else ""
         yield from _iterate_table_lines(prefix, leaves, meanings)
     for entry in entries:
-        if entry.choice is not None:
-            yield from _iterate_variant_lines(f"{prefix}{entry.name}", entry, meanings)
-        nested = entry.block or entry.item
+        inner, nested = _find_nested(prefix, entry)
+        chosen = entry if entry.item is None else entry.item
+        if chosen.choice is not None:
+            key, meaning = inner.removesuffix("."), meanings.get(entry.name, "")
+            yield from _iterate_variant_lines(key, chosen, meaning=meaning, seen=seen)
         if nested is None:
             continue
-        inner = f"{prefix}{entry.name}." + (f"{ANY_NAME}." if entry.item is not None else "")
         if nested in seen:
             meaning = meanings.get(entry.name, "")
             block = inner.removesuffix(".")
@@ -264,18 +277,25 @@ def _iterate_block_lines(
         yield from _iterate_block_lines(inner, nested, engine_class=engine_class, seen=seen)
 
 
-def _iterate_variant_lines(key: str, entry: Entry, meanings: Mapping[str, str]) -> Iterator[str]:
+def _iterate_variant_lines(
+    key: str, entry: Entry, *, meaning: str, seen: dict[type, str]
+) -> Iterator[str]:
     """Yield the heading of a tagged union, then the table of each variant."""
-    assert entry.choice is not None
-    default = f"`{entry.default.name}`" if isinstance(entry.default, Variant) else "null"
-    yield f"\n## {key}\n\n{meanings.get(entry.name, '')} The default is {default}."
-    for name, cls in list_classes(entry.choice).items():
+    choice = entry.choice
+    assert choice is not None
+    is_off = entry.has_default and entry.default is None
+    default = "null" if is_off else f"`{entry.default_variant}`"
+    yield f"\n## {key}\n\n{meaning} The default is {default}."
+    if choice.union in seen:
+        yield f"The same settings as {_link_block(seen[choice.union])}."
+        return
+    seen[choice.union] = f"{key}."
+    for name, cls in list_classes(choice).items():
         yield f"\n### {key}: {name}\n\n{(inspect.getdoc(cls) or '').partition(chr(10))[0]}\n"
-        own = [
-            setting
-            for setting in iterate_entries(cls, engine_class=EngineConfig)
-            if cls is not Custom or setting.name != "name"
-        ]
+        own, shared = split_settings(choice, name=name, engine_class=EngineConfig)
+        own = [setting for setting in own if cls is not Custom or setting.name != "name"]
+        for other, settings in shared.items():
+            yield f"As `{other}`: {', '.join(f'`{each}`' for each in settings)}\n"
         if own:
             yield from _iterate_table_lines(f"{key}.", own, read_field_docstrings(cls))
 

@@ -108,7 +108,7 @@ def put_files(values: dict[str, Plain], folder: Path) -> list[str]:
 def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]]:
     for key, value in values.items():
         if key.endswith(".paths") and isinstance(value, list):
-            kind = values.get(key.removesuffix("paths") + "kind", "jsonl")
+            kind = values.get(key.removesuffix("paths") + "name", "jsonl")
             yield (
                 key,
                 [

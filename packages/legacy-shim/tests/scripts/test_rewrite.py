@@ -492,7 +492,7 @@ def test_a_variable_that_holds_a_list_stays_that_list(files: str) -> None:
     (launch,) = migration.launches
     values = {setting.key: setting.value for setting in launch.translation.settings}
     assert values["data.train.paths"] == ["${one}", "${HOME}/two.parquet"]
-    assert values["data.train.kind"] == "parquet"
+    assert values["data.train.name"] == "parquet"
 
 
 REST = (

@@ -88,7 +88,7 @@ def run(folder: Path, name: str, *arguments: str, **variables: str) -> tuple[int
     (folder / "rows.jsonl").write_text('{"question": "one", "answer": "#### 1"}\n')
     command = [
         *(sys.executable, "-m", "temper_trainer", "experiment=quickstart", "warm_start=null"),
-        *("~data.train", "~data.eval", "+data.train.kind=jsonl", "+data.train.paths=[rows.jsonl]"),
+        *("~data.train", "~data.eval", "+data.train.name=jsonl", "+data.train.paths=[rows.jsonl]"),
         *("data.tokenizer.kind=pretrained", "~actor.engine.model.architecture"),
         *(f"actor.engine.model.path={name}", "run.dir=out", *arguments),
     ]

@@ -121,6 +121,17 @@ def test_level_and_denominator_of_0_1_are_the_name_of_a_correction(
     assert rename_settings({block: None}) == {block: None}
 
 
+def test_source_of_0_1_keeps_the_settings_that_its_kind_has() -> None:
+    settings = {"data.train.kind": "arithmetic", "data.train.max_rows": 8, "data.train.paths": []}
+    files = {"data.eval_sets.a.kind": "datasets", "data.eval_sets.a.paths": ["name"]}
+    assert rename_settings({**settings, **files}) == {
+        "data.train.name": "arithmetic",
+        "data.train.max_rows": 8,
+        "data.eval_sets.a.name": "datasets",
+        "data.eval_sets.a.path": "name",
+    }
+
+
 def test_settings_of_a_reward_model_of_0_1_are_those_of_its_own_block() -> None:
     settings = {"task": "rm", "preference.loss": "sigmoid", "preference.label_smoothing": 0.1}
     assert rename_settings(settings | {"preference.center_coef": 0.01}) == {

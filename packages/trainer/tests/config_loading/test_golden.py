@@ -49,15 +49,19 @@ def test_configuration_of_0_1_is_refused_with_the_new_name_of_each_key(
         load([], config_dir=str(folder), config_name="config")
     lines = str(caught.value).splitlines()
     # The offload policy has five keys, the policy loss ten, the estimator four, distillation five,
-    # the preference loss two, each of two controllers two, and one is of the rewards. Up to 25 are
-    # listed, then their number.
-    num_keys = 5 * num_engines + 10 + 4 + 5 + 2 + 2 * 2 + 1
+    # the preference loss two, each of two controllers two, and one is of the rewards. Each source
+    # of files has its kind and three keys of other sources. Up to 25 are listed, then their number.
+    num_sources = 1 if run == "gsm8k_sft" else 2
+    num_keys = 5 * num_engines + 10 + 4 + 5 + 2 + 2 * 2 + 1 + 4 * num_sources
     if num_keys > 25:
         assert str(num_keys - 25) in lines.pop()
     assert len(lines) == min(num_keys, 25)
     # A reward became an objective of its own, so this key has no new name.
     others = [line for line in lines if not line.startswith("distillation.apply_as was removed")]
     assert len(others) >= len(lines) - 1
+    foreign = [line for line in others if "is a setting of" in line]
+    assert len(foreign) == 3 * num_sources
+    others = [line for line in others if line not in foreign]
     assert all("was renamed in 0.2 to" in line for line in others)
     assert (
         "algorithm.cov_share was renamed in 0.2 to algorithm.policy_loss.fraction; its values mean "

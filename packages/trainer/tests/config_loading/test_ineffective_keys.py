@@ -8,7 +8,7 @@ from temper_trainer.config_loading import load
 from .conftest import RL, SFT
 
 ARITHMETIC = ["experiment=quickstart"]
-FILES = [f"data.train.{key}" for key in ("kind=jsonl", "paths=[a.jsonl]", "seed=0", "max_rows=4")]
+FILES = [f"data.train.{key}" for key in ("name=jsonl", "paths=[a.jsonl]", "max_rows=4")]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ FILES = [f"data.train.{key}" for key in ("kind=jsonl", "paths=[a.jsonl]", "seed=
             "algorithm.policy_loss.dual_clip",
             "batching.num_passes",
         ),
-        ([*ARITHMETIC, "data.chat_template=x"], "data.chat_template", "kind arithmetic"),
+        ([*ARITHMETIC, "data.chat_template=x"], "data.chat_template", "sources arithmetic"),
         ([*RL, "weight_sync.checksum=false"], "weight_sync.checksum", "rollout.sampler hf"),
         ([*RL, "weight_sync.bucket_bytes=2000"], "weight_sync.bucket_bytes", "rollout.sampler hf"),
         (
@@ -70,23 +70,6 @@ FILES = [f"data.train.{key}" for key in ("kind=jsonl", "paths=[a.jsonl]", "seed=
             [*RL, "run.table_every=0", "run.num_table_rows=2"],
             "run.num_table_rows",
             "run.table_every 0",
-        ),
-        ([*RL, "data.train.split=test"], "data.train.split", "data.train.kind jsonl"),
-        ([*RL, "data.train.seed=0"], "data.train.seed", "data.train.kind jsonl"),
-        (
-            [*ARITHMETIC, "data.train.prompt_key=q"],
-            "data.train.prompt_key",
-            "data.train.kind arithmetic",
-        ),
-        (
-            [*ARITHMETIC, "warm_start.data.answer_key=a"],
-            "warm_start.data.answer_key",
-            "warm_start.data.kind arithmetic",
-        ),
-        (
-            [*ARITHMETIC, "data.train.extra_keys=[level]"],
-            "data.train.extra_keys",
-            "data.train.kind arithmetic",
         ),
         ([*RL, "data.train.chosen_key=good"], "data.train.chosen_key", "task rl"),
         ([*SFT, "data.train.rejected_key=bad"], "data.train.rejected_key", "task sft"),

@@ -19,7 +19,7 @@ def test_quickstart_is_a_small_model_from_scratch_on_arithmetic() -> None:
         architecture["hidden_size"],
         architecture["num_hidden_layers"],
     ) == ("qwen2", 128, 4)
-    assert (config.data.train.kind, config.data.tokenizer.kind, config.reward.function) == (
+    assert (config.data.train.name, config.data.tokenizer.kind, config.reward.function) == (
         "arithmetic",
         "word_level",
         "gsm8k_strict",

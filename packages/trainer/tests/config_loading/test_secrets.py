@@ -381,7 +381,8 @@ def list_keys(cls: type) -> set[str]:
     for entry in iterate_entries(cls, engine_class=FSDPConfig):
         keys.add(entry.name)
         variants = [] if entry.choice is None else list_classes(entry.choice).values()
-        for block in (entry.block, entry.item, *variants):
+        item = [] if entry.item is None else [entry.item.block]
+        for block in (entry.block, *item, *variants):
             if block is not None:
                 keys |= list_keys(block)
     return keys

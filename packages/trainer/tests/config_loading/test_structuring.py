@@ -140,9 +140,7 @@ def test_every_bad_value_of_a_mapping_has_its_line() -> None:
 def test_missing_required_key_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         load([])
-    assert "data.train: paths is empty, but a source of kind jsonl needs at least one." in str(
-        caught.value
-    )
+    assert "data.train.paths is not set and has no default: set it." in str(caught.value)
     assert (
         "actor.engine.model: exactly one of model.path (now None) and model.architecture "
         "(now {}) must be set"

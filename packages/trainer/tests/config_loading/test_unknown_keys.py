@@ -28,9 +28,6 @@ def refusal(*overrides: str, config_dir: Path | None = None, config_name: str = 
         ("sampling.temprature", "sampling.temperature"),
         ("runn.seed", "run.seed"),
         # Each of these names is right in another block.
-        ("data.train.path", "data.train.paths?"),
-        ("data.eval.path", "data.eval.paths?"),
-        ("warm_start.data.path", "warm_start.data.paths?"),
         ("actor.engine.model.paths", "actor.engine.model.path?"),
     ],
 )

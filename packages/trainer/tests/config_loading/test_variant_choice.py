@@ -7,13 +7,18 @@ import pytest
 from temper_engine_api.errors import ConfigError
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gspo, Ppo, Sapo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import (
+    ArithmeticSource,
+    DataSource,
+    JsonlSource,
+    ParquetSource,
+)
 from temper_trainer.config_loading import load
 from temper_trainer.config_loading.resolved_config import LoadedConfig, write_resolved
 from temper_trainer.settings.variants import Custom, list_variants
 
 LOSS = "algorithm.policy_loss"
-KIND = "data.train.kind=jsonl"
+KIND = "data.train=jsonl"
 BASE = ("experiment=quickstart", "batching.num_mini_batches=2")
 
 
@@ -91,58 +96,84 @@ def test_own_file_replaces_the_variant_of_a_group_and_is_replaced_by_an_override
 
 @pytest.mark.parametrize(
     "override",
-    ["data.train={kind: jsonl, paths: [own.jsonl]}", ["data.train.paths=[own.jsonl]", KIND]],
+    ["data.train={name: jsonl, paths: [own.jsonl]}", ["data.train.paths=[own.jsonl]", KIND]],
 )
 def test_files_replace_the_settings_of_generated_problems(override: str | list[str]) -> None:
     loaded = load_with(*([override] if isinstance(override, str) else override))
-    assert loaded.config.data.train == SourceConfig(kind="jsonl", paths=("own.jsonl",))
+    assert loaded.config.data.train == JsonlSource(paths=("own.jsonl",))
     assert loaded.config.data.eval is not None
-    assert loaded.config.data.eval.kind == "arithmetic"
+    assert loaded.config.data.eval.name == "arithmetic"
     assert loaded.origins["data.train.max_rows"] == "default"
 
 
-@pytest.mark.parametrize(
-    ("deleted", "max_rows"), [(["~data.train"], None), (["~data.train.seed"], 8000)]
-)
-def test_generated_problems_whose_settings_are_reset_keep_the_others(
-    deleted: list[str], max_rows: int | None
-) -> None:
-    loaded = load_with(*deleted, KIND, "data.train.paths=[own.jsonl]")
-    expected = SourceConfig(kind="jsonl", paths=("own.jsonl",), max_rows=max_rows)
-    assert loaded.config.data.train == expected
+def test_deleted_source_may_be_replaced() -> None:
+    loaded = load_with("~data.train", KIND, "data.train.paths=[own.jsonl]")
+    assert loaded.config.data.train == JsonlSource(paths=("own.jsonl",))
 
 
-def test_files_of_an_own_configuration_replace_the_settings_of_generated_problems(
-    tmp_path: Path,
-) -> None:
+def test_deleted_setting_of_a_replaced_source_is_refused() -> None:
+    assert "~data.train.seed resets a key" in refusal(
+        "~data.train.seed", KIND, "data.train.paths=[own.jsonl]"
+    )
+
+
+def test_another_kind_of_files_starts_with_its_defaults(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "defaults: [temper, {override experiment: quickstart}, _self_]\n"
-        "data: {train: {kind: jsonl, paths: [own.jsonl], max_rows: 7}}\n"
+        "data: {train: {name: jsonl, paths: [own.jsonl], max_rows: 7}}\n"
         "batching: {num_mini_batches: 2}\n"
     )
-    loaded = load(
-        ["data.train.kind=parquet"], config_dir=str(tmp_path), config_name="mine"
-    ).config.data.train
-    # From one kind of files to another, the settings stay.
-    assert loaded == SourceConfig(kind="parquet", paths=("own.jsonl",), max_rows=7)
+    where = {"config_dir": str(tmp_path), "config_name": "mine"}
+    own = JsonlSource(paths=("own.jsonl",), max_rows=7)
+    assert load([], **where).config.data.train == own  # type: ignore[arg-type]
+    other = load(["data.train=parquet", "data.train.paths=[a]"], **where)  # type: ignore[arg-type]
+    assert other.config.data.train == ParquetSource(paths=("a",))
 
 
 @pytest.mark.parametrize(
-    ("setting", "others"), [("seed=3", "wrong_first"), ("wrong_first_operation=0.5", "seed")]
+    ("overrides", "expected"),
+    [
+        (["data.train_sets.more.paths=[a.jsonl]"], JsonlSource(paths=("a.jsonl",))),
+        (
+            ["data.train_sets.more=parquet", "data.train_sets.more.paths=[a]"],
+            ParquetSource(paths=("a",)),
+        ),
+        (
+            ["data.train_sets.more={name: arithmetic, max_rows: 3, seed: 4}"],
+            ArithmeticSource(max_rows=3, seed=4),
+        ),
+    ],
 )
-def test_refused_settings_of_generated_problems_are_those_that_the_user_wrote(
-    setting: str, others: str
-) -> None:
-    message = refusal(KIND, "data.train.paths=[own.jsonl]", f"data.train.{setting}")
-    assert setting.partition("=")[0] in message
-    assert others not in message
-    assert "max_rows" not in message
+def test_named_source_is_read_like_any_other(overrides: list[str], expected: DataSource) -> None:
+    assert load_with(*overrides).config.data.train_sets == {"more": expected}
 
 
-def test_paths_of_generated_problems_are_refused_with_the_missing_kind() -> None:
-    message = refusal("data.train.paths=[own.jsonl]")
-    assert "paths has no effect on a source of kind arithmetic" in message
-    assert "max_rows" not in message
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (
+            ["data.train.paths=[own.jsonl]"],
+            "paths is a setting of jsonl, parquet, but data.train is arithmetic: remove it, or set",
+        ),
+        (
+            ["data.train=datasets", "data.train.paths=[name]"],
+            "but data.train is datasets, which has data.train.path: remove it, or set",
+        ),
+        ([KIND, "data.train.paths=[a]", "data.train.seed=3"], "seed is a setting of arithmetic,"),
+        ([KIND, "data.train.paths=[]"], "data.train: paths is empty"),
+        (["data.train_sets.more.seed=1"], "but data.train_sets.more is jsonl: remove it, or"),
+        (["data.train.loss_weight_key=w"], "but data.train is arithmetic: remove it, or"),
+        (["data.train.split=dev"], "data.train.split is 'dev', but must be train or test."),
+        (["data.train.route_key=x"], "route_key is 'x', but must be operations, or null."),
+        (["data.eval.kind=jsonl"], "data.eval.kind was renamed in 0.2 to data.eval.name;"),
+        (
+            ["+data.train_sets.more.kind=jsonl"],
+            "data.train_sets.more.kind was renamed in 0.2 to data.train_sets.more.name;",
+        ),
+    ],
+)
+def test_settings_of_another_source_are_refused(overrides: list[str], complaint: str) -> None:
+    assert complaint in refusal(*overrides)
 
 
 def test_configuration_of_a_run_loads_again_and_accepts_another_variant(tmp_path: Path) -> None:

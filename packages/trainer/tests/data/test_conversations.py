@@ -8,7 +8,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from temper_trainer.config.data import DataConfig, SourceConfig
+from temper_trainer.config.data import DataConfig, JsonlSource
 from temper_trainer.data.conversations import encode_conversation
 from temper_trainer.data.rows import ChatMessage, DataError, Row, build_row
 from temper_trainer.types import Demonstration
@@ -38,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def config(**settings: str) -> DataConfig:
-    train = SourceConfig(paths=("conversations.jsonl",), messages_key="messages")
+    train = JsonlSource(paths=("conversations.jsonl",), messages_key="messages")
     return replace(DataConfig(train=train, chat_template=CHAT), **settings)  # type: ignore[arg-type]
 
 

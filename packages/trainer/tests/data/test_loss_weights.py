@@ -9,8 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from temper_engine_api.errors import ConfigError
-from temper_trainer.config.data import DataConfig, SourceConfig
+from temper_trainer.config.data import DataConfig, JsonlSource
 from temper_trainer.data.prompts import encode_demonstrations
 from temper_trainer.data.rows import DataError
 from temper_trainer.data.sources import load_rows
@@ -31,12 +30,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>")
 
 
-def source(path: Path, *records: dict[str, object], key: str | None = None) -> SourceConfig:
+def source(path: Path, *records: dict[str, object], key: str | None = None) -> JsonlSource:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return SourceConfig(paths=(str(path),), loss_weight_key="weight", messages_key=key)
+    return JsonlSource(paths=(str(path),), loss_weight_key="weight", messages_key=key)
 
 
-def encode(train: SourceConfig, tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:
+def encode(train: JsonlSource, tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:
     config = DataConfig(train=train, chat_template=CHAT)
     demonstrations, _ = encode_demonstrations(load_rows(train), tokenizer, config)
     return demonstrations
@@ -127,8 +126,3 @@ def test_conversation_whose_trained_turns_weigh_nothing_is_refused(
     config = DataConfig(train=train, chat_template=CHAT, train_on="last")
     with pytest.raises(DataError, match=r"rows.jsonl:1: all loss weights are 0"):
         encode_demonstrations(load_rows(train), tokenizer, config)
-
-
-def test_generated_problems_have_no_weights() -> None:
-    with pytest.raises(ConfigError, match="problems of kind arithmetic have no weights"):
-        SourceConfig(kind="arithmetic", max_rows=3, loss_weight_key="weight")

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.data import DataConfig, SourceConfig, TokenizerConfig
+from temper_trainer.config.data import DataConfig, JsonlSource, TokenizerConfig
 from temper_trainer.data.prompts import (
     encode_demonstrations,
     encode_preferences,
@@ -21,7 +21,7 @@ from temper_trainer.data.rows import ChatMessage, DataError, LabeledRow, PairRow
 from temper_trainer.data.tokenizer import build_tokenizer
 from temper_trainer.types import LabeledCompletion, Pair
 
-CONFIG = DataConfig(train=SourceConfig(paths=("unused",)), prompt_template="Q: {prompt}\n")
+CONFIG = DataConfig(train=JsonlSource(paths=("unused",)), prompt_template="Q: {prompt}\n")
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if "
     "add_generation_prompt %}[assistant]{% endif %}"

@@ -4,15 +4,22 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import (
+    ArithmeticSource,
+    DatasetsSource,
+    JsonlSource,
+    ParquetSource,
+    PreferenceKind,
+)
 from temper_trainer.data.rows import ChatMessage, DataError
-from temper_trainer.data.sources import load_rows
+from temper_trainer.data.sources import load_preferences, load_rows
 
 PROBLEMS = [
     {"question": "1 + 1?", "answer": "1+1=2\n#### 2"},
@@ -20,15 +27,15 @@ PROBLEMS = [
 ]
 
 
-def write_lines(path: Path, *lines: str) -> SourceConfig:
+def write_lines(path: Path, *lines: str) -> JsonlSource:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return SourceConfig(paths=(str(path),))
+    return JsonlSource(paths=(str(path),))
 
 
 def test_jsonl_and_parquet_of_the_same_problems_give_the_same_rows(tmp_path: Path) -> None:
     jsonl = write_lines(tmp_path / "a.jsonl", *(json.dumps(problem) for problem in PROBLEMS))
     parquet.write_table(pa.Table.from_pylist(PROBLEMS), tmp_path / "a.parquet")
-    columnar = SourceConfig(kind="parquet", paths=(str(tmp_path / "a.parquet"),))
+    columnar = ParquetSource(paths=(str(tmp_path / "a.parquet"),))
     texts = [(row.row_id, row.prompt, row.answer, row.solution) for row in load_rows(jsonl)]
     assert texts == [
         (row.row_id, row.prompt, row.answer, row.solution) for row in load_rows(columnar)
@@ -46,20 +53,18 @@ def test_hugging_face_datasets_of_the_same_problems_give_the_same_rows(tmp_path:
         }
     )
     saved.save_to_disk(str(tmp_path / "saved"))
-    train = load_rows(SourceConfig(kind="datasets", paths=("saved",)), base_dir=tmp_path)
-    test = load_rows(
-        SourceConfig(kind="datasets", paths=("saved",), split="test"), base_dir=tmp_path
-    )
+    train = load_rows(DatasetsSource(path="saved"), base_dir=tmp_path)
+    test = load_rows(DatasetsSource(path="saved", split="test"), base_dir=tmp_path)
     assert [row.prompt for row in train] == ["1 + 1?", "2 + 3?"]
     assert [(row.row_id, row.prompt) for row in test] == [(0, "2 + 3?")]
     with pytest.raises(DataError, match="split 'dev'"):
-        load_rows(SourceConfig(kind="datasets", paths=("saved",), split="dev"), base_dir=tmp_path)
+        load_rows(DatasetsSource(path="saved", split="dev"), base_dir=tmp_path)
 
 
 def test_rows_are_numbered_over_all_files_up_to_max_rows(tmp_path: Path) -> None:
     for name in "ab":
         write_lines(tmp_path / name, *(json.dumps(problem) for problem in PROBLEMS))
-    rows = load_rows(SourceConfig(paths=("a", "b"), max_rows=3), base_dir=tmp_path)
+    rows = load_rows(JsonlSource(paths=("a", "b"), max_rows=3), base_dir=tmp_path)
     assert [(row.row_id, row.prompt) for row in rows] == [
         (0, "1 + 1?"),
         (1, "2 + 3?"),
@@ -71,7 +76,7 @@ def test_rows_are_numbered_over_all_files_up_to_max_rows(tmp_path: Path) -> None
 def test_file_system_url_is_passed_on_unchanged(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", json.dumps(PROBLEMS[0]))
     (row,) = load_rows(
-        SourceConfig(paths=(f"file://{tmp_path}/a.jsonl",)), base_dir=Path("elsewhere")
+        JsonlSource(paths=(f"file://{tmp_path}/a.jsonl",)), base_dir=Path("elsewhere")
     )
     assert row.prompt == "1 + 1?"
 
@@ -126,14 +131,14 @@ def test_file_of_another_format_is_refused_with_what_to_do(
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "picture").write_bytes(b"\x89PNG\xff\xfe")
-    for kind, name, complaint in (
-        ("jsonl", "absent", "cannot be read"),
-        ("parquet", "absent", "cannot be read"),
-        ("jsonl", "picture", "not UTF-8"),
-        ("parquet", "picture", "not a readable parquet file"),
+    for source, name, complaint in (
+        (JsonlSource, "absent", "cannot be read"),
+        (ParquetSource, "absent", "cannot be read"),
+        (JsonlSource, "picture", "not UTF-8"),
+        (ParquetSource, "picture", "not a readable parquet file"),
     ):
         with pytest.raises(DataError, match=complaint) as caught:
-            load_rows(SourceConfig(kind=kind, paths=(name,)), base_dir=tmp_path)
+            load_rows(source(paths=(name,)), base_dir=tmp_path)
         assert str(tmp_path / name) in str(caught.value)
 
 
@@ -143,7 +148,7 @@ def test_parquet_file_without_the_columns_lists_its_columns(tmp_path: Path) -> N
         DataError,
         match="expected columns 'question' and 'answer', but it has \\['problem', 'answer'\\]",
     ):
-        load_rows(SourceConfig(kind="parquet", paths=("a.parquet",)), base_dir=tmp_path)
+        load_rows(ParquetSource(paths=("a.parquet",)), base_dir=tmp_path)
 
 
 def test_empty_data_set_is_refused(tmp_path: Path) -> None:
@@ -151,10 +156,10 @@ def test_empty_data_set_is_refused(tmp_path: Path) -> None:
         load_rows(write_lines(tmp_path / "a.jsonl", ""))
 
 
-def test_source_of_kind_datasets_accepts_one_name() -> None:
-    pytest.importorskip("datasets", reason="needs the extra temper-trainer[datasets]")
-    with pytest.raises(ConfigError, match="takes one name or directory"):
-        load_rows(SourceConfig(kind="datasets", paths=("a", "b")))
+@pytest.mark.parametrize("kind", get_args(PreferenceKind))
+def test_generated_problems_are_no_preferences(kind: PreferenceKind) -> None:
+    with pytest.raises(ConfigError, match="arithmetic has one answer to each prompt"):
+        load_preferences(ArithmeticSource(max_rows=1), kind=kind)
 
 
 def test_missing_datasets_library_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +171,7 @@ def test_missing_datasets_library_is_a_configuration_error(monkeypatch: pytest.M
             r"'\./packages/trainer\[datasets\]' in a clone of Temper"
         ),
     ):
-        load_rows(SourceConfig(kind="datasets", paths=("any",)))
+        load_rows(DatasetsSource(path="any"))
 
 
 def test_nested_fields_are_found_in_jsonl_and_parquet(tmp_path: Path) -> None:
@@ -178,10 +183,9 @@ def test_nested_fields_are_found_in_jsonl_and_parquet(tmp_path: Path) -> None:
     }
     write_lines(tmp_path / "a.jsonl", json.dumps(record))
     parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
-    for kind in ("jsonl", "parquet"):
-        source = SourceConfig(
-            kind=kind,  # type: ignore[arg-type]
-            paths=(str(tmp_path / f"a.{kind}"),),
+    for read in (JsonlSource, ParquetSource):
+        source = read(
+            paths=(str(tmp_path / f"a.{read.name}"),),
             prompt_key="prompt",
             answer_key="reward_model.ground_truth",
             extra_keys=("data_source", "extra_info.index", "nothing"),
@@ -202,12 +206,12 @@ def test_field_with_a_dot_in_its_name_takes_precedence_over_a_nested_field(tmp_p
 def test_integer_answer_is_read_as_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "3 + 4?", "answer": 7}\n')
-    (row,) = load_rows(SourceConfig(kind="jsonl", paths=(str(path),)))
+    (row,) = load_rows(JsonlSource(paths=(str(path),)))
     assert (row.answer, row.solution) == ("7", "7")
 
 
 def test_byte_order_mark_at_the_start_of_a_file_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"question": "3 + 4?", "answer": "7"}\n')
-    (row,) = load_rows(SourceConfig(kind="jsonl", paths=(str(path),)))
+    (row,) = load_rows(JsonlSource(paths=(str(path),)))
     assert row.prompt == "3 + 4?"

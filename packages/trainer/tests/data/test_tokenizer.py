@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.data import SourceConfig, TokenizerConfig
+from temper_trainer.config.data import ArithmeticSource, TokenizerConfig
 from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from temper_trainer.data.rows import DataError
 from temper_trainer.data.tokenizer import build_tokenizer, load_or_train
@@ -100,13 +100,11 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
 
 
 def test_arithmetic_problems_need_few_words_and_no_unknown_token(tmp_path: Path) -> None:
-    rows = generate_arithmetic_rows(SourceConfig(kind="arithmetic", max_rows=3000))
+    rows = generate_arithmetic_rows(ArithmeticSource(max_rows=3000))
     tokenizer = build(
         TokenizerConfig(kind="word_level"), tmp_path, [text for row in rows for text in row.texts]
     )
-    test_rows = generate_arithmetic_rows(
-        SourceConfig(kind="arithmetic", max_rows=300, split="test")
-    )
+    test_rows = generate_arithmetic_rows(ArithmeticSource(max_rows=300, split="test"))
     assert len(tokenizer) < 100
     encoded = tokenizer([text for row in test_rows for text in row.texts])["input_ids"]
     assert not any(tokenizer.unk_token_id in ids for ids in encoded)

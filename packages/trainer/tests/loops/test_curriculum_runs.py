@@ -52,7 +52,7 @@ def test_warm_start_sorts_its_own_demonstrations(run: Run, rows: Rows, tmp_path:
     ("overrides", "message"),
     [
         (
-            ("+data.train_sets.other={kind: arithmetic, max_rows: 16, seed: 5}",),
+            ("+data.train_sets.other={name: arithmetic, max_rows: 16, seed: 5}",),
             "data.train_sets.other.difficulty_key is not set, but that of another training source",
         ),
         (

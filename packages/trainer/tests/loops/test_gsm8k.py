@@ -125,7 +125,7 @@ def test_sft_then_grpo_then_ppo_on_real_problems(
 
     def policy(before: str) -> tuple[str, ...]:
         model = f"actor.engine.model.path={tmp_path / before / 'huggingface'}"
-        parquet = ("data.train.kind=parquet", f"data.train.paths=[{files['train_parquet']}]")
+        parquet = ("data.train.name=parquet", f"data.train.paths=[{files['train_parquet']}]")
         return (
             model,
             *parquet,

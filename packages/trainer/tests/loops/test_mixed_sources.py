@@ -19,7 +19,7 @@ REWARDS = (
 )
 SOURCES = (
     "data.train.weight=3",
-    "+data.train_sets.other={kind: arithmetic, max_rows: 16, seed: 5, weight: 1, reward: mixed}",
+    "+data.train_sets.other={name: arithmetic, max_rows: 16, seed: 5, weight: 1, reward: mixed}",
 )
 
 
@@ -43,7 +43,7 @@ def test_run_mixes_sources_and_scores_each_with_its_reward(
         (REWARDS, "reward.sums.mixed is set, but no reward or data source names mixed"),
         (SOURCES[:1], "data.train.weight has no effect without data.train_sets"),
         (SOURCES[1:], r"are \[None, 1.0\]: set all of them, or none"),
-        (("data.train.reward=a", "data.train.reward_key=b"), "remove one of them"),
+        (("data.train.reward=a", "data.train.reward_key=operations"), "remove one of them"),
         (("warm_start.data.reward=gsm8k_strict",), "completions are not scored"),
     ],
 )

@@ -691,7 +691,7 @@ def test_overlong_prompt_of_the_evaluation_is_named_before_the_warm_start(
 ) -> None:
     path = tmp_path / "eval.jsonl"
     path.write_text(json.dumps({"question": "1 " * 100, "answer": "1"}))
-    data = ("~data.eval", "+data.eval.kind=jsonl", f"+data.eval.paths=[{path}]")
+    data = ("~data.eval", "+data.eval.name=jsonl", f"+data.eval.paths=[{path}]")
     with pytest.raises(
         DataError, match=r"eval\.jsonl:1: the prompt has \d+ tokens, but data\.max_pr"
     ):

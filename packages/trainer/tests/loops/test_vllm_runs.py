@@ -346,7 +346,7 @@ def test_evaluation_and_generation_equal_those_of_the_transformers_sampler(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], saved: dict[str, Path]
 ) -> None:
     data = (
-        "data.train={kind: arithmetic, max_rows: 12}",
+        "data.train={name: arithmetic, max_rows: 12}",
         "data.max_prompt_tokens=96",
         "run.num_threads=1",
     )

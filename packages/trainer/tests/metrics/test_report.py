@@ -76,7 +76,7 @@ def test_report_shows_settings_with_origin_evaluations_and_versions(
 ) -> None:
     _, text = page
     assert row("run.seed", "7", "command line") in text
-    assert row("data.train.kind", "arithmetic", "group experiment=quickstart") in text
+    assert row("data.train.name", "arithmetic", "group experiment=quickstart") in text
     assert row("#3", "data.eval", "greedy", "", "0.625") in text
     assert row("rl", "reward/mean", "#1", "#0.250", "#3", "#0.750") in text
     assert "<td class=text><div>torch</div></td>" in text

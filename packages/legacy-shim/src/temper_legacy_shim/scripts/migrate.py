@@ -301,7 +301,7 @@ def _fixed(launch: Launch, each: TranslatedLaunch, value: str) -> Iterator[str]:
     }
     for argument, setting in zip(each.arguments, each.translation.settings, strict=True):
         follows = any(piece.source is not None for piece in argument.text.pieces)
-        is_of_a_path = argument.key.endswith(".kind") and argument.key.startswith(
+        is_of_a_path = argument.key.endswith(".name") and argument.key.startswith(
             "data."
         )  # the loader would say so
         if not follows and not is_of_a_path and numbers & set(setting.sources):

@@ -1,13 +1,15 @@
 """Settings of the data: sources, tokenizer, prompt formatting and overlong prompts."""
 
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import RL_TASKS
 from temper_trainer.settings.ranges import PositiveFloat, PositiveInt, UnitFloat, check_ranges
+from temper_trainer.settings.variants import Variant, settings, variant
 
 PreferenceKind = Literal["pairs", "labels"]
 """pairs: two completions of a prompt, one of them preferred; labels: one completion that is
@@ -15,20 +17,79 @@ desirable or not.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceConfig:
-    """One data source."""
+@settings
+class DataSource(Variant):
+    """A data source: records of files or of a data set, or generated problems.
 
-    kind: Literal["jsonl", "parquet", "datasets", "arithmetic"] = "jsonl"
-    """jsonl and parquet read files; datasets uses the Hugging Face library; arithmetic generates
-    word problems.
+    An alternative is a class with the decorator ``variant(name)``; its fields are its settings.
     """
-    paths: tuple[str, ...] = ()
-    """jsonl and parquet: files, as local paths or fsspec URLs; datasets: one dataset name or
-    directory.
+
+    default_name: ClassVar[str] = "jsonl"
+
+    max_rows: PositiveInt | None = None
+    """Use only the first rows; None uses all."""
+    difficulty_key: str | None = None
+    """Training data only: field with the difficulty of a row, a number; each epoch goes from the
+    lowest to the highest, see ``data.shuffled_fraction``. Not for pairs and labels.
     """
-    split: str = "train"
-    """datasets: name of the split; arithmetic: train or test, which never share a problem."""
+    route_key: str | None = None
+    """Field that selects the teacher of a row."""
+    teacher_prompt_key: str | None = None
+    """Field with another prompt for distillation.self_teacher, such as one that contains the
+    solution: a string or chat messages, formatted like the prompt.
+    """
+    completion_key: str | None = None
+    """Field with a given completion, text, for distillation.off_policy_fraction."""
+    category_key: str | None = None
+    """Held-out data only: field with the category of a problem, text or an integer; evaluations
+    report each category.
+    """
+    reward: str | None = None
+    """Reward of the source's completions, named as in reward.function, or a name in reward.sums;
+    None uses reward.function or reward.components.
+    """
+    reward_key: str | None = None
+    """Field with the name of a row's reward, in place of ``reward``: a name in reward.functions,
+    reward.judges or reward.sums, or that of a registered function. An empty text or null stands
+    for reward.function or reward.components.
+    """
+    weight: PositiveFloat | None = None
+    """Weight of a training source with data.train_sets: its fraction of the prompts of every step,
+    relative to the other sources. None, for all of them, mixes all rows in one order.
+    """
+
+    def __post_init__(self) -> None:
+        if self.reward is not None and self.reward_key is not None:
+            raise ConfigError(
+                f"reward is {self.reward} and reward_key is {self.reward_key}: remove one of them. "
+                "The first selects the reward of the source, the second that of each row."
+            )
+
+    @property
+    @abstractmethod
+    def location(self) -> str:
+        """Its files or its name, for messages."""
+
+    @property
+    def messages_key(self) -> str | None:
+        """Field with a full conversation; a field of the sources that read records."""
+        return None
+
+    @property
+    def margin_key(self) -> str | None:
+        """Field with the margin of a pair; a field of the sources that read records."""
+        return None
+
+    @property
+    def loss_weight_key(self) -> str | None:
+        """Field with the weights in the loss; a field of the sources that read records."""
+        return None
+
+
+@settings
+class RecordSource(DataSource):
+    """Records, whose fields are found by name."""
+
     prompt_key: str = "question"
     """Field with the prompt: a string, or a list of chat messages. A nested field is OUTER.INNER,
     here and in the other keys.
@@ -49,127 +110,89 @@ class SourceConfig:
     """task rm only: field with the margin by which the chosen completion's score should exceed the
     rejected one's, such as the difference of two ratings; None is 0 for all pairs.
     """
-    difficulty_key: str | None = None
-    """Training data only: field with the difficulty of a row, a number; each epoch goes from the
-    lowest to the highest, see ``data.shuffled_fraction``. Not for pairs and labels. arithmetic has
-    one such field: operations (1 or 2).
+    label_key: str = "label"
+    """task dpo with preference=kto only: field that is true for desirable completions, which
+    answer_key names.
     """
     loss_weight_key: str | None = None
     """task sft and warm starts only: field with the weights in the loss, at least 0: one number for
     a row, or a list with one per token of the answer and its end token. With messages_key, a field
     of each message; 1 where it is missing. None weights all tokens equally.
     """
-    label_key: str = "label"
-    """task dpo with preference=kto only: field that is true for desirable completions, which
-    answer_key names.
-    """
-    route_key: str | None = None
-    """Field that selects the teacher of a row. arithmetic has one such field: operations (one or
-    two).
-    """
-    teacher_prompt_key: str | None = None
-    """Field with another prompt for distillation.self_teacher, such as one that contains the
-    solution: a string or chat messages, formatted like the prompt. arithmetic has one such field:
-    solved (the solution, then the problem).
-    """
-    completion_key: str | None = None
-    """Field with a given completion, text, for distillation.off_policy_fraction. arithmetic has one
-    such field: solution.
-    """
-    category_key: str | None = None
-    """Held-out data only: field with the category of a problem, text or an integer; evaluations
-    report each category. arithmetic has one such field: operations (one or two).
-    """
-    reward: str | None = None
-    """Reward of the source's completions, named as in reward.function, or a name in reward.sums;
-    None uses reward.function or reward.components.
-    """
-    reward_key: str | None = None
-    """Field with the name of a row's reward, in place of ``reward``: a name in reward.functions,
-    reward.judges or reward.sums, or that of a registered function. An empty text or null stands
-    for reward.function or reward.components.
-    """
-    weight: PositiveFloat | None = None
-    """Weight of a training source with data.train_sets: its fraction of the prompts of every step,
-    relative to the other sources. None, for all of them, mixes all rows in one order.
-    """
-    max_rows: PositiveInt | None = None
-    """Use only the first rows; None uses all. arithmetic: number of problems to generate, required.
-    """
-    seed: int = 0
-    """arithmetic only: seed of the generated problems."""
-    wrong_first_operation: UnitFloat = 0.0
-    """arithmetic only: fraction of demonstrations with a wrong first operation and hence a wrong
-    answer, in [0, 1].
-    """
+
+
+@settings
+class FileSource(RecordSource):
+    """Files of records."""
+
+    paths: tuple[str, ...]
+    """Local paths or fsspec URLs, at least one."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
-        if self.reward is not None and self.reward_key is not None:
-            raise ConfigError(
-                f"reward is {self.reward} and reward_key is {self.reward_key}: remove one of them. "
-                "The first selects the reward of the source, the second that of each row."
-            )
-        if self.kind == "arithmetic":
-            if self.split not in ("train", "test"):
-                raise ConfigError(
-                    f"split is {self.split!r}, but must be train or test for kind arithmetic."
-                )
-            if self.route_key not in (None, "operations"):
-                raise ConfigError(
-                    f"route_key is {self.route_key!r}, but must be operations for kind "
-                    "arithmetic, which has the routes one and two."
-                )
-            if self.teacher_prompt_key not in (None, "solved"):
-                raise ConfigError(
-                    f"teacher_prompt_key is {self.teacher_prompt_key!r}, but must be solved for "
-                    "kind arithmetic: the solution, followed by the problem."
-                )
-            if self.completion_key not in (None, "solution"):
-                raise ConfigError(
-                    f"completion_key is {self.completion_key!r}, but must be solution for kind "
-                    "arithmetic."
-                )
-            if self.difficulty_key not in (None, "operations"):
-                raise ConfigError(
-                    f"difficulty_key is {self.difficulty_key!r}, but must be operations for kind "
-                    "arithmetic, whose problems have one or two."
-                )
-            if self.loss_weight_key is not None:
-                raise ConfigError(
-                    f"loss_weight_key is {self.loss_weight_key!r}, but problems of kind arithmetic "
-                    "have no weights: remove it."
-                )
-            if self.category_key not in (None, "operations"):
-                raise ConfigError(
-                    f"category_key is {self.category_key!r}, but must be operations for kind "
-                    "arithmetic, which has the categories one and two."
-                )
-            if self.reward_key not in (None, "operations"):
-                raise ConfigError(
-                    f"reward_key is {self.reward_key!r}, but must be operations for kind "
-                    "arithmetic, which has the values one and two."
-                )
-            if self.paths:
-                raise ConfigError(
-                    "paths has no effect on a source of kind arithmetic, which generates its "
-                    "problems: also set kind=jsonl or parquet, or remove paths."
-                )
-            if self.max_rows is None:
-                raise ConfigError(
-                    "a source of kind arithmetic needs max_rows, the number of problems to "
-                    "generate. For files, set kind=jsonl or parquet."
-                )
-        elif not self.paths:
-            raise ConfigError(
-                f"paths is empty, but a source of kind {self.kind} needs at least one."
-            )
-        for name in ("wrong_first_operation", "seed"):
-            if self.kind != "arithmetic" and getattr(self, name):
-                raise ConfigError(
-                    f"{name} has no effect on a source of kind {self.kind}, which reads its "
-                    "problems: remove it."
-                )
+        DataSource.__post_init__(self)  # super() does not work in a class with slots
+        if not self.paths:
+            raise ConfigError("paths is empty: give at least one file.")
+
+    @property
+    def location(self) -> str:
+        """The files, for messages."""
+        return ", ".join(self.paths)
+
+
+@variant("jsonl")
+class JsonlSource(FileSource):
+    """JSON lines: one object per line."""
+
+
+@variant("parquet")
+class ParquetSource(FileSource):
+    """Parquet files, of which only the needed columns are read."""
+
+
+@variant("datasets")
+class DatasetsSource(RecordSource):
+    """A data set of the Hugging Face library ``datasets``, which is an extra."""
+
+    path: str
+    """Name of the data set on the Hub, or its directory."""
+    split: str = "train"
+    """Name of the split."""
+
+    @property
+    def location(self) -> str:
+        """The data set and its split, for messages."""
+        return f"{self.path}[{self.split}]"
+
+
+@variant("arithmetic")
+class ArithmeticSource(DataSource):
+    """Generated word problems with one or two operations."""
+
+    max_rows: PositiveInt
+    """Number of problems to generate."""
+    split: Literal["train", "test"] = "train"
+    """Part of all problems; the two never share one."""
+    seed: int = 0
+    """Seed of the problems."""
+    wrong_first_operation: UnitFloat = 0.0
+    """Fraction of demonstrations with a wrong first operation and hence a wrong answer."""
+    difficulty_key: Literal["operations"] | None = None
+    """operations: the difficulty is the number of operations, 1 or 2."""
+    route_key: Literal["operations"] | None = None
+    """operations: the route, which selects the teacher, is one or two."""
+    teacher_prompt_key: Literal["solved"] | None = None
+    """solved: the teacher's prompt is the solution, followed by the problem."""
+    completion_key: Literal["solution"] | None = None
+    """solution: the given completion is the demonstrated solution."""
+    category_key: Literal["operations"] | None = None
+    """operations: the category in evaluations is one or two."""
+    reward_key: Literal["operations"] | None = None
+    """operations: the reward of a problem is named one or two."""
+
+    @property
+    def location(self) -> str:
+        """The split, for messages."""
+        return f"arithmetic[{self.split}]"
 
 
 RESERVED_SET_NAMES = ("greedy", "sampled", "eval", "dropped")
@@ -214,14 +237,14 @@ class TokenizerConfig:
 class DataConfig:
     """Training and evaluation data, and how prompts are tokenized."""
 
-    train: SourceConfig
-    train_sets: Mapping[str, SourceConfig] = field(default_factory=dict)
+    train: DataSource
+    train_sets: Mapping[str, DataSource] = field(default_factory=dict)
     """Tasks rl and distill only: more training data by name, such as train_sets.code.paths; every
     step has prompts of all sources.
     """
-    eval: SourceConfig | None = None
+    eval: DataSource | None = None
     """Held-out data to evaluate on; None evaluates only on eval_sets."""
-    eval_sets: Mapping[str, SourceConfig] = field(default_factory=dict)
+    eval_sets: Mapping[str, DataSource] = field(default_factory=dict)
     """More held-out data by name, such as eval_sets.math500.paths; metrics are eval/NAME/... ."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Tokenizer of all roles, loaded or trained on the data."""
@@ -282,13 +305,13 @@ class DataConfig:
             )
 
     @property
-    def train_sources(self) -> dict[str, SourceConfig]:
+    def train_sources(self) -> dict[str, DataSource]:
         """All training data by the key that sets it: data.train, then data.train_sets.NAME."""
         named = {f"data.train_sets.{name}": each for name, each in self.train_sets.items()}
         return {"data.train": self.train} | named
 
     @property
-    def eval_sources(self) -> dict[str, SourceConfig]:
+    def eval_sources(self) -> dict[str, DataSource]:
         """All held-out data by the key that sets it: data.eval first, then data.eval_sets.NAME."""
         unnamed = {} if self.eval is None else {"data.eval": self.eval}
         return unnamed | {f"data.eval_sets.{name}": each for name, each in self.eval_sets.items()}
@@ -347,8 +370,8 @@ def find_data_conflicts(
             f"data.streaming is true, but data.tokenizer.kind {data.tokenizer.kind} must read all "
             "rows first: use a pretrained one."
         )
-    if data.streaming and data.train.kind == "arithmetic":
+    if data.streaming and isinstance(data.train, ArithmeticSource):
         yield (
-            "data.streaming is true, but data.train.kind arithmetic generates all rows at once: "
-            "remove it."
+            "data.streaming is true, but data.train is arithmetic, which generates all rows at "
+            "once: remove it."
         )

@@ -9,7 +9,7 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKl
 from temper_trainer.config.algorithm import AlgorithmConfig
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import DataSource
 from temper_trainer.config.run import RL_TASKS
 from temper_trainer.settings.ranges import (
     NonNegativeFloat,
@@ -238,7 +238,7 @@ def find_distillation_conflicts(
     task: str,
     teachers: Mapping[str, TeacherConfig],
     algorithm: AlgorithmConfig,
-    train_sources: Mapping[str, SourceConfig],
+    train_sources: Mapping[str, DataSource],
     prompts_per_step: int,
     has_environment: bool,
     has_legacy_workers: bool,
@@ -314,7 +314,7 @@ def _find_self_teacher_conflicts(
     *,
     task: str,
     teachers: Mapping[str, TeacherConfig],
-    train_sources: Mapping[str, SourceConfig],
+    train_sources: Mapping[str, DataSource],
     has_legacy_workers: bool,
 ) -> Iterator[str]:
     """Yield settings that contradict the policy as its own teacher."""
@@ -346,7 +346,7 @@ def _find_off_policy_conflicts(
     distillation: DistillationConfig,
     *,
     task: str,
-    train_sources: Mapping[str, SourceConfig],
+    train_sources: Mapping[str, DataSource],
     has_one_completion: bool,
     prompts_per_step: int,
 ) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Removed and renamed keys, each with its replacement; they are rejected with a hint."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +11,7 @@ from temper_trainer.algorithms.distillation_losses.distillation_loss import Dist
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKlReward
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
+from temper_trainer.config.data import DatasetsSource, DataSource
 from temper_trainer.config.rollout_correction import RolloutCorrection, RolloutRatio
 from temper_trainer.settings.variants import Custom, Variant, list_variants
 
@@ -38,11 +40,11 @@ REMOVED_KEYS = (
     ),
     RemovedKey(
         key="data.train_files",
-        replacement="data.train.paths=[FILE] with data.train.kind=parquet or jsonl",
+        replacement="data.train.paths=[FILE] with data.train=parquet or jsonl",
     ),
     RemovedKey(
         key="data.val_files",
-        replacement="data.eval.paths=[FILE] with data.eval.kind=parquet or jsonl",
+        replacement="data.eval.paths=[FILE] with data.eval=parquet or jsonl",
     ),
     RemovedKey(key="data.train_batch_size", replacement="batching.prompts_per_step"),
     RemovedKey(
@@ -389,9 +391,17 @@ def find_new_key(key: str) -> str | None:
     for old, new in RENAMED_KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
+    if source := _SOURCE_KIND.fullmatch(key):
+        return f"{source['block']}.name"
     role, engine, engine_key = key.partition(".engine.")
     engine_key = RENAMED_ENGINE_KEYS.get(engine_key, "")
     return f"{role}{engine}{engine_key}" if engine_key else None
+
+
+_SOURCE_KIND = re.compile(
+    r"(?P<block>data\.(train|eval)|data\.(train|eval)_sets\.[^.]+|warm_start\.data)\.kind"
+)
+"""Key of 0.1 that chose a data source."""
 
 
 UNIONS: Mapping[str, type[Variant]] = {
@@ -433,7 +443,12 @@ def rename_settings(settings: Mapping[str, object]) -> dict[str, object]:
         if own_keys and renamed.get(f"{block}.{switch}") is None:
             renamed = {key: value for key, value in renamed.items() if key not in own_keys}
             renamed[block] = None
-    for block, union in UNIONS.items():
+    sources = [match["block"] for key in settings if (match := _SOURCE_KIND.fullmatch(key))]
+    for block in sources:
+        paths = renamed.get(f"{block}.paths")
+        if renamed[f"{block}.name"] == DatasetsSource.name and isinstance(paths, list | tuple):
+            renamed[f"{block}.path"] = paths[0]
+    for block, union in {**UNIONS, **dict.fromkeys(sources, DataSource)}.items():
         if renamed.get(block) is not None:
             renamed[f"{block}.name"] = renamed.pop(block)
         if f"{block}.name" not in renamed:

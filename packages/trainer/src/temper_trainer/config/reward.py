@@ -7,7 +7,7 @@ from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import DataSource
 from temper_trainer.config.judge import JudgeConfig
 from temper_trainer.settings.ranges import (
     FiniteFloat,
@@ -247,7 +247,7 @@ def find_reward_conflicts(
 
 
 def find_component_conflicts(
-    reward: RewardConfig, *, train_sources: Mapping[str, SourceConfig]
+    reward: RewardConfig, *, train_sources: Mapping[str, DataSource]
 ) -> Iterator[str]:
     """Yield settings that contradict an estimator that normalizes several rewards separately."""
     if not reward.components:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from temper_engine_api.specs import OptimizerSpec, ScheduleSpec
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import DataSource
 from temper_trainer.settings.ranges import (
     NonNegativeFloat,
     PositiveInt,
@@ -24,7 +24,7 @@ class WarmStartConfig:
     not use it: its settings are data, batching, run and actor.
     """
 
-    data: SourceConfig | None = None
+    data: DataSource | None = None
     """Demonstrations; None takes data.train."""
     total_steps: PositiveInt = 100
     """Number of updates of the warm start."""

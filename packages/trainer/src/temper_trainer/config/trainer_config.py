@@ -10,7 +10,12 @@ from temper_trainer.algorithms.preference_losses.preference_loss import Preferen
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
-from temper_trainer.config.data import DataConfig, PreferenceKind, find_data_conflicts
+from temper_trainer.config.data import (
+    ArithmeticSource,
+    DataConfig,
+    PreferenceKind,
+    find_data_conflicts,
+)
 from temper_trainer.config.distillation import (
     DistillationConfig,
     EmaPolicy,
@@ -404,9 +409,9 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
         )
     if config.warm_start is not None and config.task in (*PREFERENCE_TASKS, *INFERENCE_TASKS):
         yield f"warm_start has no effect in task {config.task}: set warm_start=null."
-    if config.task in PREFERENCE_TASKS and config.data.train.kind == "arithmetic":
+    if config.task in PREFERENCE_TASKS and isinstance(config.data.train, ArithmeticSource):
         yield (
-            "data.train.kind is arithmetic, which has no preferences for task "
+            "data.train is arithmetic, which has no preferences for task "
             f"{config.task}: use a source of files."
         )
     if (

@@ -29,11 +29,9 @@ from temper_trainer.config_loading.schema import Entry, Plain, flatten, to_plain
 from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.variant_choice import (
     collect_choices,
-    drop_former_sources,
     drop_former_variants,
     expand_names,
     find_names,
-    find_source_kinds,
     is_choice,
 )
 
@@ -258,7 +256,7 @@ def _drop_former_variants(
     overrides: Sequence[Override],
     choices: Mapping[str, Entry],
 ) -> list[Layer]:
-    """Drop the settings of variants and sources that a later file or an override replaces.
+    """Drop the settings of variants that a later file or an override replaces.
 
     The names on the command line count before its other keys, so their order does not matter.
 
@@ -270,8 +268,9 @@ def _drop_former_variants(
     Returns:
         The layers without the dropped keys.
     """
+    # Hydra refuses to delete a block that is dropped already.
+    deleted = {str(override.key_or_group) for override in overrides if override.is_delete()}
     on_command_line: dict[str, Plain] = {}
-    kinds_on_command_line: dict[str, Plain] = {}
     for override in overrides:
         if not override.is_delete():
             tree: Plain = to_plain(override.value())
@@ -279,22 +278,12 @@ def _drop_former_variants(
                 tree = {part: tree}
             assert isinstance(tree, dict)
             on_command_line |= find_names(tree, choices=choices)
-            kinds_on_command_line |= find_source_kinds(tree)
-    # Drop nothing from a source whose keys the user deletes: the user decides which of its settings
-    # stay, and Hydra refuses to delete a key that is dropped already.
-    deleted = [str(override.key_or_group) for override in overrides if override.is_delete()]
-    for key in list(kinds_on_command_line):
-        if any(f"{each}.".startswith(f"{key}.") for each in deleted):
-            del kinds_on_command_line[key]
+    on_command_line = {key: name for key, name in on_command_line.items() if key not in deleted}
     names = [*(find_names(tree, choices=choices) for tree, _ in files), on_command_line]
-    kinds = [*(find_source_kinds(tree) for tree, _ in files), kinds_on_command_line]
     layers: list[Layer] = []
     for position in range(len(files) + 1):
         earlier = [tree for tree, _ in files[:position]]
-        dropped = [
-            *drop_former_variants(earlier, names=names[position], choices=choices),
-            *drop_former_sources(earlier, kinds=kinds[position]),
-        ]
+        dropped = drop_former_variants(earlier, names=names[position], choices=choices)
         layers = [
             replace(
                 layer,

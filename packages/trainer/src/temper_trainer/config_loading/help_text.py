@@ -25,10 +25,11 @@ from temper_trainer.config_loading.schema import (
     is_optional,
     iterate_entries,
     list_classes,
+    split_settings,
 )
 from temper_trainer.config_loading.structuring import describe_type
 from temper_trainer.config_loading.unknown_keys import suggest_keys
-from temper_trainer.settings.variants import Choice, Custom, Variant
+from temper_trainer.settings.variants import Choice, Custom
 
 USAGE = """\
 temper-train: post-training of language models (SFT, PPO, GRPO, ...) on any Temper engine.
@@ -115,7 +116,8 @@ def _find_description(key: str, *, engine_class: type[EngineConfig]) -> str:
         if parent != ANY_NAME:
             entries = iterate_entries(owner, engine_class=engine_class)
             entry = next(entry for entry in entries if entry.name == parent)
-            owner = entry.block or entry.item or owner
+            entry = entry if entry.item is None else entry.item
+            owner = entry.block or owner
             if entry.choice is not None:
                 # Several variants may have the key; the help of the block shows all.
                 classes = list_classes(entry.choice).values()
@@ -191,15 +193,22 @@ def _entry_lines(
     """Yield the lines of a field, and those of the keys below it."""
     key = f"{prefix}{entry.name}"
     if entry.item is not None:
-        yield f"  {key}.{ANY_NAME}.*   [blocks by name]"
-        yield from _wrapped(description)
-        yield from _block_lines(
-            entry.item, prefix=f"{key}.{ANY_NAME}.", engine_class=engine_class, seen=seen
+        yield from _entry_lines(
+            entry.item,
+            prefix=f"{key}.",
+            description=description,
+            engine_class=engine_class,
+            seen=seen,
         )
         return
     if entry.choice is not None:
         yield from _choice_of_variant_lines(
-            entry, entry.choice, key=key, description=description, engine_class=engine_class
+            entry,
+            entry.choice,
+            key=key,
+            description=description,
+            engine_class=engine_class,
+            seen=seen,
         )
         return
     if entry.block is None:
@@ -208,9 +217,9 @@ def _entry_lines(
         return
     if not description or description.startswith("See "):
         description = _class_description(entry.block)
-    yield f"  {key}.*" + (
-        "   [off until set]" if is_optional(entry.annotation) and entry.default is None else ""
-    )
+    is_off = is_optional(entry.annotation) and entry.default is None
+    note = "blocks by name" if entry.name == ANY_NAME else "off until set" if is_off else ""
+    yield f"  {key}.*" + (f"   [{note}]" if note else "")
     # List the keys of a block only once: several roles have a block `engine` with dozens of keys.
     if entry.block in seen:
         yield from _wrapped(f"{description} The same keys as {seen[entry.block]}.*")
@@ -227,18 +236,25 @@ def _choice_of_variant_lines(
     key: str,
     description: str,
     engine_class: type[EngineConfig],
+    seen: dict[type, str],
 ) -> Iterator[str]:
     """Yield the names of a tagged union, then the settings of each variant."""
-    default = entry.default.name if isinstance(entry.default, Variant) else None
+    default = entry.default_variant if entry.default is not None or not entry.has_default else None
     names = " | ".join(list_classes(choice))
     yield f"  {key}={default or 'null'}   [{names}]"
+    if choice.union in seen:
+        yield from _wrapped(f"{description} The same settings as {seen[choice.union]}.")
+        return
+    seen[choice.union] = key
     yield from _wrapped(f"{description} Each has settings of its own:")
     for name, cls in list_classes(choice).items():
         yield f"  {key} of {name}"
         yield from _wrapped(_class_description(cls))
-        entries = iterate_entries(cls, engine_class=engine_class)
+        own, shared = split_settings(choice, name=name, engine_class=engine_class)
+        for other, settings in shared.items():
+            yield from _wrapped(f"As {other}: {', '.join(settings)}")
         descriptions = read_field_docstrings(cls)
-        for setting in entries:
+        for setting in own:
             if cls is not Custom or setting.name != "name":
                 yield from _entry_lines(
                     setting,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import ArithmeticSource, DataSource
 from temper_trainer.config.reward import REWARD_MODEL
 from temper_trainer.config.run import INFERENCE_TASKS, PREFERENCE_TASKS, RL_TASKS
 from temper_trainer.config.trainer_config import TrainerConfig
@@ -387,7 +387,7 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
 
 def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
     warm_start = None if config.warm_start is None else config.warm_start.data
-    sources: dict[str, SourceConfig | None] = {
+    sources: dict[str, DataSource | None] = {
         **config.data.train_sources,
         **config.data.eval_sources,
         "warm_start.data": warm_start,
@@ -401,19 +401,14 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
         yield _make_unconditional_rule(
             ("data.shuffled_fraction",), "without data.shuffle: remove it, or set it to true"
         )
-    if all(source is None or source.kind == "arithmetic" for source in sources.values()):
+    if all(source is None or isinstance(source, ArithmeticSource) for source in sources.values()):
         keys: tuple[str, ...] = ("data.chat_template", "data.tools_path")
         yield _make_unconditional_rule(
-            keys, "with sources of kind arithmetic, whose prompts are not chat messages: remove it"
+            keys, "with sources arithmetic, whose prompts are not chat messages: remove it"
         )
     for name, source in sources.items():
         if source is None:
             continue
-        if source.kind in ("jsonl", "parquet"):
-            yield _make_unconditional_rule(
-                (f"{name}.split",),
-                f"with {name}.kind {source.kind}, whose files are named in paths: remove it",
-            )
         yield from _source_preference_rules(name, config)
         if source.messages_key is not None:
             keys = (f"{name}.prompt_key", f"{name}.answer_key")
@@ -446,16 +441,6 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
                 "with data that is not demonstrations of task sft or of a warm start: remove it",
             )
         yield from _source_teacher_rules(name, config)
-        if source.kind == "arithmetic":
-            keys = (f"{name}.prompt_key", f"{name}.answer_key", f"{name}.extra_keys")
-            yield _make_unconditional_rule(
-                keys, f"with {name}.kind arithmetic, which generates its problems: remove it"
-            )
-        else:
-            keys = (f"{name}.seed", f"{name}.wrong_first_operation")
-            yield _make_unconditional_rule(
-                keys, f"with {name}.kind {source.kind}, which reads its problems: remove it"
-            )
 
 
 def _is_demonstrated(name: str, config: TrainerConfig) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -29,14 +30,21 @@ class Entry:
     """Dataclass of its sub-keys, if it has any."""
     is_open: bool
     """True for a mapping with arbitrary keys."""
-    item: type | None
-    """Dataclass of a mapping's values, if its keys are user-chosen names of blocks."""
+    item: "Entry | None" = None
+    """Values of a mapping, if its keys are user-chosen names of blocks."""
     choice: Choice | None = None
     """Variants that it chooses from, if it is a tagged union."""
     has_default: bool
     """True if it may be left out."""
     default: object
     """A fresh copy of the default; None if there is none."""
+
+    @property
+    def default_variant(self) -> str | None:
+        """Name of the variant that a block without a name is; None if it must have one."""
+        if isinstance(self.default, Variant):
+            return self.default.name
+        return None if self.choice is None else self.choice.union.default_name
 
 
 def iterate_entries(
@@ -55,17 +63,22 @@ def iterate_entries(
         # A new object each time: a caller may change the lists and mappings in it.
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         default = default if instance is None else getattr(instance, field.name)
-        choice = find_choice(annotation)
-        yield Entry(
-            name=field.name,
-            annotation=annotation,
-            block=find_block_class(annotation) if choice is None else None,
-            is_open=get_origin(annotation) in (dict, Mapping),
-            item=find_item_class(annotation),
-            choice=choice,
-            has_default=default is not MISSING,
-            default=None if default is MISSING else default,
-        )
+        yield _make_entry(field.name, annotation, default=default)
+
+
+def _make_entry(name: str, annotation: object, *, default: object) -> Entry:
+    choice = find_choice(annotation)
+    item = find_item_class(annotation)
+    return Entry(
+        name=name,
+        annotation=annotation,
+        block=find_block_class(annotation) if choice is None else None,
+        is_open=get_origin(annotation) in (dict, Mapping),
+        item=None if item is None else _make_entry(ANY_NAME, item, default=MISSING),
+        choice=choice,
+        has_default=default is not MISSING,
+        default=None if default is MISSING else default,
+    )
 
 
 # A load asks for each dataclass about ten times, and resolving is slow.
@@ -109,21 +122,25 @@ def collect_keys(
     """Return every dotted key below a dataclass, blocks included, in order."""
     collected: dict[str, Entry] = {}
     for entry in iterate_entries(cls, engine_class=engine_class):
-        collected[prefix + entry.name] = entry
-        if entry.block is not None:
-            collected |= collect_keys(
-                entry.block, engine_class=engine_class, prefix=f"{prefix}{entry.name}."
-            )
-        if entry.item is not None:
-            collected |= collect_keys(
-                entry.item, engine_class=engine_class, prefix=f"{prefix}{entry.name}.{ANY_NAME}."
-            )
-        if entry.choice is not None:
-            block = f"{prefix}{entry.name}."
-            collected[f"{block}name"] = _make_name_entry(entry, entry.choice)
-            for variant in list_classes(entry.choice).values():
-                inner = collect_keys(variant, engine_class=engine_class, prefix=block)
-                collected |= {key: each for key, each in inner.items() if key not in collected}
+        collected |= _collect_entry(entry, engine_class=engine_class, prefix=prefix)
+    return collected
+
+
+def _collect_entry(
+    entry: Entry, *, engine_class: type[EngineConfig], prefix: str
+) -> dict[str, Entry]:
+    """Return a field and the keys below it."""
+    collected = {prefix + entry.name: entry}
+    block = f"{prefix}{entry.name}."
+    if entry.block is not None:
+        collected |= collect_keys(entry.block, engine_class=engine_class, prefix=block)
+    if entry.item is not None:
+        collected |= _collect_entry(entry.item, engine_class=engine_class, prefix=block)
+    if entry.choice is not None:
+        collected[f"{block}name"] = _make_name_entry(entry, entry.choice)
+        for variant in list_classes(entry.choice).values():
+            inner = collect_keys(variant, engine_class=engine_class, prefix=block)
+            collected |= {key: each for key, each in inner.items() if key not in collected}
     return collected
 
 
@@ -133,6 +150,32 @@ def list_classes(choice: Choice) -> dict[str, type]:
     return {**list_variants(choice.union), **custom}
 
 
+def split_settings(
+    choice: Choice, *, name: str, engine_class: type[EngineConfig]
+) -> tuple[list[Entry], dict[str, list[str]]]:
+    """Return the settings of a variant: own ones, and names by the earlier variant that has them.
+
+    A setting is shared if it is the same field of a common base class.
+    """
+    classes = list_classes(choice)
+    earlier = list(classes)[: list(classes).index(name)]
+    own: list[Entry] = []
+    shared: dict[str, list[str]] = {}
+    for entry in iterate_entries(classes[name], engine_class=engine_class):
+        definer = _find_definer(classes[name], entry.name)
+        owner = next((e for e in earlier if _find_definer(classes[e], entry.name) is definer), None)
+        if owner is None:
+            own.append(entry)
+        else:
+            shared.setdefault(owner, []).append(entry.name)
+    return own, shared
+
+
+def _find_definer(cls: type, field: str) -> type | None:
+    """Return the nearest class in the hierarchy that annotates a field, or None."""
+    return next((base for base in cls.__mro__ if field in inspect.get_annotations(base)), None)
+
+
 def _make_name_entry(entry: Entry, choice: Choice) -> Entry:
     """Return the key that chooses the variant."""
     return Entry(
@@ -140,9 +183,8 @@ def _make_name_entry(entry: Entry, choice: Choice) -> Entry:
         annotation=str if choice.is_open else Literal[choice.names],
         block=None,
         is_open=False,
-        item=None,
-        has_default=isinstance(entry.default, Variant),
-        default=entry.default.name if isinstance(entry.default, Variant) else None,
+        has_default=entry.default_variant is not None,
+        default=entry.default_variant,
     )
 
 
@@ -172,26 +214,32 @@ def collect_defaults(
             defaults |= {entry.name: None} if entry.has_default else {}
         elif entry.item is not None and isinstance(block, dict):
             defaults[entry.name] = {
-                name: collect_defaults(
-                    entry.item,
-                    engine_class=engine_class,
-                    given=item if isinstance(item, dict) else {},
-                )
+                name: _collect_block(entry.item, engine_class=engine_class, given=item)
                 for name, item in block.items()
                 if item is not None
             }
-        elif (cls_of_block := _find_block(entry, given=block)) is not None and (
+        elif _find_block(entry, given=block) is not None and (
             isinstance(block, dict) or not entry.has_default
         ):
-            defaults[entry.name] = _get_name(entry, given=block) | collect_defaults(
-                cls_of_block,
-                engine_class=engine_class,
-                given=block if isinstance(block, dict) else {},
-                instance=entry.default if type(entry.default) is cls_of_block else None,
-            )
+            defaults[entry.name] = _collect_block(entry, engine_class=engine_class, given=block)
         elif entry.has_default:
             defaults[entry.name] = to_plain(entry.default)
     return defaults
+
+
+def _collect_block(
+    entry: Entry, *, engine_class: type[EngineConfig], given: Plain
+) -> dict[str, Plain]:
+    """Return the defaults of a block; none for a variant whose name does not exist."""
+    cls = _find_block(entry, given=given)
+    if cls is None:
+        return {}
+    return _get_name(entry, given=given) | collect_defaults(
+        cls,
+        engine_class=engine_class,
+        given=given if isinstance(given, dict) else {},
+        instance=entry.default if type(entry.default) is cls else None,
+    )
 
 
 def _find_block(entry: Entry, *, given: Plain) -> type | None:
@@ -203,7 +251,7 @@ def _find_block(entry: Entry, *, given: Plain) -> type | None:
 
 def _get_name(entry: Entry, *, given: Plain) -> dict[str, Plain]:
     """Return the key that chooses a variant, and its value; empty if nothing chooses one."""
-    default = entry.default.name if isinstance(entry.default, Variant) else None
+    default = entry.default_variant
     name = given.get("name", default) if isinstance(given, dict) else default
     return {} if entry.choice is None or name is None else {"name": name}
 

@@ -196,9 +196,10 @@ def _structure_variant(converter: Converter, value: object, annotation: object) 
     block = {"name": value} if isinstance(value, str) else value
     if not isinstance(block, dict):
         raise ConfigError(f"is {_show(value)}, but must be a name, or a block of keys with a name.")
-    cls = choice.find_class(block.get("name"))
+    name = block.get("name", choice.union.default_name)
+    cls = choice.find_class(name)
     if cls is None:
-        raise ConfigError(choice.describe_unknown(block.get("name")))
+        raise ConfigError(choice.describe_unknown(name))
     if cls is not Custom:  # whose own field is the name
         block = {key: each for key, each in block.items() if key != "name"}
     return converter.structure(block, cls)

@@ -11,15 +11,10 @@ from temper_trainer.config.removed_keys import (
 )
 from temper_trainer.config_loading.composition import Layer
 from temper_trainer.config_loading.schema import ANY_NAME, Entry, Plain
-from temper_trainer.config_loading.variant_choice import describe_foreign_key
+from temper_trainer.config_loading.variant_choice import TYPO_SIMILARITY, describe_foreign_key
 
 MAX_LISTED_PROBLEMS = 25
 """Maximum number of listed problems: a configuration of another program would have hundreds."""
-_TYPO_SIMILARITY = 0.85
-"""Names at least this similar are taken for typing errors.
-
-difflib's similarity of path and paths, which differ by one letter, is 2 * 4 / 9 = 0.89.
-"""
 
 
 def check_keys(
@@ -88,7 +83,7 @@ def suggest_keys(key: str, *, known: Mapping[str, Entry]) -> str:
     )
     # Ordered by how likely the guess is.
     matches = (
-        _find_similar_siblings(name, block=block, known=known, cutoff=_TYPO_SIMILARITY)
+        _find_similar_siblings(name, block=block, known=known, cutoff=TYPO_SIMILARITY)
         or same_name
         or _find_similar_siblings(name, block=block, known=known, cutoff=0.6)
         or difflib.get_close_matches(key, known, n=3, cutoff=0.6)

@@ -1,9 +1,7 @@
-"""Choose variants across files and overrides: another choice drops the former one's settings.
+"""Choose variants across files and overrides: another choice drops the former one's settings."""
 
-The same holds for sources of data that files replace by generated problems, or the reverse.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from temper_engine_api.specs import EngineConfig
@@ -15,15 +13,14 @@ from temper_trainer.config_loading.schema import (
     collect_keys,
     list_classes,
 )
-from temper_trainer.settings.variants import Variant
 
 Tree = dict[str, Plain]
 
-_SOURCES = (
-    *("data.train", "data.eval", "warm_start.data"),
-    *(f"data.train_sets.{ANY_NAME}", f"data.eval_sets.{ANY_NAME}"),
-)
-"""Blocks that describe a source of data."""
+TYPO_SIMILARITY = 0.85
+"""Names at least this similar are taken for typing errors.
+
+difflib's similarity of path and paths, which differ by one letter, is 2 * 4 / 9 = 0.89.
+"""
 
 
 def collect_choices() -> dict[str, Entry]:
@@ -75,45 +72,9 @@ def drop_former_variants(
     return replaced
 
 
-def find_source_kinds(tree: Tree) -> dict[str, Plain]:
-    """Return the kinds of the sources of data that a tree gives, by the dotted key of the block."""
-    blocks = {key: parent[name] for parent, name, key in _iterate_blocks(tree, _SOURCES)}
-    return {
-        key: block["kind"]
-        for key, block in blocks.items()
-        if isinstance(block, dict) and "kind" in block
-    }
-
-
-def drop_former_sources(trees: Sequence[Tree], *, kinds: Mapping[str, Plain]) -> list[str]:
-    """Delete from earlier trees generated sources that files replace, and the reverse.
-
-    Otherwise `max_rows`, the number of problems to generate, would limit the rows of the files.
-
-    Args:
-        trees: In order of precedence; later ones win. They are changed.
-        kinds: Kinds that the next tree gives, by the dotted key of the block.
-
-    Returns:
-        The dotted keys of the deleted blocks.
-    """
-    former: dict[str, Plain] = {}
-    for tree in trees:
-        former |= find_source_kinds(tree)
-    replaced = [
-        key
-        for key, kind in kinds.items()
-        if key in former and (kind == "arithmetic") != (former[key] == "arithmetic")
-    ]
-    for key in replaced:
-        _delete_block(key, trees=trees)
-    return replaced
-
-
 def get_default_name(key: str, *, choices: Mapping[str, Entry]) -> str | None:
     """Return the name of the variant that is in force if nothing chooses one."""
-    default = choices[_to_pattern(key, choices)].default
-    return default.name if isinstance(default, Variant) else None
+    return choices[_to_pattern(key, choices)].default_variant
 
 
 def is_choice(key: str, *, choices: Mapping[str, Entry]) -> bool:
@@ -135,32 +96,43 @@ def describe_foreign_key(key: str, *, values: Tree, choices: Mapping[str, Entry]
         entry = choices.get(_to_pattern(block, choices))
         if entry is None or entry.choice is None or setting == "name":
             continue
-        named = find_names(values, choices={_to_pattern(block, choices): entry})
-        name = named.get(block, get_default_name(block, choices=choices))
+        chosen_values = _find_value(values, block)
+        # A later layer may have removed the key, or replaced the block by null.
+        if not isinstance(chosen_values, dict) or setting not in chosen_values:
+            continue
+        name = chosen_values.get("name", entry.default_variant)
         chosen = entry.choice.find_class(name)
-        if chosen is None or setting in {each.name for each in fields(chosen)}:
+        own_names = [] if chosen is None else [each.name for each in fields(chosen)]
+        if chosen is None or setting in own_names:
             continue
         owners = [
             owner
             for owner, cls in list_classes(entry.choice).items()
             if setting in {each.name for each in fields(cls)}
         ]
+        near = difflib.get_close_matches(setting, own_names, n=1, cutoff=TYPO_SIMILARITY)
         return (
-            f"{key} is a setting of {', '.join(owners)}, but {block} is {name}: remove it, or set "
-            f"{block}={owners[0]}"
-            f"{' or another of these' if len(owners) > 1 else ''}."
+            f"{key} is a setting of {', '.join(owners)}, but {block} is {name}"
+            f"{f', which has {block}.{near[0]}' if near else ''}: remove it, or set "
+            f"{block}={owners[0]}{' or another of these' if len(owners) > 1 else ''}."
         )
     return None
 
 
 def _delete_block(key: str, *, trees: Sequence[Tree]) -> None:
-    *parents, last = key.split(".")
+    parent, _, last = key.rpartition(".")
     for tree in trees:
-        block: Plain = tree
-        for parent in parents:
-            block = block.get(parent) if isinstance(block, dict) else None
+        block = _find_value(tree, parent) if parent else tree
         if isinstance(block, dict):
             block.pop(last, None)
+
+
+def _find_value(tree: Tree, key: str) -> Plain:
+    """Return the value at a dotted key; None if there is none."""
+    value: Plain = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _to_pattern(key: str, choices: Mapping[str, Entry]) -> str:
@@ -181,12 +153,7 @@ def _iterate_choices(
     tree: Tree, *, choices: Mapping[str, Entry]
 ) -> Iterator[tuple[Tree, str, str]]:
     """Yield (parent block, name, dotted key) of each variant in a tree."""
-    return _iterate_blocks(tree, choices)
-
-
-def _iterate_blocks(tree: Tree, patterns: Iterable[str]) -> Iterator[tuple[Tree, str, str]]:
-    """Yield (parent block, name, dotted key) of each block whose key has one of the patterns."""
-    for pattern in patterns:
+    for pattern in choices:
         matches = [(tree, "", "")]
         for part in pattern.split("."):
             matches = [

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import ArithmeticSource
 from temper_trainer.data.rows import DataError, Row
 
 Operator = Literal["+", "-", "*"]
@@ -110,7 +110,7 @@ def is_test_question(question: str) -> bool:
     return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8]) % TEST_MODULUS == 0
 
 
-def generate_arithmetic_rows(config: SourceConfig) -> list[Row]:
+def generate_arithmetic_rows(config: ArithmeticSource) -> list[Row]:
     """Generate ``max_rows`` different problems of one split, with answers and demonstrations.
 
     The problems depend only on (seed, split); the choice of wrong demonstrations also on their
@@ -119,7 +119,6 @@ def generate_arithmetic_rows(config: SourceConfig) -> list[Row]:
     Raises:
         DataError: If there are fewer different problems than max_rows.
     """
-    assert config.max_rows is not None
     problems = random.Random(f"problems {config.seed}")
     # A generator of its own, so that the fraction of wrong demonstrations does not change the
     # problems.
@@ -136,7 +135,7 @@ def generate_arithmetic_rows(config: SourceConfig) -> list[Row]:
                 prompt=problem.question,
                 answer=solve(problem.steps),
                 solution=solve(demonstrated),
-                location=f"arithmetic[{config.split}] row {len(rows)}",
+                location=f"{config.location} row {len(rows)}",
                 teacher_prompt=None
                 if config.teacher_prompt_key is None
                 else f"{solve(problem.steps)} {problem.question}",

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import DataSource, RecordSource
 from temper_trainer.data.rows import ABSENT, DataError, Row, get_field
 
 
 def read_loss_weights(
-    record: object, *, config: SourceConfig, location: str
+    record: object, *, config: RecordSource, location: str
 ) -> float | tuple[float, ...] | None:
     """Return the weights that `loss_weight_key` names in a raw record; see `Row.loss_weights`.
 
@@ -20,7 +20,8 @@ def read_loss_weights(
             that is not the assistant's has a weight above 0.
 
     Example:
-        >>> config = SourceConfig(paths=("rows.jsonl",), loss_weight_key="weight")
+        >>> from temper_trainer.config.data import JsonlSource
+        >>> config = JsonlSource(paths=("rows.jsonl",), loss_weight_key="weight")
         >>> read_loss_weights({"weight": [0, 0.5, 1]}, config=config, location="rows.jsonl:1")
         (0.0, 0.5, 1.0)
     """
@@ -110,11 +111,11 @@ def check_any_weight(weights: Sequence[float], *, location: str) -> None:
         )
 
 
-def describe_missing_weights(rows: Iterable[Row], *, config: SourceConfig) -> str | None:
+def describe_missing_weights(rows: Iterable[Row], *, config: DataSource) -> str | None:
     """Return why conversations without any weight are refused, or None if one has weights."""
     if config.loss_weight_key is None or any(row.loss_weights is not None for row in rows):
         return None
     return (
-        f"no message of {', '.join(config.paths)} has the field {config.loss_weight_key!r}, which "
+        f"no message of {config.location} has the field {config.loss_weight_key!r}, which "
         "loss_weight_key names: correct the key, or remove it to weight all tokens equally."
     )

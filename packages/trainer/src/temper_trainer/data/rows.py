@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import RecordSource
 from temper_trainer.settings.import_path import is_import_path
 
 
@@ -115,7 +115,7 @@ class LabeledRow:
 PreferenceRow = PairRow | LabeledRow
 
 
-def build_row(record: object, *, config: SourceConfig, row_id: int, location: str) -> Row:
+def build_row(record: object, *, config: RecordSource, row_id: int, location: str) -> Row:
     """Validate one raw record and return its row.
 
     Args:
@@ -189,7 +189,7 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, location: st
     )
 
 
-def build_pair(record: object, *, config: SourceConfig, row_id: int, location: str) -> PairRow:
+def build_pair(record: object, *, config: RecordSource, row_id: int, location: str) -> PairRow:
     """Validate one raw record and return its preference pair; see `build_row`."""
     rows = {}
     for key, setting in ((config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")):
@@ -219,7 +219,7 @@ def build_pair(record: object, *, config: SourceConfig, row_id: int, location: s
 
 
 def build_labeled_row(
-    record: object, *, config: SourceConfig, row_id: int, location: str
+    record: object, *, config: RecordSource, row_id: int, location: str
 ) -> LabeledRow:
     """Validate one raw record and return its labeled completion; see `build_row`."""
     row = build_row(record, config=config, row_id=row_id, location=location)
@@ -240,13 +240,13 @@ def build_labeled_row(
     return LabeledRow(row=row, is_desirable=bool(label))
 
 
-def describe_missing_label(rows: Sequence[PreferenceRow], *, config: SourceConfig) -> str | None:
+def describe_missing_label(rows: Sequence[PreferenceRow], *, config: RecordSource) -> str | None:
     """Return why all labels of a source are refused, or None if both occur or there are none."""
     labels = {row.is_desirable for row in rows if isinstance(row, LabeledRow)}
     if len(labels) != 1:
         return None
     return (
-        f"all {len(rows)} rows of {', '.join(config.paths)} have the label {labels.pop()} in field "
+        f"all {len(rows)} rows of {config.location} have the label {labels.pop()} in field "
         f"{config.label_key!r}, but KTO learns from the difference between desirable and "
         "undesirable completions: add rows with the other label, or use task=sft."
     )

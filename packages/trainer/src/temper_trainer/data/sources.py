@@ -1,5 +1,6 @@
 """Read rows from files or the Hugging Face ``datasets`` library, or generate them."""
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,15 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from temper_engine_api.errors import ConfigError, format_install
-from temper_trainer.config.data import PreferenceKind, SourceConfig
+from temper_trainer.config.data import (
+    ArithmeticSource,
+    DatasetsSource,
+    DataSource,
+    FileSource,
+    ParquetSource,
+    PreferenceKind,
+    RecordSource,
+)
 from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from temper_trainer.data.loss_weights import describe_missing_weights, read_loss_weights
 from temper_trainer.data.rows import (
@@ -28,7 +37,7 @@ from temper_trainer.data.rows import (
 _PARQUET_BATCH = 4096
 
 
-def load_rows(source: SourceConfig, *, base_dir: Path | None = None) -> list[Row]:
+def load_rows(source: DataSource, *, base_dir: Path | None = None) -> list[Row]:
     """Return all rows of a source, validated, in the order of its files.
 
     Args:
@@ -43,19 +52,20 @@ def load_rows(source: SourceConfig, *, base_dir: Path | None = None) -> list[Row
     rows = list(iterate_rows(source, base_dir=base_dir))
     if not rows:
         raise DataError(
-            f"the data set {', '.join(source.paths)} has no rows (max_rows is {source.max_rows}): "
-            "give a file that has some."
+            f"the data set {source.location} has no rows (max_rows is {source.max_rows}): give a "
+            "file that has some."
         )
     if problem := describe_missing_weights(rows, config=source):
         raise DataError(problem)
     return rows
 
 
-def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Iterator[Row]:
+def iterate_rows(source: DataSource, *, base_dir: Path | None = None) -> Iterator[Row]:
     """Yield the rows of a source one at a time, reading files lazily; see ``load_rows``."""
-    if source.kind == "arithmetic":
+    if isinstance(source, ArithmeticSource):
         yield from generate_arithmetic_rows(source)
         return
+    assert isinstance(source, RecordSource)
     fields: tuple[str, ...] = (
         (source.prompt_key, source.answer_key)
         if source.messages_key is None
@@ -89,19 +99,24 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
         yield row
 
 
-def load_preferences(source: SourceConfig, *, kind: PreferenceKind) -> list[PreferenceRow]:
+def load_preferences(source: DataSource, *, kind: PreferenceKind) -> list[PreferenceRow]:
     """Return every preference pair of a source, or every labeled completion.
 
     Raises:
         DataError: If a record lacks a field, a completion is empty, or all labels are equal.
+        ConfigError: If the source generates its rows, which are no preferences.
     """
+    if not isinstance(source, RecordSource):
+        raise ConfigError(
+            f"a source {source.name} has one answer to each prompt, and no preferences: use files."
+        )
     rows = list(iterate_preferences(source, kind=kind))
     if problem := describe_missing_label(rows, config=source):
         raise DataError(problem)
     return rows
 
 
-def iterate_preferences(source: SourceConfig, *, kind: PreferenceKind) -> Iterator[PreferenceRow]:
+def iterate_preferences(source: RecordSource, *, kind: PreferenceKind) -> Iterator[PreferenceRow]:
     """Yield the preferences of a source one at a time; see `load_preferences`."""
     fields = {
         "pairs": (
@@ -120,7 +135,7 @@ def iterate_preferences(source: SourceConfig, *, kind: PreferenceKind) -> Iterat
 
 
 def iterate_records(
-    source: SourceConfig, *, fields: tuple[str, ...], base_dir: Path | None = None
+    source: RecordSource, *, fields: tuple[str, ...], base_dir: Path | None = None
 ) -> Iterator[tuple[str, object]]:
     """Yield (location, raw record) of a source of files or datasets, at most max_rows of them.
 
@@ -130,25 +145,17 @@ def iterate_records(
         base_dir: See load_rows.
     """
     located: Iterator[tuple[str, object]]
-    match source.kind:
-        case "jsonl":
-            located = itertools.chain.from_iterable(
-                _jsonl_records(_resolve_path(path, base_dir)) for path in source.paths
-            )
-        case "parquet":
-            located = itertools.chain.from_iterable(
-                _parquet_records(
-                    _resolve_path(path, base_dir), fields, extra_keys=source.extra_keys
-                )
-                for path in source.paths
-            )
-        case "datasets":
-            located = _datasets_records(source, base_dir)
-        case "arithmetic":
-            raise ConfigError(
-                "a source of kind arithmetic generates problems with one answer each: it has no "
-                "raw records. Use files."
-            )
+    if isinstance(source, DatasetsSource):
+        located = _datasets_records(source, base_dir)
+    else:
+        assert isinstance(source, FileSource)
+        paths = (_resolve_path(path, base_dir) for path in source.paths)
+        read = (
+            functools.partial(_parquet_records, fields=fields, extra_keys=source.extra_keys)
+            if isinstance(source, ParquetSource)
+            else _jsonl_records
+        )
+        located = itertools.chain.from_iterable(map(read, paths))
     # Lazy, so that no file after the limit is opened.
     return itertools.islice(located, source.max_rows)
 
@@ -195,7 +202,7 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
 
 
 def _parquet_records(
-    path: str, fields: Sequence[str], *, extra_keys: Sequence[str]
+    path: str, *, fields: Sequence[str], extra_keys: Sequence[str]
 ) -> Iterator[tuple[str, object]]:
     """Yield (file row number, record) for every row, reading only the needed columns.
 
@@ -232,7 +239,9 @@ def _find_column(key: str, names: Sequence[str]) -> str:
     return key if key in names else next((name for name in names if key.startswith(f"{name}.")), "")
 
 
-def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[tuple[str, object]]:
+def _datasets_records(
+    source: DatasetsSource, base_dir: Path | None
+) -> Iterator[tuple[str, object]]:
     """Yield (name[split] row number, record) with the Hugging Face library.
 
     A local directory may be one that save_to_disk wrote.
@@ -242,15 +251,10 @@ def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[t
         import datasets
     except ImportError as error:
         raise ConfigError(
-            "a source of kind datasets needs the Hugging Face datasets library: run "
+            "a source datasets needs the Hugging Face datasets library: run "
             f"{format_install('temper-trainer[datasets]')}."
         ) from error
-    if len(source.paths) != 1:
-        raise ConfigError(
-            "a source of kind datasets takes one name or directory in paths, but has "
-            f"{len(source.paths)}: {source.paths}."
-        )
-    name = source.paths[0]
+    name = source.path
     local = Path(_resolve_path(name, base_dir))
     try:
         # The files of save_to_disk tell whether a directory has one split or several.

@@ -54,6 +54,8 @@ class Variant:
     __slots__ = ()
     name: ClassVar[str]
     """Name of an alternative in the configuration, from its decorator, or else its import path."""
+    default_name: ClassVar[str | None] = None
+    """Name of the alternative that a block without a name is; None if a block must have one."""
     _registry: ClassVar[dict[str, type["Variant"]]]
 
     def __init_subclass__(cls) -> None:

@@ -597,7 +597,7 @@ def test_first_row_that_the_task_cannot_read_is_refused(
 def test_parquet_columns_are_compared_with_the_keys(there: list[str], tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     parquet.write_table(pa.table({"question": ["a"], "solution": ["b"]}), path)
-    taken = [*there, "data.train.kind=parquet", f"data.train.paths=[{path}]"]
+    taken = [*there, "data.train.name=parquet", f"data.train.paths=[{path}]"]
     assert (
         "expected columns 'question' and 'answer', but it has ['question', 'solution']"
         in refusal(taken)
@@ -800,7 +800,8 @@ def test_missing_library_of_a_data_source_is_refused_before_the_run(
     there: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = load([*there, "data.train.kind=datasets", "data.train.paths=[name]"]).config
+    others = [each for each in there if not each.startswith("data.train.")]
+    config = load([*others, "data.train=datasets", "data.train.path=name"]).config
     with pytest.raises(ConfigError, match="datasets is not installed"):
         check_libraries(config)
 
@@ -841,7 +842,7 @@ def test_missing_record_of_completions_is_refused_before_the_run(tmp_path: Path)
 def test_evaluation_prompts_that_are_too_long_are_refused_before_the_run(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": "a b c d e f", "answer": "1"}) + "\n")
-    settings = ["experiment=quickstart", "data.eval.kind=jsonl", f"data.eval.paths=[{path}]"]
+    settings = ["experiment=quickstart", "data.eval.name=jsonl", f"data.eval.paths=[{path}]"]
     config = load([*settings, "warm_start=null", "data.train.max_rows=1"]).config
     check_external_objects(config)
     limited = replace(config, data=replace(config.data, max_prompt_tokens=5))

@@ -44,7 +44,7 @@ def settings(tmp_path: Path) -> Settings:
         )
         return [
             *("experiment=quickstart", "warm_start=null", "~data.eval", "~data.train"),
-            *("+data.train.kind=jsonl", f"+data.train.paths=[{tmp_path}/rows.jsonl]"),
+            *("+data.train.name=jsonl", f"+data.train.paths=[{tmp_path}/rows.jsonl]"),
             *(f"run.dir={tmp_path}/run", *pretrained),
         ]
 

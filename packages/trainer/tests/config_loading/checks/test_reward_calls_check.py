@@ -45,7 +45,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
         *("experiment=quickstart", "warm_start=null", "~data.eval", "~data.train"),
-        *("+data.train.kind=jsonl", f"+data.train.paths=[{tmp_path}/rows.jsonl]"),
+        *("+data.train.name=jsonl", f"+data.train.paths=[{tmp_path}/rows.jsonl]"),
         "reward.timeout_s=0.5",
     ]
 

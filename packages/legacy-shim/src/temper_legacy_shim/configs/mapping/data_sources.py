@@ -39,7 +39,7 @@ def put_source(draft: Draft, *, new: str, old: str) -> bool:
         verbatim=not single and paths == draft.old.get(old),
     )
     draft.put(
-        f"{new}.kind",
+        f"{new}.name",
         sorted(kinds)[-1] if len(kinds) == 1 else "parquet",
         rule="data-kind",
         old=[old],

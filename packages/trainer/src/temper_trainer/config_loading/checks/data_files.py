@@ -6,7 +6,13 @@ from itertools import islice
 from pathlib import Path
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.config.data import PreferenceKind, SourceConfig, TokenizerConfig
+from temper_trainer.config.data import (
+    ArithmeticSource,
+    DataSource,
+    FileSource,
+    PreferenceKind,
+    TokenizerConfig,
+)
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.run_folder_checks import contains_run
@@ -45,15 +51,15 @@ class FirstRows:
 def find_data_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield problems with local data files; remote paths are left to the run."""
     warm_start = None if config.warm_start is None else config.warm_start.data
-    sources: dict[str, SourceConfig | None] = {
+    sources: dict[str, DataSource | None] = {
         **config.data.train_sources,
         **config.data.eval_sources,
         "warm_start.data": warm_start,
     }
     for name, source in sources.items():
-        if source is not None and source.kind in ("jsonl", "parquet"):
+        if isinstance(source, FileSource):
             yield from _source_problems(name, source, config=config)
-        elif source is not None and source.kind == "arithmetic":
+        elif isinstance(source, ArithmeticSource):
             yield from _tokenizer_problems(name, _generate_first_rows(source), config=config)
     if config.data.string_prompts == "user_message" and not has_chat_template(
         config.data, model_path=config.actor.engine.model.path
@@ -73,8 +79,13 @@ def trains_new_tokenizer(tokenizer: TokenizerConfig, *, run: RunConfig) -> bool:
     return is_new and tokenizer.kind != "pretrained"
 
 
-def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) -> Iterator[str]:
-    local = [path for path in source.paths if "://" not in path and "::" not in path]
+def is_remote(path: str) -> bool:
+    """Return True if a path is an fsspec URL, which only a run reads."""
+    return "://" in path or "::" in path
+
+
+def _source_problems(name: str, source: FileSource, *, config: TrainerConfig) -> Iterator[str]:
+    local = [path for path in source.paths if not is_remote(path)]
     absent = [path for path in local if not Path(path).is_file()]
     for path in absent:
         yield (
@@ -96,9 +107,7 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
         and len(first_rows) == len(source.paths)
         and not any(rows.num_rows for rows in first_rows)
     ):
-        yield (
-            f"{name}.paths is [{', '.join(source.paths)}], which has no rows: give files with rows."
-        )
+        yield (f"{name}.paths is [{source.location}], which has no rows: give files with rows.")
     if len(first_rows) == len(source.paths) and all(rows.is_complete for rows in first_rows):
         preferences = [row for rows in first_rows for row in rows.preferences]
         if problem := describe_missing_label(preferences, config=source):
@@ -124,10 +133,9 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
         yield from _tokenizer_problems(name, rows, config=config)
 
 
-def _generate_first_rows(source: SourceConfig) -> tuple[Row, ...]:
+def _generate_first_rows(source: ArithmeticSource) -> tuple[Row, ...]:
     from temper_trainer.data.arithmetic import generate_arithmetic_rows
 
-    assert source.max_rows is not None
     first = replace(source, max_rows=min(source.max_rows, NUM_CHECKED_ROWS))
     return tuple(generate_arithmetic_rows(first))
 
@@ -140,7 +148,7 @@ def _suggest_path(path: str) -> str:
     return "correct the path"
 
 
-def _read_first_rows(source: SourceConfig, *, kind: PreferenceKind | None) -> FirstRows:
+def _read_first_rows(source: FileSource, *, kind: PreferenceKind | None) -> FirstRows:
     """Read the first rows of a source with the run's own reader.
 
     Raises:
@@ -168,7 +176,7 @@ def _route_problems(
     routes: frozenset[str],
     *,
     name: str,
-    source: SourceConfig,
+    source: DataSource,
     teachers: Mapping[str, TeacherConfig],
 ) -> Iterator[str]:
     """Yield routes of training rows that no teacher has."""

@@ -25,6 +25,7 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
 from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.config.data import DatasetsSource
 from temper_trainer.config.environment import (
     BUILT_IN_ENVIRONMENTS,
     EnvironmentConfig,
@@ -195,9 +196,9 @@ def check_libraries(config: TrainerConfig) -> None:
             work, or Ray would start here with fewer CPUs than the workers need.
     """
     for name, source in {**config.data.train_sources, **config.data.eval_sources}.items():
-        if source.kind == "datasets" and not _is_installed("datasets"):
+        if isinstance(source, DatasetsSource) and not _is_installed("datasets"):
             raise ConfigError(
-                f"{name}.kind is datasets, but datasets is not installed: run "
+                f"{name} is datasets, but datasets is not installed: run "
                 f"{format_install('temper-trainer[datasets]')}."
             )
     if config.runtime.kind == "ray":

@@ -10,10 +10,20 @@ from pathlib import Path
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_trainer.config.data import PreferenceKind, SourceConfig
+from temper_trainer.config.data import (
+    DatasetsSource,
+    DataSource,
+    FileSource,
+    PreferenceKind,
+    RecordSource,
+)
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.checks.data_files import NUM_CHECKED_ROWS, trains_new_tokenizer
+from temper_trainer.config_loading.checks.data_files import (
+    NUM_CHECKED_ROWS,
+    is_remote,
+    trains_new_tokenizer,
+)
 from temper_trainer.config_loading.checks.external_checks import preview_checkpoint
 from temper_trainer.data.rows import PreferenceRow, Row
 
@@ -70,13 +80,13 @@ def check_first_rows(config: TrainerConfig) -> None:
 def _iterate_samples(config: TrainerConfig) -> Iterator[FirstSample]:
     """Yield the first rows of each source that the task reads, by their use."""
     train = ("data.train", config.data.train)
-    all_train: list[tuple[tuple[str, SourceConfig], SampleUse]] = [
+    all_train: list[tuple[tuple[str, DataSource], SampleUse]] = [
         (item, "prompts") for item in config.data.train_sources.items()
     ]
-    eval_uses: list[tuple[tuple[str, SourceConfig], SampleUse]] = [
+    eval_uses: list[tuple[tuple[str, DataSource], SampleUse]] = [
         (item, "prompts") for item in config.data.eval_sources.items()
     ]
-    uses: list[tuple[tuple[str, SourceConfig], SampleUse]]
+    uses: list[tuple[tuple[str, DataSource], SampleUse]]
     match config.task:
         case "sft":
             uses = [(train, "demonstrations")]
@@ -91,7 +101,7 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[FirstSample]:
                 own = config.warm_start.data
                 uses.append((train if own is None else ("warm_start.data", own), "demonstrations"))
     for (key, source), use in uses:
-        if source.kind != "datasets":
+        if not isinstance(source, DatasetsSource):
             yield read_sample(key, source, use=use)
 
 
@@ -101,7 +111,7 @@ def _has_warm_start(config: RunConfig) -> bool:
     return (folder / "huggingface").exists() or preview_checkpoint(config) is not None
 
 
-def read_sample(key: str, source: SourceConfig, *, use: SampleUse) -> FirstSample:
+def read_sample(key: str, source: DataSource, *, use: SampleUse) -> FirstSample:
     """Return the first rows of the local files of a source."""
     # Imported here, because pyarrow and fsspec take 0.2 s.
     from temper_trainer.data.sources import iterate_preferences, iterate_rows
@@ -109,14 +119,19 @@ def read_sample(key: str, source: SourceConfig, *, use: SampleUse) -> FirstSampl
     rows: list[Row] = []
     preferences: list[PreferenceRow] = []
     left, is_complete = source.max_rows, True
-    for paths in ((path,) for path in source.paths) if source.paths else ((),):
-        if any("://" in path or "::" in path for path in paths):  # remote
+    parts = (
+        [replace(source, paths=(path,)) for path in source.paths]
+        if isinstance(source, FileSource)
+        else [source]
+    )
+    for part in parts:
+        if isinstance(part, FileSource) and is_remote(part.paths[0]):
             is_complete = False
             continue
         limit = NUM_CHECKED_ROWS if left is None else min(NUM_CHECKED_ROWS, left)
-        part = replace(source, paths=paths, max_rows=limit)
+        part = replace(part, max_rows=limit)
         num_before = len(rows)
-        if use == "pairs" or use == "labels":
+        if (use == "pairs" or use == "labels") and isinstance(part, RecordSource):
             preferences += iterate_preferences(part, kind=use)
             rows = [each.rows[0] for each in preferences]
         else:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import DatasetsSource
 from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.checks.first_rows import read_sample
@@ -33,7 +34,7 @@ def check_reward_calls(config: TrainerConfig) -> None:
 def _find_problems(config: TrainerConfig) -> Iterator[str]:
     called: set[str] = set()
     for key, source in {**config.data.train_sources, **config.data.eval_sources}.items():
-        if source.kind == "datasets":
+        if isinstance(source, DatasetsSource):
             continue
         for row in read_sample(key, replace(source, max_rows=1), use="prompts").rows:
             for name in find_rewards(config.reward, [row.reward]):
