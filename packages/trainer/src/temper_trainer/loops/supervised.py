@@ -33,7 +33,7 @@ from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.algorithm import BatchingConfig
 from temper_trainer.config.data import DataConfig
-from temper_trainer.config.run import RoleConfig
+from temper_trainer.config.run import PREFERENCE_TASKS, RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.loss_weights import describe_missing_weights
 from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_preferences
@@ -198,7 +198,7 @@ def build_preference_stage(
     log: RunLog,
 ) -> SupervisedStage:
     """Return the stage of task dpo or rm; for the arguments see `build_demonstration_stage`."""
-    assert config.task in ("dpo", "rm")
+    assert config.task in PREFERENCE_TASKS
     examples, num_dropped = encode_preferences(rows, tokenizer, config.data)
     report_dropped(log, config.data, phase=config.task, data=num_dropped)
     check_fits(

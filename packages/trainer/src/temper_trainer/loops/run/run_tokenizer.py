@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.checkpoint import list_step_entries, set_aside
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_trainer.checkpoint.checkpointer import read_tokenizer_digest
+from temper_trainer.config.run import INFERENCE_TASKS
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import Row
 from temper_trainer.data.tokenizer import (
@@ -44,7 +45,7 @@ def uses_saved_tokenizer(
         has_warm_start: True if the run has a warm start.
         checkpoint: Checkpoint from which the run resumes.
     """
-    if task in ("eval", "generate"):  # these tasks restore no checkpoint
+    if task in INFERENCE_TASKS:  # these tasks restore no checkpoint
         return False
     warm_start = folder.warm_start
     return checkpoint is not None or (

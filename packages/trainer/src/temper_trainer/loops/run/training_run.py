@@ -21,6 +21,7 @@ from temper_trainer.checkpoint.checkpoint_messages import (
 from temper_trainer.checkpoint.checkpointer import check_resume_step, list_restored_parts
 from temper_trainer.checkpoint.weight_files import find_damaged_model
 from temper_trainer.config.resume_changes import describe_changes
+from temper_trainer.config.run import INFERENCE_TASKS
 from temper_trainer.config.run_folder_checks import find_inputs_in_run_folder
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.prompts import encode_prompts
@@ -230,7 +231,7 @@ def _describe_start(
         and find_damaged_model(folder.warm_start.model) is None,
         has_saved_tokenizer=has_saved_tokenizer,
     )
-    if config.task in ("eval", "generate"):
+    if config.task in INFERENCE_TASKS:
         return
     yield describe_policy(config.run)
     if warning := describe_deletion(open_checkpointer(config, folder=folder)):
