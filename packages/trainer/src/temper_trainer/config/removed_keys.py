@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from temper_engine_api.errors import format_install
@@ -19,214 +19,130 @@ SINCE = "0.1"
 """First release that rejects these keys."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemovedKey:
-    """A key that is rejected with a hint."""
+_REMOVED_IN_0_1 = {
+    "distillation.enable_resource_pool": (
+        "nothing: every teacher has its own resource pool, teachers.NAME.pool"
+    ),
+    "distillation.teacher_model.enable_resource_pool": (
+        "nothing: every teacher has its own resource pool, teachers.NAME.pool"
+    ),
+    "data.train_files": "data.train.paths=[FILE] with data.train=parquet or jsonl",
+    "data.val_files": "data.eval.paths=[FILE] with data.eval=parquet or jsonl",
+    "data.train_batch_size": "batching.prompts_per_step",
+    "data.val_batch_size": "nothing: evaluation decodes rollout.max_concurrent sequences together",
+    "data.max_prompt_length": "data.max_prompt_tokens",
+    "data.max_response_length": (
+        "sampling.max_tokens, and run.eval_sampling.max_tokens for evaluation"
+    ),
+    "data.prompt_key": "data.train.prompt_key and data.eval.prompt_key",
+    "data.truncation": "data.overlong_prompts=error or drop; prompts are never cut",
+    "data.filter_overlong_prompts": "data.overlong_prompts=drop",
+    "algorithm.adv_estimator": "the group algorithm=NAME, or algorithm.advantage",
+    "algorithm.lam": "algorithm.advantage.gae_lambda",
+    "algorithm.use_kl_in_reward": "algorithm.kl_reward_coef above 0 together with ref=frozen",
+    "algorithm.kl_penalty": "algorithm.kl_estimator (kl is k1, mse is k2, low_var_kl is k3)",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.advantage=grpo (true) or dr_grpo (false)",
+    "actor_rollout_ref.model.path": "actor.engine.model.path",
+    "actor_rollout_ref.model.lora_rank": "actor.engine.lora.rank",
+    "actor_rollout_ref.model.use_remove_padding": (
+        "nothing: engines always pack, there is no padding"
+    ),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": (
+        "actor.engine.activation_checkpointing"
+    ),
+    "actor_rollout_ref.actor.strategy": "the group model_engine=fsdp",
+    "actor_rollout_ref.actor.optim.lr": "actor.engine.optimizer.lr",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": (
+        "batching.num_mini_batches, the number of updates: prompts_per_step / ppo_mini_batch_size"
+    ),
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": (
+        "batching.max_tokens: micro-batches are capped in tokens, not in sequences"
+    ),
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "batching.max_tokens",
+    "actor_rollout_ref.actor.use_dynamic_bsz": (
+        "nothing: micro-batches are always balanced by tokens"
+    ),
+    "actor_rollout_ref.actor.ppo_epochs": "batching.num_passes",
+    "actor_rollout_ref.actor.clip_ratio": (
+        "algorithm.policy_loss.clip_low and algorithm.policy_loss.clip_high"
+    ),
+    "actor_rollout_ref.actor.clip_ratio_c": "algorithm.policy_loss.dual_clip",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
+    "actor_rollout_ref.actor.use_kl_loss": (
+        "algorithm.kl_loss_coef above 0 together with ref=frozen"
+    ),
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_loss_coef together with ref=frozen",
+    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_estimator (mse is k2, low_var_kl is k3)",
+    "actor_rollout_ref.actor.loss_agg_mode": "algorithm.aggregation",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "actor.engine.offload.parameters",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "actor.engine.offload.optimizer",
+    "actor_rollout_ref.rollout.name": "rollout.sampler",
+    "actor_rollout_ref.rollout.n": "algorithm.group_size",
+    "actor_rollout_ref.rollout.temperature": "sampling.temperature",
+    "critic.optim.lr": "critic.engine.optimizer.lr",
+    "critic.model.path": "critic.engine.model.path",
+    "critic.ppo_mini_batch_size": "batching.num_mini_batches, which applies to all roles",
+    "critic.ppo_micro_batch_size_per_gpu": "batching.max_tokens",
+    "critic.ppo_micro_batch_size": "batching.max_tokens",
+    "critic.cliprange_value": "algorithm.advantage.value_clip",
+    "critic.optim": "critic.engine.optimizer and critic.engine.schedule",
+    "critic.model": "critic.engine.model and critic.engine",
+    "critic.fsdp": "critic.engine",
+    "critic.megatron": "critic.engine",
+    "critic.strategy": "critic.engine.strategy (fsdp is fsdp1)",
+    "algorithm.kl_ctrl": "algorithm.kl_reward_coef and kl_controller",
+    "algorithm.filter_groups": "algorithm.dynamic_sampling",
+    "algorithm.use_pf_ppo": "algorithm.reweight",
+    "data.custom_cls": "data.train.paths: write the rows of your data set class to a file",
+    "data.micro_batch_size_per_gpu": "batching.max_tokens",
+    "data.micro_batch_size": "batching.max_tokens",
+    "data.max_length": "data.max_prompt_tokens, and batching.max_tokens for whole demonstrations",
+    "reward_model.enable": "reward.function=reward_model and reward.model.engine.model",
+    "custom_reward_function.path": "reward.function=package.module:function",
+    "trainer.total_epochs": "run.total_steps: epochs * prompts / batching.prompts_per_step",
+    "trainer.total_training_steps": "run.total_steps",
+    "trainer.save_freq": "run.save_every (-1 is 0); run.save_interval_s=null saves by steps alone",
+    "trainer.test_freq": "run.eval_every (-1 is 0: only before and after)",
+    "trainer.logger": "run.trackers",
+    "trainer.default_local_dir": "run.dir",
+    "trainer.resume_mode": "run.resume",
+    "trainer.nnodes": "actor.num_workers under runtime.kind=ray",
+    "trainer.n_gpus_per_node": (
+        "actor.num_workers and runtime.gpus_per_worker under runtime.kind=ray"
+    ),
+    "trainer.use_legacy_worker_impl": "use_legacy_worker_impl, at the top level",
+}
 
-    key: str
-    replacement: str
-    """The key or keys to use now, or the reason why none is needed."""
-    since: str = SINCE
-    """First release that rejects it."""
+_REMOVED_IN_0_2 = {
+    "algorithm.rollout_correction.proximal": (
+        "algorithm.rollout_correction=rollout_ratio in place of proximal rollout"
+    ),
+    "algorithm.rollout_correction.mask_low": (
+        "algorithm.rollout_correction.reject, with ratio_token.low (for sequence: ratio_sum.low)"
+    ),
+    "algorithm.rollout_correction.mask_high": (
+        "algorithm.rollout_correction.reject, with ratio_token.high (for sequence: ratio_sum.high)"
+    ),
+    "algorithm.rollout_correction.mask_only": (
+        "algorithm.rollout_correction.reject, with ratio_token or ratio_sum, and "
+        "rollout_correction.name=mask"
+    ),
+    "algorithm.rollout_correction.reject_kl_estimator": (
+        "algorithm.rollout_correction.reject, with k2_mean.high or k3_mean.high"
+    ),
+    "algorithm.rollout_correction.reject_kl": (
+        "algorithm.rollout_correction.reject, with k3_mean.high, or the rule of another estimator"
+    ),
+    "distillation.apply_as": (
+        "distillation.objective=reverse_kl_reward for reward; the others are losses"
+    ),
+}
 
-
-REMOVED_KEYS = (
-    *(
-        RemovedKey(
-            key=f"{block}.enable_resource_pool",
-            replacement="nothing: every teacher has its own resource pool, teachers.NAME.pool",
-        )
-        for block in ("distillation", "distillation.teacher_model")
-    ),
-    RemovedKey(
-        key="data.train_files",
-        replacement="data.train.paths=[FILE] with data.train=parquet or jsonl",
-    ),
-    RemovedKey(
-        key="data.val_files",
-        replacement="data.eval.paths=[FILE] with data.eval=parquet or jsonl",
-    ),
-    RemovedKey(key="data.train_batch_size", replacement="batching.prompts_per_step"),
-    RemovedKey(
-        key="data.val_batch_size",
-        replacement="nothing: evaluation decodes rollout.max_concurrent sequences together",
-    ),
-    RemovedKey(key="data.max_prompt_length", replacement="data.max_prompt_tokens"),
-    RemovedKey(
-        key="data.max_response_length",
-        replacement="sampling.max_tokens, and run.eval_sampling.max_tokens for evaluation",
-    ),
-    RemovedKey(key="data.prompt_key", replacement="data.train.prompt_key and data.eval.prompt_key"),
-    RemovedKey(
-        key="data.truncation",
-        replacement="data.overlong_prompts=error or drop; prompts are never cut",
-    ),
-    RemovedKey(key="data.filter_overlong_prompts", replacement="data.overlong_prompts=drop"),
-    RemovedKey(
-        key="algorithm.adv_estimator",
-        replacement="the group algorithm=NAME, or algorithm.advantage",
-    ),
-    RemovedKey(
-        key="algorithm.rollout_correction.proximal",
-        replacement="algorithm.rollout_correction=rollout_ratio in place of proximal rollout",
-        since="0.2",
-    ),
-    *(
-        RemovedKey(
-            key=f"algorithm.rollout_correction.{name}",
-            replacement=f"algorithm.rollout_correction.reject, with {rule}",
-            since="0.2",
-        )
-        for name, rule in (
-            ("mask_low", "ratio_token.low (for sequence: ratio_sum.low)"),
-            ("mask_high", "ratio_token.high (for sequence: ratio_sum.high)"),
-            ("mask_only", "ratio_token or ratio_sum, and rollout_correction.name=mask"),
-            ("reject_kl_estimator", "k2_mean.high or k3_mean.high"),
-            ("reject_kl", "k3_mean.high, or the rule of another estimator"),
-        )
-    ),
-    RemovedKey(
-        key="distillation.apply_as",
-        replacement="distillation.objective=reverse_kl_reward for reward; the others are losses",
-        since="0.2",
-    ),
-    RemovedKey(key="algorithm.lam", replacement="algorithm.advantage.gae_lambda"),
-    RemovedKey(
-        key="algorithm.use_kl_in_reward",
-        replacement="algorithm.kl_reward_coef above 0 together with ref=frozen",
-    ),
-    RemovedKey(
-        key="algorithm.kl_penalty",
-        replacement="algorithm.kl_estimator (kl is k1, mse is k2, low_var_kl is k3)",
-    ),
-    RemovedKey(key="algorithm.kl_ctrl.kl_coef", replacement="algorithm.kl_reward_coef"),
-    RemovedKey(
-        key="algorithm.norm_adv_by_std_in_grpo",
-        replacement="algorithm.advantage=grpo (true) or dr_grpo (false)",
-    ),
-    RemovedKey(key="actor_rollout_ref.model.path", replacement="actor.engine.model.path"),
-    RemovedKey(key="actor_rollout_ref.model.lora_rank", replacement="actor.engine.lora.rank"),
-    RemovedKey(
-        key="actor_rollout_ref.model.use_remove_padding",
-        replacement="nothing: engines always pack, there is no padding",
-    ),
-    RemovedKey(
-        key="actor_rollout_ref.model.enable_gradient_checkpointing",
-        replacement="actor.engine.activation_checkpointing",
-    ),
-    RemovedKey(key="actor_rollout_ref.actor.strategy", replacement="the group model_engine=fsdp"),
-    RemovedKey(key="actor_rollout_ref.actor.optim.lr", replacement="actor.engine.optimizer.lr"),
-    RemovedKey(
-        key="actor_rollout_ref.actor.ppo_mini_batch_size",
-        replacement=(
-            "batching.num_mini_batches, the number of updates: prompts_per_step / "
-            "ppo_mini_batch_size"
-        ),
-    ),
-    RemovedKey(
-        key="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-        replacement="batching.max_tokens: micro-batches are capped in tokens, not in sequences",
-    ),
-    RemovedKey(
-        key="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", replacement="batching.max_tokens"
-    ),
-    RemovedKey(
-        key="actor_rollout_ref.actor.use_dynamic_bsz",
-        replacement="nothing: micro-batches are always balanced by tokens",
-    ),
-    RemovedKey(key="actor_rollout_ref.actor.ppo_epochs", replacement="batching.num_passes"),
-    RemovedKey(
-        key="actor_rollout_ref.actor.clip_ratio",
-        replacement="algorithm.policy_loss.clip_low and algorithm.policy_loss.clip_high",
-    ),
-    RemovedKey(
-        key="actor_rollout_ref.actor.clip_ratio_c", replacement="algorithm.policy_loss.dual_clip"
-    ),
-    RemovedKey(key="actor_rollout_ref.actor.entropy_coeff", replacement="algorithm.entropy_coef"),
-    RemovedKey(
-        key="actor_rollout_ref.actor.use_kl_loss",
-        replacement="algorithm.kl_loss_coef above 0 together with ref=frozen",
-    ),
-    RemovedKey(
-        key="actor_rollout_ref.actor.kl_loss_coef",
-        replacement="algorithm.kl_loss_coef together with ref=frozen",
-    ),
-    RemovedKey(
-        key="actor_rollout_ref.actor.kl_loss_type",
-        replacement="algorithm.kl_estimator (mse is k2, low_var_kl is k3)",
-    ),
-    RemovedKey(key="actor_rollout_ref.actor.loss_agg_mode", replacement="algorithm.aggregation"),
-    RemovedKey(
-        key="actor_rollout_ref.actor.fsdp_config.param_offload",
-        replacement="actor.engine.offload.parameters",
-    ),
-    RemovedKey(
-        key="actor_rollout_ref.actor.fsdp_config.optimizer_offload",
-        replacement="actor.engine.offload.optimizer",
-    ),
-    RemovedKey(key="actor_rollout_ref.rollout.name", replacement="rollout.sampler"),
-    RemovedKey(key="actor_rollout_ref.rollout.n", replacement="algorithm.group_size"),
-    RemovedKey(key="actor_rollout_ref.rollout.temperature", replacement="sampling.temperature"),
-    RemovedKey(key="critic.optim.lr", replacement="critic.engine.optimizer.lr"),
-    RemovedKey(key="critic.model.path", replacement="critic.engine.model.path"),
-    RemovedKey(
-        key="critic.ppo_mini_batch_size",
-        replacement="batching.num_mini_batches, which applies to all roles",
-    ),
-    RemovedKey(key="critic.ppo_micro_batch_size_per_gpu", replacement="batching.max_tokens"),
-    RemovedKey(key="critic.ppo_micro_batch_size", replacement="batching.max_tokens"),
-    RemovedKey(key="critic.cliprange_value", replacement="algorithm.advantage.value_clip"),
-    RemovedKey(
-        key="critic.optim", replacement="critic.engine.optimizer and critic.engine.schedule"
-    ),
-    RemovedKey(key="critic.model", replacement="critic.engine.model and critic.engine"),
-    RemovedKey(key="critic.fsdp", replacement="critic.engine"),
-    RemovedKey(key="critic.megatron", replacement="critic.engine"),
-    RemovedKey(key="critic.strategy", replacement="critic.engine.strategy (fsdp is fsdp1)"),
-    RemovedKey(key="algorithm.kl_ctrl", replacement="algorithm.kl_reward_coef and kl_controller"),
-    RemovedKey(key="algorithm.filter_groups", replacement="algorithm.dynamic_sampling"),
-    RemovedKey(key="algorithm.use_pf_ppo", replacement="algorithm.reweight"),
-    RemovedKey(
-        key="data.custom_cls",
-        replacement="data.train.paths: write the rows of your data set class to a file",
-    ),
-    RemovedKey(key="data.micro_batch_size_per_gpu", replacement="batching.max_tokens"),
-    RemovedKey(key="data.micro_batch_size", replacement="batching.max_tokens"),
-    RemovedKey(
-        key="data.max_length",
-        replacement="data.max_prompt_tokens, and batching.max_tokens for whole demonstrations",
-    ),
-    RemovedKey(
-        key="reward_model.enable",
-        replacement="reward.function=reward_model and reward.model.engine.model",
-    ),
-    RemovedKey(
-        key="custom_reward_function.path", replacement="reward.function=package.module:function"
-    ),
-    RemovedKey(
-        key="trainer.total_epochs",
-        replacement="run.total_steps: epochs * prompts / batching.prompts_per_step",
-    ),
-    RemovedKey(key="trainer.total_training_steps", replacement="run.total_steps"),
-    RemovedKey(
-        key="trainer.save_freq",
-        replacement="run.save_every (-1 is 0); run.save_interval_s=null saves by steps alone",
-    ),
-    RemovedKey(
-        key="trainer.test_freq", replacement="run.eval_every (-1 is 0: only before and after)"
-    ),
-    RemovedKey(key="trainer.logger", replacement="run.trackers"),
-    RemovedKey(key="trainer.default_local_dir", replacement="run.dir"),
-    RemovedKey(key="trainer.resume_mode", replacement="run.resume"),
-    RemovedKey(key="trainer.nnodes", replacement="actor.num_workers under runtime.kind=ray"),
-    RemovedKey(
-        key="trainer.n_gpus_per_node",
-        replacement="actor.num_workers and runtime.gpus_per_worker under runtime.kind=ray",
-    ),
-    RemovedKey(
-        key="trainer.use_legacy_worker_impl", replacement="use_legacy_worker_impl, at the top level"
-    ),
-)
+REMOVED_KEYS: Mapping[str, Mapping[str, str]] = {SINCE: _REMOVED_IN_0_1, "0.2": _REMOVED_IN_0_2}
+"""The key or keys to use now, or the reason why none is needed. By key, within the first release
+that rejects it.
+"""
 
 
 RENAMED_SINCE = "0.2"
@@ -374,9 +290,10 @@ def describe_removed_key(key: str) -> str | None:
     if key.startswith("distillation.teacher_models.") and key.endswith(".enable_resource_pool"):
         # Between the two is the teacher's name.
         key = "distillation.enable_resource_pool"
-    for row in REMOVED_KEYS:
-        if key == row.key or key.startswith(f"{row.key}."):
-            return f"{key} was removed in {row.since}; use: {row.replacement}. {_hint(key)}"
+    for since, replacements in REMOVED_KEYS.items():
+        for removed, replacement in replacements.items():
+            if key == removed or key.startswith(f"{removed}."):
+                return f"{key} was removed in {since}; use: {replacement}. {_hint(key)}"
     block = key.partition(".")[0]
     if block in REMOVED_BLOCKS:
         return (

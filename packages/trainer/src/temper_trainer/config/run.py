@@ -232,6 +232,9 @@ RL_TASKS = ("rl", "distill")
 PREFERENCE_TASKS = ("dpo", "rm")
 """Tasks that train on pairs or on labeled completions."""
 
+SUPERVISED_TASKS = ("sft", *PREFERENCE_TASKS)
+"""Tasks that train on given completions and sample none."""
+
 INFERENCE_TASKS = ("eval", "generate")
 """Tasks that sample completions and train nothing."""
 

@@ -13,6 +13,7 @@ from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.config.data import (
     ArithmeticSource,
     DataConfig,
+    DataSource,
     PreferenceKind,
     find_data_conflicts,
 )
@@ -42,6 +43,7 @@ from temper_trainer.config.run import (
     PREFERENCE_TASKS,
     RL_TASKS,
     ROLES,
+    SUPERVISED_TASKS,
     RoleConfig,
     RunConfig,
     RuntimeConfig,
@@ -134,6 +136,13 @@ class TrainerConfig:
         if self.task != "dpo":
             return None
         return "pairs" if self.preference.is_paired else "labels"
+
+    @property
+    def sources(self) -> dict[str, DataSource]:
+        """All sources of data by the key that sets them."""
+        own = None if self.warm_start is None else self.warm_start.data
+        warm_start = {} if own is None else {"warm_start.data": own}
+        return self.data.train_sources | self.data.eval_sources | warm_start
 
     @property
     def roles(self) -> dict[str, RoleConfig]:
@@ -346,7 +355,7 @@ def _find_size_conflicts(config: TrainerConfig) -> list[str]:
     positions = config.actor.engine.model.architecture.get("max_position_embeddings")
     caps = {key: positions} if isinstance(positions, int) else {}
     # The length of demonstrations and pairs is only known once they are tokenized.
-    if config.task in ("sft", *PREFERENCE_TASKS):
+    if config.task in SUPERVISED_TASKS:
         return [
             f"{key} is {cap}, but data.max_prompt_tokens is {prompt}: raise the first or lower "
             "the other."

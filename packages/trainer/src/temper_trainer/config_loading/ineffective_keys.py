@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import ArithmeticSource, DataSource
 from temper_trainer.config.reward import REWARD_MODEL
-from temper_trainer.config.run import INFERENCE_TASKS, PREFERENCE_TASKS, RL_TASKS
+from temper_trainer.config.run import (
+    INFERENCE_TASKS,
+    PREFERENCE_TASKS,
+    RL_TASKS,
+    SUPERVISED_TASKS,
+)
 from temper_trainer.config.trainer_config import TrainerConfig
 
 
@@ -22,7 +27,7 @@ class Rule:
     """Dotted keys and blocks."""
     exceptions: tuple[str, ...] = ()
     """Keys within ``keys`` that do have an effect."""
-    applies: Callable[[TrainerConfig], bool]
+    applies: Callable[[TrainerConfig], bool] = lambda _: True
     """Returns True if the keys have no effect in this configuration."""
     reason: str
     """Completes "KEY has no effect ..."; names the other key and the remedy."""
@@ -72,16 +77,6 @@ RULES = (
         reason="with a reward of models, which calls no function: remove it",
     ),
     Rule(
-        keys=_RL_STEP_KEYS,
-        applies=lambda config: config.task in PREFERENCE_TASKS,
-        reason="in tasks dpo and rm, which train on pairs: remove it",
-    ),
-    Rule(
-        keys=("sampling", "rollout", "reward", "data.eval", "data.eval_sets", "run.table_every"),
-        applies=lambda config: config.task in PREFERENCE_TASKS,
-        reason="in tasks dpo and rm, which sample nothing: remove it",
-    ),
-    Rule(
         keys=("data.streaming_buffer",),
         applies=lambda config: not (config.data.streaming and config.data.shuffle),
         reason="without data.streaming and data.shuffle: remove it",
@@ -96,25 +91,18 @@ RULES = (
         applies=lambda config: not config.has_teachers,
         reason="without teachers: remove it, or set teachers.NAME.engine.model.path",
     ),
-    Rule(
-        keys=("preference",),
-        applies=lambda config: config.task != "dpo",
-        reason="in a task other than dpo: remove it",
-    ),
-    Rule(
-        keys=("rm",),
-        applies=lambda config: config.task != "rm",
-        reason="in a task other than rm: remove it",
-    ),
-    Rule(
-        keys=("sft",),
-        applies=lambda config: config.task != "sft",
-        reason="in a task other than sft: remove it, or set warm_start.loss for a warm start",
-    ),
-    Rule(
-        keys=("generate",),
-        applies=lambda config: config.task != "generate",
-        reason="in a task other than generate: remove it",
+    *(
+        Rule(
+            keys=(key,),
+            applies=lambda config, task=task: config.task != task,  # type: ignore[misc]
+            reason=f"in a task other than {task}: remove it{hint}",
+        )
+        for key, task, hint in (
+            ("preference", "dpo", ""),
+            ("rm", "rm", ""),
+            ("sft", "sft", ", or set warm_start.loss for a warm start"),
+            ("generate", "generate", ""),
+        )
     ),
     Rule(
         keys=("run.prometheus_address",),
@@ -143,8 +131,8 @@ RULES = (
     ),
     Rule(
         keys=_RL_STEP_KEYS,
-        applies=lambda config: config.task == "sft",
-        reason="with task sft, which has no RL steps: remove it, or set task=rl",
+        applies=lambda config: config.task in SUPERVISED_TASKS,
+        reason="with tasks sft, dpo and rm, which have no RL steps: remove it, or set task=rl",
     ),
     Rule(
         keys=(
@@ -156,8 +144,8 @@ RULES = (
             "run.table_every",
             "run.num_table_rows",
         ),
-        applies=lambda config: config.task == "sft",
-        reason="with task sft, which samples nothing: remove it, or set task=rl",
+        applies=lambda config: config.task in SUPERVISED_TASKS,
+        reason="with tasks sft, dpo and rm, which sample nothing: remove it, or set task=rl",
     ),
     Rule(
         keys=("loop", "asynchrony", "weight_sync"),
@@ -324,12 +312,8 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
             "with rollout.sampler hf: servers of teachers never sleep, and read only "
             f"{', '.join(read)} of {vllm}. Remove it"
         )
-        yield Rule(
-            keys=(vllm,),
-            exceptions=tuple(f"{vllm}.{key}" for key in read),
-            applies=lambda _: True,
-            reason=reason,
-        )
+        exceptions = tuple(f"{vllm}.{key}" for key in read)
+        yield Rule(keys=(vllm,), exceptions=exceptions, reason=reason)
     for name, teacher in teachers.items():
         key = f"teachers.{name}"
         if teacher.backend == "vllm":
@@ -339,23 +323,20 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
                 f"{key}.engine.precision.compute",
             )
             reason = f"with {key}.backend vllm, which reads only {', '.join(used_keys)}: remove it"
-            yield Rule(
-                keys=((f"{key}.engine"),),
-                exceptions=used_keys,
-                applies=lambda _: True,
-                reason=reason,
-            )
+            yield Rule(keys=(f"{key}.engine",), exceptions=used_keys, reason=reason)
         if config.runtime.kind == "inline":
-            yield _make_unconditional_rule(
-                (f"{key}.pool",),
-                "with runtime.kind inline, which has no resource pools: remove it, or set "
-                "runtime.kind=ray",
+            yield Rule(
+                keys=(f"{key}.pool",),
+                reason=(
+                    "with runtime.kind inline, which has no resource pools: remove it, or set "
+                    "runtime.kind=ray"
+                ),
             )
         if teacher.backend == "engine" or config.runtime.kind == "ray":
             why = f"{key}.backend engine" if teacher.backend == "engine" else "runtime.kind ray"
-            yield _make_unconditional_rule(
-                (f"{key}.devices",),
-                f"with {why}: it is for backend vllm and runtime.kind inline. Remove it",
+            yield Rule(
+                keys=(f"{key}.devices",),
+                reason=f"with {why}: it is for backend vllm and runtime.kind inline. Remove it",
             )
 
 
@@ -369,131 +350,117 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
                 f"{name}.engine.offload.load_optimizer_in",
                 f"{name}.engine.offload.optimizer_on_cpu",
             )
-            yield _make_unconditional_rule(
-                keys, f"with {name}.engine.optimizer null, a frozen model: remove it"
+            yield Rule(
+                keys=keys, reason=f"with {name}.engine.optimizer null, a frozen model: remove it"
             )
         if model.path is not None and model.model_type == "language_model":
-            yield _make_unconditional_rule(
-                (f"{name}.engine.model.seed",),
-                f"with {name}.engine.model.path, whose weights are loaded: remove it",
+            yield Rule(
+                keys=(f"{name}.engine.model.seed",),
+                reason=f"with {name}.engine.model.path, whose weights are loaded: remove it",
             )
         if model.path is None:
             keys = (f"{name}.engine.model.trust_remote_code",)
-            yield _make_unconditional_rule(
-                keys,
-                (f"with {name}.engine.model.architecture, which has no code to trust: remove it"),
+            yield Rule(
+                keys=keys,
+                reason=(
+                    f"with {name}.engine.model.architecture, which has no code to trust: remove it"
+                ),
             )
 
 
 def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
-    warm_start = None if config.warm_start is None else config.warm_start.data
-    sources: dict[str, DataSource | None] = {
-        **config.data.train_sources,
-        **config.data.eval_sources,
-        "warm_start.data": warm_start,
-    }
-    if all(source is None or source.difficulty_key is None for source in sources.values()):
-        yield _make_unconditional_rule(
-            ("data.shuffled_fraction",),
-            "without data.train.difficulty_key, by which rows are sorted: remove it",
+    sources = config.sources
+    if all(source.difficulty_key is None for source in sources.values()):
+        yield Rule(
+            keys=("data.shuffled_fraction",),
+            reason="without data.train.difficulty_key, by which rows are sorted: remove it",
         )
     elif not config.data.shuffle:
-        yield _make_unconditional_rule(
-            ("data.shuffled_fraction",), "without data.shuffle: remove it, or set it to true"
+        yield Rule(
+            keys=("data.shuffled_fraction",),
+            reason="without data.shuffle: remove it, or set it to true",
         )
-    if all(source is None or isinstance(source, ArithmeticSource) for source in sources.values()):
-        keys: tuple[str, ...] = ("data.chat_template", "data.tools_path")
-        yield _make_unconditional_rule(
-            keys, "with sources arithmetic, whose prompts are not chat messages: remove it"
+    if all(isinstance(source, ArithmeticSource) for source in sources.values()):
+        yield Rule(
+            keys=("data.chat_template", "data.tools_path"),
+            reason="with sources arithmetic, whose prompts are not chat messages: remove it",
         )
     for name, source in sources.items():
-        if source is None:
-            continue
-        yield from _source_preference_rules(name, config)
-        if source.messages_key is not None:
-            keys = (f"{name}.prompt_key", f"{name}.answer_key")
-            yield _make_unconditional_rule(
-                keys,
-                f"with {name}.messages_key, the field with full conversations: remove one of them",
-            )
-        if name not in config.data.eval_sources:
-            yield _make_unconditional_rule(
-                (f"{name}.category_key",),
-                "with data to train on: categories are for data.eval and data.eval_sets. Remove it",
-            )
-        if not config.generates_completions or name == "warm_start.data":
-            yield _make_unconditional_rule(
-                (f"{name}.reward", f"{name}.reward_key"),
-                "with data whose completions are not scored: remove it",
-            )
-        if name not in config.data.train_sources:
-            yield _make_unconditional_rule(
-                (f"{name}.weight",), "with data that is not mixed with other sources: remove it"
-            )
-        if name in config.data.eval_sources or config.task in (*PREFERENCE_TASKS, *INFERENCE_TASKS):
-            yield _make_unconditional_rule(
-                (f"{name}.difficulty_key",),
-                "with data that is not prompts or demonstrations to train on: remove it",
-            )
-        if not _is_demonstrated(name, config):
-            yield _make_unconditional_rule(
-                (f"{name}.loss_weight_key",),
-                "with data that is not demonstrations of task sft or of a warm start: remove it",
-            )
-        yield from _source_teacher_rules(name, config)
+        for applies, keys, reason in _iterate_source_rules(name, source, config=config):
+            if applies:
+                yield Rule(keys=tuple(f"{name}.{key}" for key in keys), reason=reason)
+
+
+def _iterate_source_rules(
+    name: str, source: DataSource, *, config: TrainerConfig
+) -> Iterator[tuple[bool, tuple[str, ...], str]]:
+    """Yield for each rule whether it applies to a source, the source's keys, and the reason."""
+    is_trained, is_evaluated = name in config.data.train_sources, name in config.data.eval_sources
+    kind, distillation = config.preference_kind, config.distillation
+    unsampled = "or with data that is not sampled to train on: remove it"
+    task = f"with task {config.task} and preference {config.preference.name}"
+    yield (
+        kind != "pairs",
+        ("chosen_key", "rejected_key"),
+        f"{task}: pairs are for task rm, and for task dpo unless preference is kto. Remove it",
+    )
+    yield (
+        kind == "pairs",
+        ("answer_key",),
+        "with pairs, whose completions are in chosen_key and rejected_key: remove it",
+    )
+    yield (
+        config.task != "rm",
+        ("margin_key",),
+        f"with task {config.task}: margins are for task rm. Remove it",
+    )
+    yield (
+        kind != "labels",
+        ("label_key",),
+        f"{task}: labels are for task dpo with preference=kto. Remove it",
+    )
+    yield (
+        source.messages_key is not None,
+        ("prompt_key", "answer_key"),
+        f"with {name}.messages_key, the field with full conversations: remove one of them",
+    )
+    yield (
+        not is_evaluated,
+        ("category_key",),
+        "with data to train on: categories are for data.eval and data.eval_sets. Remove it",
+    )
+    yield (
+        not config.generates_completions or name == "warm_start.data",
+        ("reward", "reward_key"),
+        "with data whose completions are not scored: remove it",
+    )
+    yield not is_trained, ("weight",), "with data that is not mixed with other sources: remove it"
+    yield (
+        is_evaluated or config.task in (*PREFERENCE_TASKS, *INFERENCE_TASKS),
+        ("difficulty_key",),
+        "with data that is not prompts or demonstrations to train on: remove it",
+    )
+    yield (
+        not _is_demonstrated(name, config),
+        ("loss_weight_key",),
+        "with data that is not demonstrations of task sft or of a warm start: remove it",
+    )
+    yield (
+        distillation.off_policy_fraction == 0 or not is_trained,
+        ("completion_key",),
+        f"without distillation.off_policy_fraction, {unsampled}",
+    )
+    yield (
+        distillation.self_teacher is None or not is_trained,
+        ("teacher_prompt_key",),
+        f"without distillation.self_teacher, {unsampled}",
+    )
+    yield not config.teachers, ("route_key",), "without teachers, which it selects: remove it"
 
 
 def _is_demonstrated(name: str, config: TrainerConfig) -> bool:
     """Return True if task sft or a warm start imitates the rows of a source."""
-    if config.warm_start is not None and config.warm_start.data is not None:
+    if "warm_start.data" in config.sources:
         return name == "warm_start.data"
     is_imitated = config.task == "sft" or config.warm_start is not None
     return is_imitated and name in config.data.train_sources
-
-
-def _source_preference_rules(name: str, config: TrainerConfig) -> Iterator[Rule]:
-    if config.preference_kind != "pairs":
-        yield _make_unconditional_rule(
-            (f"{name}.chosen_key", f"{name}.rejected_key"),
-            f"with task {config.task} and preference {config.preference.name}: pairs are for "
-            "task rm, and for task dpo unless preference is kto. Remove it",
-        )
-    else:
-        yield _make_unconditional_rule(
-            (f"{name}.answer_key",),
-            "with pairs, whose completions are in chosen_key and rejected_key: remove it",
-        )
-    if config.task != "rm":
-        yield _make_unconditional_rule(
-            (f"{name}.margin_key",),
-            f"with task {config.task}: margins are for task rm. Remove it",
-        )
-    if config.preference_kind != "labels":
-        yield _make_unconditional_rule(
-            (f"{name}.label_key",),
-            f"with task {config.task} and preference {config.preference.name}: labels are for "
-            "task dpo with preference=kto. Remove it",
-        )
-
-
-def _source_teacher_rules(name: str, config: TrainerConfig) -> Iterator[Rule]:
-    if config.distillation.off_policy_fraction == 0 or name not in config.data.train_sources:
-        yield _make_unconditional_rule(
-            (f"{name}.completion_key",),
-            "without distillation.off_policy_fraction, or with data that is not sampled to "
-            "train on: remove it",
-        )
-    if config.distillation.self_teacher is None or name not in config.data.train_sources:
-        yield _make_unconditional_rule(
-            (f"{name}.teacher_prompt_key",),
-            "without distillation.self_teacher, or with data that is not sampled to train on: "
-            "remove it",
-        )
-    if not config.teachers:
-        yield _make_unconditional_rule(
-            (f"{name}.route_key",), "without teachers, which it selects: remove it"
-        )
-
-
-def _make_unconditional_rule(keys: tuple[str, ...], reason: str) -> Rule:
-    return Rule(keys=keys, applies=lambda _: True, reason=reason)

@@ -50,13 +50,7 @@ class FirstRows:
 
 def find_data_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield problems with local data files; remote paths are left to the run."""
-    warm_start = None if config.warm_start is None else config.warm_start.data
-    sources: dict[str, DataSource | None] = {
-        **config.data.train_sources,
-        **config.data.eval_sources,
-        "warm_start.data": warm_start,
-    }
-    for name, source in sources.items():
+    for name, source in config.sources.items():
         if isinstance(source, FileSource):
             yield from _source_problems(name, source, config=config)
         elif isinstance(source, ArithmeticSource):

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig, ModelSpec, Scalar
 from temper_trainer.checkpoint.checkpointer import Checkpointer, load_run_id
-from temper_trainer.config.data import DataConfig, DataSource
+from temper_trainer.config.data import DataConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
@@ -44,7 +44,7 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
         elsewhere.
     """
     is_read_elsewhere = config.data.streaming or config.preference_kind is not None
-    sources: dict[str, DataSource] = dict(config.data.eval_sources)
+    sources = dict(config.data.eval_sources)
     if config.warm_start is not None and config.warm_start.data is not None:
         sources["warm_start"] = config.warm_start.data
     problems = {
