@@ -80,6 +80,7 @@ SHARDING_MODULES = (
 )
 
 FAMILY_MODULES = (
+    "model/output_head.py",
     "model/packed_attention.py",
     "model/packed_model.py",
     "model/scored_attention.py",
@@ -88,8 +89,8 @@ FAMILY_MODULES = (
 )
 """Modules that compute what only some families of models have."""
 
-FAMILIES = "gpt_oss,gemma2,qwen3_5_text,nemotron_h"
-"""Families with sinks, soft-capping, linear attention and Mamba layers."""
+FAMILIES = "gpt_oss,gemma2,qwen3_5_text,nemotron_h,cohere"
+"""Families with sinks, soft-capping, linear attention, Mamba layers and a scale of the logits."""
 
 SESSIONS = {
     "one-rank": KitSession(
