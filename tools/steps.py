@@ -138,7 +138,9 @@ STEPS = (
         # linear attention, and Mamba. The session `families` runs the other families every night.
         commands=_conformance_tests(
             "fsdp",
-            *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2,head-chunks.1"),
+            *("--world-sizes", "1,2"),
+            "--layouts",
+            "fsdp1.2,sp2.2,head-chunks.1,no-reshard.2,fsdp1-replicated.2,replicated.2",
             *("--families", "gpt_oss,gemma2,deepseek_v3,qwen3_5_text,nemotron_h"),
             expressions={
                 "[2-ranks": "test_",
@@ -148,6 +150,11 @@ STEPS = (
                 "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) "
                 "and (data_parallel_size or value or entropy)",
                 "[head-chunks.1": "test_sizes.py or test_logprob.py",
+                # All gradients, with one and with two calls per update.
+                **dict.fromkeys(
+                    ("[no-reshard.2", "[fsdp1-replicated.2", "[replicated.2"),
+                    "clipped_ppo and (two_calls_then_step or data_parallel_size)",
+                ),
             },
         ),
         is_pytest=True,

@@ -62,22 +62,20 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 # Two shards of one copy; two copies that are not sharded; parameters gathered for the next pass;
-# both layers as one.
+# both layers as one. Nightly, because each row starts two processes: in each pull request the
+# conformance kit compares the first five with the oracle, in one session of ranks.
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "fsdp_size", "keeping"),
     [
-        pytest.param(
-            "fsdp2", "all", "reshards", marks=pytest.mark.nightly
-        ),  # the conformance kit holds both of these to one rank
-        pytest.param("fsdp1", "all", "reshards", marks=pytest.mark.nightly),
-        # Nightly: replicas without shards are reduced as those of fsdp1 below.
-        pytest.param("fsdp2", "1", "reshards", marks=pytest.mark.nightly),
+        ("fsdp2", "all", "reshards"),
+        ("fsdp1", "all", "reshards"),
+        ("fsdp2", "1", "reshards"),
         ("fsdp1", "1", "reshards"),
         ("fsdp2", "all", "keeps"),
-        pytest.param("fsdp2", "all", "together-reshards", marks=pytest.mark.nightly),
-        # Nightly: the row above also keeps gathered parameters.
-        pytest.param("fsdp2", "all", "together-keeps", marks=pytest.mark.nightly),
+        ("fsdp2", "all", "together-reshards"),
+        ("fsdp2", "all", "together-keeps"),
     ],
 )
 def test_two_ranks_train_like_one(

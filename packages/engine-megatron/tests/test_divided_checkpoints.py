@@ -59,7 +59,16 @@ HEADER_BYTES = 20_000
 """Maximum number of bytes that the headers of safetensors files take."""
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2-distopt", "cp2", "pp2"])
+@pytest.mark.parametrize(
+    # Nightly: context-parallel ranks divide the state like replicas, and stages like shards.
+    "layout",
+    [
+        "tp2",
+        "dp2-distopt",
+        pytest.param("cp2", marks=pytest.mark.nightly),
+        pytest.param("pp2", marks=pytest.mark.nightly),
+    ],
+)
 def test_ranks_write_about_the_same_number_of_bytes(rank_pool, oracle, tmp_path, layout):
     arguments = {
         "setup": oracle.make_setup(QWEN2_UNTIED, optimizer=ADAMW),
@@ -191,7 +200,8 @@ def train_save_and_collect_state(rank, *, setup, batch, folder):
     return collect_state(engine)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+# Nightly: test_golden.py reads checkpoints of one rank in stages.
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.nightly)])
 def test_checkpoint_that_one_rank_wrote_is_read(rank_pool, oracle, tmp_path, layout):
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     arguments = {

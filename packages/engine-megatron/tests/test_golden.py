@@ -80,7 +80,8 @@ def test_released_checkpoint_is_read_bit_for_bit_and_training_continues(file: Pa
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+# Nightly: test_divided_checkpoints.py reads a checkpoint of one rank in tp2.
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.nightly), "pp2"])
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.parent.name)
 def test_released_checkpoint_of_one_rank_is_read_bit_for_bit_by_two(
     rank_pool: RankPool, file: Path, layout: str

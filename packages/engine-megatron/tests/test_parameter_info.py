@@ -1,10 +1,10 @@
 """Ranks gather the same information about all parameters."""
 
-from pathlib import Path
-
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
+from temper_engine_api.conformance.harness.rank import Rank
+from temper_engine_api.conformance.harness.rank_pool import RankPool
+from temper_engine_api.layout import default_layout
 from temper_engine_megatron.weights.parameter_info import ParameterInfo, gather_parameter_infos
 
 
@@ -20,17 +20,15 @@ def describe(name: str, *, expert_rank: int | None) -> ParameterInfo:
     )
 
 
-def _gather_infos(rank: int, folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def check_gathered_infos(rank: Rank) -> None:
+    """Gather a shared and a different parameter from two ranks."""
     shared = describe("norm", expert_rank=None)
     experts = [describe(f"expert{index}", expert_rank=index) for index in range(2)]
-    gathered = gather_parameter_infos([shared, experts[rank]], dist.group.WORLD)
+    gathered = gather_parameter_infos([shared, experts[rank.index]], dist.group.WORLD)
     assert gathered == [shared, *experts]
     assert hash(gathered[1]) == hash(experts[0])
     assert gather_parameter_infos([], dist.group.WORLD) == []
-    dist.destroy_process_group()
 
 
-def test_infos_of_two_ranks_arrive_in_rank_order_and_once(tmp_path: Path) -> None:
-    spawn(_gather_infos, args=(str(tmp_path),), nprocs=2)
+def test_infos_of_two_ranks_arrive_in_rank_order_and_once(rank_pool: RankPool) -> None:
+    rank_pool.run(check_gathered_infos, engine="megatron", layout=default_layout(2), arguments={})

@@ -34,7 +34,8 @@ def run_in(rank_pool):
     return run
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
+# Nightly: with sequence parallelism the gradients of norms are summed over the ranks too.
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.nightly), "tp2-sp"])
 def test_gradients_equal_transformers_with_one_key_head_on_two_ranks(run_in, oracle, layout):
     setup, batch = oracle.make_setup(ONE_KEY_HEAD), oracle.get_batch(model=ONE_KEY_HEAD)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
