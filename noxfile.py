@@ -76,6 +76,9 @@ NEWER_MEGATRON = (
 VLLM = ("0.27.1", "0.32.0")
 """The oldest and the newest tested vLLM that have a build for CPUs."""
 
+ADAPTERS = ("gymnasium", "mcp")
+"""Extras of the trainer for environments of a library; not all of them fit into one environment."""
+
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
 IMPORT_ALL_MODULES = """
@@ -414,6 +417,21 @@ def vllm(session: nox.Session, version: str) -> None:
     )
 
 
+@nox.session
+@nox.parametrize("library", ADAPTERS)
+def adapters(session: nox.Session, library: str) -> None:
+    """Test the environments of a library with the library itself, in a new environment."""
+    session.install(
+        TORCH,
+        "packages/engine-api",
+        "packages/engine-fsdp",
+        f"packages/trainer[fsdp,{library}]",
+        *TEST_TOOLS,
+    )
+    tests = session.posargs or [f"packages/trainer/tests/loops/test_{library}_environment.py"]
+    session.run("python", "-m", "pytest", *tests)
+
+
 @nox.session(name="megatron-0.19", python="3.12")
 def megatron_0_19(session: nox.Session) -> None:
     """Run the tests of engine-megatron on the newer Megatron-Core; arguments go to pytest.
@@ -512,6 +530,8 @@ def nightly(session: nox.Session) -> None:
     session.notify("build")
     for number in VLLM:
         session.notify(f"vllm(version='{number}')")
+    for library in ADAPTERS:
+        session.notify(f"adapters(library='{library}')")
     session.notify("megatron-0.19")
     session.notify("conformance(engine='fsdp')")
     session.notify("conformance(engine='megatron')")

@@ -40,6 +40,8 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
                 "ray_worker_group",
             )
         ),
+        "temper_trainer.environment.gymnasium_environment",
+        "temper_trainer.environment.mcp_environment",
         "temper_trainer.reward.judge_scoring",
         *(f"temper_trainer.rollout.vllm.{module}" for module in ("vllm_engine", "weight_transfer")),
     ),

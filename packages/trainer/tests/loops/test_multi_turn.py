@@ -1,8 +1,9 @@
 """Multi-turn rollouts: exactly the sampled tokens are trained; text is never tokenized again."""
 
+import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -370,6 +371,84 @@ def test_environment_that_hangs_fails_only_its_own_rollout() -> None:
     with pytest.raises(EnvironmentTimeoutError, match="did not answer within"):
         run_group(sampler, use, num_rollouts=3, config=replace(config, max_failure_fraction=0.0))
     is_over.set()
+
+
+class AsynchronousTool:
+    """An environment of coroutines, with a first observation, which records that it is closed."""
+
+    def __init__(self, step: Callable[[Prompt], Awaitable[None]], closed: list[int]) -> None:
+        self._step = step
+        self._closed = closed
+
+    async def reset(self, prompt: Prompt) -> Observation:
+        self._prompt = prompt
+        return Observation(tokens=(IDS["9"],))
+
+    async def step(self, tokens: Sequence[int]) -> Observation:
+        await self._step(self._prompt)
+        return Observation(tokens=(IDS["\n"],))
+
+    async def close(self) -> None:
+        self._closed.append(self._prompt.prompt_id)
+
+
+def run_asynchronous(
+    step: Callable[[Prompt], Awaitable[None]], *, config: EnvironmentConfig
+) -> tuple[list[Conversation], list[SamplingRequest], list[int]]:
+    requested: list[SamplingRequest] = []
+    closed: list[int] = []
+
+    def script(request: SamplingRequest) -> list[int]:
+        requested.append(request)
+        return [IDS["1"], IDS["="]]
+
+    requests = [
+        SamplingRequest(
+            request_id=i, prompt_tokens=(i + 2,), sampling=SamplingConfig(max_tokens=9), seed=i
+        )
+        for i in range(3)
+    ]
+    prompts = [Prompt(prompt_id=i, text="", tokens=(i + 2,), answer="") for i in range(3)]
+    with RolloutScheduler(
+        StreamingScriptedSampler(script, end_token_id=0),
+        environment=config,
+        make_environment=lambda: AsynchronousTool(step, closed),
+    ) as scheduler:
+        conversations, _ = scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
+    return conversations, requested, closed
+
+
+def test_first_observation_follows_the_prompt_and_counts_in_the_limit() -> None:
+    async def step(_: Prompt) -> None:
+        return
+
+    conversations, requested, closed = run_asynchronous(step, config=replace(CONFIG, max_tokens=6))
+    # Of six tokens the opening takes one, then a completion of two, an answer of one, and two.
+    assert [each.prompt_tokens for each in requested if each.prompt_tokens[0] == 2] == [
+        (2, IDS["9"]),
+        (2, IDS["9"], IDS["1"], IDS["="], IDS["\n"]),
+    ]
+    assert [each.opening for each in conversations] == [(IDS["9"],)] * 3
+    assert conversations[0].full_tokens == [2, IDS["9"], *conversations[0].tokens]
+    assert sorted(closed) == [0, 1, 2]
+
+
+def test_coroutine_that_takes_too_long_is_cancelled_and_its_environment_closed() -> None:
+    cancelled: list[int] = []
+
+    async def step(prompt: Prompt) -> None:
+        if prompt.prompt_id == 1:
+            try:
+                await asyncio.sleep(WAIT_S)
+            except asyncio.CancelledError:
+                cancelled.append(prompt.prompt_id)
+                raise
+
+    config = replace(CONFIG, step_timeout_s=0.2, max_failure_fraction=0.5)
+    conversations, _, closed = run_asynchronous(step, config=config)
+    assert [each.failure is None for each in conversations] == [True, False, True]
+    assert cancelled == [1]
+    assert sorted(closed) == [0, 1, 2]
 
 
 def test_later_turns_go_to_the_replica_of_the_first_one() -> None:

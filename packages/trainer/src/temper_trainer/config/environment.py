@@ -1,10 +1,11 @@
 """Settings of the environment: tools and turns of a rollout."""
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, format_install
 from temper_trainer.settings.import_path import import_object, is_import_path
 from temper_trainer.settings.ranges import (
     NonNegativeInt,
@@ -17,6 +18,11 @@ from temper_trainer.settings.ranges import (
 
 BUILT_IN_ENVIRONMENTS = ("calculator", "python")
 """Environments that the trainer provides."""
+ADAPTERS = {
+    "gymnasium": "temper_trainer.environment.gymnasium_environment:GymnasiumEnvironment",
+    "mcp": "temper_trainer.environment.mcp_environment:McpEnvironment",
+}
+"""Environments that need the extra of the same name, and their classes."""
 SandboxName = Literal["bubblewrap", "none"]
 """Isolation of the programs that the environment python runs."""
 
@@ -26,11 +32,11 @@ class EnvironmentConfig:
     """Multi-turn rollouts, in which the environment answers the policy's completions."""
 
     name: str = "calculator"
-    """calculator, python (runs programs in ``sandbox``), or the import path
+    """calculator, python (runs programs in ``sandbox``), gymnasium, mcp, or the import path
     ``package.module:Class`` of a custom Environment.
     """
     arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-    """Keyword arguments of a custom class."""
+    """Keyword arguments of gymnasium, mcp or a custom class."""
     max_turns: PositiveInt = 4
     """Maximum number of completions per rollout; sampling.max_tokens bounds each of them."""
     max_tokens: PositiveInt | None = None
@@ -72,11 +78,11 @@ class EnvironmentConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.name not in BUILT_IN_ENVIRONMENTS and not is_import_path(self.name):
+        names = (*BUILT_IN_ENVIRONMENTS, *ADAPTERS)
+        if self.name not in names and not is_import_path(self.name):
             raise ConfigError(
-                f"environment.name is {self.name!r}, but must be "
-                f"{' or '.join(BUILT_IN_ENVIRONMENTS)}, or the import path package.module:Class "
-                "of a custom environment."
+                f"environment.name is {self.name!r}, but must be {' or '.join(names)}, or the "
+                "import path package.module:Class of a custom environment."
             )
         if self.name in BUILT_IN_ENVIRONMENTS and self.arguments:
             raise ConfigError(
@@ -103,12 +109,17 @@ class EnvironmentConfig:
 
 
 def load_environment_class(config: EnvironmentConfig) -> type[Any]:
-    """Import the custom environment class that ``config.name`` refers to.
+    """Import the environment class that ``config.name`` refers to.
 
     Raises:
-        ConfigError: If the module cannot be imported, or has no such class.
+        ConfigError: If the module cannot be imported, has no such class, or needs an extra.
     """
-    loaded = import_object(config.name, key="environment.name")
+    if config.name in ADAPTERS and importlib.util.find_spec(config.name) is None:
+        raise ConfigError(
+            f"environment.name is {config.name}, which needs the {config.name} library: run "
+            f"{format_install(f'temper-trainer[{config.name}]')}."
+        )
+    loaded = import_object(ADAPTERS.get(config.name, config.name), key="environment.name")
     if not isinstance(loaded, type):
         raise ConfigError(
             f"environment.name is {config.name}, which is not a class: correct the name."

@@ -1,6 +1,11 @@
-"""The interface of an environment, which is one object per rollout."""
+"""The interface of an environment, which is one object per rollout.
 
-from collections.abc import Callable, Sequence
+An environment gets tokens and returns tokens. Its methods may be coroutines, which all run in one
+event loop, or functions, which run in threads. `temper_trainer.environment.text_environment` helps
+to write one that exchanges text.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,13 +38,21 @@ class Observation:
 
 
 class Environment(Protocol):
-    """The environment of one rollout. Different rollouts may run in different threads."""
+    """The environment of one rollout. Different rollouts may run in different threads.
 
-    def reset(self, prompt: Prompt) -> None:
-        """Start a rollout with this prompt."""
+    Each method may also be a coroutine function. An environment may have a method ``close`` without
+    arguments, which is called when the rollout ends, also after an error.
+    """
+
+    def reset(self, prompt: Prompt) -> Observation | Awaitable[Observation | None] | None:
+        """Start a rollout with this prompt.
+
+        Returns:
+            An observation whose tokens are appended to the prompt, or None for none.
+        """
         ...
 
-    def step(self, tokens: Sequence[int]) -> Observation:
+    def step(self, tokens: Sequence[int]) -> Observation | Awaitable[Observation]:
         """Respond to one completion.
 
         Args:
@@ -52,4 +65,7 @@ class Environment(Protocol):
 
 
 EnvironmentFactory = Callable[[], Environment]
-"""Creates the environment of one rollout."""
+"""Creates the environment of one rollout.
+
+A factory may have a coroutine method ``close``, which ends what its environments share.
+"""

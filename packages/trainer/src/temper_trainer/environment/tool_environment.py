@@ -120,6 +120,13 @@ def make_environment_factory(
         )
         return lambda: ToolEnvironment(tool, config, tokenizer)
     user_class = load_environment_class(config)
+    # A class whose objects share something, such as a server, makes its factory itself.
+    make_factory = getattr(user_class, "make_factory", None)
+    if make_factory is not None:
+        factory: EnvironmentFactory = make_factory(
+            config=config, tokenizer=tokenizer, **config.arguments
+        )
+        return factory
 
     def make() -> Environment:
         environment: Environment = user_class(

@@ -432,8 +432,8 @@ def test_folder_named_like_a_library_is_not_taken_for_it(
 
 def test_unknown_environment_is_refused_before_the_run(there: list[str]) -> None:
     assert (
-        "environment.name is 'calculater', but must be calculator or python, or the import path"
-        in refusal([*there, "+environment.name=calculater"])
+        "environment.name is 'calculater', but must be calculator or python or gymnasium or mcp, "
+        "or the import path" in refusal([*there, "+environment.name=calculater"])
     )
     assert "environment.name names 'Missing' in fractions" in refusal(
         [*there, "+environment.name=fractions:Missing"]

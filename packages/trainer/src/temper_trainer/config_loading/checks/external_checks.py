@@ -302,7 +302,8 @@ def _list_versions(python: str) -> dict[str, str] | None:
 def _check_custom_environment(config: EnvironmentConfig) -> None:
     environment_class = load_environment_class(config)
     try:
-        signature = inspect.signature(environment_class)
+        # Of what `make_environment_factory` calls.
+        signature = inspect.signature(getattr(environment_class, "make_factory", environment_class))
     except (
         ValueError
     ):  # classes in C may have no signature; then the first instantiation reports it

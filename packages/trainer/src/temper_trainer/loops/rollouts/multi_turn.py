@@ -23,6 +23,8 @@ class Conversation:
     """Request of the first completion."""
     environment: Environment | None
     """Answers completions; None for single-turn rollouts."""
+    opening: tuple[int, ...] = ()
+    """Tokens of the environment's first observation, which follow the prompt."""
     first: Completion | None = None
     """The first completion."""
     turns: list[Turn] = field(default_factory=list)
@@ -55,7 +57,7 @@ class Conversation:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens after the prompt, without pending ones."""
+        """Tokens after prompt and opening, without pending ones."""
         tokens = [] if self.first is None else list(self.first.tokens)
         for turn in self.turns:
             tokens += [*turn.observation, *turn.completion.tokens]
@@ -64,7 +66,7 @@ class Conversation:
     @property
     def full_tokens(self) -> list[int]:
         """Tokens of the prompt and everything after it."""
-        return [*self.request.prompt_tokens, *self.tokens]
+        return [*self.request.prompt_tokens, *self.opening, *self.tokens]
 
     def add(self, completion: Completion) -> None:
         """Add the completion that follows the pending tokens."""
@@ -82,7 +84,7 @@ class RolloutLimits:
     max_turns: int
     """Maximum number of completions."""
     max_tokens: int
-    """Maximum number of tokens after the prompt."""
+    """Maximum number of tokens after the prompt, with the opening."""
     stop: str
     """Text at the end of a tool call, with which a completion stops."""
 
@@ -104,7 +106,7 @@ def make_turn_request(
 ) -> SamplingRequest:
     """Return the request of a turn's completion; turns count from 0."""
     first = conversation.request
-    tokens = (*conversation.tokens, *conversation.pending)
+    tokens = (*conversation.opening, *conversation.tokens, *conversation.pending)
     sampling = _limit_sampling(
         first.sampling, stop=limits.stop, max_tokens=limits.max_tokens - len(tokens)
     )
@@ -126,6 +128,22 @@ def _limit_sampling(sampling: SamplingConfig, *, stop: str, max_tokens: int) -> 
     return replace(sampling, stop=(*sampling.stop, stop), max_tokens=max_tokens)
 
 
+def add_opening(
+    conversation: Conversation, observation: Observation, *, limits: RolloutLimits
+) -> None:
+    """Add the environment's first observation, which the policy reads after the prompt.
+
+    Raises:
+        ValueError: If it leaves no token for a completion.
+    """
+    if len(observation.tokens) >= limits.max_tokens:
+        raise ValueError(
+            f"the first observation has {len(observation.tokens)} tokens, but a rollout may have "
+            f"{limits.max_tokens} after its prompt: shorten it, or raise environment.max_tokens."
+        )
+    conversation.opening = observation.tokens
+
+
 def add_observation(
     conversation: Conversation, observation: Observation, *, is_last: bool, limits: RolloutLimits
 ) -> None:
@@ -133,7 +151,7 @@ def add_observation(
     conversation.rewards.append(observation.reward)
     conversation.metrics.append(observation.metrics)
     # After the observation, at least one token must be left for the next completion.
-    num_tokens = len(conversation.tokens) + len(observation.tokens)
+    num_tokens = len(conversation.opening) + len(conversation.tokens) + len(observation.tokens)
     conversation.is_done = (
         is_last
         or observation.is_done

@@ -9,6 +9,7 @@ sampling while it publishes weights.
 """
 
 import asyncio
+import inspect
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -19,11 +20,12 @@ from typing import TypeVar
 from temper_engine_api.errors import TemperError
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit, gather_or_cancel
 from temper_trainer.config.environment import EnvironmentConfig
-from temper_trainer.environment.protocol import EnvironmentFactory
+from temper_trainer.environment.protocol import Environment, EnvironmentFactory
 from temper_trainer.loops.rollouts.multi_turn import (
     Conversation,
     RolloutLimits,
     add_observation,
+    add_opening,
     make_turn_request,
     measure_turns,
 )
@@ -150,6 +152,7 @@ class RolloutScheduler:
         if self._loop.is_closed():
             return
         self.cancel()
+        self._close_factory()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._sampler.close(timeout_s=CLOSE_TIMEOUT_S)
@@ -158,6 +161,12 @@ class RolloutScheduler:
         self._loop.close()
         if self.recorder is not None:
             self.recorder.close()
+
+    def _close_factory(self) -> None:
+        """End what the environments share, such as a server."""
+        close = getattr(self._make_environment, "close", None)
+        if close is not None:
+            self.start(close()).result(timeout=CLOSE_TIMEOUT_S)
 
     async def run_rollouts(
         self,
@@ -276,13 +285,17 @@ class _Round:
                     request=self._requests[index], environment=self._make_environment()
                 )
                 try:
-                    await self._converse(conversation, index=index, limits=limits)
-                    return conversation
+                    try:
+                        await self._converse(conversation, index=index, limits=limits)
+                    finally:
+                        await self._close(conversation.environment)
                 except _RolloutFailedError as failed:
                     if num_retries == 0:
                         conversation.failure = self._count_failure(failed.__cause__)
                         return conversation
                     num_retries -= 1
+                else:
+                    return conversation
         finally:
             self._sampler.leave(self._cohort)
 
@@ -294,7 +307,9 @@ class _Round:
     ) -> None:
         environment = conversation.environment
         assert environment is not None
-        await self._call_environment(environment.reset, self._prompts[index], index=index)
+        opening = await self._call_environment(environment.reset, self._prompts[index], index=index)
+        if opening is not None:
+            add_opening(conversation, opening, limits=limits)
         for turn in range(limits.max_turns):
             request = make_turn_request(conversation, turn=turn, request_id=index, limits=limits)
             completion = await self._sample(request, index=index)
@@ -309,20 +324,29 @@ class _Round:
                 return
 
     async def _call_environment(
-        self, function: Callable[[Argument], T], argument: Argument, *, index: int
+        self,
+        function: Callable[[Argument], T | Awaitable[T]],
+        argument: Argument,
+        *,
+        index: int,
     ) -> T:
-        """Call a method of an environment in a thread.
+        """Await a coroutine method of an environment, or call another method in a thread.
 
         Raises:
-            _RolloutFailedError: If it raises or takes too long. Its thread cannot be ended and is
-                not used again.
+            _RolloutFailedError: If it raises or takes too long. A coroutine is then cancelled. A
+                thread cannot be ended and is not used again.
         """
         assert self._config is not None
         timeout_s = self._config.step_timeout_s
         async with self._limit.acquire((self._cohort.priority, index)):
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._threads.call(function, argument)
+                    if inspect.iscoroutinefunction(function):
+                        called: T = await function(argument)
+                        return called
+                    returned = await self._threads.call(function, argument)
+                    assert not inspect.isawaitable(returned)
+                    return returned
             except TimeoutError as error:
                 if isinstance(error.__cause__, asyncio.CancelledError):
                     prompt = self._prompts[index]
@@ -336,6 +360,26 @@ class _Round:
             # The environment is the user's code, which may raise anything. The failure is counted.
             except Exception as error:
                 raise _RolloutFailedError from error
+
+    async def _close(self, environment: Environment | None) -> None:
+        """Close the environment of a rollout if it can be closed.
+
+        Raises:
+            _RolloutFailedError: If it raises or takes too long.
+        """
+        close = getattr(environment, "close", None)
+        if close is None:
+            return
+        assert self._config is not None
+        try:
+            async with asyncio.timeout(self._config.step_timeout_s):
+                if inspect.iscoroutinefunction(close):
+                    await close()
+                else:
+                    await self._threads.call(close)
+        # The environment is the user's code, which may raise anything. The failure is counted.
+        except Exception as error:
+            raise _RolloutFailedError from error
 
     def _count_failure(self, error: BaseException | None) -> str:
         """Count a failed rollout and return its reason.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from temper_trainer.loops.rollouts.multi_turn import Conversation, measure_turns
 from temper_trainer.loops.run.run_components import RunComponents
@@ -104,7 +104,8 @@ async def _score(
     else:
         scoring.leave(index)
     return ScoredRollout(
-        prompt=prompt,
+        # The first observation of an environment is not trained, like the prompt.
+        prompt=replace(prompt, tokens=(*prompt.tokens, *conversation.opening)),
         conversation=conversation,
         text=text,
         item=item,

@@ -1,0 +1,242 @@
+"""Tools of an MCP server, which the policy calls by JSON. Needs the extra ``mcp``."""
+
+import asyncio
+import json
+import shlex
+from collections.abc import Callable, Mapping
+
+from mcp import Client, MCPError, StdioServerParameters, stdio_client
+from mcp.types import CallToolResult, TextContent
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import TemperError
+from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.environment.text_environment import TextEnvironment, TextObservation
+from temper_trainer.types import Prompt
+
+
+class McpServerError(TemperError, RuntimeError):
+    """The MCP server did not start, or ended while it was used."""
+
+
+class McpServer:
+    """A server process, started with the first call and again after it has ended."""
+
+    def __init__(self, command: str) -> None:
+        """Start nothing yet; `command` is split like a line of a shell."""
+        self._command = shlex.split(command)
+        self._client: asyncio.Future[Client] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._parameters: dict[str, str] = {}
+
+    async def call(self, name: str, arguments: Mapping[str, object]) -> CallToolResult:
+        """Call a tool.
+
+        Raises:
+            McpServerError: If the server cannot be reached; the next call starts it again.
+        """
+        client = await self._connect()
+        try:
+            return await client.call_tool(name, dict(arguments))
+        except MCPError as error:
+            # An error of a tool is a result; this one is of the connection or the protocol.
+            await self.close()
+            raise McpServerError(f"the call of {name} failed: {error}") from error
+
+    async def find_parameter(self, tool: str) -> str:
+        """Return the name of the first parameter of a tool.
+
+        Raises:
+            McpServerError: If the server has no such tool, or it has no parameter.
+        """
+        if tool not in self._parameters:
+            client = await self._connect()
+            for each in (await client.list_tools()).tools:
+                self._parameters[each.name] = next(
+                    iter(each.input_schema.get("properties", {})), ""
+                )
+        if not self._parameters.get(tool):
+            raise McpServerError(
+                f"the MCP server has no tool {tool!r} with a parameter; it has "
+                f"{', '.join(self._parameters)}: correct environment.arguments.tool."
+            )
+        return self._parameters[tool]
+
+    async def close(self) -> None:
+        """End the process. Idempotent."""
+        task, self._task, self._client = self._task, None, None
+        if task is not None:
+            self._closing.set()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _connect(self) -> Client:
+        if self._client is None:
+            self._closing = asyncio.Event()
+            self._client = asyncio.get_running_loop().create_future()
+            # The task that opens a connection must also close it, and rollouts come and go.
+            self._task = asyncio.create_task(self._serve(self._client, self._closing))
+        return await asyncio.shield(self._client)
+
+    async def _serve(self, opened: "asyncio.Future[Client]", closing: asyncio.Event) -> None:
+        """Keep the connection open until it is closed."""
+        command, *arguments = self._command
+        try:
+            transport = stdio_client(StdioServerParameters(command=command, args=arguments))
+            async with Client(transport) as client:
+                opened.set_result(client)
+                try:
+                    await closing.wait()
+                finally:
+                    # Before the connection is closed, which takes time: all tasks are cancelled
+                    # before an evaluation, whose calls need a new server.
+                    self._forget(opened)
+        # Errors of the library come in groups of any type. They are raised where a call waits.
+        except Exception as error:
+            if opened.done():
+                raise
+            message = f"the MCP server {shlex.join(self._command)!r} did not start: {error!r}"
+            opened.set_exception(McpServerError(message))
+            opened.exception()  # the waiters may have been cancelled
+        finally:
+            opened.cancel()  # no effect if it was opened
+            self._forget(opened)
+
+    def _forget(self, opened: "asyncio.Future[Client]") -> None:
+        """Let the next call start the server again, unless another one was started."""
+        if self._client is opened:
+            self._client = self._task = None
+
+
+class McpEnvironment(TextEnvironment):
+    """The tools of a server.
+
+    Between the markers of a call, the policy writes ``{"name": ..., "arguments": {...}}``, or with
+    `tool` the only argument of that tool, and reads the text of the result.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EnvironmentConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        server: McpServer,
+        owns_server: bool,
+        tool: str | None,
+    ) -> None:
+        """Create the environment of one rollout.
+
+        Args:
+            config: Settings of the run's environment.
+            tokenizer: Tokenizer of the policy.
+            server: The server.
+            owns_server: True if the server ends with the rollout.
+            tool: See `make_factory`.
+        """
+        super().__init__(config=config, tokenizer=tokenizer)
+        self._server = server
+        self._owns_server = owns_server
+        self._tool = tool
+
+    @classmethod
+    def make_factory(
+        cls,
+        *,
+        config: EnvironmentConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        command: str,
+        tool: str | None = None,
+        server_per_rollout: bool = False,
+    ) -> "McpFactory":
+        """Return what makes the environments of a run.
+
+        Args:
+            config: Settings of the run's environment.
+            tokenizer: Tokenizer of the policy.
+            command: Starts the server, which talks over its standard input and output.
+            tool: Tool that every call means, whose only argument is the text of the call; None
+                expects calls in JSON.
+            server_per_rollout: True starts a server for each rollout, because it keeps state.
+        """
+
+        def make(server: McpServer, *, owns_server: bool) -> McpEnvironment:
+            return cls(
+                config=config,
+                tokenizer=tokenizer,
+                server=server,
+                owns_server=owns_server,
+                tool=tool,
+            )
+
+        return McpFactory(make, command=command, is_shared=not server_per_rollout)
+
+    async def open(self, prompt: Prompt) -> str:
+        """Start a rollout."""
+        del prompt
+        return ""
+
+    async def respond(self, text: str) -> TextObservation:
+        """Call the tool that the completion names; without a call the rollout ends."""
+        start = text.rfind(self.config.call_start)
+        if start < 0:
+            return TextObservation(is_done=True)
+        call = text[start + len(self.config.call_start) :] if self.config.call_start else text
+        if self._tool is not None:
+            parameter = await self._server.find_parameter(self._tool)
+            result = await self._server.call(self._tool, {parameter: call})
+        else:
+            try:
+                name, arguments = parse_call(call)
+            except ValueError as error:
+                return _report(f"error: {error}", is_failed=True)
+            result = await self._server.call(name, arguments)
+        parts = [each.text for each in result.content if isinstance(each, TextContent)]
+        return _report("\n".join(parts), is_failed=bool(result.is_error))
+
+    async def close(self) -> None:
+        """End the server of this rollout."""
+        if self._owns_server:
+            await self._server.close()
+
+
+class McpFactory:
+    """Makes the environments of a run, and ends the server that they share."""
+
+    def __init__(
+        self, make: Callable[..., McpEnvironment], *, command: str, is_shared: bool
+    ) -> None:
+        """Start no server yet."""
+        self._make = make
+        self._command = command
+        self._shared = McpServer(command) if is_shared else None
+
+    def __call__(self) -> McpEnvironment:
+        """Return the environment of one rollout."""
+        server = self._shared or McpServer(self._command)
+        return self._make(server, owns_server=self._shared is None)
+
+    async def close(self) -> None:
+        """End the shared server."""
+        if self._shared is not None:
+            await self._shared.close()
+
+
+def parse_call(text: str) -> tuple[str, dict[str, object]]:
+    """Return name and arguments of a call in JSON.
+
+    Raises:
+        ValueError: If it is not one.
+
+    Example:
+        >>> parse_call('{"name": "add", "arguments": {"a": 1}}')
+        ('add', {'a': 1})
+    """
+    call = json.loads(text)
+    match call:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return name, arguments
+    raise ValueError("a call is an object with a name and an object of arguments")
+
+
+def _report(text: str, *, is_failed: bool) -> TextObservation:
+    return TextObservation(text=text, metrics={"tool/calls": 1.0, "tool/failed": float(is_failed)})

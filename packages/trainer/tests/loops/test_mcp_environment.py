@@ -1,0 +1,129 @@
+"""Tools of a real MCP server over stdio, in rollouts and in a run."""
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from packages.trainer.tests.loops.byte_tokenizer_for_tests import make_tokenizer
+from temper_engine_api.errors import TemperError
+from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.environment.protocol import Observation
+from temper_trainer.environment.tool_environment import make_environment_factory
+from temper_trainer.loops import RunResult
+
+pytest.importorskip("mcp", reason="needs temper-trainer[mcp]: nox -s adapters runs this")
+
+COMMAND = shlex.join([sys.executable, str(Path(__file__).parent / "mcp_server_for_tests.py")])
+Call = Callable[[str], Awaitable[Observation]]
+
+
+def use_tools(
+    use: Callable[[list[Call]], Awaitable[None]],
+    *,
+    num_rollouts: int = 1,
+    command: str = COMMAND,
+    **arguments: str | bool,
+) -> None:
+    """Run a function with the `step` of some environments, which takes and returns text."""
+    tokenizer = make_tokenizer()
+    config = EnvironmentConfig(
+        name="mcp", arguments={"command": command, **arguments}, answer_start="", answer_end=""
+    )
+    factory = make_environment_factory(config, tokenizer=tokenizer)
+
+    async def run() -> None:
+        environments = [factory() for _ in range(num_rollouts)]
+
+        def make_call(index: int) -> Call:
+            async def call(text: str) -> Observation:
+                tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+                observation = environments[index].step(tokens)
+                assert not isinstance(observation, Observation)
+                return await observation
+
+            return call
+
+        try:
+            await use([make_call(index) for index in range(num_rollouts)])
+        finally:
+            for environment in environments:
+                await environment.close()  # type: ignore[attr-defined]
+            await factory.close()  # type: ignore[attr-defined]
+
+    asyncio.run(run())
+
+
+def read(observation: Observation) -> str:
+    text: str = make_tokenizer().decode(observation.tokens)
+    return text
+
+
+def test_call_in_json_gets_the_result_of_the_tool() -> None:
+    async def use(calls: list[Call]) -> None:
+        (call,) = calls
+        answer = await call('Well: <tool>{"name": "add", "arguments": {"a": 2, "b": 40}}</tool>')
+        assert read(answer) == "42"
+        assert answer.metrics == {"tool/calls": 1.0, "tool/failed": 0.0}
+        for wrong in ("12", "{}", "no json", '{"name": "add", "arguments": {"a": "x"}}'):
+            answer = await call(f"<tool>{wrong}</tool>")
+            assert "rror" in read(answer)
+            assert answer.metrics["tool/failed"] == 1.0
+        assert (await call("without a call")).is_done
+
+    use_tools(use)
+
+
+@pytest.mark.parametrize("server_per_rollout", [False, True])
+def test_server_is_shared_unless_it_keeps_state(server_per_rollout: bool) -> None:
+    async def use(calls: list[Call]) -> None:
+        text = '<tool>{"name": "count", "arguments": {}}</tool>'
+        counts = [read(await call(text)) for call in calls]
+        assert counts == (["1", "1"] if server_per_rollout else ["1", "2"])
+
+    use_tools(use, num_rollouts=2, server_per_rollout=server_per_rollout)
+
+
+def test_server_that_ends_is_an_error_and_the_next_call_starts_it_again() -> None:
+    async def use(calls: list[Call]) -> None:
+        (call,) = calls
+        with pytest.raises(TemperError, match="the call of crash failed"):
+            await call('<tool>{"name": "crash", "arguments": {}}</tool>')
+        answer = await call('<tool>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool>')
+        assert read(answer) == "2"
+
+    use_tools(use)
+
+
+def test_server_that_does_not_start_is_named() -> None:
+    async def use(calls: list[Call]) -> None:
+        (call,) = calls
+        with pytest.raises(TemperError, match="no-such-program"):
+            await call('<tool>{"name": "add", "arguments": {}}</tool>')
+
+    use_tools(use, command="no-such-program --stdio")
+
+
+def test_policy_is_trained_with_a_tool_of_a_server(
+    run: Callable[..., RunResult],
+    rows: Callable[..., list[dict[str, float]]],
+    tmp_path: Path,
+) -> None:
+    run(
+        tmp_path / "run",
+        f'environment={{name: mcp, arguments: {{command: "{COMMAND}", tool: measure}}, '
+        "call_start: '', call_end: '=', answer_start: '', answer_end: '', max_turns: 3, "
+        "max_observation_tokens: 8}",
+        "warm_start.total_steps=30",
+        "run.total_steps=2",
+        "run.save_model=false",
+        "sampling.max_tokens=16",
+    )
+    step_rows = rows(tmp_path / "run")
+    assert sum(row["tool/calls"] for row in step_rows) > 0
+    assert sum(row["tool/failed"] for row in step_rows) == 0
+    assert max(row["rollout/turns_max"] for row in step_rows) > 1
+    assert all(row["batch/trained_tokens"] == row["rollout/tokens"] for row in step_rows)
