@@ -8,12 +8,12 @@ from torch import Tensor
 from temper_engine_api.batch import Denominators
 from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, LossTerms
 from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.importance_weights import compute_rollout_correction
 from temper_trainer.algorithms.objectives.policy_objective import (
     CORRECTION_WEIGHTS,
     PolicyObjective,
 )
 from temper_trainer.algorithms.policy_losses.clipped_losses import Gspo, Ppo
-from temper_trainer.algorithms.rollout_correction import compute_rollout_correction
 from temper_trainer.config.rollout_correction import RejectionBounds, TokenWeights
 from tools.peers.padded import (
     NoCounterpartError,

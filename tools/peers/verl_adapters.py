@@ -14,6 +14,10 @@ from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput
 from temper_engine_api.reduction import count_denominators, reduce_loss, sum_per_sequence
 from temper_trainer.algorithms.advantages import advantage_statistics
 from temper_trainer.algorithms.advantages.estimators import group_estimators, token_estimators
+from temper_trainer.algorithms.importance_weights import (
+    compute_mismatch_metrics,
+    compute_rollout_correction,
+)
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl, estimate_kl_loss
 from temper_trainer.algorithms.objectives.policy_objective import (
     CORRECTION_WEIGHTS,
@@ -21,10 +25,6 @@ from temper_trainer.algorithms.objectives.policy_objective import (
 )
 from temper_trainer.algorithms.objectives.value_loss import ValueObjective
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
-from temper_trainer.algorithms.rollout_correction import (
-    compute_mismatch_metrics,
-    compute_rollout_correction,
-)
 from temper_trainer.config.rollout_correction import (
     Mask,
     RejectionBounds,

@@ -33,6 +33,7 @@ from temper_trainer.algorithms.advantages.estimators.optimal_token_baseline impo
 )
 from temper_trainer.algorithms.advantages.estimators.pass_rate_estimators import GrpoPassk
 from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
+from temper_trainer.algorithms.importance_weights import compute_rollout_correction
 from temper_trainer.algorithms.objectives.policy_objective import (
     CORRECTION_WEIGHTS,
     PolicyObjective,
@@ -40,7 +41,6 @@ from temper_trainer.algorithms.objectives.policy_objective import (
 from temper_trainer.algorithms.policy_losses.clipped_losses import Cispo, Gmpo, Gspo, Sapo
 from temper_trainer.algorithms.policy_losses.covariance_losses import IS_SELECTED, ClipCov, KlCov
 from temper_trainer.algorithms.policy_losses.divergence_losses import Dppo
-from temper_trainer.algorithms.rollout_correction import compute_rollout_correction
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.rollout_correction import SequenceWeights, TokenWeights
 

@@ -5,7 +5,7 @@ import torch
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import ConfigError
-from temper_trainer.algorithms.rollout_correction import (
+from temper_trainer.algorithms.importance_weights import (
     Correction,
     compute_effective_sample_fraction,
     compute_mismatch_metrics,

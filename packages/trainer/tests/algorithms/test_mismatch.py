@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from temper_trainer.algorithms.rollout_correction import compute_mismatch_metrics
+from temper_trainer.algorithms.importance_weights import compute_mismatch_metrics
 
 
 def test_mismatch_is_measured_over_trained_tokens_only() -> None:

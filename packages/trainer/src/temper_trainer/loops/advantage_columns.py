@@ -10,15 +10,15 @@ from temper_engine_api.metrics import Metric
 from temper_trainer.algorithms.adaptive_coefficients import KlController
 from temper_trainer.algorithms.advantages.advantage_statistics import discount_by_turn
 from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
-from temper_trainer.algorithms.kl import compute_mean_sequence_kl, estimate_kl, get_value_estimator
-from temper_trainer.algorithms.objectives.distillation_objective import compute_teacher_reward
-from temper_trainer.algorithms.objectives.policy_objective import CORRECTION_WEIGHTS
-from temper_trainer.algorithms.rollout_correction import (
+from temper_trainer.algorithms.importance_weights import (
     RATIO_SQUARE_MEAN,
     compute_effective_sample_fraction,
     compute_mismatch_metrics,
     compute_rollout_correction,
 )
+from temper_trainer.algorithms.kl import compute_mean_sequence_kl, estimate_kl, get_value_estimator
+from temper_trainer.algorithms.objectives.distillation_objective import compute_teacher_reward
+from temper_trainer.algorithms.objectives.policy_objective import CORRECTION_WEIGHTS
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout_correction import RolloutCorrection
 from temper_trainer.config.trainer_config import TrainerConfig

@@ -17,10 +17,10 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
+from temper_trainer.algorithms.importance_weights import compute_mismatch_metrics
 from temper_trainer.algorithms.kl import MAX_LOG_RATIO, KlLossEstimator, estimate_kl_loss
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
-from temper_trainer.algorithms.rollout_correction import compute_mismatch_metrics
 
 CORRECTION_WEIGHTS = "correction_weights"
 """Name of the [T] float32 column of importance weights from ``compute_rollout_correction``."""
