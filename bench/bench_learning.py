@@ -35,6 +35,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from temper_trainer.config.data import ArithmeticSource
+from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from tools.gpu.engine_fsdp import write_entry_points
 from tools.gpu.train_arithmetic import is_installed, write_pairs
 from tools.gpu.workload import Rows
@@ -45,6 +47,7 @@ SEEDS = (0, 1, 2)
 NUM_PROBLEMS = 500
 """Held-out problems of each evaluation."""
 NUM_PAIRS = 8000
+PAIRS_PER_STEP = 64
 _REHEARSAL = ("warm_start.total_steps=15", "run.total_steps=2", "data.eval.max_rows=16")
 CURVES = ("reward/mean", "preference/accuracy", "sft/nll")
 """Metrics that are drawn, by the kind of method; a run has the first or the last of them."""
@@ -52,8 +55,16 @@ ACCURACIES = {
     f"{kind}_{moment}" for kind in ("greedy", "sampled") for moment in ("before", "after")
 }
 """Keys of a row with the mean reward of the held-out problems."""
+FIRST_STEPS, LAST_STEPS = 3, 10
+"""Steps over which the accuracy on new pairs is averaged, at the start and at the end of a run."""
 SHORTEST_S = 60.0
 """Seconds that must be left to start a run."""
+
+
+_WARM = "warm"
+"""Subfolder of the quickstart's warm start."""
+_SOLVED = "warm_solved"
+"""Subfolder of a warm start whose demonstrations also have prompts with the solution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +80,8 @@ class Method:
     """
     full_reward: float = 1.0
     """Reward of a solved problem, by which evaluations are divided."""
+    start: str = _WARM
+    """Subfolder of the warm start that training begins with."""
 
 
 _FOUR = ("batching.num_mini_batches=4",)
@@ -160,7 +173,7 @@ METHODS: Mapping[str, Method] = {
             "data.train.completion_key=solution",
         )
     ),
-    # The warm start has seen no prompt with a solution, so its teacher knows little more than it.
+    # The teacher's prompt contains the solution, so the warm start must have seen such prompts.
     **{
         f"self-distillation with the {teacher} policy": Method(
             overrides=(
@@ -169,7 +182,10 @@ METHODS: Mapping[str, Method] = {
                 "data.train.teacher_prompt_key=solved",
                 f"distillation.self_teacher={teacher}",
                 "distillation.objective={name: top_k_reverse_kl, top_k: 16}",
-            )
+            ),
+            # At higher rates the policy changes faster than its teacher can correct it.
+            rates=_FOUR_RATES,
+            start=_SOLVED,
         )
         for teacher in ("current", "ema")
     },
@@ -265,7 +281,23 @@ def start_from(model: Path, tokenizer: Path) -> list[str]:
 def prepare(bench: Bench, names: Sequence[str]) -> None:
     """Make what the methods share: the warm start, the teacher if one needs it, and the pairs."""
     quickstart = ["experiment=quickstart", *(_REHEARSAL if bench.is_rehearsal else ())]
-    make_quickstart(bench, "warm", [*quickstart, "run.total_steps=1", "data.eval.max_rows=16"])
+    if any(METHODS[name].start == _WARM for name in names):
+        start = ["run.total_steps=1", "data.eval.max_rows=16"]
+        make_quickstart(bench, _WARM, [*quickstart, *start])
+    if any(METHODS[name].start == _SOLVED for name in names):
+        write_solved(bench.out / "solved.jsonl")
+        demonstrations = f"{{name: jsonl, paths: [{bench.out / 'solved.jsonl'}]}}"
+        make_quickstart(
+            bench,
+            _SOLVED,
+            [
+                *quickstart,
+                "run.total_steps=1",
+                "data.eval.max_rows=16",
+                f"warm_start.data={demonstrations}",
+                *([] if bench.is_rehearsal else ["warm_start.total_steps=1000"]),
+            ],
+        )
     if any("TEACHER" in override for name in names for override in METHODS[name].overrides):
         make_quickstart(bench, "teacher", quickstart)
     for name, seed, split in (("pairs", 5, "train"), ("test_pairs", 6, "test")):
@@ -273,6 +305,22 @@ def prepare(bench: Bench, names: Sequence[str]) -> None:
             size = NUM_PAIRS if split == "train" else NUM_PROBLEMS
             write_pairs(bench.out / f"{name}.jsonl", num_pairs=size, seed=seed, split=split)
     write_labeled(bench.out / "labeled.jsonl", pairs=bench.out / "pairs.jsonl")
+
+
+def write_solved(path: Path) -> None:
+    """Write the quickstart's demonstrations, each followed by its problem after the solution.
+
+    The former are half wrong. The latter are right, so a model learns to read a given solution.
+    """
+    source = ArithmeticSource(
+        seed=3, max_rows=32_000, wrong_first_operation=0.5, teacher_prompt_key="solved"
+    )
+    lines = [
+        json.dumps({"question": question, "answer": answer})
+        for row in generate_arithmetic_rows(source)
+        for question, answer in ((row.prompt, row.solution), (row.teacher_prompt, row.answer))
+    ]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def write_labeled(path: Path, *, pairs: Path) -> None:
@@ -309,8 +357,8 @@ def measure(bench: Bench, name: str, *, rate: float, seed: int) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(exist_ok=True)
     log = run_dir.parent / f"{label}.txt"
-    warm = bench.out / "warm" / "warm_start" / "huggingface"
-    tokenizer = bench.out / "warm" / "tokenizer"
+    warm = bench.out / method.start / "warm_start" / "huggingface"
+    tokenizer = bench.out / method.start / "tokenizer"
     evaluates = method.kind == "rl"
     placed = [
         override.replace("TEACHER", str(bench.out / "teacher" / "huggingface"))
@@ -368,7 +416,7 @@ def list_without_evaluation() -> list[str]:
         "~run.eval_sampled",
         "~run.eval_sampling",
         "~sampling",
-        "batching.prompts_per_step=64",
+        f"batching.prompts_per_step={PAIRS_PER_STEP}",
     ]
 
 
@@ -525,7 +573,48 @@ def print_table(out: Path) -> None:
             after = [row[f"{kind}_after"] for row in own if f"{kind}_after" in row]
             cells += [_mean(before), ", ".join(f"{value:.3f}" for value in after) or "-"]
         print("| " + " | ".join([*cells, describe_gain(own)]) + " |")
+    print_pair_table(rows)
     draw_curves(out / "curves.png", curves)
+
+
+def print_pair_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the accuracy of each preference loss on pairs that it has not trained on yet.
+
+    A run reads each pair once and measures it before the update, so all of them are held-out data.
+    The learning rate is the one with the best result on the first seed.
+    """
+    print("\n| method | learning rate | new pairs, first steps | last steps, by seed | gain |")
+    print("|---|---|---|---|---|")
+    for name in (each for each in METHODS if METHODS[each].kind == "dpo"):
+        runs = [
+            row
+            for row in rows
+            if row["method"] == name
+            and row["rate"] in METHODS[name].rates
+            and "preference/accuracy" in row
+        ]
+        first = [row for row in runs if row["seed"] == SEEDS[0]]
+        if not first:
+            continue
+        rate = max(first, key=lambda row: measure_new_pairs(row)[1])["rate"]
+        own = sorted((row for row in runs if row["rate"] == rate), key=lambda row: row["seed"])
+        before, after = zip(*(measure_new_pairs(row) for row in own), strict=True)
+        gain = statistics.fmean(after) - statistics.fmean(before)
+        variance = sum(
+            accuracy * (1 - accuracy) / (num_steps * PAIRS_PER_STEP * len(own))
+            for accuracy, num_steps in (
+                (statistics.fmean(before), FIRST_STEPS),
+                (statistics.fmean(after), LAST_STEPS),
+            )
+        )
+        cells = (f"`{name}`", f"{rate:g}", _mean(before), ", ".join(f"{x:.3f}" for x in after))
+        print("| " + " | ".join([*cells, f"{gain:+.3f} +- {math.sqrt(variance):.3f}"]) + " |")
+
+
+def measure_new_pairs(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the mean accuracy on the pairs of a run's first and last steps."""
+    values = row["preference/accuracy"]
+    return statistics.fmean(values[:FIRST_STEPS]), statistics.fmean(values[-LAST_STEPS:])
 
 
 def describe_gain(rows: Sequence[Mapping[str, Any]]) -> str:
