@@ -27,7 +27,6 @@ from temper_engine_api.conformance.harness.measurements import (
 )
 from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
-    FAMILY_GRADIENT,
     LOGPROB,
     LOSS,
     LOSS_TERM_SCALE,
@@ -35,6 +34,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_all_close,
     assert_all_equal,
     assert_close,
+    get_family_gradient,
 )
 from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
@@ -90,7 +90,10 @@ def test_family_gradient_matches_transformers(
             measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
         )
         assert_all_close(
-            updates[0].gradients, expected.gradients, FAMILY_GRADIENT, quantity="gradient"
+            updates[0].gradients,
+            expected.gradients,
+            get_family_gradient(family),
+            quantity="gradient",
         )
         assert_close(
             merge_update_metrics(updates)["loss"],
@@ -178,7 +181,9 @@ def test_family_adapter_matches_oracle(
     updates = engine_under_test.run(
         measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch
     )
-    assert_all_close(updates[0].gradients, expected.gradients, FAMILY_GRADIENT, quantity="gradient")
+    assert_all_close(
+        updates[0].gradients, expected.gradients, get_family_gradient(family), quantity="gradient"
+    )
 
 
 def make_adapter(family: str) -> TinyAdapter:
