@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import torch
@@ -83,6 +83,10 @@ at most 4e-6 in the other families.
 
 def get_family_gradient(family: str) -> Tolerance:
     """Return the tolerance of gradients of a family of `model_families`."""
+    if family == "gemma2":
+        # Soft-capping leaves small gradients: an entry that transformers computes in bf16 is off
+        # by 0.37 of its tensor's largest.
+        return replace(GRADIENT, relative_bf16=0.5)
     if family not in _LINEAR_ATTENTION_GRADIENTS:
         return GRADIENT
     return Tolerance(

@@ -52,6 +52,21 @@ def make_setup(oracle: OracleCache, family: str, **fields: object) -> EngineSetu
     return oracle.make_setup(FAMILIES[family], **fields)
 
 
+def has_smooth_gradient(family: str) -> bool:
+    """Return True if gradients in bf16 can be compared with those in float32.
+
+    Rounding to bf16 sends some tokens to other experts than float32 does, and grows in the states
+    of linear attention. Other families train in float32 here, also with `--compute bf16`.
+    """
+    rough = {"num_experts_per_tok", "linear_num_value_heads"}
+    return not rough & FAMILIES[family].architecture.keys()
+
+
+def make_gradient_setup(oracle: OracleCache, family: str) -> EngineSetup:
+    """Return the setup for one update; in the dtype of the run if that can be compared."""
+    return make_setup(oracle, family, compute=None if has_smooth_gradient(family) else "fp32")
+
+
 def get_batch(oracle: OracleCache, family: str, *, seed: int = 0) -> SequenceBatch:
     """Return sequences of odd lengths; their old log-probs are those of the family's model."""
     return oracle.get_batch(model=FAMILIES[family], seed=seed)
@@ -82,7 +97,7 @@ def test_family_gradient_matches_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
 ) -> None:
     """Loss and every gradient equal those of transformers, also at temperature 1 everywhere."""
-    setup, tempered = make_setup(oracle, family), get_batch(oracle, family)
+    setup, tempered = make_gradient_setup(oracle, family), get_batch(oracle, family)
     plain = replace(tempered, temperature=torch.ones_like(tempered.temperature))
     for split, batch in ((ONE_MICRO_BATCH, tempered), (TWO_MICRO_BATCHES, plain)):
         expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
@@ -108,7 +123,8 @@ def test_five_updates_of_family_match_adamw(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
 ) -> None:
     """Five AdamW updates give the weights and norms of transformers with a plain AdamW."""
-    setup = make_setup(oracle, family, optimizer=SMALL_ADAMW)
+    # In float32, because rounding grows with each update.
+    setup = make_setup(oracle, family, optimizer=SMALL_ADAMW, compute="fp32")
     batches = [get_batch(oracle, family, seed=seed) for seed in range(NUM_UPDATES)]
     expected = oracle.run(
         measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=batches
@@ -127,7 +143,9 @@ def test_exported_family_loads_in_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str, tmp_path: Path
 ) -> None:
     """Weights are exported as in the files, also after an update, and transformers loads them."""
-    setup, batch = make_setup(oracle, family, optimizer=ADAMW), get_batch(oracle, family)
+    # In float32, because an engine with bf16 compute exports rounded weights.
+    setup = make_setup(oracle, family, optimizer=ADAMW, compute="fp32")
+    batch = get_batch(oracle, family)
     before, after, logprobs = engine_under_test.run(export_around_update, setup=setup, batch=batch)[
         0
     ]
@@ -139,7 +157,7 @@ def test_exported_family_loads_in_transformers(
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    exported = EngineSetup(model_path=str(tmp_path))
+    exported = EngineSetup(model_path=str(tmp_path), compute="fp32")
     assert_close(
         logprobs,
         oracle.get_outputs(exported, batch, HeadOutput.LOGPROB),
@@ -175,7 +193,10 @@ def test_family_adapter_matches_oracle(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
 ) -> None:
     """Gradients of a LoRA adapter on the attention equal those of transformers with PEFT."""
-    setup = oracle.make_adapter_setup(make_adapter(family))
+    setup = replace(
+        oracle.make_adapter_setup(make_adapter(family)),
+        compute=make_gradient_setup(oracle, family).compute,
+    )
     batch = get_batch(oracle, family)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     updates = engine_under_test.run(
