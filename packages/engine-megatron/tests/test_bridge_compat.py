@@ -15,6 +15,7 @@ from megatron.core import optimizer as core_optimizer
 from packaging.requirements import Requirement
 from transformers import AutoConfig
 
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_megatron.bridge_compat import (
     VERSION_PAIRS,
@@ -22,6 +23,7 @@ from temper_engine_megatron.bridge_compat import (
     WeightMapping,
     find_installed_pair,
 )
+from temper_engine_megatron.bridge_compat.bridge_translation import MISSING_COMPONENTS
 from temper_engine_megatron.bridge_compat.supported_versions import BRIDGE, CORE
 
 SIZES = {
@@ -282,6 +284,14 @@ def test_split_qkv_is_the_inverse_of_join_qkv():
     assert all(torch.equal(part, back) for part, back in zip(parts, again, strict=True))
     # Four query heads and two key heads of 8 rows: each key follows its two queries.
     assert torch.equal(translation.join_qkv(parts)[16:24], parts[1][:8])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_is_refused_with_what_the_engine_lacks(family):
+    with pytest.raises(
+        CapabilityError, match=rf"lacks {MISSING_COMPONENTS[family]}: use the FSDP engine"
+    ):
+        BridgeTranslation(AutoConfig.for_model(family))
 
 
 def test_unsupported_architecture_is_refused_by_name():

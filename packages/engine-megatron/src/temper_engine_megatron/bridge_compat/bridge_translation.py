@@ -23,6 +23,23 @@ _USE_SUPPORTED = (
     f"use a {', '.join(SUPPORTED_MODEL_TYPES[:-1])} or {SUPPORTED_MODEL_TYPES[-1]} model."
 )
 
+_HYBRID = "layers with linear attention over packed sequences"
+_SPARSE = "dense layers below sparse ones, shared experts and expert biases in the router"
+MISSING_COMPONENTS: Mapping[str, str] = {
+    "gpt_oss": "attention with sinks and alternating windows, and biases in experts",
+    "gemma2": "soft-capped attention, windows, norms after sublayers and scaled embeddings",
+    "gemma3_text": "alternating windows, norms after sublayers and scaled embeddings",
+    "glm4_moe": _SPARSE,
+    "deepseek_v3": f"latent attention over packed sequences, {_SPARSE}",
+    "qwen3_next": f"{_HYBRID}, and shared experts",
+    "qwen3_5_text": f"{_HYBRID}, and a translation by Megatron-Bridge",
+    "qwen3_5_moe_text": f"{_HYBRID}, shared experts and a translation by Megatron-Bridge",
+    "nemotron_h": "Mamba layers over packed sequences, for which Megatron-Core needs mamba-ssm",
+    "mixtral": "a translation to the layers and names of Megatron",
+    "cohere": "LayerNorm, attention parallel to the MLP, and a factor of the logits",
+}
+"""Components that this engine lacks for families that the FSDP engine supports, by model type."""
+
 MappingKind = Literal["plain", "qkv", "gated", "experts_a", "experts_b", "gated_experts_b"]
 
 
@@ -105,6 +122,12 @@ def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy for the class with a language-model head, by whose name the bridge looks."""
     causal_lm_config = copy.deepcopy(hf_config)
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
+    missing = MISSING_COMPONENTS.get(hf_config.model_type)
+    if missing is not None:
+        raise CapabilityError(
+            f"the Megatron engine does not support {class_name}, for which it lacks {missing}: use "
+            f"the FSDP engine, or {_USE_SUPPORTED.removeprefix('use ')}"
+        )
     if class_name is None or hf_config.model_type not in SUPPORTED_MODEL_TYPES:
         raise CapabilityError(
             f"the Megatron engine does not support {class_name or type(hf_config).__name__} and "
