@@ -1,6 +1,7 @@
 import json
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from temper_engine_api.errors import (
     IncompleteCheckpointError,
     format_install,
 )
+from temper_engine_api.specs import LoraSpec
 from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config_loading import load
@@ -26,6 +28,7 @@ from temper_trainer.config_loading.checks.external_checks import (
     warn_about_aggregation,
 )
 from temper_trainer.environment.sandbox import open_sandbox
+from temper_trainer.rollout.vllm.served_adapters import ServedAdapter
 from temper_trainer.run_lock import RunLock
 from temper_trainer.types import DataCursor
 
@@ -263,12 +266,15 @@ def test_bind_address_of_another_host_is_refused(there: list[str]) -> None:
     )
 
 
-def save_steps(run: Path, *steps: int) -> list[Path]:
-    """Save checkpoints of a run as the trainer does, with an actor of 200 bytes."""
+def save_steps(run: Path, *steps: int, files: Mapping[str, str] | None = None) -> list[Path]:
+    """Save checkpoints of a run as the trainer does, with an actor of 200 bytes and more files."""
 
     def write_weights(directory: str) -> list[PartReport]:
         Path(directory, "weights").write_bytes(bytes(200))
-        return [report_part(directory, ["weights"])]
+        for name, text in (files or {}).items():
+            Path(directory, name).parent.mkdir()
+            Path(directory, name).write_text(text)
+        return [report_part(directory, ["weights", *(files or {})])]
 
     checkpointer = Checkpointer(root=run / "checkpoints", max_to_keep=None)
     states = [
@@ -327,6 +333,72 @@ def test_checkpoint_of_another_phase_is_refused(there: list[str], tmp_path: Path
     (step,) = save_steps(run, 2)
     assert refusal([*there, "task=sft", f"run.dir={run}", "run.resume=auto"]).startswith(
         f"{step} is a checkpoint of phase rl, but this run is in phase sft: "
+    )
+
+
+SMALL_MODEL = {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 9}
+SCRATCH = [
+    "experiment=quickstart",
+    "warm_start=null",
+    "actor.engine.model.architecture.hidden_size=32",
+    "actor.engine.model.architecture.num_hidden_layers=2",
+    "run.resume=auto",
+]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "actor.engine.model.architecture.hidden_size=64",
+            "actor.engine.model.architecture has hidden_size 64, but the saved model has 32: ",
+        ),
+        ("actor.engine.lora={rank: 4, alpha: 8}", "actor.engine.lora is on, but the saved model "),
+        ("run.seed=3", None),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, override: str, sentence: str | None
+) -> None:
+    run = tmp_path / "run"
+    save_steps(run, 2, files={"huggingface/config.json": json.dumps(SMALL_MODEL)})
+    overrides = [*SCRATCH, f"run.dir={run}", override]
+    if sentence is None:
+        check_external_objects(load(overrides).config)
+    else:
+        assert refusal(overrides).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        ("{}", "actor.engine.lora is off, but the saved model has an adapter of rank 4"),
+        ("{rank: 8, alpha: 8}", "actor.engine.lora.rank is 8, but the saved adapter has rank 4"),
+        ("{rank: 4, alpha: 8}", None),
+    ],
+)
+def test_checkpoint_of_another_adapter_is_refused(
+    tmp_path: Path, lora: str, sentence: str | None
+) -> None:
+    run = tmp_path / "run"
+    files = {
+        "huggingface/config.json": json.dumps(SMALL_MODEL),
+        "adapter/adapter_config.json": '{"r": 4}',
+    }
+    save_steps(run, 2, files=files)
+    overrides = [*SCRATCH, f"run.dir={run}", f"actor.engine.lora={lora}"]
+    if sentence is None:
+        check_external_objects(load(overrides).config)
+    else:
+        assert refusal(overrides).startswith(sentence)
+
+
+def test_checkpoint_of_another_saved_model_is_refused(there: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_steps(run, 2, files={"huggingface/config.json": json.dumps(SMALL_MODEL)})
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SMALL_MODEL | {"hidden_size": 64}))
+    assert "config.json has hidden_size 64, but the saved model has 32" in refusal(
+        [*there, f"run.dir={run}", "run.resume=auto"]
     )
 
 
@@ -539,6 +611,35 @@ def test_adapter_without_a_base_is_refused_before_the_run(there: list[str], tmp_
         "data.tokenizer.kind=word_level",
     ]
     assert "servers have no base to put the adapter on" in refusal(overrides)
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        ("{rank: 1024, alpha: 8}", "has rank 1024, but vLLM serves adapters up to rank 512: "),
+        ("{rank: 4, alpha: 8, dora: true}", "has DoRA, which vLLM does not serve: "),
+        ("{rank: 4, alpha: 8, modules_to_save: [lm_head]}", "has modules_to_save (lm_head), "),
+    ],
+)
+def test_adapter_that_vllm_cannot_serve_is_refused(
+    there: list[str], lora: str, sentence: str
+) -> None:
+    servers = ["rollout=vllm", "weight_sync.content=adapter", f"actor.engine.lora={lora}"]
+    assert f"and actor.engine.lora {sentence}" in refusal([*there, *servers])
+    check_external_objects(load([*there, "rollout=vllm", servers[-1]]).config)
+
+
+def test_saved_adapter_is_served_with_its_own_rank(there: list[str], tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"r": 16, "use_dora": true}')
+    (adapter / "adapter_model.safetensors").write_bytes(WEIGHTS)
+    spec = LoraSpec(path=str(adapter))
+    served = ServedAdapter.from_spec(spec)
+    assert served is not None
+    assert served.server_rank == 16
+    servers = ["rollout=vllm", "weight_sync.content=adapter", f"actor.engine.lora.path={adapter}"]
+    assert f"actor.engine.lora.path {adapter} has DoRA" in refusal([*there, *servers])
 
 
 def test_adapter_on_the_model_of_a_warm_start_is_accepted() -> None:

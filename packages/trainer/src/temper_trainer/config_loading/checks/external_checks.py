@@ -40,6 +40,10 @@ from temper_trainer.config.run_folder_checks import (
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.checks.data_files import find_data_problems
 from temper_trainer.config_loading.checks.model_folders import find_model_problems
+from temper_trainer.config_loading.checks.resumed_models import (
+    ENGINES_WITH_PEFT,
+    find_resumed_model_problems,
+)
 from temper_trainer.config_loading.loading import is_set_by_user
 from temper_trainer.config_loading.resolved_config import LoadedConfig
 from temper_trainer.environment.sandbox import open_sandbox
@@ -58,10 +62,6 @@ logger = logging.getLogger(__name__)
 
 _LIST_TIMEOUT_S = 10.0
 """Maximum time for another interpreter to list its packages; 0.2 s on a local disk."""
-
-
-_ENGINES_WITH_PEFT = ("fsdp", "megatron")
-"""Engines that implement LoRA with peft."""
 
 
 def check_external_objects(config: TrainerConfig) -> None:
@@ -211,7 +211,7 @@ def check_libraries(config: TrainerConfig) -> None:
             raise ConfigError(message)
         return  # the libraries of servers and engines may be on other hosts
     adapted = [name for name, role in config.trained_roles.items() if role.engine.lora.is_enabled]
-    if adapted and config.model_engine in _ENGINES_WITH_PEFT and not _is_installed("peft"):
+    if adapted and config.model_engine in ENGINES_WITH_PEFT and not _is_installed("peft"):
         raise ConfigError(
             f"{adapted[0]}.engine.lora is on, but peft is not installed: run "
             f"{format_install('temper-engine-fsdp[lora]')}."
@@ -342,7 +342,7 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
                 f"run.dir {run.dir} already contains a run: continue it with run.resume=auto, or "
                 "choose another run.dir."
             )
-        yield from _find_resume_problems(run, phase=config.phase)
+        yield from _find_resume_problems(config)
         yield from find_inputs_in_run_folder(config, Path(run.dir))
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         yield (
@@ -359,17 +359,19 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
         yield from _find_port_problems(run.prometheus_address, run.prometheus_port)
 
 
-def _find_resume_problems(run: RunConfig, *, phase: str) -> Iterator[str]:
+def _find_resume_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield why the run could not continue from the checkpoint that it would choose."""
+    run = config.run
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         return  # reported with the other settings of the run
     checkpointer = _open_for_preview(run)
     try:
         checkpoint = checkpointer.preview(run.resume)
         if checkpoint is not None:
-            step = checkpointer.read_completed_steps(checkpoint, phase=phase)
+            step = checkpointer.read_completed_steps(checkpoint, phase=config.phase)
             if run.total_epochs is None:
                 check_resume_step(step, total_steps=run.total_steps, checkpoint=checkpoint)
+            yield from find_resumed_model_problems(config, checkpoint)
     except CheckpointError as error:
         yield str(error)
 

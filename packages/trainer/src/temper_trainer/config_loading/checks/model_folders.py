@@ -11,6 +11,7 @@ from temper_engine_api.specs import ModelSpec
 from temper_trainer.checkpoint.weight_files import find_damaged_weights
 from temper_trainer.config.data import DataConfig, TokenizerConfig
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.rollout.vllm.served_adapters import find_adapter_problems
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -51,6 +52,8 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
             "have no base to put the adapter on: set weight_sync.content=full, or save the base "
             "as a Hugging Face directory first."
         )
+    if config.weight_sync.content == "adapter":
+        yield from find_adapter_problems(config.actor.engine.lora, key="actor.engine.lora")
     for name, role in config.trained_roles.items():
         adapter = role.engine.lora.path
         if adapter is None:

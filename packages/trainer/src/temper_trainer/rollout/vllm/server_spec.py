@@ -11,10 +11,9 @@ from temper_trainer.config.run import INFERENCE_TASKS, LOOPBACK
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.hf_model import read_end_token_ids
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
+from temper_trainer.rollout.vllm.served_adapters import ServedAdapter
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Allowed values of vLLM's max_lora_rank."""
 
 
 def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> ServerSpec:
@@ -146,12 +145,17 @@ def _build_arguments(
         "seed": 0,
     }
     if config.weight_sync.content == "adapter":
-        rank = config.actor.engine.lora.rank
+        adapter = ServedAdapter.from_spec(config.actor.engine.lora)
+        if adapter is None or adapter.server_rank is None:
+            raise ConfigError(
+                "weight_sync.content is adapter, but the rank of actor.engine.lora cannot be read, "
+                "or vLLM does not serve it: set weight_sync.content=full."
+            )
         arguments |= {
             "enable_lora": True,
             # Two, because the new adapter is added before the old one is removed.
             "max_loras": 2,
-            "max_lora_rank": next(size for size in _LORA_RANKS if size >= rank),
+            "max_lora_rank": adapter.server_rank,
         }
     return arguments | {name: value for name, value in optional.items() if value is not None}
 

@@ -1,0 +1,68 @@
+"""Adapters that vLLM can serve, which are fewer than those that an engine trains. Without vLLM."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from temper_engine_api.specs import LoraSpec
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Allowed values of vLLM's max_lora_rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedAdapter:
+    """Settings of an adapter that limit where it can be served."""
+
+    rank: int
+    dora: bool
+    modules_to_save: tuple[str, ...]
+
+    @classmethod
+    def from_spec(cls, lora: LoraSpec) -> "ServedAdapter | None":
+        """Read the settings, of a saved adapter from its folder; None if that cannot be read."""
+        if lora.path is None:
+            return cls(rank=lora.rank, dora=lora.dora, modules_to_save=lora.modules_to_save)
+        try:
+            fields = json.loads((Path(lora.path) / "adapter_config.json").read_text("utf-8"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(fields, Mapping) or not isinstance(fields.get("r"), int):
+            return None
+        return cls(
+            rank=fields["r"],
+            dora=bool(fields.get("use_dora")),
+            modules_to_save=tuple(fields.get("modules_to_save") or ()),
+        )
+
+    @property
+    def server_rank(self) -> int | None:
+        """Value of vLLM's max_lora_rank; None if no value is large enough."""
+        return next((rank for rank in _RANKS if rank >= self.rank), None)
+
+
+def find_adapter_problems(lora: LoraSpec, *, key: str) -> Iterator[str]:
+    """Yield why vLLM's servers could not load an adapter.
+
+    Args:
+        lora: Settings of the adapter.
+        key: Dotted key of the settings.
+    """
+    adapter = ServedAdapter.from_spec(lora)
+    if adapter is None:
+        return  # reported with the folder
+    place = key if lora.path is None else f"{key}.path {lora.path}"
+    problems = []
+    if adapter.server_rank is None:
+        problems.append(f"rank {adapter.rank}, but vLLM serves adapters up to rank {_RANKS[-1]}")
+    if adapter.dora:
+        problems.append("DoRA, which vLLM does not serve")
+    if adapter.modules_to_save:
+        names = ", ".join(adapter.modules_to_save)
+        problems.append(f"modules_to_save ({names}), which vLLM does not load")
+    for problem in problems:
+        yield (
+            f"weight_sync.content is adapter, and {place} has {problem}: set "
+            "weight_sync.content=full, which sends the merged weights, or change the adapter."
+        )
