@@ -1,9 +1,13 @@
 """The versions of the installed packages that affect a run, read without importing them."""
 
+import hashlib
 import json
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import Distribution, PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 PACKAGES = (
@@ -42,26 +46,52 @@ def format_versions() -> str:
 def find_commit() -> str | None:
     """Return the commit of the installed trainer, `-changed` added if files differ from it.
 
-    Known if it was installed from a repository or in editable mode from a clone; None otherwise.
+    Known if it was installed from a repository or from a folder of a clone that still exists; None
+    otherwise.
     """
     text = Distribution.from_name("temper-trainer").read_text("direct_url.json")
-    origin = json.loads(text) if text else {}
+    return find_commit_of(json.loads(text) if text else {}, package=Path(__file__).parent)
+
+
+def find_commit_of(origin: Mapping[str, Any], *, package: Path) -> str | None:
+    """Return the commit of an installed package, see `find_commit`.
+
+    Args:
+        origin: Content of its `direct_url.json`; empty if there is none.
+        package: Folder of its installed modules.
+    """
     if "vcs_info" in origin:
         return str(origin["vcs_info"]["commit_id"])
-    if not origin.get("dir_info", {}).get("editable"):
-        return None  # the folder may have changed since the installation
-    folder = unquote(urlsplit(origin["url"]).path)
+    if "dir_info" not in origin:
+        return None
+    source = Path(unquote(urlsplit(origin["url"]).path), "src", package.name)
     try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "-C", folder, *command],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=5,
-            ).stdout.strip()
-            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno", "."])
-        )
+        commit = _run_git(source, "rev-parse", "HEAD")
+        entries = _run_git(source, "ls-tree", "-r", "-z", "HEAD", ".").split("\0")
     except (OSError, subprocess.SubprocessError):
         return None  # no git, or no clone
-    return f"{commit}-changed" if changes else commit
+    # The clone may have moved on since the installation, so compare what is installed.
+    is_changed = not entries[0] or any(
+        _hash_blob(package / name) != entry.split()[2]
+        for entry, _, name in (entry.partition("\t") for entry in entries if entry)
+    )
+    return f"{commit}-changed" if is_changed else commit
+
+
+def _run_git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=5,
+    ).stdout.strip()
+
+
+def _hash_blob(path: Path) -> str:
+    """Return the name that git gives to the content of a file; empty if it does not exist."""
+    if not path.is_file():
+        return ""
+    content = path.read_bytes()
+    header = f"blob {len(content)}\0".encode()
+    return hashlib.sha1(header + content, usedforsecurity=False).hexdigest()
