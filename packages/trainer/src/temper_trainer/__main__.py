@@ -362,7 +362,9 @@ def _report(directory: Path) -> int:
             f"--report: {directory} has no metrics.jsonl with a complete line: pass the run.dir of "
             "a run."
         )
-    print(f"wrote {path} and {directory / 'curves.png'}")
+    curves = directory / "curves.png"
+    # Of an evaluation or a generation alone there are no curves.
+    print(f"wrote {path} and {curves}" if curves.exists() else f"wrote {path}")
     return 0
 
 

@@ -1,6 +1,7 @@
 import math
 from pathlib import Path
 
+import pytest
 from matplotlib import image
 
 from temper_trainer.metrics.curves import (
@@ -46,6 +47,26 @@ def test_curves_of_a_run_with_warm_start_and_evaluations_are_drawn(tmp_path: Pat
         len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7].round(2).tolist()})
         > 50
     )
+
+
+@pytest.mark.parametrize(("phase", "kind"), [("dpo", "reward"), ("rm", "score")])
+def test_curves_of_a_run_on_pairs_are_drawn(tmp_path: Path, phase: str, kind: str) -> None:
+    pairs = {f"preference__{name}_{kind}": 0.5 for name in ("chosen", "rejected")}
+    values = {"actor__loss": 0.7, "actor__grad_norm": 2.0, "preference__accuracy": 0.5, **pairs}
+    write(tmp_path, [row(step, phase, **values) for step in range(1, 4)])
+    assert draw_curves(tmp_path) == tmp_path / "curves.png"
+    height, width = image.imread(tmp_path / "curves.png").shape[:2]
+    assert (height, width) == (int((2.5 * 2 + 0.5) * 130), int(5.6 * 2 * 130))
+
+
+def test_evaluations_of_a_supervised_run_have_a_panel(tmp_path: Path) -> None:
+    rows = [row(step, "sft", actor__loss=1.0, actor__grad_norm=1.0) for step in (1, 2)]
+    evaluations = [row(step, "eval", eval__greedy__reward=step / 4) for step in (0, 2)]
+    for num_evaluations, num_lines in ((1, 1), (2, 2)):
+        write(tmp_path, rows + evaluations[:num_evaluations])
+        draw_curves(tmp_path)
+        height = image.imread(tmp_path / "curves.png").shape[0]
+        assert height == int((2.5 * num_lines + 0.5) * 130)
 
 
 def test_no_image_is_drawn_without_metrics(tmp_path: Path) -> None:

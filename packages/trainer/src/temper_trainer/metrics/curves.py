@@ -53,7 +53,9 @@ class Panel:
     is_log: bool = False
     """True if the y axis is logarithmic when the values span more than a factor of ten."""
     is_wide: bool = False
-    """True if the panel spans all columns; it also shows the evaluations."""
+    """True if the panel spans all columns; it also shows the evaluations, and is not empty if there
+    are two of one kind.
+    """
 
 
 PANELS = (
@@ -67,6 +69,34 @@ PANELS = (
     ),
     Panel(title="sft: loss", phase="sft", metrics=("actor/loss",)),
     Panel(title="sft: gradient norm", phase="sft", metrics=("actor/grad_norm",), is_log=True),
+    *(
+        panel
+        for phase, kind in (("dpo", "reward"), ("rm", "score"))
+        for panel in (
+            Panel(
+                title="pairs whose chosen completion is ahead",
+                phase=phase,
+                metrics=("preference/accuracy",),
+                is_fraction=True,
+            ),
+            Panel(
+                title=f"{kind}s of pairs",
+                phase=phase,
+                metrics=(
+                    f"preference/chosen_{kind}",
+                    f"preference/rejected_{kind}",
+                    "preference/margin",
+                ),
+            ),
+            Panel(title=f"{phase}: loss", phase=phase, metrics=("actor/loss",)),
+            Panel(
+                title=f"{phase}: gradient norm",
+                phase=phase,
+                metrics=("actor/grad_norm",),
+                is_log=True,
+            ),
+        )
+    ),
     Panel(title="loss", phase="rl", metrics=("actor/loss", "critic/loss")),
     Panel(
         title="gradient norm",
@@ -114,10 +144,13 @@ def draw_curves(directory: Path) -> Path | None:
         The path of the image; None if no metric of any panel was logged.
     """
     rows = read_latest_rows(directory / METRICS_FILE)
+    # A single evaluation is a number of the report, not a curve.
+    has_evaluations = any(len(_points(rows, "eval", name)[0]) > 1 for name in EVALUATIONS)
     panels = [
         panel
         for panel in PANELS
         if any(_points(rows, panel.phase, name)[0] for name in panel.metrics)
+        or (panel.is_wide and has_evaluations)
     ]
     if not panels:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from temper_trainer.metrics.evaluation_report import EvaluationRow, list_evaluations
 from temper_trainer.metrics.run_files import WARM_START_PHASE, Row
 
-_METRICS = ("reward/mean", "sft/nll", "actor/loss")
+_METRICS = ("reward/mean", "preference/accuracy", "sft/nll", "actor/loss")
 """Metrics that stand for a run without evaluations; the first one that it has."""
 _MAX_STEPS = 10
 """Number of steps over which the first and the last values are averaged."""
@@ -15,7 +15,8 @@ _MAX_STEPS = 10
 def describe_result(rows: Sequence[Row]) -> str:
     """Return the first and the last result of a run, and their difference.
 
-    Evaluations come first; without them, the mean reward or the loss of the first and last steps.
+    Evaluations come first; without them, the mean reward, the accuracy on pairs or the loss of the
+    first and last steps.
 
     Example:
         >>> rows = [
