@@ -88,7 +88,8 @@ def check_train(words: Sequence[str], folder: Path) -> str:
     messages = [
         line
         for line in output.getvalue().strip().splitlines()
-        if not any(absent in line for absent in MISSING_LIBRARIES)
+        if not line.endswith(": checking")
+        and not any(absent in line for absent in MISSING_LIBRARIES)
     ]
     return "\n".join(messages) if status and messages != ["configuration error:"] else ""
 

@@ -216,6 +216,9 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
     if options.print:
         print(format_config(loaded), end="")
         return 0
+    # Importing modules of the user and torch may take ten seconds and more. Not to the standard
+    # output, which is the result of --check.
+    print(f"temper-train {version('temper-trainer')}: checking", file=sys.stderr, flush=True)
     loaded = load_hub_models(loaded)
     check_external_objects(loaded.config)
     if loaded.config.task == "rl":
@@ -284,7 +287,6 @@ def _train(
     loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock, early_stop: _EarlyStop
 ) -> int:
     begin = time.monotonic()
-    # Importing torch may take ten seconds and more, in which a user should see that it has started.
     print(
         f"temper-train {version('temper-trainer')}: starting in {loaded.config.run.dir}", flush=True
     )

@@ -19,11 +19,14 @@ from temper_trainer.config_loading import load
 from temper_trainer.redaction import RedactingFormatter, print_redacted_traceback
 from temper_trainer.run_lock import LOCK_FILE, RunLock
 
+FIRST_LINE = f"temper-train {version('temper-trainer')}: checking\n"
+
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Return exit code, output, and errors without the first line, which has its own test."""
     code = main(arguments)
     captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return code, captured.out, captured.err.removeprefix(FIRST_LINE)
 
 
 def test_check_prints_ok_and_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +36,16 @@ def test_check_prints_ok_and_the_sizes(capsys: pytest.CaptureFixture[str]) -> No
     assert "  a step: 32 prompts x 8 = 256 completions, 1 update" in out.splitlines()
     placement = out.splitlines().index("  placement:")
     assert out.splitlines()[placement + 1] == "    this process: actor, rollout"
+
+
+@pytest.mark.parametrize("options", [["--check"], []])
+def test_first_line_appears_before_a_module_of_the_user_is_imported(
+    capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    name = f"slow_rewards_{len(options)}"  # a module is imported only once
+    Path(f"{name}.py").write_text('import sys\nprint("imported", file=sys.stderr)\n')
+    assert main(["experiment=quickstart", f"reward.function={name}:gone", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"{FIRST_LINE}imported\n")
 
 
 def test_check_does_not_create_the_run_folder(
