@@ -31,6 +31,7 @@ PPO = [*RL, "algorithm=ppo"]
         (RL, "reward.max_failure_fraction=1.5"),
         (RL, "reward.timeout_s=-1"),
         (RL, "reward.num_workers=-1"),
+        (RL, "reward.num_threads=0"),
         (RL, "sampling.temperature=nan"),
         (RL, "sampling.top_p=0"),
         (RL, "sampling.top_k=-1"),

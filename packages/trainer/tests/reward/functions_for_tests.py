@@ -73,13 +73,42 @@ def hang_later(prompt: Prompt, completion_text: str) -> float:
     return 1.0
 
 
-_one_at_a_time = threading.Lock()
+_num_running = 0
+_num_running_lock = threading.Lock()
+
+
+def count_running(prompt: Prompt, completion_text: str, *, is_waiting: bool) -> float:
+    """Take 0.05 s, by a wait or by a computation; return how many calls run meanwhile."""
+    global _num_running
+    with _num_running_lock:
+        _num_running += 1
+        num_running = _num_running
+    end = time.thread_time() + 0.05
+    if is_waiting:
+        time.sleep(0.05)
+    while not is_waiting and time.thread_time() < end:
+        pass
+    with _num_running_lock:
+        _num_running -= 1
+    return float(num_running)
+
+
+_turns = threading.Condition()
+_num_requested = 0
+_num_served = 0
 
 
 def take_turns(prompt: Prompt, completion_text: str) -> float:
-    """Take 0.2 s, one call at a time, as calls that compute do; hang if the completion says so."""
+    """Take 0.2 s, one call at a time and in their order; hang if the completion says so."""
+    global _num_requested, _num_served
     if completion_text == "hang":
         time.sleep(3600)
-    with _one_at_a_time:
-        time.sleep(0.2)
+    with _turns:
+        turn = _num_requested
+        _num_requested += 1
+        _turns.wait_for(lambda: _num_served == turn)
+    time.sleep(0.2)
+    with _turns:
+        _num_served += 1
+        _turns.notify_all()
     return 1.0

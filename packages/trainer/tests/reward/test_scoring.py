@@ -288,6 +288,31 @@ def test_batch_is_scored_by_one_thread() -> None:
         assert len({score.reward for score in scorer.score(items(*["1"] * 500))}) == 1
 
 
+@pytest.mark.parametrize(
+    ("is_waiting", "num_threads", "most"),
+    [(True, None, 8), (True, 3, 3), (True, 1, 1), (False, None, 1)],
+)
+def test_calls_run_at_once_if_they_wait(
+    is_waiting: bool, num_threads: int | None, most: int
+) -> None:
+    config = replace(
+        PATIENT,
+        function="functions_for_tests:count_running",
+        arguments={"is_waiting": is_waiting},
+        num_threads=num_threads,
+    )
+    with Scorer(config) as scorer:
+        scores = scorer.score(items(*["1"] * (20 if most == 1 else 80)))
+    assert max(score.reward or 0.0 for score in scores) == most
+
+
+def test_calls_that_return_late_run_one_at_a_time() -> None:
+    """A call of half the timeout may exceed it if what it waits for serves one at a time."""
+    config = replace(PATIENT, function="functions_for_tests:take_turns", timeout_s=0.5)
+    with Scorer(config) as scorer:
+        assert [score.reward for score in scorer.score(items(*["1"] * 6))] == [1.0] * 6
+
+
 def test_worker_processes_start_without_torch() -> None:
     with Scorer(
         replace(PATIENT, num_workers=1, function="functions_for_tests:has_torch")

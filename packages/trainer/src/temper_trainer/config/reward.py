@@ -133,9 +133,10 @@ class RewardConfig:
     threads of the driver, where a call that never releases the GIL (such as a runaway regular
     expression) blocks the run.
     """
-    num_threads: PositiveInt = 1
-    """Calls of a function at the same time with num_workers 0; more than 1 helps functions that
-    wait, such as for a web service.
+    num_threads: PositiveInt | None = None
+    """Calls of a function at the same time with num_workers 0. None: up to 8 while calls mostly
+    wait, such as for a web service, and return within a third of timeout_s; otherwise one. Set it
+    to 1 if the function must not run in two threads at once.
     """
     max_retries: NonNegativeInt = 0
     """Call a function that raises or takes longer than timeout_s again, up to this often."""
@@ -147,7 +148,7 @@ class RewardConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         self._check_names()
-        if self.num_workers and self.num_threads > 1:
+        if self.num_workers and self.num_threads is not None:
             raise ConfigError(
                 f"reward.num_threads is {self.num_threads}, but has no effect with "
                 f"reward.num_workers = {self.num_workers}: remove one of them."

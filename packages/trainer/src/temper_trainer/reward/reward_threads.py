@@ -7,6 +7,9 @@ blocks the process and counts as timed out when it returns. Such functions need 
 """
 
 import asyncio
+import threading
+import time
+from pathlib import Path
 
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.reward.reward_calls import (
@@ -22,18 +25,67 @@ _MAX_THREADS = 1024
 """Maximum number of calls at a time if too many of them hang."""
 
 
+_MAX_WAITING_CALLS = 8
+"""Maximum number of calls at a time that wait, unless the user sets another."""
+_MIN_WAIT_S = 0.01
+"""Minimum wait that is worth another thread; waits for the GIL are often half as long."""
+
+
+class CallPace:
+    """Number of calls that may run at a time, doubled each time that all threads had fast waits.
+
+    Calls that compute stay one at a time: they would take turns at the GIL, so that each one takes
+    longer and may exceed its time. If calls wait for something that serves one of them at a time,
+    they take longer with each doubling, which ends at a third of the timeout.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        """Allow one call at first."""
+        self.num_calls = 1
+        self._timeout_s = timeout_s
+        self._threads: list[int] = []
+        """The thread of each fast wait since the number last changed."""
+
+    def add(self, *, seconds: float, busy_s: float, thread: int) -> None:
+        """Count a call that returned.
+
+        Args:
+            seconds: Time of the call.
+            busy_s: Part of it in which the thread computed, or waited only for a core.
+            thread: Identifier of the thread.
+        """
+        is_wait = seconds - busy_s > max(busy_s, _MIN_WAIT_S)
+        if not is_wait or 3 * seconds > self._timeout_s:
+            self.num_calls = max(self.num_calls // 2, 1)
+            self._threads.clear()
+            return
+        self._threads.append(thread)
+        # Two waits of each, because a busy machine may delay any call once. Threads are counted in
+        # addition to calls, because one may return often while the others starve.
+        is_proven = len(self._threads) >= 2 * self.num_calls
+        if is_proven and len(set(self._threads)) >= self.num_calls:
+            self.num_calls = min(2 * self.num_calls, _MAX_WAITING_CALLS)
+            self._threads.clear()
+
+
 class ThreadScoring:
     """Makes calls in daemon threads, more of them at a time if too many calls hang."""
 
     def __init__(
-        self, call: RewardCall, *, timeout_s: float, num_threads: int = 1, max_retries: int = 0
+        self,
+        call: RewardCall,
+        *,
+        timeout_s: float,
+        num_threads: int | None = None,
+        max_retries: int = 0,
     ) -> None:
-        """Start no thread yet."""
+        """Start no thread yet; for `num_threads` see RewardConfig."""
         self._call = call
         self._timeout_s = timeout_s
         self._num_threads = num_threads
         self._max_retries = max_retries
-        self._limit = PriorityLimit(num_threads)
+        self._pace = CallPace(timeout_s=timeout_s)
+        self._limit = PriorityLimit(num_threads or self._pace.num_calls)
         self._threads = DaemonThreads("temper-reward")
 
     async def score(self, item: Item, *, calls: CallRound, priority: tuple[int, int]) -> Outcome:
@@ -52,15 +104,35 @@ class ThreadScoring:
         self._threads.close()
 
     def _resize(self, calls: CallRound) -> None:
-        self._limit.resize(min(calls.choose_num_calls(self._num_threads), _MAX_THREADS))
+        num_calls = calls.choose_num_calls(self._num_threads or self._pace.num_calls)
+        self._limit.resize(min(num_calls, _MAX_THREADS))
 
     async def _make_call(self, item: Item) -> Outcome:
         try:
             async with asyncio.timeout(self._timeout_s):
-                outcome = await self._threads.call(self._call, item)
+                outcome, busy_s, thread = await self._threads.call(self._measure_call, item)
         except TimeoutError:
             return make_timeout_outcome(item, timeout_s=self._timeout_s)
+        self._pace.add(seconds=outcome.seconds, busy_s=busy_s, thread=thread)
         # The event loop may have been blocked during the call, so it cannot measure the time.
         if outcome.seconds > self._timeout_s:
             return make_timeout_outcome(item, timeout_s=self._timeout_s)
         return outcome
+
+    def _measure_call(self, item: Item) -> tuple[Outcome, float, int]:
+        """Return the outcome, and `busy_s` and `thread` of `CallPace.add`."""
+        busy_before_s = _measure_busy_s()
+        outcome = self._call(item)
+        return outcome, _measure_busy_s() - busy_before_s, threading.get_ident()
+
+
+def _measure_busy_s() -> float:
+    """Return the time in which this thread has computed or waited for a core.
+
+    Time on the run queue is no reason for more threads; Linux counts it.
+    """
+    try:
+        on_core, on_run_queue, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:
+        return time.thread_time()
+    return (int(on_core) + int(on_run_queue)) / 1e9
