@@ -92,7 +92,9 @@ class LoraSpec:
     dora: bool = False
     """Train magnitudes in addition to low-rank directions; Liu et al. 2024, arXiv:2402.09353."""
     path: str | None = None
-    """PEFT adapter directory to continue from. All settings above except dropout come from it."""
+    """PEFT adapter to continue from: a local directory or, in `temper-train`, also a name on the
+    Hub. All settings above except dropout come from it.
+    """
 
     def __post_init__(self) -> None:
         check_field_types(self, prefix="lora.")

@@ -29,6 +29,7 @@ def make_files() -> dict[str, bytes]:
     return tokenizer | {
         "config.json": json.dumps(config).encode(),
         "model.safetensors": save({}),
+        "adapter_config.json": b'{"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"]}',
         "onnx/model.safetensors": b"not wanted",
     }
 
@@ -121,10 +122,18 @@ def test_model_of_a_server_is_downloaded_with_progress_and_then_found_in_the_cac
 
 def test_configuration_of_a_run_has_the_commit(tmp_path: Path, endpoint: str) -> None:
     # The model has no weights, so the run ends after it has written its configuration.
-    code, output = run(tmp_path, "acme/tiny", HF_ENDPOINT=endpoint)
+    adapter = "actor.engine.lora.path=acme/tiny"
+    code, output = run(tmp_path, "acme/tiny", adapter, HF_ENDPOINT=endpoint)
     assert code != 0
-    written = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
-    assert written["actor"]["engine"]["model"]["path"] == f"acme/tiny@{COMMIT}", output
+    engine = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["actor"]["engine"]
+    assert engine["model"]["path"] == f"acme/tiny@{COMMIT}", output
+    assert engine["lora"]["path"] == f"acme/tiny@{COMMIT}"
+
+
+def test_name_without_owner_gets_a_hint_at_the_hub(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "tiny-0.5B", "--check")
+    assert code == 2
+    assert "or write OWNER/tiny-0.5B if it is a model on the Hugging Face Hub." in output
 
 
 @pytest.mark.parametrize("is_offline", [True, False])

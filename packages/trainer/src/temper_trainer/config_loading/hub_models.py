@@ -1,4 +1,4 @@
-"""Load models by their names on the Hugging Face Hub, such as `Qwen/Qwen2.5-0.5B`."""
+"""Load models and adapters by their names on the Hugging Face Hub, as in `Qwen/Qwen2.5-0.5B`."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ _IGNORED = ("*/*",)
 
 
 def load_hub_models(loaded: LoadedConfig) -> LoadedConfig:
-    """Replace names of models on the Hub by local folders, after downloading what is not cached.
+    """Replace names on the Hub by local folders, after downloading what is not cached.
 
     The recorded configuration has the name with the commit, as in `Qwen/Qwen2.5-0.5B@060db6499f32`,
     so that a repeated run loads the same files. A value that is an existing folder stays.
@@ -47,7 +47,7 @@ def load_hub_models(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _iterate_paths(config: TrainerConfig) -> Iterator[tuple[str, str, bool]]:
-    """Yield key and value of each path to a model, and whether only its tokenizer is needed."""
+    """Yield key and value of each path to a model or adapter, and if only a tokenizer is needed."""
     engines = {f"{name}.engine": role.engine for name, role in config.roles.items()}
     if config.reward.model is not None:
         engines["reward.model.engine"] = config.reward.model.engine
@@ -55,6 +55,8 @@ def _iterate_paths(config: TrainerConfig) -> Iterator[tuple[str, str, bool]]:
     for name, engine in engines.items():
         if engine.model.path is not None:
             yield f"{name}.model.path", engine.model.path, False
+        if engine.lora.path is not None:
+            yield f"{name}.lora.path", engine.lora.path, False
     if config.data.tokenizer.path is not None:
         yield "data.tokenizer.path", config.data.tokenizer.path, True
 

@@ -14,6 +14,7 @@ from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.vllm.served_adapters import find_adapter_problems
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NAME_WITHOUT_OWNER = re.compile(r"[\w.-]+")
 
 
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -133,6 +134,11 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
             remedy = (
                 "if it is the name of a model on the Hugging Face Hub, run hf download "
                 f"{path} --local-dir models/{path.rpartition('/')[2]} and give that folder."
+            )
+        if _NAME_WITHOUT_OWNER.fullmatch(path) and not folder.exists():
+            remedy = (
+                "correct the path, put the model there first, or write OWNER/"
+                f"{path} if it is a model on the Hugging Face Hub."
             )
         return (
             f"{key}.path is {path}, but there is no Hugging Face model in that folder (no "
