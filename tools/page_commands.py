@@ -47,6 +47,7 @@ NOT_RUN = {
     "git": "changes the reader's repository; tests of tools/release.py use temporary ones",
     "ray get-auth-token": "writes ~/.ray/auth_token, and prints it",
     "ray start": "starts a cluster; nightly tests of packages/trainer start two nodes",
+    "vllm serve": "starts a server, in an environment with vLLM",
     "tee": "keeps the output of the command before it, which is checked",
 }
 """Beginnings of commands that are not checked, each with the reason."""
@@ -130,6 +131,9 @@ _MODELS = (
     "DIR",
     "Qwen2.5-0.5B-Instruct",
     "Qwen3-8B",
+    # Names on the Hub, which a folder of that name replaces.
+    "Qwen/Qwen2.5-0.5B-Instruct",
+    "Qwen/Qwen3-8B",
     "student",
     "teacher_of_math",
     "teacher_of_code",
@@ -161,7 +165,7 @@ INPUTS = {
 They are data, models as far as checks read them, and the project of an older system.
 """
 
-PAGE_MODULES = {
+PAGE_MODULES = {"README.md": "my_reward.py"} | {
     f"docs/how-to/{page}.md": f"my_{module}.py"
     for page, module in (
         ("reward", "rewards"),
