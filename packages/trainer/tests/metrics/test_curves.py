@@ -69,6 +69,18 @@ def test_evaluations_of_a_supervised_run_have_a_panel(tmp_path: Path) -> None:
         assert height == int((2.5 * num_lines + 0.5) * 130)
 
 
+def test_panel_of_divergences_is_left_out_if_all_are_zero(tmp_path: Path) -> None:
+    for divergence, num_lines in ((0.0, 1), (0.1, 2)):
+        rows = [
+            row(step, "rl", actor__loss=1.0, time__step_s=1.0, mismatch__kl=divergence)
+            for step in (1, 2)
+        ]
+        write(tmp_path, rows)
+        draw_curves(tmp_path)
+        height = image.imread(tmp_path / "curves.png").shape[0]
+        assert height == int((2.5 * num_lines + 0.5) * 130)
+
+
 def test_no_image_is_drawn_without_metrics(tmp_path: Path) -> None:
     assert draw_curves(tmp_path) is None
     write(tmp_path, [row(1, "rl", data__epoch=0.0)])

@@ -34,7 +34,7 @@ WIDTH, HEIGHT = 5.6, 2.5
 """Size of a panel including its title and axis labels, in inches."""
 # Fixed margins instead of `tight_layout`, which draws the figure once more to measure its texts and
 # so takes most of the time.
-LEFT, RIGHT, TOP, BOTTOM = 0.7, 0.15, 0.8, 0.5
+LEFT, RIGHT, TOP, BOTTOM = 0.7, 0.3, 0.8, 0.5
 """Margins of the figure in inches."""
 COLUMN_GAP, ROW_GAP = 0.7, 0.85
 """Gaps between panels in inches."""
@@ -52,6 +52,8 @@ class Panel:
     """True if the y axis ranges from 0 to 1."""
     is_log: bool = False
     """True if the y axis is logarithmic when the values span more than a factor of ten."""
+    hides_zeros: bool = False
+    """True if the panel is left out while all its values are 0."""
     is_wide: bool = False
     """True if the panel spans all columns; it also shows the evaluations, and is not empty if there
     are two of one kind.
@@ -116,6 +118,7 @@ PANELS = (
         phase="rl",
         metrics=("policy/old_kl", "policy/ref_kl", "mismatch/kl"),
         is_log=True,
+        hides_zeros=True,  # the sampler of one process computes what the policy does
     ),
     Panel(
         title="fractions",
@@ -149,8 +152,7 @@ def draw_curves(directory: Path) -> Path | None:
     panels = [
         panel
         for panel in PANELS
-        if any(_points(rows, panel.phase, name)[0] for name in panel.metrics)
-        or (panel.is_wide and has_evaluations)
+        if _has_values(panel, rows=rows) or (panel.is_wide and has_evaluations)
     ]
     if not panels:
         return None
@@ -192,6 +194,12 @@ def draw_curves(directory: Path) -> Path | None:
         # Atomic, so that neither a reader nor a killed process gets an incomplete image.
         partial.replace(path)
     return path
+
+
+def _has_values(panel: Panel, *, rows: Sequence[Row]) -> bool:
+    """Return True if the run logged something that the panel shows."""
+    values = [value for name in panel.metrics for value in _points(rows, panel.phase, name)[1]]
+    return any(values) if panel.hides_zeros else bool(values)
 
 
 def _arrange_panels(panels: Sequence[Panel]) -> list[tuple[int, int]]:
