@@ -57,9 +57,9 @@ def find_resumed_model_problems(config: TrainerConfig, checkpoint: Path) -> Iter
 def _find_shape_problems(
     model: ModelSpec, saved: Mapping[str, object], *, key: str
 ) -> Iterator[str]:
-    if model.path is None:
-        requested, source = model.architecture, f"{key}.architecture"
-    else:
+    requested: Mapping[str, object] = model.architecture
+    source = f"{key}.architecture"
+    if model.path is not None:
         requested = _read_fields(Path(model.path) / "config.json")
         source = f"{key}.path {model.path}: config.json"
     for name in _SHAPE_KEYS:
