@@ -52,7 +52,7 @@ def find_adapter_problems(lora: LoraSpec, *, key: str) -> Iterator[str]:
     adapter = ServedAdapter.from_spec(lora)
     if adapter is None:
         return  # reported with the folder
-    place = key if lora.path is None else f"{key}.path {lora.path}"
+    location = key if lora.path is None else f"{key}.path {lora.path}"
     problems = []
     if adapter.server_rank is None:
         problems.append(f"rank {adapter.rank}, but vLLM serves adapters up to rank {_RANKS[-1]}")
@@ -63,6 +63,6 @@ def find_adapter_problems(lora: LoraSpec, *, key: str) -> Iterator[str]:
         problems.append(f"modules_to_save ({names}), which vLLM does not load")
     for problem in problems:
         yield (
-            f"weight_sync.content is adapter, and {place} has {problem}: set "
+            f"weight_sync.content is adapter, and {location} has {problem}: set "
             "weight_sync.content=full, which sends the merged weights, or change the adapter."
         )
