@@ -45,6 +45,12 @@ def test_architecture_has_an_effect_without_a_warm_start() -> None:
     assert not list_warned_keys(LAYERS, has_checkpoint=True, has_warm_start=False)
 
 
+def test_scale_of_new_weights_has_no_effect_with_a_checkpoint() -> None:
+    key = "actor.engine.model.architecture.initializer_range"
+    assert list_warned_keys(key, has_checkpoint=True, has_warm_start=False) == [key]
+    assert not list_warned_keys(key, has_checkpoint=False, has_warm_start=False)
+
+
 def test_finished_warm_start_is_not_repeated_even_without_a_checkpoint() -> None:
     keys = ("actor.engine.model.seed", "algorithm.entropy_coef", "warm_start.total_steps")
     assert list_warned_keys(*keys, has_checkpoint=False, has_warm_start=True) == [

@@ -104,6 +104,12 @@ def describe_changes(
         )
 
 
+_INITIALIZATION = tuple(
+    f"model.architecture.{name}" for name in ("initializer_range", "initializer_factor", "init_std")
+)
+"""Names that models of transformers give to the scale of new weights."""
+
+
 def _list_restored_settings(parts: Collection[str]) -> Iterator[FixedSetting]:
     """Yield the settings whose effect is in these parts of a checkpoint."""
     # A role that the checkpoint lacks is built from its settings at every start: the reference of
@@ -113,7 +119,7 @@ def _list_restored_settings(parts: Collection[str]) -> Iterator[FixedSetting]:
             f"{role}.engine.{key}"
             for role in ROLES
             if role in parts
-            for key in ("model.path", "model.seed", "lora.path")
+            for key in ("model.path", "model.seed", "lora.path", *_INITIALIZATION)
         ),
         source="the weights are those of the checkpoint",
     )
