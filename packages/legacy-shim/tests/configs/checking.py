@@ -187,10 +187,13 @@ def _put(path: str, folder: Path, *, content: bytes, below: str = "") -> str:
 
 
 def run(arguments: list[str]) -> tuple[int, str]:
-    """Return the exit code of the command in this process and what it said on standard error."""
+    """Return the exit code of the command in this process and what it said on standard error.
+
+    The first line, which says that the command checks its settings, is left out.
+    """
     from temper_trainer.__main__ import main
 
     given = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(given):
         code = main(arguments)
-    return code, given.getvalue()
+    return code, re.sub(r"\Atemper-train \S+: checking\n", "", given.getvalue())
