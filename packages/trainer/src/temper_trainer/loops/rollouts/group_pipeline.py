@@ -71,6 +71,8 @@ class GroupPipeline(Generic[T]):
         self._replay = replay
         self._requests: dict[int, Future[None]] = {}
         """Running or finished requests, by the step whose credit they have."""
+        self._errors: list[Exception] = []
+        """Errors of requests. A request's future has its error only after `_changed` is set."""
         self._changed = asyncio.Event()
         """Set in the event loop when a group becomes ready, or requests end."""
 
@@ -129,14 +131,16 @@ class GroupPipeline(Generic[T]):
     async def _request(self, step: int) -> None:
         try:
             await self._sample(step, self)
+        except Exception as error:
+            self._errors.append(error)
+            raise
         finally:
             self._changed.set()
 
     async def _take(self, step: int) -> list[T]:
         while (chosen := self._choose(step)) is None:
-            for request in self._requests.values():
-                if request.done():
-                    request.result()  # raises its error
+            if self._errors:
+                raise self._errors[0]
             self._changed.clear()
             await self._changed.wait()
         if self._recorder is not None:
