@@ -20,6 +20,24 @@ def draw_length(index: int) -> int:
     return math.ceil(random.Random(index).lognormvariate(math.log(MEDIAN_TOKENS), SIGMA))
 
 
+def make_requests(first: int, *, batch_size: int) -> tuple[list[SamplingRequest], list[Prompt]]:
+    """Return requests of one-token prompts that are numbered from `first`, and these prompts."""
+    requests = [
+        SamplingRequest(
+            request_id=i,
+            prompt_tokens=(first + i,),
+            sampling=SamplingConfig(max_tokens=10**6),
+            seed=first + i,
+        )
+        for i in range(batch_size)
+    ]
+    prompts = [
+        Prompt(prompt_id=i, text="", tokens=request.prompt_tokens, answer="")
+        for i, request in enumerate(requests)
+    ]
+    return requests, prompts
+
+
 def script(request: SamplingRequest) -> list[int]:
     """Return what is left of a completion, after a prompt of one token: the rollout's index."""
     return [1] * (draw_length(request.prompt_tokens[0]) - len(request.prompt_tokens) + 1)
@@ -44,19 +62,7 @@ def train_batches(
 
         async def sample(step: int) -> list[Completion]:
             first = (step - 1) * batch_size
-            requests = [
-                SamplingRequest(
-                    request_id=i,
-                    prompt_tokens=(first + i,),
-                    sampling=SamplingConfig(max_tokens=10**6),
-                    seed=first + i,
-                )
-                for i in range(batch_size)
-            ]
-            prompts = [
-                Prompt(prompt_id=i, text="", tokens=request.prompt_tokens, answer="")
-                for i, request in enumerate(requests)
-            ]
+            requests, prompts = make_requests(first, batch_size=batch_size)
             conversations, _ = await scheduler.run_rollouts(
                 requests, prompts=prompts, priority=step
             )

@@ -1,10 +1,12 @@
 """Loop ``async`` trains the groups that are ready first: all of them, and none too late."""
 
+import asyncio
 import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,9 +14,9 @@ from packages.trainer.tests.loops.test_batch_pipeline import (
     MEDIAN_TOKENS,
     SIGMA,
     draw_length,
+    make_requests,
     script,
 )
-from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule
 from temper_trainer.loops.rollouts.group_pipeline import GroupPipeline, GroupSink
 from temper_trainer.loops.rollouts.ready_groups import ReadyGroups
@@ -22,7 +24,7 @@ from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.loops.rollouts.staleness import Credits
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.scripted_sampler import ScriptedServer
-from temper_trainer.types import Completion, Prompt, SamplingRequest
+from temper_trainer.types import Completion
 
 NUM_STEPS = 30
 
@@ -99,19 +101,7 @@ def train_groups(
 
         async def sample(step: int, sink: GroupSink[tuple[int, Completion]]) -> None:
             first = (step - 1) * batch_size
-            requests = [
-                SamplingRequest(
-                    request_id=i,
-                    prompt_tokens=(first + i,),
-                    sampling=SamplingConfig(max_tokens=10**6),
-                    seed=first + i,
-                )
-                for i in range(batch_size)
-            ]
-            prompts = [
-                Prompt(prompt_id=i, text="", tokens=request.prompt_tokens, answer="")
-                for i, request in enumerate(requests)
-            ]
+            requests, prompts = make_requests(first, batch_size=batch_size)
 
             async def finish(index: int, conversation: object) -> None:
                 completion = conversation.completions[0]  # type: ignore[attr-defined]
@@ -224,3 +214,23 @@ def test_recorded_groups_are_trained_again_in_a_replay(tmp_path: Path) -> None:
     groups = [[group for group, _ in batch] for _, batch in trained]
     assert [[group for group, _ in batch] for _, batch in replayed] == groups
     assert groups != [list(range(16 * i, 16 * i + 16)) for i in range(8)]
+
+
+def test_error_of_a_request_ends_the_step_that_waits_for_its_groups() -> None:
+    server = ScriptedServer(script, end_token_id=0, token_s=0.0, max_concurrent=1)
+
+    async def fail(step: int, sink: GroupSink[int]) -> None:
+        await asyncio.sleep(0.05)  # by then, `take` waits
+        raise OSError(f"no server in step {step}")
+
+    with RolloutScheduler(server, max_sampling=1, interrupts=True) as scheduler:
+        pipeline = GroupPipeline(
+            scheduler,
+            fail,
+            rule=AdmissionRule(max_staleness=1, overlaps=True),
+            first_step=1,
+            last_step=2,
+            batch_size=2,
+        )
+        with pytest.raises(OSError, match="no server in step 1"):
+            pipeline.take(1)
