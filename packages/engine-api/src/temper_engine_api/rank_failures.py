@@ -177,9 +177,9 @@ class RankFailures:
         self._where, self._position, self._may_have_messages = call, "", False
         try:
             yield
-            # The watching thread may have aborted a collective, which then returns without a
-            # result. So does one whose connection the failed rank has closed, and NCCL may notice
-            # that before the thread reads the declaration.
+            # An aborted collective returns without a result and without an error. The watching
+            # thread may have aborted it, or NCCL itself, if it noticed the closed connection before
+            # that thread read the declaration.
             if self._watches:
                 self._learn_of_declaration()
             self.check()

@@ -69,7 +69,7 @@ class CallPace:
 
 
 class ThreadScoring:
-    """Makes calls in daemon threads, more of them at a time if too many calls hang."""
+    """Calls the reward in daemon threads, and uses more threads if calls wait or hang."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class GroupPipeline(Generic[T]):
         self._requests: dict[int, Future[None]] = {}
         """Running or finished requests, by the step whose credit they have."""
         self._errors: list[Exception] = []
-        """Errors of requests. A request's future has its error only after `_changed` is set."""
+        """Errors of requests. `_take` cannot read them from the futures, which are set later."""
         self._changed = asyncio.Event()
         """Set in the event loop when a group becomes ready, or requests end."""
 

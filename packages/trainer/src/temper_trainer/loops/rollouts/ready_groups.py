@@ -4,12 +4,14 @@ A group is a prompt with its completions. Let S be the limit of staleness, P the
 per step, and v the number of updates so far. A group whose first request reached the sampler after
 s updates has the deadline s + S: it must be trained by the step that follows s + S updates.
 
-A batch takes the groups that became ready first, as long as no other group can miss its deadline.
-That is so if of the started groups that are left after the batch, at most j * P have a deadline up
-to v + j, for each j from 0 to S - 1: the next steps can then train them in the order of their
-deadlines. A batch with such groups exists as soon as the groups with the earliest deadlines are
-ready, because at most (S + 1) * P groups are admitted and not trained
-(`temper_trainer.loops.rollouts.staleness.Credits`). So nothing is dropped, and nothing deadlocks.
+A batch takes the groups that became ready first, if all other groups can still meet their
+deadlines. To check this, count the started groups that the batch leaves. For each j from 0 to
+S - 1, at most j * P of them may have a deadline of v + j or earlier, because j steps train j * P
+groups.
+
+No group is dropped, and no step waits forever: at most (S + 1) * P groups are admitted and not
+trained (`temper_trainer.loops.rollouts.staleness.Credits`), so a valid batch exists at the latest
+when the groups with the earliest deadlines are ready.
 """
 
 from collections import Counter
@@ -21,7 +23,9 @@ T = TypeVar("T")
 
 
 class ReadyGroups(Generic[T]):
-    """Groups that are sampled, or ready and not trained. Groups are numbered by their prompts.
+    """Groups that are being sampled, or are ready and wait for training.
+
+    A group has the number of its prompt.
 
     Example:
         >>> groups = ReadyGroups[str](max_staleness=1, batch_size=1)

@@ -1,4 +1,4 @@
-"""Adapters that vLLM can serve, which are fewer than those that an engine trains. Without vLLM."""
+"""Check whether vLLM can serve an adapter: it lacks features that engines train. Needs no vLLM."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ class ServedAdapter:
 
     @classmethod
     def from_spec(cls, lora: LoraSpec) -> "ServedAdapter | None":
-        """Read the settings, of a saved adapter from its folder; None if that cannot be read."""
+        """Return the settings, from the folder of a saved adapter; None if it cannot be read."""
         if lora.path is None:
             return cls(rank=lora.rank, dora=lora.dora, modules_to_save=lora.modules_to_save)
         try:
