@@ -172,7 +172,10 @@ def conformance(session: nox.Session, engine: str) -> None:
 
 @nox.session(venv_backend="none")
 def families(session: nox.Session) -> None:
-    """Run the kit's tests on families of models; continues a run that was stopped."""
+    """Run the kit's tests on families of models; continues a run that was stopped.
+
+    Updates the table in docs/models.md, unless there are arguments.
+    """
     results = ROOT / ".temper" / "families.json"
     kit = ["-m", "pytest", "--pyargs", "temper_engine_api.conformance", "--engine", "fsdp"]
     session.run(
@@ -184,6 +187,9 @@ def families(session: nox.Session) -> None:
         *session.posargs,
         external=True,
     )
+    if not session.posargs:
+        table = ["-m", "tools.family_table", str(results)]
+        session.run(str(ensure_environment(ROOT)), *table, external=True)
 
 
 @nox.session

@@ -3,7 +3,7 @@
 The Python blocks of a page are run as one program in an empty folder, so that a block may use names
 of earlier blocks. Its shell blocks form one program too: see tools/page_commands.py. A YAML block
 is composed as a configuration of `temper-train`; TOML and JSON are parsed. Printed output is marked
-`text`.
+`text`. The table of families in docs/models.md must be that of its record.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from urllib.parse import unquote
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools.family_table import PAGE as FAMILY_PAGE
+from tools.family_table import find_faults as find_family_faults
 from tools.page_commands import PAGES_WITH_CHECKPOINTS, check_commands, check_settings
 from tools.pages import PAGES, Block, join_blocks, split_page
 
@@ -197,6 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for page in pages:
         num_programs += any(block.language == "python" for block in split_page(page.read_text())[0])
         faults += check_page(page, name=page.relative_to(root).as_posix())
+        if page == root / FAMILY_PAGE:
+            faults += find_family_faults(root)
     print(
         "\n".join(faults)
         or f"docs: checked {len(pages)} pages, and ran the Python of {num_programs}"

@@ -36,7 +36,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_close,
     get_family_gradient,
 )
-from temper_engine_api.conformance.inputs.model_families import FAMILIES
+from temper_engine_api.conformance.inputs.model_families import FAMILIES, has_smooth_gradient
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter
 from temper_engine_api.conformance.oracle.oracle_cache import MOE_TARGET_MODULES, OracleCache
@@ -50,16 +50,6 @@ SMALL_ADAMW = replace(ADAMW, lr=1e-3)
 
 def make_setup(oracle: OracleCache, family: str, **fields: object) -> EngineSetup:
     return oracle.make_setup(FAMILIES[family], **fields)
-
-
-def has_smooth_gradient(family: str) -> bool:
-    """Return True if gradients in bf16 can be compared with those in float32.
-
-    Rounding to bf16 sends some tokens to other experts than float32 does, and grows in the states
-    of linear attention. Other families train in float32 here, also with `--compute bf16`.
-    """
-    rough = {"num_experts_per_tok", "linear_num_value_heads"}
-    return not rough & FAMILIES[family].architecture.keys()
 
 
 def make_gradient_setup(oracle: OracleCache, family: str) -> EngineSetup:

@@ -1,0 +1,88 @@
+"""Test the table of families in docs/models.md, from the kit's results to the check of the page."""
+
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
+from temper_engine_api.conformance.results import ConformanceResult, ConformanceRun, Outcome
+from tools.family_table import (
+    COLUMNS,
+    PAGE,
+    RECORD,
+    ROOT,
+    find_faults,
+    read_record,
+    summarize,
+    update_page,
+)
+
+OUTPUTS, GRADIENTS, *_ = COLUMNS
+
+
+def make_run(*, num_waiting: int = 0, compute: str = "fp32") -> ConformanceRun:
+    """Return a run on one rank: outputs passed for two families, and a gradient failed for one."""
+    outcomes = {
+        (OUTPUTS, "mixtral"): Outcome.PASSED,
+        (OUTPUTS, "cohere"): Outcome.PASSED,
+        (GRADIENTS, "mixtral"): Outcome.FAILED,
+    }
+    return ConformanceRun(
+        engine="e",
+        layouts=("1-rank",),
+        versions={},
+        compute=compute,
+        num_waiting=num_waiting,
+        results=[
+            ConformanceResult(
+                test=f"{test}[1-rank-{family}]", group="family", layout="1-rank", outcome=outcome
+            )
+            for (test, family), outcome in outcomes.items()
+        ],
+    )
+
+
+def test_page_has_the_table_of_the_record() -> None:
+    assert find_faults(ROOT) == []
+
+
+def test_page_with_another_number_than_the_record_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / RECORD).parent.mkdir(parents=True)
+    (tmp_path / RECORD).write_text((ROOT / RECORD).read_text())
+    page = (ROOT / PAGE).read_text()
+    (tmp_path / PAGE).write_text(
+        page.replace("| gemma2 | fsdp, fp32 | 3 |", "| gemma2 | fsdp, fp32 | 4 |")
+    )
+    (fault,) = find_faults(tmp_path)
+    assert "is not that of docs/records/families.json" in fault
+
+
+def test_record_has_every_family_in_all_tests_in_float32() -> None:
+    (run,) = (run for run in read_record(ROOT) if (run.engine, run.compute) == ("fsdp", "fp32"))
+    assert not run.failed
+    assert run.passed == {
+        family: dict.fromkeys(COLUMNS, len(run.layouts)) for family in sorted(FAMILIES)
+    }
+
+
+def test_table_shows_tolerances_and_failures() -> None:
+    page = update_page((ROOT / PAGE).read_text(), [summarize(make_run())])
+    assert "| mixtral | e, fp32 | 1 | 3e-6 | failed in 1-rank | - | - | - | - |\n" in page
+    assert "| cohere | e, fp32 | 1 | 3e-6 | - | - | - | - | - |\n" in page
+    assert "| gemma2 | e, fp32 |" not in page
+    assert "--families mixtral,cohere --thorough" in page
+
+
+def test_test_that_always_runs_in_float32_does_not_count_as_bf16() -> None:
+    page = update_page((ROOT / PAGE).read_text(), [summarize(make_run(compute="bf16"))])
+    assert "| mixtral | e, bf16 | 1 | 0.05 | - | - | - | - | - |\n" in page
+
+
+def test_stopped_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 tests did not run"):
+        summarize(make_run(num_waiting=2))
+
+
+def test_page_without_its_comments_is_refused() -> None:
+    with pytest.raises(ValueError, match="the page needs the lines"):
+        update_page("# A page\n", [])
