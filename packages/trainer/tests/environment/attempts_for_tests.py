@@ -62,6 +62,14 @@ def read(path: str) -> str:
     return f"escaped(open({path}).read(100))"
 
 
+# Each page needs two page tables of its own, because it is 1 GiB away from the one before.
+PAGE_TABLES = """
+RW, PRIVATE_ANONYMOUS_FIXED_NOREPLACE = 3, 0x100022
+for i in range(58000):
+  page = libc.mmap(ctypes.c_void_p((1 << 44) + (i << 30)), 4096, RW, PRIVATE_ANONYMOUS_FIXED_NOREPLACE, -1, 0)
+  ctypes.c_char.from_address(checked(page)).value = b'x'
+escaped(58000 * 8 >> 10, 'MiB of page tables')
+"""
 ATTEMPTS = (
     # What an audit of an earlier sandbox tried, with audit hooks and limits.
     Attempt(
@@ -805,14 +813,7 @@ escaped()
     ),
     Attempt(
         name="page tables without number",
-        # Each page needs two page tables of its own, because it is 1 GiB away from the one before.
-        code="""
-RW, PRIVATE_ANONYMOUS_FIXED_NOREPLACE = 3, 0x100022
-for i in range(58000):
-  page = libc.mmap(ctypes.c_void_p((1 << 44) + (i << 30)), 4096, RW, PRIVATE_ANONYMOUS_FIXED_NOREPLACE, -1, 0)
-  ctypes.c_char.from_address(checked(page)).value = b'x'
-escaped(58000 * 8 >> 10, 'MiB of page tables')
-""",
+        code=PAGE_TABLES,
         unconfined="not run",
         says="more than 256 MiB of memory",
         machine="x86_64",

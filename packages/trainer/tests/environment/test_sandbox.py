@@ -1,10 +1,13 @@
 """Test the properties of both sandboxes of the Python tool, and when a run is refused."""
 
+import ctypes
 import logging
 import os
+import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from packages.trainer.tests.environment.attempts_for_tests import PAGE_TABLES, PRELUDE
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.bubblewrap import Bubblewrap
 from temper_trainer.environment.protocol import BrokenEnvironmentError
+from temper_trainer.environment.python_process import SandboxResult
 from temper_trainer.environment.sandbox import NoSandbox, Sandbox, open_sandbox
+from temper_trainer.environment.supervisor_process import open_supervisor
 from temper_trainer.environment.tool_environment import make_python_tool
 
 
@@ -119,6 +125,7 @@ def test_without_a_sandbox_processes_of_the_group_end_with_the_program() -> None
 
 DRIVER = """
 import sys
+from temper_trainer.environment.python_process import SandboxResult
 from temper_trainer.environment.sandbox import NoSandbox
 NoSandbox().run(sys.stdin.read(), timeout_s=600.0, memory_mib=256)
 """
@@ -224,3 +231,46 @@ def test_sandbox_setting_is_refused_without_the_python_tool() -> None:
         match=r"environment\.sandbox is none, but only the environment python uses it, not calculator",
     ):
         EnvironmentConfig(name="calculator", sandbox="none")
+
+
+def run_while_the_interpreter_is_busy(code: str, *, timeout_s: float) -> SandboxResult:
+    """Run a program that waits 0.5 s, and hold the GIL for 2.5 s from then on."""
+    sandbox = open_sandbox("bubblewrap")
+    # PyDLL keeps the GIL during the call, as a long match of a regular expression does.
+    holder = threading.Timer(0.2, ctypes.PyDLL(None).usleep, [2_500_000])
+    holder.start()
+    result = sandbox.run(
+        f"import time\ntime.sleep(0.5)\n{code}", timeout_s=timeout_s, memory_mib=64
+    )
+    holder.join()
+    return result
+
+
+@pytest.mark.usefixtures("needs_bubblewrap")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs a machine of x86_64")
+def test_limit_on_page_tables_holds_while_the_trainer_holds_the_gil() -> None:
+    code = PRELUDE.format(host={}) + PAGE_TABLES.replace("58000", "7500")
+    result = run_while_the_interpreter_is_busy(code, timeout_s=30.0)
+    assert result.output == "error: more than 64 MiB of memory"
+
+
+@pytest.mark.usefixtures("needs_bubblewrap")
+def test_limit_on_time_holds_while_the_trainer_holds_the_gil() -> None:
+    code = "begin = time.monotonic()\nwhile True: print(time.monotonic() - begin, flush=True); time.sleep(0.1)"
+    result = run_while_the_interpreter_is_busy(code, timeout_s=1.0)
+    *times, error = result.output.splitlines()
+    assert error == "error: no result within 1 s"
+    assert float(times[-1]) < 1.0
+
+
+@pytest.mark.usefixtures("needs_bubblewrap")
+def test_end_of_the_supervisor_ends_the_call_and_the_next_call_starts_another() -> None:
+    sandbox = open_sandbox("bubblewrap")
+    supervisor = open_supervisor()
+    killer = threading.Timer(0.5, supervisor.close)
+    killer.start()
+    with pytest.raises(BrokenEnvironmentError, match="supervisor of the sandbox has ended"):
+        sandbox.run("import time; time.sleep(60)", timeout_s=60.0, memory_mib=64)
+    killer.join()
+    assert sandbox.run("print(1)", timeout_s=30.0, memory_mib=64).output == "1"
+    assert open_supervisor() is not supervisor

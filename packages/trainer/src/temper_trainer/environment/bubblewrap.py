@@ -1,6 +1,5 @@
 """Run Python programs in bubblewrap: new namespaces with only the interpreter and a temp folder."""
 
-import json
 import os
 import re
 import shutil
@@ -8,12 +7,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from temper_trainer.environment.protocol import BrokenEnvironmentError
 from temper_trainer.environment.python_process import (
@@ -25,13 +24,15 @@ from temper_trainer.environment.python_process import (
     build_resource_limits,
     run_process,
 )
+from temper_trainer.environment.sandbox_supervisor import Limits, read_status
 from temper_trainer.environment.seccomp_filter import build_seccomp_filter
+from temper_trainer.environment.supervisor_process import open_supervisor
 
 FOLDER = "/tmp"
 """The program's own folder, empty at its start, in memory and gone at its end."""
 MAX_FILES = 4096
 """Largest number of files in FOLDER. tmpfs has a mount option for this, but bubblewrap cannot set
-it, so `_count_files` counts them.
+it, so the supervisor counts them.
 """
 UNPRIVILEGED_ID = 65534
 """User and group of the program where the trainer runs as root."""
@@ -41,7 +42,6 @@ _NAMESPACES = (
     *("--cap-drop", "ALL", "--hostname", "sandbox"),
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
-_MEMORY_IN_STATUS = re.compile(r"^(?:RssAnon|VmPTE):\s*(\d+) kB$", re.MULTILINE)
 _SCREEN_MODULES = ("_tkinter", "_curses", "readline", "nis", "_dbm", "_gdbm")
 """Extension modules whose libraries are left out: there is no screen, keyboard or name service."""
 
@@ -205,78 +205,28 @@ class Bubblewrap:
                 stdin=code.encode(errors="replace"),
                 timeout_s=timeout_s,
                 pass_fds=[file.fileno() for file in (filter_file, *status_files)],
-                on_poll=partial(_find_excess, status_files, memory_mib=memory_mib),
+                watch=partial(
+                    open_supervisor().watch,
+                    limits=Limits(
+                        timeout_s=timeout_s,
+                        deadline=time.monotonic() + timeout_s,
+                        memory_mib=memory_mib,
+                        max_files=MAX_FILES,
+                        folder=FOLDER,
+                        folder_bytes=MAX_FILE_BYTES,
+                    ),
+                    status_files=[file.fileno() for file in status_files],
+                ),
             )
             # bubblewrap reports a status only if the program was started; the program cannot
             # write there.
-            if process.kill_reason is None and "exit-code" not in _read_status(status_file):
+            if process.killed is None and "exit-code" not in read_status(status_file.fileno()):
                 reason = (
                     process.stderr.decode(errors="replace").strip()
                     or f"status {process.returncode}"
                 )
                 raise BrokenEnvironmentError(f"bubblewrap could not start the program: {reason}")
         return process.result()
-
-
-def _find_excess(status_files: Sequence[IO[bytes]], *, memory_mib: int) -> str | None:
-    """Return why a program must end because of what no limit of a process covers, or None.
-
-    Args:
-        status_files: Status files of the outer bubblewrap, if there is one, and of the inner one.
-        memory_mib: Limit on the program's memory.
-    """
-    children = [_read_status(file).get("child-pid") for file in status_files]
-    if None in children:  # not started yet
-        return None
-    # The outer process's own /proc lists the inner one, under its process id in that namespace.
-    processes = "".join(f"/proc/{child}/root" for child in children[:-1]) + "/proc"
-    try:
-        if _count_files(f"{processes}/{children[-1]}/root") > MAX_FILES:
-            return f"more than {MAX_FILES} files"
-        if _measure_memory(processes, parent=str(children[-1])) > memory_mib << 20:
-            return f"more than {memory_mib} MiB of memory"
-    except OSError:  # it has just ended
-        pass
-    return None
-
-
-def _count_files(root: str) -> int:
-    """Return the number of files in the program's folder.
-
-    The size limit of the folder does not limit their number. Yet even an empty file costs the
-    kernel about a kilobyte, which no other limit covers.
-    """
-    usage = os.statvfs(root + FOLDER)
-    # Until the program's own folder is mounted, the path leads to the host's folder, which has
-    # another size and must not be counted.
-    is_ready = usage.f_blocks * usage.f_frsize == MAX_FILE_BYTES
-    return usage.f_files - usage.f_ffree if is_ready else 0
-
-
-def _measure_memory(processes: str, *, parent: str) -> int:
-    """Return the bytes of the program's pages and page tables.
-
-    RLIMIT_AS limits only the pages. A page far away from others needs page tables of its own, which
-    take twice its size.
-
-    Args:
-        processes: A mounted /proc.
-        parent: The first process of the sandbox, whose only child is the program.
-    """
-    total = 0
-    for child in Path(processes, parent, "task", parent, "children").read_text().split():
-        status = Path(processes, child, "status").read_text()
-        total += sum(int(size) << 10 for size in _MEMORY_IN_STATUS.findall(status))
-    return total
-
-
-def _read_status(file: IO[bytes]) -> dict[str, int]:
-    """Return what bubblewrap has reported so far.
-
-    It reports child-pid when it starts the program and exit-code when the program ends.
-    """
-    lines = os.pread(file.fileno(), 4096, 0).decode().split("\n")[:-1]
-    return {name: value for line in lines for name, value in json.loads(line).items()}
 
 
 def build_unprivileged_command() -> Sequence[str]:

@@ -6,9 +6,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 MAX_OUTPUT_BYTES = 1 << 16
 """Bytes of stdout, and of stderr, after which a program is killed."""
@@ -53,6 +54,27 @@ class SandboxResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KillReason:
+    """Reason for which a program was killed."""
+
+    reason: str
+    is_timeout: bool = False
+    """True if its time was up."""
+
+
+class Watch(Protocol):
+    """Another process that enforces limits on a program."""
+
+    def check(self) -> None:
+        """Raise an error if the program is no longer watched."""
+        ...
+
+    def wait(self) -> KillReason | None:
+        """Return why the program was killed, or None if it was not; call it after the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedProcess:
     """Output and status of a process that has ended."""
 
@@ -60,23 +82,23 @@ class FinishedProcess:
     stderr: bytes
     returncode: int
     """Negative if a signal ended it."""
-    kill_reason: str | None
-    """The reason why it was killed; None if it ended by itself."""
-    is_timeout: bool
+    killed: KillReason | None
+    """None if it ended by itself."""
 
     def result(self) -> SandboxResult:
         """Return the outcome as the policy reads it."""
         output, error = (
             data.decode("utf-8", errors="replace") for data in (self.stdout, self.stderr)
         )
-        is_failed = self.kill_reason is not None or self.returncode != 0
+        is_failed = self.killed is not None or self.returncode != 0
         reason = error.strip().splitlines()[-1:] if is_failed else []
-        if self.kill_reason is not None:
-            reason = [f"error: {self.kill_reason}"]
+        if self.killed is not None:
+            reason = [f"error: {self.killed.reason}"]
         elif is_failed and not reason:
             reason = [f"error: the program ended with status {self.returncode}"]
         text = "\n".join(part for part in (output.rstrip("\n"), *reason) if part)
-        return SandboxResult(output=text, is_timeout=self.is_timeout, is_failed=is_failed)
+        is_timeout = self.killed is not None and self.killed.is_timeout
+        return SandboxResult(output=text, is_timeout=is_timeout, is_failed=is_failed)
 
 
 def build_resource_limits(*, timeout_s: float, memory_mib: int) -> dict[str, int]:
@@ -97,7 +119,7 @@ def run_process(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
-    on_poll: Callable[[], str | None] = lambda: None,
+    watch: Callable[[int], AbstractContextManager[Watch]] | None = None,
     has_watcher: bool = False,
 ) -> FinishedProcess:
     """Run a command in a new session and kill what is left of its process group when it ends.
@@ -109,7 +131,7 @@ def run_process(
         folder: Its working directory.
         environment: All its environment variables; none are inherited.
         pass_fds: File descriptors that it inherits.
-        on_poll: Called every few milliseconds; a reason that it returns kills the process.
+        watch: Called with the process id before `stdin` is written.
         has_watcher: Start a second process that kills the group if this one is killed. Only for a
             command that does nothing before it has read all of its standard input.
     """
@@ -124,32 +146,39 @@ def run_process(
         pass_fds=pass_fds,
         start_new_session=True,
     )
-    watcher = _kill_group_on_exit(process.pid) if has_watcher else nullcontext()
-    with process, closing(_Pipes(process, stdin)) as pipes, watcher:
-        kill_reason, is_timeout = None, False
+    killed = None
+    with ExitStack() as stack:
+        stack.enter_context(process)
+        pipes = stack.enter_context(closing(_Pipes(process, stdin)))
+        if has_watcher:
+            stack.enter_context(_kill_group_on_exit(process.pid))
         try:
-            while process.poll() is None and kill_reason is None:
+            watched = None if watch is None else stack.enter_context(watch(process.pid))
+            while process.poll() is None and killed is None:
                 pipes.transfer(min(_POLL_S, max(0.0, deadline - time.monotonic())))
-                if is_timeout := time.monotonic() >= deadline and process.poll() is None:
-                    kill_reason = f"no result within {timeout_s:g} s"
+                if time.monotonic() >= deadline and process.poll() is None:
+                    killed = KillReason(reason=f"no result within {timeout_s:g} s", is_timeout=True)
                 elif pipes.is_full:
-                    kill_reason = f"more than {MAX_OUTPUT_BYTES} bytes of output"
-                else:
-                    kill_reason = on_poll()
+                    killed = _TOO_MUCH_OUTPUT
+                elif watched is not None:
+                    watched.check()
         finally:
             _kill_group(process.pid)
         process.wait()
-        if kill_reason is None:
+        if killed is None:
+            killed = None if watched is None else watched.wait()
             pipes.drain(time.monotonic() + _DRAIN_S)
             if pipes.is_full:
-                kill_reason = f"more than {MAX_OUTPUT_BYTES} bytes of output"
+                killed = _TOO_MUCH_OUTPUT
     return FinishedProcess(
         stdout=pipes.stdout,
         stderr=pipes.stderr,
         returncode=process.returncode,
-        kill_reason=kill_reason,
-        is_timeout=is_timeout,
+        killed=killed,
     )
+
+
+_TOO_MUCH_OUTPUT = KillReason(reason=f"more than {MAX_OUTPUT_BYTES} bytes of output")
 
 
 class _Pipes:
