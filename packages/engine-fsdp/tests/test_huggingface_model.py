@@ -214,6 +214,13 @@ def test_an_architecture_with_invalid_fields_is_rejected() -> None:
         build_model(ModelSpec(architecture={**TINY, "model_type": "bamba"}), attention="eager")
 
 
+def test_lists_of_an_architecture_reach_the_config() -> None:
+    kinds = ("sliding_attention", "full_attention")
+    fields = {**TINY, "model_type": "gemma3_text", "num_hidden_layers": 2, "layer_types": kinds}
+    model = build_model(ModelSpec(architecture=fields), attention="eager")
+    assert model.config.layer_types == list(kinds)
+
+
 FOREIGN_CONFIG = """
 from transformers import Qwen2Config
 class ForeignConfig(Qwen2Config):

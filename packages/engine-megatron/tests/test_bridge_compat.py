@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.bridge_compat import (
     VERSION_PAIRS,
     BridgeTranslation,
@@ -25,6 +26,7 @@ from temper_engine_megatron.bridge_compat import (
 )
 from temper_engine_megatron.bridge_compat.bridge_translation import MISSING_COMPONENTS
 from temper_engine_megatron.bridge_compat.supported_versions import BRIDGE, CORE
+from temper_engine_megatron.huggingface.huggingface_model import load_hf_config
 
 SIZES = {
     "hidden_size": 32,
@@ -297,3 +299,8 @@ def test_family_is_refused_with_what_the_engine_lacks(family):
 def test_unsupported_architecture_is_refused_by_name():
     with pytest.raises(CapabilityError, match="GPT2LMHeadModel"):
         BridgeTranslation(AutoConfig.for_model("gpt2"))
+
+
+def test_lists_of_an_architecture_reach_the_config():
+    fields = {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ("full_attention",)}
+    assert load_hf_config(ModelSpec(architecture=fields)).layer_types == ["full_attention"]

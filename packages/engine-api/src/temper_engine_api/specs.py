@@ -42,8 +42,10 @@ class ModelSpec:
     """Hugging Face model to load: a local directory or, in `temper-train`, also a name on the Hub
     such as `Qwen/Qwen3-8B`, which huggingface_hub loads. Set exactly one of path and architecture.
     """
-    architecture: Mapping[str, Scalar] = field(default_factory=dict)
-    """Hugging Face config of a model with random initial weights, including `model_type`."""
+    architecture: Mapping[str, Scalar | tuple[Scalar, ...]] = field(default_factory=dict)
+    """Hugging Face config of a model with random initial weights, including `model_type`.
+
+    Lists, such as `layer_types`, are tuples here."""
     model_type: ModelType = "language_model"
     """Head of the model."""
     trust_remote_code: bool = False

@@ -134,6 +134,16 @@ def test_model_directory_can_replace_an_architecture() -> None:
     assert (model.path, dict(model.architecture)) == ("dir", {})
 
 
+def test_architecture_may_have_lists() -> None:
+    loaded = load(
+        ["experiment=quickstart", "actor.engine.model.architecture.layer_types=[full_attention]"]
+    )
+    assert loaded.config.actor.engine.model.architecture["layer_types"] == ("full_attention",)
+    assert loaded.resolved["actor"]["engine"]["model"]["architecture"]["layer_types"] == [
+        "full_attention"
+    ]
+
+
 def test_hydras_plus_prefix_is_accepted() -> None:
     loaded = load([*RL, "+run.seed=7", "++run.dir=there", "+reward.arguments.scale=2.5"])
     assert (loaded.config.run.seed, loaded.config.run.dir) == (7, "there")

@@ -69,6 +69,7 @@ from .conftest import RL
             "teachers.math.engine.model.architecture.sizes={a: 1}",
             (
                 "teachers.math.engine.model.architecture.sizes is {'a': 1}, but must be text, "
+                "a whole number, a number, true, false, null, or a list of values, each text, "
                 "a whole number, a number, true, false or null."
             ),
         ),

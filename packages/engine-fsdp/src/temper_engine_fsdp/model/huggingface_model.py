@@ -157,7 +157,11 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
                 "from the Hub first and set its directory."
             )
         return _load_config(spec.path, allow_code=spec.trust_remote_code)
-    fields = dict(spec.architecture)
+    # The config classes of transformers accept lists, but no tuples.
+    fields = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in spec.architecture.items()
+    }
     name = str(fields.pop("model_type"))
     try:
         config: PretrainedConfig = AutoConfig.for_model(name, **fields)

@@ -56,7 +56,11 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
                 f"{_first_sentence(error)} Set model.path to a directory with a complete "
                 "config.json."
             ) from error
-    fields = dict(spec.architecture)
+    # The config classes of transformers accept lists, but no tuples.
+    fields = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in spec.architecture.items()
+    }
     model_type = str(fields.pop("model_type"))
     try:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **fields)
