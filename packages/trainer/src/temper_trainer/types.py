@@ -176,6 +176,23 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Completions of an agent that continue another history than those of its `Rollout`."""
+
+    prompt_tokens: tuple[int, ...]
+    """Token ids that the first completion follows; never trained."""
+    completion: Completion
+    """The first completion."""
+    turns: tuple[Turn, ...] = ()
+    """The following turns."""
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """All completions in order."""
+        return (self.completion, *(turn.completion for turn in self.turns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """A prompt with its completions and their reward.
 
@@ -221,6 +238,8 @@ class Rollout:
     turn_rewards: tuple[float, ...] = ()
     """The environment's reward of each completion, which `reward` includes; empty without an
     environment."""
+    branches: tuple[Branch, ...] = ()
+    """Other histories of an agent, which are samples of their own with the same advantage."""
 
     @property
     def is_truncated(self) -> bool:
@@ -229,12 +248,16 @@ class Rollout:
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """All completions in order."""
-        return (self.completion, *(turn.completion for turn in self.turns))
+        """All completions in order, those of branches last."""
+        return (
+            self.completion,
+            *(turn.completion for turn in self.turns),
+            *(completion for branch in self.branches for completion in branch.completions),
+        )
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens after the prompt, including the environment's answers."""
+        """Number of tokens after the prompt without branches, with the environment's answers."""
         return len(self.completion.tokens) + sum(
             len(turn.observation) + len(turn.completion.tokens) for turn in self.turns
         )

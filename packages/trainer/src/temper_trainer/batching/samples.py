@@ -3,6 +3,7 @@
 The loss mask of every task is made here and nowhere else.
 """
 
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,8 @@ def to_samples(
     """Make one sample per rollout: prompt, completions and observations concatenated.
 
     The tokens of completions are trained. Those of the prompt, and what an environment returned
-    between two completions, are not.
+    between two completions, are not. Branches of rollouts are further samples, see
+    `split_branches`.
 
     Args:
         rollouts: At least one rollout, each with a unique sample_id.
@@ -43,9 +45,10 @@ def to_samples(
             counting in the statistics of their group.
 
     Returns:
-        [B] samples in the order of the rollouts, with column ``rollout_logprobs`` [T] float32 (0 at
-        untrained tokens), with ``turns_after`` [T] float32 if a rollout has several turns, and with
-        ``turn_rewards`` [T] float32 if an environment gave a reward.
+        [B] samples in the order of the rollouts, then of their branches, with column
+        ``rollout_logprobs`` [T] float32 (0 at untrained tokens), with ``turns_after`` [T] float32
+        if a rollout has several turns, and with ``turn_rewards`` [T] float32 if an environment gave
+        a reward.
 
     Raises:
         BatchError: If there is no rollout, a sample_id is repeated, the temperature is not above 0,
@@ -77,15 +80,16 @@ def to_samples(
         [0.0, 0.0, 0.0, -0.5, -0.25]
     """
     _check_rollouts(rollouts, temperature=temperature)
+    is_kept = [not (overlong_filter and rollout.is_truncated) for rollout in rollouts]
+    rollouts, parents = split_branches(rollouts)
     by_rollout = [_split_segments(rollout) for rollout in rollouts]
     segments = [segment for sample in by_rollout for segment in sample]
     # One entry per segment, repeated for its tokens.
     lengths = torch.tensor([len(segment.tokens) for segment in segments])
-    is_kept = [not (overlong_filter and rollout.is_truncated) for rollout in rollouts]
     loss_mask = torch.tensor(
         [
-            segment.is_trained and keep
-            for sample, keep in zip(by_rollout, is_kept, strict=True)
+            segment.is_trained and is_kept[parent]
+            for sample, parent in zip(by_rollout, parents, strict=True)
             for segment in sample
         ]
     ).repeat_interleave(lengths)
@@ -116,6 +120,57 @@ def to_samples(
         temperature=temperature,
         columns={name: split(column) for name, column in columns.items()},
     )
+
+
+def split_branches(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[int]]:
+    """Return one rollout per sample, because each history of an agent becomes a sample.
+
+    Returns:
+        The rollouts without their branches, followed by one rollout for each branch, with a new
+        sample_id; and the index of the rollout that each one comes from.
+
+    Example:
+        >>> from temper_trainer.types import Branch, FinishReason, Prompt
+        >>> completion = Completion(
+        ...     request_id=0,
+        ...     tokens=(8,),
+        ...     rollout_logprobs=(-0.5,),
+        ...     finish_reason=FinishReason.END_TOKEN,
+        ...     weight_version=1,
+        ... )
+        >>> rollout = Rollout(
+        ...     prompt=Prompt(prompt_id=0, text="1+1=", tokens=(5, 6, 7), answer="2"),
+        ...     completion=completion,
+        ...     text="2",
+        ...     reward=1.0,
+        ...     group_id=0,
+        ...     sample_id=0,
+        ...     branches=(Branch(prompt_tokens=(5, 9), completion=completion),),
+        ... )
+        >>> samples, parents = split_branches([rollout])
+        >>> [each.prompt.tokens for each in samples], parents
+        ([(5, 6, 7), (5, 9)], [0, 0])
+    """
+    parents = list(range(len(rollouts)))
+    if not any(rollout.branches for rollout in rollouts):
+        return list(rollouts), parents
+    samples = [replace(rollout, branches=()) for rollout in rollouts]
+    new_ids = itertools.count(max(rollout.sample_id for rollout in rollouts) + 1)
+    for i, rollout in enumerate(rollouts):
+        for branch in rollout.branches:
+            samples.append(
+                replace(
+                    rollout,
+                    prompt=replace(rollout.prompt, tokens=branch.prompt_tokens),
+                    completion=branch.completion,
+                    turns=branch.turns,
+                    turn_rewards=(),
+                    branches=(),
+                    sample_id=next(new_ids),
+                )
+            )
+            parents.append(i)
+    return samples, parents
 
 
 def _concatenate_tokens(segments: "Sequence[_Segment]", *, num_tokens: int) -> Tensor:

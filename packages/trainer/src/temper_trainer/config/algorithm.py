@@ -184,6 +184,20 @@ class AlgorithmConfig:
         """Return True if the estimator needs an optional field of ``StepRewards``."""
         return isinstance(self.advantage, AdvantageEstimator) and name in self.advantage.inputs
 
+    @property
+    def has_equal_token_advantages(self) -> bool:
+        """True if all tokens of a rollout have the same advantage.
+
+        An agent's rollout may then be several samples.
+        """
+        estimator = self.advantage
+        return (
+            isinstance(estimator, AdvantageEstimator)
+            and not estimator.is_per_token
+            and self.kl_reward_coef == 0
+            and self.reweight is None
+        )
+
     def _check_advantage(self) -> None:
         estimator = self.advantage
         if isinstance(estimator, Custom):

@@ -7,14 +7,18 @@ to write one that exchanges text.
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.types import Prompt
+from temper_trainer.types import Completion, Prompt
 
 
 class BrokenEnvironmentError(TemperError, RuntimeError):
     """An environment failed for a reason that is not the policy's fault; the run stops."""
+
+
+class RolloutLimitError(TemperError, RuntimeError):
+    """An agent requested more completions or tokens than a rollout may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,54 @@ class Environment(Protocol):
         ...
 
 
-EnvironmentFactory = Callable[[], Environment]
+class SampleFunction(Protocol):
+    """Samples one completion of an agent's rollout."""
+
+    async def __call__(
+        self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
+        """Return a completion of these tokens.
+
+        Args:
+            tokens: Everything that the policy reads.
+            max_tokens: Maximum length of the completion, if it is below that of the run.
+            stop: Texts that end the completion, in addition to those of the run.
+
+        Raises:
+            RolloutLimitError: If the rollout may have no further completion, or none so long. What
+                the agent raises afterwards is not counted as a failure.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOutcome:
+    """The end of an agent's rollout."""
+
+    reward: float = 0.0
+    """Added to the rollout's score."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Counts of the rollout, summed over all rollouts of an RL step."""
+
+
+@runtime_checkable
+class AgentEnvironment(Protocol):
+    """The environment of one rollout that requests completions itself.
+
+    It decides what the policy reads. Completions that follow each other token by token become one
+    sample. If it changes what the policy has read before, another sample begins.
+    """
+
+    async def run_agent(self, prompt: Prompt, *, sample: SampleFunction) -> AgentOutcome:
+        """Run the rollout of a prompt to its end; several completions may be requested at a time.
+
+        Raises:
+            Exception: Any error fails the rollout, like those of an `Environment`.
+        """
+        ...
+
+
+EnvironmentFactory = Callable[[], Environment | AgentEnvironment]
 """Creates the environment of one rollout.
 
 A factory may have a coroutine method ``close``, which ends what its environments share.

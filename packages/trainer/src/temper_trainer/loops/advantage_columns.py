@@ -30,6 +30,7 @@ def add_advantages(
     samples: SequenceBatch,
     *,
     rollouts: Sequence[Rollout],
+    parents: Sequence[int],
     config: TrainerConfig,
     kl_controller: KlController,
 ) -> tuple[SequenceBatch, dict[str, float], KlController]:
@@ -38,7 +39,8 @@ def add_advantages(
     Args:
         samples: Samples with the columns of the forward passes (old and reference log-probs,
             values) and of the teachers.
-        rollouts: The rollout of each sample.
+        rollouts: Rollouts of the step.
+        parents: Index of the rollout of each sample, see `split_branches`.
         config: Configuration of the run.
         kl_controller: Coefficient of the KL penalty on rewards.
 
@@ -58,9 +60,12 @@ def add_advantages(
             estimator=get_value_estimator(algorithm.kl_estimator),
             clamp=algorithm.kl_clamp,
         )
+    # The first samples are those of the rollouts. Branches must not count in the statistics of a
+    # group, because their rollout would then count several times.
+    has_branches = len(parents) > len(rollouts)
     estimated = estimate_advantages(
         algorithm,
-        samples=samples,
+        samples=samples.select(range(len(rollouts))) if has_branches else samples,
         rewards=torch.tensor([rollout.reward for rollout in rollouts]),
         values=columns.get("values"),
         kl=token_kl,
@@ -79,7 +84,11 @@ def add_advantages(
         # After this step's rewards: the new coefficient applies from the next step on.
         kl_controller = kl_controller.adapt(kl=mean_kl, num_samples=samples.num_sequences)
     advantages = _discount_turns(
-        estimated.advantages, samples=samples, environment=config.environment
+        _copy_to_branches(estimated.advantages, samples=samples, parents=parents)
+        if has_branches
+        else estimated.advantages,
+        samples=samples,
+        environment=config.environment,
     )
     advantages, teacher_metrics = _add_teacher_reward(advantages, samples=samples, config=config)
     added = {"advantages": advantages}
@@ -90,6 +99,22 @@ def add_advantages(
     )
     metrics |= estimated.metrics | teacher_metrics | correction_metrics
     return samples, metrics, kl_controller
+
+
+def _copy_to_branches(
+    advantages: Tensor, *, samples: SequenceBatch, parents: Sequence[int]
+) -> Tensor:
+    """Return the advantages of all samples, given those of the first ones, without branches.
+
+    The trained tokens of a rollout have the same advantage: the configuration requires an estimator
+    with one number per rollout.
+    """
+    num_given = len(advantages)
+    is_trained = samples.loss_mask[:num_given]
+    by_rollout = torch.zeros(len(parents), dtype=advantages.dtype)
+    by_rollout[samples.sequence_index[:num_given][is_trained]] = advantages[is_trained]
+    by_sample = by_rollout[torch.tensor(parents)]
+    return torch.where(samples.loss_mask, by_sample[samples.sequence_index], 0.0)
 
 
 def _discount_turns(

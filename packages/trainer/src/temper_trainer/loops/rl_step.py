@@ -22,7 +22,7 @@ from temper_trainer.algorithms.objectives.value_loss import (
     compute_explained_variance,
 )
 from temper_trainer.algorithms.resampling import resample_by_reward
-from temper_trainer.batching.samples import to_samples
+from temper_trainer.batching.samples import split_branches, to_samples
 from temper_trainer.batching.step_plan import (
     RoleLayout,
     StepPlan,
@@ -105,6 +105,8 @@ def train_on_rollouts(
     samples = to_samples(
         rollouts, temperature=config.sampling.temperature, overlong_filter=overlong_filter
     )
+    # One per sample: an agent that has changed its history has several samples in a rollout.
+    split_rollouts, parents = split_branches(rollouts)
     layouts = {name: RoleLayout.from_topology(role.topology) for name, role in roles.items()}
     plan_seed = derive_seed(config.run.seed, "mini-batches", step)
     plan = plan_step(samples, config.batching, layouts=layouts, seed=plan_seed)
@@ -118,12 +120,16 @@ def train_on_rollouts(
             with_old_logprobs=needs_old_logprob_pass(config),
             roles=roles,
         )
-    samples = _replace_given_logprobs(samples, rollouts)
+    samples = _replace_given_logprobs(samples, split_rollouts)
     samples, teacher_metrics = _add_teacher_columns(
-        samples, rollouts, teachers=teachers, timer=timer
+        samples, split_rollouts, teachers=teachers, timer=timer
     )
     samples, advantage_metrics, kl_controller = add_advantages(
-        samples, rollouts=rollouts, config=config, kl_controller=controllers.kl
+        samples,
+        rollouts=rollouts,
+        parents=parents,
+        config=config,
+        kl_controller=controllers.kl,
     )
     controllers = replace(controllers, kl=kl_controller)
     if config.algorithm.reweight is not None:

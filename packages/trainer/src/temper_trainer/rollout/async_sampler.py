@@ -135,6 +135,15 @@ class AsyncSampler:
             # Otherwise start again: the sampler looks for stop texts only in the tokens of one
             # call, and a stop text may span the interruption.
 
+    @property
+    def is_streaming(self) -> bool:
+        """True if requests of one rollout may be open at the same time."""
+        return self._streaming is not None
+
+    def join(self, cohort: Cohort) -> None:
+        """Record that a rollout that has left its cohort may request completions again."""
+        cohort.num_open += 1
+
     def leave(self, cohort: Cohort) -> None:
         """Record that a rollout of the cohort requests no more completions."""
         cohort.num_open -= 1

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.environment.protocol import Environment, Observation
+from temper_trainer.environment.protocol import AgentEnvironment, Environment, Observation
 from temper_trainer.loops.run.seeds import derive_seed
-from temper_trainer.types import Completion, FinishReason, SamplingRequest, Turn
+from temper_trainer.types import Branch, Completion, FinishReason, SamplingRequest, Turn
 
 
 @dataclass(slots=True)
@@ -21,8 +21,8 @@ class Conversation:
 
     request: SamplingRequest
     """Request of the first completion."""
-    environment: Environment | None
-    """Answers completions; None for single-turn rollouts."""
+    environment: Environment | AgentEnvironment | None
+    """Answers completions, or requests them; None for single-turn rollouts."""
     opening: tuple[int, ...] = ()
     """Tokens of the environment's first observation, which follow the prompt."""
     first: Completion | None = None
@@ -39,6 +39,8 @@ class Conversation:
     """The environment's counts of each completion."""
     failure: str | None = None
     """Error of its environment, with which the rollout has no reward; else None."""
+    branches: tuple[Branch, ...] = ()
+    """Other histories of an agent; the one of its last completion is the conversation."""
 
     @property
     def is_given(self) -> bool:
@@ -52,8 +54,11 @@ class Conversation:
 
     @property
     def completions(self) -> list[Completion]:
-        """All completions in order."""
-        return [] if self.first is None else [self.first, *(turn.completion for turn in self.turns)]
+        """All completions in order, those of branches last."""
+        if self.first is None:
+            return []
+        others = [completion for branch in self.branches for completion in branch.completions]
+        return [self.first, *(turn.completion for turn in self.turns), *others]
 
     @property
     def tokens(self) -> list[int]:

@@ -20,7 +20,13 @@ from typing import TypeVar
 from temper_engine_api.errors import TemperError
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit, gather_or_cancel
 from temper_trainer.config.environment import EnvironmentConfig
-from temper_trainer.environment.protocol import Environment, EnvironmentFactory
+from temper_trainer.environment.protocol import (
+    AgentEnvironment,
+    AgentOutcome,
+    Environment,
+    EnvironmentFactory,
+)
+from temper_trainer.loops.rollouts.agent_rollouts import AgentCalls
 from temper_trainer.loops.rollouts.multi_turn import (
     Conversation,
     RolloutLimits,
@@ -49,6 +55,10 @@ interrupt must not keep the run from ending."""
 
 class EnvironmentTimeoutError(TemperError, RuntimeError):
     """An environment did not answer in time."""
+
+
+class IdleAgentError(TemperError, RuntimeError):
+    """An agent ended without a completion."""
 
 
 class EnvironmentFailureError(TemperError, RuntimeError):
@@ -286,7 +296,10 @@ class _Round:
                 )
                 try:
                     try:
-                        await self._converse(conversation, index=index, limits=limits)
+                        if isinstance(conversation.environment, AgentEnvironment):
+                            await self._run_agent(conversation, index=index, limits=limits)
+                        else:
+                            await self._converse(conversation, index=index, limits=limits)
                     finally:
                         await self._close(conversation.environment)
                 except _RolloutFailedError as failed:
@@ -307,6 +320,7 @@ class _Round:
     ) -> None:
         environment = conversation.environment
         assert environment is not None
+        assert not isinstance(environment, AgentEnvironment)
         opening = await self._call_environment(environment.reset, self._prompts[index], index=index)
         if opening is not None:
             add_opening(conversation, opening, limits=limits)
@@ -322,6 +336,63 @@ class _Round:
             add_observation(conversation, observation, is_last=is_last, limits=limits)
             if conversation.is_done:
                 return
+
+    async def _run_agent(
+        self, conversation: Conversation, *, index: int, limits: RolloutLimits
+    ) -> None:
+        """Run an agent to its end.
+
+        Raises:
+            _RolloutFailedError: If it raises, takes too long, or requests nothing.
+        """
+        assert self._config is not None
+        assert isinstance(conversation.environment, AgentEnvironment)
+        timeout_s = self._config.step_timeout_s
+        # While an agent waits for its turn, those that run must not wait for its request.
+        self._sampler.leave(self._cohort)
+        async with self._limit.acquire((self._cohort.priority, index)):
+            self._sampler.join(self._cohort)
+            outcome = AgentOutcome()
+            try:
+                async with asyncio.timeout(timeout_s) as timeout:
+                    calls = AgentCalls(
+                        request=self._requests[index],
+                        limits=limits,
+                        sample_request=lambda request: self._sample(request, index=index),
+                        is_concurrent=self._sampler.is_streaming,
+                        timeout=timeout,
+                        timeout_s=timeout_s,
+                    )
+                    try:
+                        outcome = await conversation.environment.run_agent(
+                            self._prompts[index], sample=calls.sample
+                        )
+                    finally:
+                        calls.is_ended = True
+            # The agent is the user's code, which may raise anything. The failure is counted, unless
+            # a limit has ended the rollout: it is then scored as it is.
+            except Exception as error:
+                if timeout.expired():
+                    raise _RolloutFailedError from self._make_timeout_error(index)
+                if not calls.is_over_limit or not calls.finished:
+                    raise _RolloutFailedError from error
+        if not calls.finished:
+            prompt = self._prompts[index]
+            raise _RolloutFailedError from IdleAgentError(
+                f"the agent of prompt {prompt.prompt_id} ({prompt.location}) ended without a "
+                "completion: let it request one, or allow failures with "
+                "environment.max_failure_fraction."
+            )
+        calls.fill(conversation, outcome=outcome)
+
+    def _make_timeout_error(self, index: int) -> EnvironmentTimeoutError:
+        assert self._config is not None
+        prompt = self._prompts[index]
+        return EnvironmentTimeoutError(
+            f"the environment of prompt {prompt.prompt_id} ({prompt.location}) did not answer "
+            f"within environment.step_timeout_s = {self._config.step_timeout_s:g} s: raise it, or "
+            "allow failures with environment.max_failure_fraction."
+        )
 
     async def _call_environment(
         self,
@@ -349,19 +420,13 @@ class _Round:
                     return returned
             except TimeoutError as error:
                 if isinstance(error.__cause__, asyncio.CancelledError):
-                    prompt = self._prompts[index]
-                    late = EnvironmentTimeoutError(
-                        f"the environment of prompt {prompt.prompt_id} ({prompt.location}) did not "
-                        f"answer within environment.step_timeout_s = {timeout_s:g} s: raise it, or "
-                        "allow failures with environment.max_failure_fraction."
-                    )
-                    raise _RolloutFailedError from late
+                    raise _RolloutFailedError from self._make_timeout_error(index)
                 raise _RolloutFailedError from error
             # The environment is the user's code, which may raise anything. The failure is counted.
             except Exception as error:
                 raise _RolloutFailedError from error
 
-    async def _close(self, environment: Environment | None) -> None:
+    async def _close(self, environment: Environment | AgentEnvironment | None) -> None:
         """Close the environment of a rollout if it can be closed.
 
         Raises:

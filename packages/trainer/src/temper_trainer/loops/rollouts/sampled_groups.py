@@ -158,6 +158,7 @@ def form_rollouts(
         [each.conversation for group in groups for each in group.members],
         algorithm=components.config.algorithm,
     )
+    _check_branches(conversations, algorithm=components.config.algorithm)
     rollouts = [
         rollout
         for i, group in enumerate(groups)
@@ -223,6 +224,7 @@ def _make_rollouts(group: SampledGroup, *, group_id: int) -> list[Rollout]:
             prompt=each.prompt,
             completion=each.conversation.completions[0],
             turns=tuple(each.conversation.turns),
+            branches=each.conversation.branches,
             text=each.text,
             reward=each.reward,
             group_id=group_id,
@@ -318,3 +320,15 @@ def _check_environment_rewards(
             f"reward ({reward:g}), which would be ignored: compute it in a reward function among "
             "the components, or choose another algorithm.advantage."
         )
+
+
+def _check_branches(conversations: Sequence[Conversation], *, algorithm: AlgorithmConfig) -> None:
+    """Refuse rollouts of several samples if their tokens have different advantages."""
+    if algorithm.has_equal_token_advantages or not any(each.branches for each in conversations):
+        return
+    raise ConfigError(
+        "the agent changed what the policy had read before, so its rollout is several samples, "
+        "which need one advantage per rollout: set algorithm.advantage to an estimator such as "
+        "grpo, algorithm.kl_reward_coef=0 and algorithm.reweight=null, or let the agent only "
+        "append to its conversation."
+    )

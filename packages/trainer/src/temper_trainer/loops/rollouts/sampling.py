@@ -237,7 +237,9 @@ def _merge_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
             merged[name] = max(values)
         else:
             is_sum = (
-                is_count or name in ("rollout/tokens", "rollout/failed") or name.startswith("tool/")
+                is_count
+                or name in ("rollout/tokens", "rollout/failed")
+                or name.startswith(("tool/", "agent/"))
             )
             merged[name] = sum(values) if is_sum else sum(values) / len(values)
     return merged

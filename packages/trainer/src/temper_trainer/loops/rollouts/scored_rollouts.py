@@ -104,8 +104,9 @@ async def _score(
     else:
         scoring.leave(index)
     return ScoredRollout(
-        # The first observation of an environment is not trained, like the prompt.
-        prompt=replace(prompt, tokens=(*prompt.tokens, *conversation.opening)),
+        # The first observation of an environment is not trained, like the prompt. An agent writes
+        # its own prompt.
+        prompt=replace(prompt, tokens=(*conversation.request.prompt_tokens, *conversation.opening)),
         conversation=conversation,
         text=text,
         item=item,

@@ -73,6 +73,9 @@ class AdvantageEstimator(Variant):
     whitens: ClassVar[bool] = False
     """True if its advantages are whitened over the step."""
 
+    is_per_token: ClassVar[bool] = False
+    """True if the tokens of a rollout may have different advantages, apart from the KL penalty."""
+
     @abstractmethod
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return float64 advantages [B] or [T], and returns [T] if there is a critic to train."""

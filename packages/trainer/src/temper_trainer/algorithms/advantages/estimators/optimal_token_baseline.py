@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from temper_trainer.algorithms.advantages.advantage_statistics import compute_discounted_sums
 from temper_trainer.algorithms.advantages.estimators.estimator import (
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 @variant("optimal_token_baseline")
 class OptimalTokenBaseline(AdvantageEstimator):
     """Mean of the group at each position, weighted by gradient energy (arXiv:2602.07078)."""
+
+    is_per_token: ClassVar[bool] = True
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_optimal_token_baseline_advantages``."""

@@ -30,6 +30,7 @@ class Gae(AdvantageEstimator):
 
     inputs: ClassVar[frozenset[str]] = frozenset({"values"})
     compares_group: ClassVar[bool] = False
+    is_per_token: ClassVar[bool] = True
 
     gamma: UnitFloat = 1.0
     """Discount per trained token."""
@@ -65,6 +66,7 @@ class Vapo(AdvantageEstimator):
 
     inputs: ClassVar[frozenset[str]] = frozenset({"values"})
     compares_group: ClassVar[bool] = False
+    is_per_token: ClassVar[bool] = True
 
     gamma: UnitFloat = 1.0
     """Discount per trained token."""
@@ -98,6 +100,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
     compares_group: ClassVar[bool] = False
     whitens: ClassVar[bool] = True
+    is_per_token: ClassVar[bool] = True
 
     gamma: UnitFloat = 1.0
     """Discount per trained token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from temper_trainer.algorithms.advantages.advantage_statistics import (
     STD_EPSILON,
@@ -45,6 +45,8 @@ def select_token_rewards(step: StepRewards, *, turn_rewards: bool) -> Tensor:
 @variant("turn_grpo")
 class TurnGrpo(AdvantageEstimator):
     """Return of each turn, compared with the same turn of the group (arXiv:2505.11821)."""
+
+    is_per_token: ClassVar[bool] = True
 
     gamma: UnitFloat = 1.0
     """Discount per turn; 0 credits a turn only with its own reward."""

@@ -1,0 +1,180 @@
+"""Rollouts of agents, which request completions themselves.
+
+An agent decides what the policy reads. The completions of a rollout are joined where the tokens of
+one request begin with those of an earlier request and its completion, so that a conversation is one
+sample. Where an agent has changed its history, a branch begins.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+from temper_trainer.environment.protocol import AgentOutcome, RolloutLimitError
+from temper_trainer.loops.rollouts.multi_turn import Conversation, RolloutLimits
+from temper_trainer.loops.run.seeds import derive_seed
+from temper_trainer.types import Branch, Completion, SamplingRequest, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCall:
+    """A completion that an agent has requested."""
+
+    prompt_tokens: tuple[int, ...]
+    """Everything that the policy has read."""
+    completion: Completion
+
+
+@dataclass(slots=True, kw_only=True)
+class AgentCalls:
+    """The requests of one agent."""
+
+    request: SamplingRequest
+    """Gives the settings and the seed; its prompt is not read."""
+    limits: RolloutLimits
+    """Limits of the rollout."""
+    sample_request: Callable[[SamplingRequest], Awaitable[Completion]]
+    """Samples a completion."""
+    is_concurrent: bool
+    """False if the sampler allows one open request per rollout; others then wait."""
+    timeout: asyncio.Timeout
+    """Limits the time of the agent between its requests."""
+    timeout_s: float | None
+    """Maximum time between requests in seconds; None is no limit."""
+    finished: list[AgentCall] = field(default_factory=list)
+    """Completions that the agent got, in the order in which they were finished."""
+    is_over_limit: bool = False
+    """True if a request was refused because of a limit."""
+    is_ended: bool = False
+    """True when the agent has ended; requests may still be open."""
+    _num_started: int = 0
+    _num_open: int = 0
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def sample(
+        self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
+        """Return a completion; see `SampleFunction`."""
+        request = self._make_request(tuple(tokens), max_tokens=max_tokens, stop=stop)
+        self._num_open += 1
+        self._set_deadline(None)
+        try:
+            async with nullcontext() if self.is_concurrent else self._lock:
+                completion = await self.sample_request(request)
+        finally:
+            self._num_open -= 1
+            if not self._num_open and self.timeout_s is not None:
+                self._set_deadline(asyncio.get_running_loop().time() + self.timeout_s)
+        # Not reached if the request was cancelled: the agent has not read such a completion.
+        self.finished.append(AgentCall(prompt_tokens=request.prompt_tokens, completion=completion))
+        return completion
+
+    def _set_deadline(self, deadline: float | None) -> None:
+        """Set the time until which the agent must request or end."""
+        if not self.is_ended and not self.timeout.expired():
+            self.timeout.reschedule(deadline)
+
+    def _make_request(
+        self, tokens: tuple[int, ...], *, max_tokens: int | None, stop: Sequence[str]
+    ) -> SamplingRequest:
+        """Return the request of a completion.
+
+        Raises:
+            RolloutLimitError: See `SampleFunction`.
+        """
+        if self._num_started == self.limits.max_turns:
+            self.is_over_limit = True
+            raise RolloutLimitError(
+                f"this rollout had its {self.limits.max_turns} completions (environment.max_turns)."
+            )
+        longest = len(self.request.prompt_tokens) + self.limits.max_tokens
+        if len(tokens) >= longest:
+            self.is_over_limit = True
+            raise RolloutLimitError(
+                f"the request has {len(tokens)} tokens, but with its completion it may have "
+                f"{longest}: the {len(self.request.prompt_tokens)} of the row's prompt and the "
+                f"{self.limits.max_tokens} of environment.max_tokens."
+            )
+        call, self._num_started = self._num_started, self._num_started + 1
+        sampling = self.request.sampling
+        lengths = [sampling.max_tokens, longest - len(tokens)]
+        if max_tokens is not None:
+            lengths.append(max_tokens)
+        return replace(
+            self.request,
+            prompt_tokens=tokens,
+            sampling=replace(sampling, max_tokens=min(lengths), stop=(*sampling.stop, *stop)),
+            seed=self.request.seed if call == 0 else derive_seed(self.request.seed, "turn", call),
+            # One replica has the beginning of the conversation in its prefix cache.
+            session=self.request.seed if self.request.session is None else self.request.session,
+        )
+
+    def fill(self, conversation: Conversation, *, outcome: AgentOutcome) -> None:
+        """Add the completions and the outcome to a conversation."""
+        histories = join_calls(self.finished)
+        # The conversation is the history of the last completion, whose text is scored.
+        last = next(
+            i
+            for i, each in enumerate(histories)
+            if each.completions[-1] is self.finished[-1].completion
+        )
+        main = histories.pop(last)
+        conversation.request = replace(self.request, prompt_tokens=main.prompt_tokens)
+        conversation.first, conversation.turns = main.completion, list(main.turns)
+        conversation.branches = tuple(histories)
+        conversation.rewards = [*([0.0] * len(main.turns)), outcome.reward]
+        conversation.metrics = [
+            {
+                "agent/requests": float(len(self.finished)),
+                "agent/branches": float(len(histories)),
+                "agent/over_limit": float(self.is_over_limit),
+                **outcome.metrics,
+            }
+        ]
+
+
+def join_calls(calls: Sequence[AgentCall]) -> list[Branch]:
+    """Join calls whose tokens begin with an earlier call and its completion.
+
+    Returns:
+        The histories, in the order of their first completions. Each completion is in one of them.
+
+    Example:
+        >>> from temper_trainer.types import FinishReason
+        >>> def call(prompt, tokens):
+        ...     return AgentCall(
+        ...         prompt_tokens=prompt,
+        ...         completion=Completion(
+        ...             request_id=0,
+        ...             tokens=tokens,
+        ...             rollout_logprobs=(-0.5,) * len(tokens),
+        ...             finish_reason=FinishReason.END_TOKEN,
+        ...             weight_version=1,
+        ...         ),
+        ...     )
+        >>> calls = [call((1,), (2, 3)), call((1, 2, 3, 4), (5,)), call((1, 9), (6,))]
+        >>> histories = join_calls(calls)
+        >>> [(each.prompt_tokens, len(each.turns)) for each in histories]
+        [((1,), 1), ((1, 9), 0)]
+        >>> histories[0].turns[0].observation
+        (4,)
+    """
+    histories: list[Branch] = []
+    tokens: list[tuple[int, ...]] = []
+    """All tokens of each history."""
+    for call in calls:
+        prompt = call.prompt_tokens
+        # The longest one, because a history may continue another one that was not continued.
+        best = max(
+            (i for i, each in enumerate(tokens) if prompt[: len(each)] == each),
+            key=lambda i: len(tokens[i]),
+            default=None,
+        )
+        if best is None:
+            histories.append(Branch(prompt_tokens=prompt, completion=call.completion))
+            tokens.append((*prompt, *call.completion.tokens))
+        else:
+            turn = Turn(observation=prompt[len(tokens[best]) :], completion=call.completion)
+            histories[best] = replace(histories[best], turns=(*histories[best].turns, turn))
+            tokens[best] = (*prompt, *call.completion.tokens)
+    return histories
