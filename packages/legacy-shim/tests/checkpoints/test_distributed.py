@@ -10,6 +10,7 @@ from old_files import Box, write_fsdp, write_sharded
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from temper_legacy_shim.checkpoints import rank_files
 from temper_legacy_shim.checkpoints.files.lazy import (
     Element,
     InMemory,
@@ -21,7 +22,6 @@ from temper_legacy_shim.checkpoints.files.lazy import (
 from temper_legacy_shim.checkpoints.files.sharded import covering, shard_box
 from temper_legacy_shim.checkpoints.files.tensors import Placement as Placed
 from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
-from temper_legacy_shim.checkpoints.fsdp import rank_files
 from temper_legacy_shim.checkpoints.layouts import find_roles
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Shard
 
+from temper_legacy_shim.checkpoints import rank_files
 from temper_legacy_shim.checkpoints.files.archive import Archive
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, blocks, num_bytes
 from temper_legacy_shim.checkpoints.files.pickles import load_inert
-from temper_legacy_shim.checkpoints.fsdp import rank_files
-from temper_legacy_shim.checkpoints.fsdp.moments import read_optimizer
+from temper_legacy_shim.checkpoints.fsdp_moments import read_optimizer
 from temper_legacy_shim.checkpoints.huggingface import model_directory
 from temper_legacy_shim.checkpoints.layouts import find_roles
 from temper_legacy_shim.errors import ShimError

@@ -9,9 +9,8 @@ import torch
 from old_files import write_fsdp
 from typer.testing import CliRunner
 
-from temper_legacy_shim.checkpoints import find_roles, open_checkpoint
-from temper_legacy_shim.checkpoints.fsdp import rank_files
-from temper_legacy_shim.checkpoints.fsdp.moments import _group_by_layer
+from temper_legacy_shim.checkpoints import find_roles, open_checkpoint, rank_files
+from temper_legacy_shim.checkpoints.fsdp_moments import _group_by_layer
 from temper_legacy_shim.checkpoints.staging import Staging
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, OutputError, UsageError

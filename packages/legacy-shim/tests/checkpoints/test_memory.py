@@ -16,7 +16,7 @@ with torch.serialization.skip_data():
 _READ = """
 import sys
 from pathlib import Path
-from temper_legacy_shim.checkpoints.fsdp import rank_files
+from temper_legacy_shim.checkpoints import rank_files
 from temper_legacy_shim.checkpoints.files.lazy import blocks
 
 def peak_mb():

@@ -13,10 +13,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from temper_legacy_shim.checkpoints import Options, convert, find_roles, open_checkpoint, plan_jobs
+from temper_legacy_shim.checkpoints import (
+    Options,
+    convert,
+    find_roles,
+    open_checkpoint,
+    plan_jobs,
+    rank_files,
+)
 from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
-from temper_legacy_shim.checkpoints.fsdp import rank_files
-from temper_legacy_shim.checkpoints.fsdp.moments import read_optimizer, read_trained_leaves
+from temper_legacy_shim.checkpoints.fsdp_moments import read_optimizer, read_trained_leaves
 from temper_legacy_shim.checkpoints.model import Sources
 from temper_legacy_shim.checkpoints.temper.training_state import resumable
 

@@ -18,11 +18,11 @@ from temper_legacy_shim.checkpoints.conversion import convert
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.files.lazy import InMemory, read_all
 from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
-from temper_legacy_shim.checkpoints.fsdp.moments import read_trained_leaves
-from temper_legacy_shim.checkpoints.fsdp.rank_files import read_weights
+from temper_legacy_shim.checkpoints.fsdp_moments import read_trained_leaves
 from temper_legacy_shim.checkpoints.layouts import find_roles
 from temper_legacy_shim.checkpoints.model import Sources, read_model
 from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
+from temper_legacy_shim.checkpoints.rank_files import read_weights
 from temper_legacy_shim.checkpoints.receipt import check_files
 from temper_legacy_shim.checkpoints.temper import step_directory
 from temper_legacy_shim.checkpoints.temper.dcp import write_group

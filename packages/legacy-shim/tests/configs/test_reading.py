@@ -13,8 +13,7 @@ from hydra.errors import HydraException
 
 from temper_legacy_shim.configs import Outcome, translate
 from temper_legacy_shim.configs.reading.composition import old_config
-from temper_legacy_shim.configs.reading.config_values import Plain
-from temper_legacy_shim.configs.reading.overrides import read_overrides
+from temper_legacy_shim.configs.reading.config_values import Plain, read_overrides
 from temper_legacy_shim.configs.reading.trees import (
     default_tree,
     families_of,

@@ -28,8 +28,8 @@ from typer.testing import CliRunner
 
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.configs import Outcome, translate
-from temper_legacy_shim.configs.cpu_trial import make_cpu_trial
 from temper_legacy_shim.configs.report import yaml_of
+from temper_legacy_shim.configs.translate import make_cpu_trial
 from temper_legacy_shim.scripts.launch_translation import Options
 from temper_legacy_shim.scripts.migrate import migrate_script
 from temper_trainer.__main__ import main

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from temper_legacy_shim.checkpoints import adapters
+from temper_legacy_shim.checkpoints import adapters, rank_files
 from temper_legacy_shim.checkpoints.adapters import Adapter, is_alpha
 from temper_legacy_shim.checkpoints.files.dtypes import to_float32
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, read_all
 from temper_legacy_shim.checkpoints.files.sharded import is_equal
-from temper_legacy_shim.checkpoints.fsdp import rank_files
 from temper_legacy_shim.checkpoints.huggingface import model_directory
 from temper_legacy_shim.checkpoints.layouts import Kind, Role, check_own, read_object
 from temper_legacy_shim.checkpoints.one_save import check_one_save

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from temper_legacy_shim.checkpoints.files.archive import Archive
-from temper_legacy_shim.checkpoints.fsdp.rank_files import RankCounts, read_counts
 from temper_legacy_shim.checkpoints.layouts import Role, read_object
+from temper_legacy_shim.checkpoints.rank_files import RankCounts, read_counts
 from temper_legacy_shim.errors import DamagedFileError
 
 _COMPARED_SETTINGS = ("lr", "initial_lr", "weight_decay")

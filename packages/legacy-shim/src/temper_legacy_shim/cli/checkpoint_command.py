@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from temper_legacy_shim.cli.output import print_facts
+from temper_legacy_shim.cli.shared import print_facts
 from temper_legacy_shim.errors import LayoutError, ShimError, UsageError, format_extra_install
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from temper_legacy_shim.cli.output import print_table
-from temper_legacy_shim.cli.shared_options import (
+from temper_legacy_shim.cli.shared import (
     AsJson,
     FromVersion,
     GpusPerNode,
     HasTable,
     Numerics,
     NumericsChoice,
+    print_table,
     read_cluster,
 )
 from temper_legacy_shim.errors import OutputError, UsageError
@@ -148,8 +148,8 @@ def _check_config(name: str | None, overrides: list[str]) -> None:
     Raises:
         UsageError: no old release has a configuration of that name.
     """
+    from temper_legacy_shim.configs.reading.config_values import read_overrides
     from temper_legacy_shim.configs.reading.entry_points import config_named, is_config
-    from temper_legacy_shim.configs.reading.overrides import read_overrides
 
     named = config_named(name, read_overrides(overrides))
     if named and not is_config(named):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from temper_legacy_shim.cli.output import print_table
+from temper_legacy_shim.cli.shared import print_table
 from temper_legacy_shim.errors import ShimError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from temper_legacy_shim.cli.shared_options import AsJson
+from temper_legacy_shim.cli.shared import AsJson
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from temper_legacy_shim.cli.output import print_table
-from temper_legacy_shim.cli.shared_options import (
+from temper_legacy_shim.cli.shared import (
     AsJson,
     FromVersion,
     GpusPerNode,
     HasTable,
     Numerics,
     NumericsChoice,
+    print_table,
     read_cluster,
 )
 from temper_legacy_shim.errors import OutputError, ScriptError, UsageError

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rules import Rule, find_rule, is_block
 from temper_legacy_shim.configs.reading.config_values import (
+    Override,
     Plain,
     flatten,
     from_environment,
     yaml_text,
 )
 from temper_legacy_shim.configs.reading.entry_points import GROUPS, Program
-from temper_legacy_shim.configs.reading.overrides import Override
 from temper_legacy_shim.configs.translation import (
     EXIT_CODES,
     Disposition,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from temper_legacy_shim.bash.values.shell_values import Piece, Text, literal
 from temper_legacy_shim.configs import Cluster, Finding, Outcome, Setting, Translation, translate
-from temper_legacy_shim.configs.cpu_trial import make_cpu_trial
 from temper_legacy_shim.configs.reading.config_files import (
     OldFile,
     entry_of,
@@ -18,6 +17,7 @@ from temper_legacy_shim.configs.reading.config_files import (
     with_missing,
 )
 from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
+from temper_legacy_shim.configs.translate import make_cpu_trial
 from temper_legacy_shim.scripts.launches import Launch, Override
 
 _NAMED_PART = re.compile(r"\$\{\w+\}")

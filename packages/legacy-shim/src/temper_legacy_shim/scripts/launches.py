@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from temper_legacy_shim.bash.execution.wrappers import started
+from temper_legacy_shim.bash.execution.external_commands import started
 from temper_legacy_shim.bash.syntax.syntax_tree import Span
 from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field, Text

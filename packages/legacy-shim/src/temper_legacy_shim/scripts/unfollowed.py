@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from temper_legacy_shim.bash.execution.wrappers import started
+from temper_legacy_shim.bash.execution.external_commands import started
 from temper_legacy_shim.bash.syntax.syntax_tree import Program, Simple, Word
 from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field

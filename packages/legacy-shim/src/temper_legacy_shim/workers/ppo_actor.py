@@ -19,7 +19,6 @@ from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, po
 from temper_legacy_shim.workers.batches.rows import Rows, read_rows, temperature_of
 from temper_legacy_shim.workers.batches.settings import ActorSettings, known, policy_loss_settings
 from temper_legacy_shim.workers.batches.updates import append_metrics, passes
-from temper_legacy_shim.workers.engine.objective_updates import update_actor_with_objective
 from temper_legacy_shim.workers.engine.on_engine import (
     Numerics,
     OnEngine,
@@ -30,6 +29,7 @@ from temper_legacy_shim.workers.engine.on_engine import (
     needed_column,
     refuse_own_forward,
     single_forward,
+    update_actor_with_objective,
 )
 
 

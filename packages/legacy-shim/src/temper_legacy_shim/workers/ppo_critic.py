@@ -16,7 +16,6 @@ from temper_legacy_shim.numerics.masked_losses import value_loss
 from temper_legacy_shim.workers.batches.rows import read_rows
 from temper_legacy_shim.workers.batches.settings import CriticSettings, known
 from temper_legacy_shim.workers.batches.updates import append_metrics, passes
-from temper_legacy_shim.workers.engine.objective_updates import update_critic_with_objective
 from temper_legacy_shim.workers.engine.on_engine import (
     Numerics,
     OnEngine,
@@ -26,6 +25,7 @@ from temper_legacy_shim.workers.engine.on_engine import (
     needed_column,
     refuse_own_forward,
     single_forward,
+    update_critic_with_objective,
 )
 
 

@@ -3,7 +3,7 @@
 The shell's own, functions, and those that are recorded because only a run could run them.
 """
 
-from temper_legacy_shim.bash.execution import builtin_commands, conditions, filters, wrappers
+from temper_legacy_shim.bash.execution import builtin_commands, conditions, external_commands
 from temper_legacy_shim.bash.syntax.parser import parse
 from temper_legacy_shim.bash.syntax.syntax_tree import (
     Assignment,
@@ -69,7 +69,7 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
         shell.status = _bracket_status(shell, name, fields[1:], command.span, is_decided=is_tested)
     else:
         _run_other(shell, fields, environment=environment, span=command.span, stdin=stdin)
-    if prints_elsewhere(command.redirects) or name in wrappers.SUBMITTERS:
+    if prints_elsewhere(command.redirects) or name in external_commands.SUBMITTERS:
         written = fields[-1].text if name in ("echo", "printf") else stdin
         if (
             written is not None
@@ -246,7 +246,7 @@ def _run_other(
         reading.note(failure, span.start)
         shell.status = 1
         return
-    printed = filters.output(fields, given)
+    printed = external_commands.output(fields, given)
     shell.status = 0 if printed is not None else None
     if shell.captured is not None:
         shell.captured = shell.captured + (printed if printed is not None else unknown("\0"))
@@ -269,7 +269,7 @@ def _run_other(
             is_written=reading.is_writing,
         )
     )
-    inner = wrappers.inner_script(fields, stdin)
+    inner = external_commands.inner_script(fields, stdin)
     if inner is not None:
         run_inner(_started_shell(shell, environment), inner, span=span, is_shell=True)
 

@@ -8,10 +8,10 @@ import math
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
+from temper_legacy_shim.checkpoints import rank_files
 from temper_legacy_shim.checkpoints.files.archive import FileBytes
 from temper_legacy_shim.checkpoints.files.dtypes import BY_TAG
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Stored, num_bytes
-from temper_legacy_shim.checkpoints.fsdp import rank_files
 from temper_legacy_shim.checkpoints.layouts import read_object
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from temper_legacy_shim.checkpoints.files.archive import Archive
 from temper_legacy_shim.checkpoints.files.lazy import Cast, LazyTensor, Rows, Unflattened
 from temper_legacy_shim.checkpoints.files.tensors import TensorReader
-from temper_legacy_shim.checkpoints.fsdp.moments import OldMoments, OldOptimizer, is_buffer
+from temper_legacy_shim.checkpoints.fsdp_moments import OldMoments, OldOptimizer, is_buffer
 from temper_legacy_shim.checkpoints.megatron import parameter_names, ranks
 from temper_legacy_shim.checkpoints.megatron.parameter_names import Geometry
 from temper_legacy_shim.checkpoints.megatron.ranks import Chunks, Position

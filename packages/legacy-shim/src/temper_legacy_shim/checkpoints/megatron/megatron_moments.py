@@ -10,7 +10,7 @@ from temper_legacy_shim.checkpoints.adapters import peft_tensors
 from temper_legacy_shim.checkpoints.files.archive import Archive
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor
-from temper_legacy_shim.checkpoints.fsdp.moments import OldMoments, OldOptimizer, is_buffer
+from temper_legacy_shim.checkpoints.fsdp_moments import OldMoments, OldOptimizer, is_buffer
 from temper_legacy_shim.checkpoints.megatron import parameter_names
 from temper_legacy_shim.checkpoints.megatron.buckets import (
     FullStates,

@@ -18,20 +18,19 @@ import torch
 
 from temper_engine_api.checkpoint import ENGINE_PART, find_step
 from temper_engine_api.weights import TrainingState
+from temper_legacy_shim.checkpoints import rank_files
 from temper_legacy_shim.checkpoints.adapters import PEFT_PREFIX, Adapter, merged
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32
 from temper_legacy_shim.checkpoints.files.lazy import Cast, InMemory, LazyTensor
 from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
-from temper_legacy_shim.checkpoints.fsdp import rank_files
-from temper_legacy_shim.checkpoints.fsdp.moments import (
+from temper_legacy_shim.checkpoints.fsdp_moments import (
     OldMoments,
     OldOptimizer,
     is_buffer,
     read_optimizer,
     read_trained_leaves,
 )
-from temper_legacy_shim.checkpoints.fsdp.rank_files import check_is_next_to_weights
 from temper_legacy_shim.checkpoints.huggingface.joined_experts import (
     joined,
     joined_counts,
@@ -48,6 +47,7 @@ from temper_legacy_shim.checkpoints.megatron.megatron_moments import (
     read_megatron_optimizer,
 )
 from temper_legacy_shim.checkpoints.model import CLASSIFIER, LANGUAGE_HEAD, OldModel
+from temper_legacy_shim.checkpoints.rank_files import check_is_next_to_weights
 from temper_legacy_shim.checkpoints.temper.extra_state import OldExtra, read_extra
 from temper_legacy_shim.errors import LayoutError, UsageError
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from temper_legacy_shim.configs.reading.config_values import Plain, flatten, parse_value
-from temper_legacy_shim.configs.reading.overrides import Override
+from temper_legacy_shim.configs.reading.config_values import Override, Plain, flatten, parse_value
 
 _ONE_KEY = re.compile(r"\$\{(?:oc\.select:)?[\w.]+(?:,[^{}]*)?\}")
 _MAX_DEPTH = 20

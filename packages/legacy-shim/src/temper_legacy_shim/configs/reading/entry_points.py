@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from temper_legacy_shim.configs.reading.config_values import Plain, flatten
-from temper_legacy_shim.configs.reading.overrides import Override
+from temper_legacy_shim.configs.reading.config_values import Override, Plain, flatten
 from temper_legacy_shim.configs.reading.trees import Family, known_keys, own_configs
 
 Program = Literal["ppo", "sft", "sft1", "generation", "evaluation"]

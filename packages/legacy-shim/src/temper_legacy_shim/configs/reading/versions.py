@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from temper_legacy_shim.configs.mapping.rl.trainer_defaults import DEFAULTS
-from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
+from temper_legacy_shim.configs.reading.config_values import Override, Plain, hydra_text
 from temper_legacy_shim.configs.reading.entry_points import GROUPS, Program
-from temper_legacy_shim.configs.reading.overrides import Override
 from temper_legacy_shim.configs.reading.trees import (
     Family,
     composed_tree,

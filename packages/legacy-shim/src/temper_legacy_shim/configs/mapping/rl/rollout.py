@@ -1,4 +1,7 @@
-"""Sampling of completions: how, by which server, in how many turns."""
+"""Sampling of completions: how, by which server, in how many turns, how far ahead.
+
+Tools and teachers, whose text or scores a rollout needs, are set here too.
+"""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
@@ -162,4 +165,252 @@ def _loop(draft: Draft) -> None:
     if is_one_step_off(draft) or is_async(draft):
         draft.put(
             "rollout.pool", "rollout", rule="rollout-pool", old=["actor_rollout_ref.hybrid_engine"]
+        )
+
+
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+_TEACHERS = "distillation.teacher_models"
+_LOSS = "distillation.distillation_loss"
+
+
+_OWN_CODE = (
+    f"{TURNS}.interaction_config_path",
+    f"{TURNS}.completion_callback",
+    f"{TURNS}.function_tool_path",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+)
+_HERMES = ("", "hermes", "chatml")
+"""Ways of writing a call that are <tool_call>{...}</tool_call>; chatml was the word before v0.4.1.
+"""
+
+
+def build_turns(draft: Draft) -> None:
+    """Set an environment for tools, and report a question for other code that answers."""
+    _unread_limit(draft)
+    tools, own = (
+        draft.text(f"{TURNS}.tool_config_path"),
+        [key for key in _OWN_CODE if draft.text(key)],
+    )
+    is_named = "multiturn" in draft.config_name or "multi_turn" in draft.config_name
+    form = draft.text(f"{TURNS}.format")
+    if own or (tools and form not in _HERMES) or (is_named and not tools):
+        _ask(draft, tools=tools, own=own, form=form)
+    elif tools:
+        _tools(draft, tools)
+    else:
+        if draft.switch(f"{TURNS}.enable"):
+            draft.find("multi-turn.no-tools", f"{TURNS}.enable")
+        draft.explain_drop(TURNS, "one completion for each prompt: nothing answers it")
+    draft.explain_drop(
+        "actor_rollout_ref.rollout.agent",
+        "how many processes ran the rollouts; servers are asynchronous anyway",
+    )
+
+
+def _ask(draft: Draft, *, tools: str, own: list[str], form: str) -> None:
+    parts = [f"tools of {tools}"] * bool(tools) + [f"{key}={draft.text(key)}" for key in own]
+    parts += [f"calls in the form {form}"] * (bool(tools) and form not in _HERMES)
+    what = "; ".join(parts) or f"{draft.config_name} says so, and lies in a file that was not given"
+    turns = _num_turns(draft)
+    draft.find(
+        "multi-turn.own-code",
+        what=what,
+        detail=f" and environment.max_turns={turns}" if turns else "",
+    )
+    draft.explain_drop(TURNS, "turns and tools become an environment, which is asked about once")
+
+
+def _tools(draft: Draft, path: str) -> None:
+    tools, length = f"{TURNS}.tool_config_path", draft.integer("data.max_response_length")
+    draft.put(
+        "environment.name",
+        "temper_legacy_shim.old_tools:HermesTools",
+        rule="multi-turn",
+        old=[tools, f"{TURNS}.enable"],
+    )
+    draft.put("environment.arguments.path", path, rule="multi-turn", old=[tools], verbatim=True)
+    draft.put("data.tools_path", path, rule="multi-turn", old=[tools], verbatim=True)
+    draft.copy(
+        "environment.arguments.max_characters",
+        f"{TURNS}.max_tool_response_length",
+        rule="multi-turn",
+        expected="number",
+    )
+    draft.copy(
+        "environment.arguments.cut", f"{TURNS}.tool_response_truncate_side", rule="multi-turn"
+    )
+    draft.put("environment.call_start", "<tool_call>", rule="multi-turn", old=[f"{TURNS}.format"])
+    draft.put("environment.call_end", "</tool_call>", rule="multi-turn", old=[f"{TURNS}.format"])
+    limits = _limits(draft)
+    # Without a limit the tokens of the rollout were one; a call and its answer take sixteen at
+    # least.
+    draft.put(
+        "environment.max_turns",
+        _num_turns(draft) or max(1, (length or 1024) // 16),
+        rule="multi-turn",
+        old=limits,
+    )
+    if length is not None:
+        draft.put(
+            "environment.max_tokens", length, rule="multi-turn", old=["data.max_response_length"]
+        )
+    draft.put("environment.tool_timeout_s", 300.0, rule="multi-turn")
+    parallel = draft.integer(f"{TURNS}.max_parallel_calls") or 1
+    also = (
+        f", and the other {parallel - 1} of max_parallel_calls wait for turns of their own"
+        if parallel > 1
+        else ""
+    )
+    draft.find("multi-turn.tools", tools, path=path, also=also)
+    draft.explain_drop(
+        TURNS, "an environment has no such choice: it is called as before in any case"
+    )
+
+
+def _num_turns(draft: Draft) -> int:
+    """Return the maximum number of completions of a rollout; 0 for no limit."""
+    counts = {key.rpartition(".")[2]: draft.integer(key) or 0 for key in _limits(draft)}
+    others = counts.get("max_user_turns", 0)
+    result = [
+        counts.get("max_assistant_turns", 0),
+        others + 1 if others > 0 else 0,
+        counts.get("max_turns", 0),
+    ]
+    return min((count for count in result if count > 0), default=0)
+
+
+def _limits(draft: Draft) -> list[str]:
+    """Return the keys that limit turns in this release: it reads no other, whatever + put there."""
+    return [
+        key
+        for name in ("max_assistant_turns", "max_user_turns", "max_turns")
+        if (key := f"{TURNS}.{name}") in draft.old.defaults
+    ]
+
+
+def _unread_limit(draft: Draft) -> None:
+    key = f"{TURNS}.max_turns"
+    if key in _limits(draft) or not draft.old.is_set(key):
+        return
+    reason = (
+        f"{draft.old.version} does not read it: v0.4.0 alone did, and max_assistant_turns and "
+        "max_user_turns came after it"
+    )
+    draft.find("max-turns", key, value=draft.old.get(key), reason=reason)
+    draft.explain_drop(key, reason)
+
+
+def build_staleness(draft: Draft) -> None:
+    """Set a bound on sample age from the fraction of stale samples."""
+    if not is_async(draft):
+        return
+    fraction = draft.number("async_training.staleness_threshold")
+    if fraction is not None:
+        draft.put(
+            "asynchrony.max_staleness",
+            1 if fraction <= 1 else int(-(-fraction // 1)),
+            rule="staleness",
+            old=["async_training.staleness_threshold"],
+        )
+    partial = draft.switch("async_training.partial_rollout")
+    draft.put(
+        "asynchrony.partial_rollouts",
+        partial,
+        rule="staleness",
+        old=["async_training.partial_rollout"],
+    )
+    draft.find("staleness", "async_training.staleness_threshold", fraction=fraction)
+    is_first = not draft.since("v0.7.1")
+    if is_first and not draft.switch("async_training.use_rollout_log_probs"):
+        draft.find(
+            "async-proximal",
+            "async_training.use_rollout_log_probs",
+            detail=max(1, draft.integer("async_training.trigger_parameter_sync_step") or 1),
+        )
+
+
+def build_teachers(draft: Draft) -> None:
+    """Set on-policy distillation of v0.8.0 and later."""
+    if not draft.switch("distillation.enabled"):
+        draft.explain_drop("distillation", "distillation is not enabled")
+        return
+    names = {
+        key.removeprefix(f"{_TEACHERS}.").partition(".")[0] for key in draft.old.below(_TEACHERS)
+    }
+    taught = [name for name in sorted(names) if draft.text(f"{_TEACHERS}.{name}.model_path")]
+    if not taught:
+        draft.find("distillation.no-model", "distillation.enabled")
+    for name in taught:
+        _teacher(draft, name)
+    if len(taught) > 1:
+        draft.copy("data.train.route_key", "distillation.teacher_key", rule="distillation")
+    _distillation_loss(draft)
+    draft.put(
+        "task",
+        "rl" if draft.switch(f"{_LOSS}.use_task_rewards") else "distill",
+        rule="distillation",
+        old=[f"{_LOSS}.use_task_rewards", "distillation.enabled"],
+    )
+
+
+def _teacher(draft: Draft, name: str) -> None:
+    old, new = f"{_TEACHERS}.{name}", f"teachers.{name}"
+    draft.copy(f"{new}.engine.model.path", f"{old}.model_path", rule="distillation")
+    route = draft.text(f"{old}.key")
+    if route:
+        draft.put(f"{new}.route", route, rule="distillation", old=[f"{old}.key"], verbatim=True)
+    replicas = draft.integer(f"{old}.num_replicas")
+    if replicas is not None and replicas > 1:
+        draft.put(
+            f"{new}.num_replicas",
+            replicas,
+            rule="distillation",
+            old=[f"{old}.num_replicas"],
+            verbatim=True,
+        )
+    draft.put(f"{new}.backend", "vllm", rule="distillation", old=[f"{old}.inference.name"])
+
+
+def _distillation_loss(draft: Draft) -> None:
+    mode = draft.text(f"{_LOSS}.loss_mode") or "k3"
+    is_reward = draft.switch(f"{_LOSS}.use_policy_gradient")
+    key = f"{_LOSS}.loss_mode"
+    if mode in ("k1", "kl", "k2", "mse", "k3", "low_var_kl"):
+        estimator = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(mode, mode)
+        name = "reverse_kl_reward" if is_reward else "reverse_kl"
+        draft.put(
+            "distillation.objective.name",
+            name,
+            rule="distillation",
+            old=[key, f"{_LOSS}.use_policy_gradient"],
+        )
+        if estimator == "k1" and not is_reward:
+            draft.find("distillation.zero-gradient", key, mode=mode)
+        else:
+            draft.put(
+                "distillation.objective.kl_estimator", estimator, rule="distillation", old=[key]
+            )
+    elif mode.startswith("forward_kl"):
+        draft.put("distillation.objective.name", "forward_kl", rule="distillation", old=[key])
+        draft.copy(
+            "distillation.objective.top_k", f"{_LOSS}.topk", rule="distillation", expected="number"
+        )
+    else:
+        draft.find("distillation.unknown-loss", key, mode=mode)
+    coef = draft.number(f"{_LOSS}.distillation_loss_coef")
+    if coef is not None:
+        draft.put(
+            "distillation.coef",
+            float(coef),
+            rule="distillation",
+            old=[f"{_LOSS}.distillation_loss_coef"],
+        )
+    clamp = draft.number(f"{_LOSS}.loss_max_clamp")
+    if clamp is not None and clamp > 0:
+        draft.put(
+            "distillation.clamp",
+            float(clamp),
+            rule="distillation",
+            old=[f"{_LOSS}.loss_max_clamp"],
+            verbatim=True,
         )

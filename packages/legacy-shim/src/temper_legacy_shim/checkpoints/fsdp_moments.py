@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Rows, Shape, Unflattened
 from temper_legacy_shim.checkpoints.files.sharded import assemble
 from temper_legacy_shim.checkpoints.files.tensors import Distributed, Sharded
-from temper_legacy_shim.checkpoints.fsdp.rank_files import (
+from temper_legacy_shim.checkpoints.layouts import Role
+from temper_legacy_shim.checkpoints.rank_files import (
     RankState,
     check_flat_replicas,
     check_same_numbers,
@@ -27,7 +28,6 @@ from temper_legacy_shim.checkpoints.fsdp.rank_files import (
     shard_order,
     step_of,
 )
-from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 _LAYER = re.compile(r"(?:.+?\.)?(?:layers|h|blocks)\.\d+\.(?=.)")
