@@ -11,6 +11,7 @@ import torch
 from old_files import write_fsdp
 from typer.testing import CliRunner
 
+from temper_engine_api.checkpoint import ENGINE_PART, find_step
 from temper_legacy_shim.checkpoints import (
     Options,
     Receipt,
@@ -110,6 +111,23 @@ def test_checkpoint_without_moments_resumes_with_a_fresh_optimizer(
         for state in states
         for moment in (state.first_moment, state.second_moment)
     )
+
+
+def test_moments_of_zero_have_their_bytes_once_for_each_shape(
+    run: Run, actor: Path, tmp_path: Path
+) -> None:
+    for file in actor.glob("optim_*.pt"):
+        file.unlink()
+    run()
+    dcp = DistCheckpoint(find_step(tmp_path / "out") / ENGINE_PART / "dcp")
+    positions: dict[str, set[tuple[str, int, int]]] = {}
+    for (name, _), position in dcp.positions.items():
+        positions.setdefault(name.partition(".")[0], set()).add(position)
+    shapes = {t.shape for name, t in dcp.tensors.items() if name.startswith("parameter.")}
+    assert positions["first_moment"] == positions["second_moment"]
+    assert len(positions["first_moment"]) == len(shapes)
+    assert len(positions["parameter"]) == len(WEIGHTS)
+    assert not positions["parameter"] & positions["first_moment"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -220,11 +220,11 @@ def has_checksum(path: Path, expected: str) -> bool:
     return digest.hexdigest() == required
 
 
-def checksum_of(path: Path) -> str:
-    """Return the checksum of a file, in the form of new files."""
-    digest = blake3()
+def checksum_of(path: Path, *, algorithm: str = "blake3") -> str:
+    """Return the checksum of a file."""
+    digest = _DIGESTS[algorithm]()
     _update_with(path, digest)
-    return _named(digest)
+    return f"{algorithm}:{digest.hexdigest()}"
 
 
 def _named(digest: Digest) -> str:
@@ -241,16 +241,22 @@ def _update_with(path: Path, digest: Digest) -> None:
             digest.update(data)
 
 
-def written_file(path: Path, *, relative: str, with_nan: tuple[str, ...] = ()) -> WrittenFile:
+def written_file(
+    path: Path, *, relative: str, with_nan: tuple[str, ...] = (), algorithm: str = "blake3"
+) -> WrittenFile:
     """Return the record of a file of another writer.
 
     Args:
         path: where it lies.
         relative: where it will lie in the output.
         with_nan: names of tensors in it that hold NaN or infinity.
+        algorithm: hash function of the checksum.
     """
     return WrittenFile(
-        path=relative, num_bytes=path.stat().st_size, checksum=checksum_of(path), with_nan=with_nan
+        path=relative,
+        num_bytes=path.stat().st_size,
+        checksum=checksum_of(path, algorithm=algorithm),
+        with_nan=with_nan,
     )
 
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32, Block
 from temper_legacy_shim.checkpoints.files.lazy import (
     LazyTensor,
     Rows,
@@ -39,6 +40,31 @@ _CHUNK_BYTES = 1 << 25
 
 A single row may be larger.
 """
+
+
+class Zeros:
+    """A float32 tensor of zeros."""
+
+    dtype = FLOAT32
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def read(self, start: int, stop: int) -> Block:
+        """Return rows, as one number with strides of 0: new pages would cost as much as a copy."""
+        return np.broadcast_to(np.float32(0), (stop - start, *self.shape[1:]))
+
+
+def find_copies(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
+    """Return the tensors of zeros that need no bytes, each with a tensor that has them.
+
+    The format lets several tensors have one position in a file. Moments that begin at 0 are two
+    thirds of all bytes.
+    """
+    names: dict[tuple[int, ...], str] = {}
+    zeros = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, Zeros)}
+    originals = {name: names.setdefault(shape, name) for name, shape in zeros.items()}
+    return {name: original for name, original in originals.items() if name != original}
 
 
 def grouped(tensors: Mapping[str, LazyTensor], *, max_bytes: int) -> list[dict[str, LazyTensor]]:
@@ -92,34 +118,41 @@ def write_group(
 
 
 def join(
-    folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]
+    folder: Path,
+    groups: Sequence[Path],
+    tensors: Mapping[str, LazyTensor],
+    *,
+    copies: Mapping[str, str],
 ) -> dict[Path, str]:
     """Make one checkpoint of several, whose data files are moved into it.
 
     Args:
         folder: to be made.
         groups: folders that ``write_group`` filled.
-        tensors: those of all groups.
+        tensors: those of all groups, and their copies.
+        copies: tensors that are in no group, with the name of one that has their bytes.
 
     Returns:
-        Return the new name of each data file; the metadata file is next to them.
+        The new name of each data file; the metadata file is next to them.
     """
     planner = _ChunkPlanner(tensors)
     planner.set_up_planner(_shells(tensors), is_coordinator=True)
     plan = planner.create_local_plan()
     _, metadata = planner.create_global_plan([plan])
-    indices = {(item.index.fqn, tuple(item.index.offset or ())): item.index for item in plan.items}
-    results, moved = [], {}
+    positions: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {}
+    moved: dict[Path, str] = {}
     for number, group in enumerate(groups):
-        name = f"__{number}_0.distcp"
+        name = moved[group / DATA] = f"__{number}_0.distcp"
         for (tensor, offset), (_, start, length) in DistCheckpoint(group).positions.items():
             position = _StorageInfo(relative_path=name, offset=start, length=length)
-            results.append(
-                WriteResult(
-                    index=indices[tensor, offset or ()], size_in_bytes=length, storage_data=position
-                )
-            )
-        moved[group / DATA] = name
+            positions[tensor, offset or ()] = position
+    results = []
+    for item in plan.items:
+        tensor, offset = item.index.fqn, tuple(item.index.offset or ())
+        position = positions[copies.get(tensor, tensor), offset]
+        results.append(
+            WriteResult(index=item.index, size_in_bytes=position.length, storage_data=position)
+        )
     folder.mkdir()
     for source, name in moved.items():
         source.rename(folder / name)
@@ -214,9 +247,8 @@ class _LazyPlanner(_ChunkPlanner):
             return torch.empty(part.shape, dtype=dtype)
         at = 0
         for block in blocks(part):
-            self._buffer[at : at + block.nbytes] = (
-                np.ascontiguousarray(block).reshape(-1).view(np.uint8)
-            )
+            target = self._buffer[at : at + block.nbytes].view(block.dtype)
+            np.copyto(target.reshape(block.shape), block)
             at += block.nbytes
         return torch.frombuffer(
             self._buffer, dtype=dtype, count=size // part.dtype.num_bytes

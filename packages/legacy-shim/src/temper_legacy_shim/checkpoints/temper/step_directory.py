@@ -11,7 +11,9 @@ import torch
 
 from temper_engine_api.checkpoint import (
     ENGINE_PART,
+    FileRecord,
     ManifestInfo,
+    PartReport,
     begin_checkpoint,
     report_part,
     write_json,
@@ -40,7 +42,7 @@ from temper_legacy_shim.checkpoints.receipt import (
     tool_version,
 )
 from temper_legacy_shim.checkpoints.staging import Staging, check_space, fingerprint
-from temper_legacy_shim.checkpoints.temper.dcp import DATA, grouped, join, write_group
+from temper_legacy_shim.checkpoints.temper.dcp import DATA, find_copies, grouped, join, write_group
 from temper_legacy_shim.checkpoints.temper.extra_state import OldExtra
 from temper_legacy_shim.checkpoints.temper.training_state import ResumableState, resumable
 from temper_legacy_shim.errors import OutputError, UsageError, VerificationError
@@ -49,6 +51,8 @@ _DESCRIPTION = "huggingface"
 """Folder of config and tokenizer in the output."""
 _GROUPS = "groups"
 """Folder of finished files, before it becomes a step directory."""
+_ALGORITHM = "sha256"
+"""Hash function of the manifest."""
 _GROUP_BYTES = 1 << 30
 """Bytes of tensors written at once, which a stopped run may lose."""
 
@@ -65,8 +69,20 @@ class StepPlan:
     """Tokenizer and the like, by name."""
 
     @property
+    def shared_zeros(self) -> Mapping[str, str]:
+        """Tensors without bytes of their own, with the name of one that has them."""
+        return find_copies(self.tensors)
+
+    @property
+    def written(self) -> Mapping[str, LazyTensor]:
+        """Tensors with bytes of their own."""
+        shared = self.shared_zeros
+        return {name: tensor for name, tensor in self.tensors.items() if name not in shared}
+
+    @property
     def num_bytes(self) -> int:
-        return sum(num_bytes(tensor) for tensor in self.tensors.values())
+        """Bytes of the output."""
+        return sum(num_bytes(tensor) for tensor in self.written.values())
 
 
 def plan_step(model: OldModel, options: Options) -> StepPlan:
@@ -156,6 +172,7 @@ def _fingerprint(role: Role, plan: StepPlan, options: Options) -> str:
                 name: (tensor.shape, tensor.dtype.name) for name, tensor in plan.tensors.items()
             },
             "config": plan.config,
+            "checksum": _ALGORITHM,
             "tool": tool_version(),
         }
     )
@@ -176,7 +193,7 @@ def _write_groups(
         progress("dcp", done, total)
 
     written = {}
-    for number, tensors in enumerate(grouped(plan.tensors, max_bytes=_GROUP_BYTES)):
+    for number, tensors in enumerate(grouped(plan.written, max_bytes=_GROUP_BYTES)):
         relative = f"{_GROUPS}/{number}"
 
         def write(
@@ -184,7 +201,14 @@ def _write_groups(
         ) -> list[WrittenFile]:
             with_nan = write_group(folder, tensors, progress=report)
             return [
-                written_file(folder / DATA, relative=f"{relative}/{DATA}", with_nan=with_nan),
+                # The manifest needs SHA-256 of these files. The receipt takes the same checksum:
+                # a second one would read all bytes again.
+                written_file(
+                    folder / DATA,
+                    relative=f"{relative}/{DATA}",
+                    with_nan=with_nan,
+                    algorithm=_ALGORITHM,
+                ),
                 written_file(folder / DESCRIPTION, relative=f"{relative}/{DESCRIPTION}"),
             ]
 
@@ -205,9 +229,13 @@ def _join(
     try:
         with begin_checkpoint(root, job.role.step or 0) as transaction:
             part = transaction.part(ENGINE_PART)
-            moved = join(part / "dcp", list(groups), plan.tensors)
+            moved = join(part / "dcp", list(groups), plan.tensors, copies=plan.shared_zeros)
             shutil.rmtree(root / _GROUPS)
-            written = [f"dcp/{name}" for name in (*moved.values(), DESCRIPTION)]
+            data = [
+                _as_record(groups[source.parent][0], path=f"dcp/{name}")
+                for source, name in moved.items()
+            ]
+            written = [f"dcp/{DESCRIPTION}"]
             written += _write_random(part, state.extra)
             written += _write_description(part, plan)
             counters = {
@@ -225,7 +253,8 @@ def _join(
                 topology={"world_size": job.role.world_size},
                 config_hash=f"converted by {tool_version()}",
             )
-            directory = transaction.commit({ENGINE_PART: [report_part(part, written)]}, info=info)
+            report = PartReport(files=(*data, *report_part(part, written).files))
+            directory = transaction.commit({ENGINE_PART: [report]}, info=info)
     except TemperError as error:
         raise OutputError(f"the step directory could not be written: {error}") from error
     known = {}
@@ -233,6 +262,12 @@ def _join(
         path = str((directory / ENGINE_PART / "dcp" / name).relative_to(root))
         known[path] = replace(groups[source.parent][0], path=path)
     return directory, known
+
+
+def _as_record(file: WrittenFile, *, path: str) -> FileRecord:
+    """Return a written file as the manifest names it; torch's writer has flushed it to disk."""
+    sha256 = file.checksum.removeprefix(f"{_ALGORITHM}:")
+    return FileRecord(path=path, num_bytes=file.num_bytes, sha256=sha256)
 
 
 def _write_random(part: Path, extra: OldExtra) -> list[str]:

@@ -48,6 +48,7 @@ from temper_legacy_shim.checkpoints.megatron.megatron_moments import (
 )
 from temper_legacy_shim.checkpoints.model import CLASSIFIER, LANGUAGE_HEAD, OldModel
 from temper_legacy_shim.checkpoints.rank_files import check_is_next_to_weights
+from temper_legacy_shim.checkpoints.temper.dcp import Zeros
 from temper_legacy_shim.checkpoints.temper.extra_state import OldExtra, read_extra
 from temper_legacy_shim.errors import LayoutError, UsageError
 
@@ -88,29 +89,18 @@ class ResumableState:
         result |= {f"buffer.{to_memory_name(name)}": tensor for name, tensor in buffers.items()}
         # Without old moments they begin at 0, as a new optimizer's do: an engine loads no step
         # directory without any.
-        first: dict[str, LazyTensor] = {
-            name: _Zeros(tensor.shape) for name, tensor in trained.items()
-        }
+        begin = trained if self.moments else joined(trained)
+        first: dict[str, LazyTensor] = {name: Zeros(tensor.shape) for name, tensor in begin.items()}
         second = dict(first)
         for name, kept in self.moments.items():
             first[name], second[name] = _as_float32(kept.first), _as_float32(kept.second)
-        result |= {f"first_moment.{name}": tensor for name, tensor in joined(first).items()}
-        result |= {f"second_moment.{name}": tensor for name, tensor in joined(second).items()}
+        if self.moments:
+            first, second = joined(first), joined(second)
+        result |= {f"first_moment.{name}": tensor for name, tensor in first.items()}
+        result |= {f"second_moment.{name}": tensor for name, tensor in second.items()}
         for name, count in joined_counts(_update_counts(trained, self.moments)).items():
             result[f"update_count.{name}"] = InMemory(np.asarray(count, np.float32))
         return result
-
-
-class _Zeros:
-    """A float32 tensor of zeros."""
-
-    dtype = FLOAT32
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-
-    def read(self, start: int, stop: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
-        return np.zeros((stop - start, *self.shape[1:]), np.float32)
 
 
 def resumable(model: OldModel) -> ResumableState:
