@@ -60,3 +60,23 @@ def test_reading_an_output_that_was_not_requested_is_an_error() -> None:
     assert not head_outputs.detach()[HeadOutput.LOGPROB].requires_grad
     with pytest.raises(EngineStateError, match=r"output 'entropy' was not requested from the head"):
         _ = head_outputs[HeadOutput.ENTROPY]
+
+
+def test_loss_without_gradient_is_connected_to_the_outputs() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    entropies = torch.tensor([0.5, 0.5])
+    head_outputs = HeadOutputs(
+        columns={HeadOutput.LOGPROB: logprobs, HeadOutput.ENTROPY: entropies}
+    )
+    loss = head_outputs.connect(torch.tensor(0.25))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert float(loss.detach()) == 0.25
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.0, 0.0]
+    connected = -logprobs.sum()
+    assert head_outputs.connect(connected) is connected
+
+
+def test_loss_of_an_evaluation_stays_without_gradient() -> None:
+    head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: torch.zeros(2)})
+    assert not head_outputs.connect(torch.tensor(0.25)).requires_grad

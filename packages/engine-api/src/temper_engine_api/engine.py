@@ -900,7 +900,7 @@ class BaseEngine(ABC):
             self._run_micro_batches,
             batch,
             requested_outputs=requested_outputs,
-            micro_batch_loss=self._with_position(micro_batch_loss, num=batch.num_micro_batches),
+            micro_batch_loss=self._prepare_loss(micro_batch_loss, num=batch.num_micro_batches),
             forward_only=forward_only,
         )
         failures = self._rank_failures
@@ -920,18 +920,22 @@ class BaseEngine(ABC):
         with passes:
             return run(reduce_gradients=final)
 
-    def _with_position(
+    def _prepare_loss(
         self, micro_batch_loss: MicroBatchLoss | None, *, num: int
     ) -> MicroBatchLoss | None:
-        """Return the same loss, which also notes its micro-batch for the messages of failures."""
+        """Return the same loss, which notes its micro-batch for the messages of failures.
+
+        Its result can always be differentiated.
+        """
         failures = self._rank_failures
-        if micro_batch_loss is None or failures is None:
-            return micro_batch_loss
+        if micro_batch_loss is None:
+            return None
         positions = itertools.count(1)
 
         def compute_loss(head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
-            failures.set_position(f" at micro-batch {next(positions)} of {num}")
-            return micro_batch_loss(head_outputs, micro)
+            if failures is not None:
+                failures.set_position(f" at micro-batch {next(positions)} of {num}")
+            return head_outputs.connect(micro_batch_loss(head_outputs, micro))
 
         return compute_loss
 

@@ -74,6 +74,17 @@ class HeadOutputs:
             )
         return self.columns[head_output]
 
+    def connect(self, loss: Tensor) -> Tensor:
+        """Return the loss; if it has no gradient, add one of 0 with respect to the outputs.
+
+        An objective may ignore its outputs, but engines differentiate every loss, and ranks that
+        skipped the backward pass would miss its collectives.
+        """
+        if loss.requires_grad:
+            return loss
+        empty = [column[:0].sum() for column in self.columns.values() if column.requires_grad]
+        return sum(empty, start=loss)
+
     def detach(self) -> "HeadOutputs":
         """Return the same values detached from the graph."""
         return HeadOutputs(

@@ -119,6 +119,10 @@ FAULTY_ENGINES = (
     ),
     FaultyEngine(numbers.ShiftsLabels, ("test_logprob::test_head_outputs_match_oracle", SPLIT)),
     FaultyEngine(
+        numbers.DifferentiatesLossesWithoutGradient,
+        ("test_gradient::test_loss_that_uses_no_output_has_no_gradient",),
+    ),
+    FaultyEngine(
         numbers.DropsFirstResponseToken, ("test_gradient::test_first_response_token_contributes",)
     ),
     FaultyEngine(numbers.IgnoresWeights, (SPLIT,)),

@@ -144,6 +144,13 @@ class ShiftsLabels(_ChangedOutputs):
         return columns
 
 
+class DifferentiatesLossesWithoutGradient(DataParallelOracle):
+    """Differentiates the loss of an objective as it is, also if it depends on no output."""
+
+    def _prepare_loss(self, micro_batch_loss, *, num):
+        return micro_batch_loss
+
+
 class DropsFirstResponseToken(_ChangedBatch):
     """Does not train the first token after the prompt."""
 

@@ -138,8 +138,9 @@ class MicroBatchRunner:
         by_output = dict(zip(sorted(requested_outputs), columns, strict=True))
         for head_output, column in by_output.items():
             # Connect the outputs to the graph, even if the loss ignores them. Not the entropy: its
-            # backward pass is costly, and most objectives only report it.
-            if head_output != HeadOutput.ENTROPY or len(by_output) == 1:
+            # backward pass is costly, and most objectives only report it. A loss that uses no
+            # output is connected to it by the base class.
+            if head_output != HeadOutput.ENTROPY:
                 zero_loss = zero_loss + column[:0].sum()
         return (
             HeadOutputs(columns=by_output),

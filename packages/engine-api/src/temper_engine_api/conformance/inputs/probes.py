@@ -331,6 +331,20 @@ class ZeroProbe(LogprobProbe):
         return LossTerms(loss=0.0 * head_outputs[HeadOutput.LOGPROB])
 
 
+@register_objective("probe_constant")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantProbe(Objective):
+    """A loss of 0 that depends on no output, as of a micro-batch whose tokens are all dropped."""
+
+    required_outputs: frozenset[HeadOutput]
+    """Outputs that the head computes although the loss ignores them."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
+
+    @override
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        return LossTerms(loss=torch.zeros(batch.num_tokens, device=batch.tokens.device))
+
+
 @register_objective("probe_determinism")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeterminismProbe(LogprobProbe):

@@ -32,6 +32,7 @@ from temper_engine_api.conformance.inputs.probes import (
     PROBES,
     ClipCovProbe,
     ClippedPpoProbe,
+    ConstantProbe,
     DpoProbe,
     GspoProbe,
     SftProbe,
@@ -227,6 +228,25 @@ def test_entropy_bonus_has_a_gradient(
         split=TWO_MICRO_BATCHES,
         model=QWEN2_GROUPED,
     )
+
+
+@pytest.mark.parametrize("head_output", [HeadOutput.LOGPROB, HeadOutput.ENTROPY])
+def test_loss_that_uses_no_output_has_no_gradient(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, head_output: HeadOutput
+) -> None:
+    """An objective may ignore the outputs that it requests; the gradient is 0 then."""
+    probe = ConstantProbe(required_outputs=frozenset({head_output}))
+    updates = engine_under_test.run(
+        measure_update,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        objective=probe,
+        batch=oracle.get_batch(),
+        split=TWO_MICRO_BATCHES,
+    )
+    for update in updates:
+        assert update.grad_norm == 0.0
+    for name, gradient in updates[0].gradients.items():
+        assert not gradient.any(), f"the gradient of {name} is not 0"
 
 
 def test_sft_loss_is_the_mean_over_all_trained_tokens(
