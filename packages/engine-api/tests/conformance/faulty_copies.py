@@ -106,6 +106,16 @@ class DropsStateOfOtherOptimizers(FullOracle):
         """Do nothing."""
 
 
+class DropsNumbersOfOtherOptimizers(FullOracle):
+    """Saves the tensors of the state of another optimizer, but no numbers."""
+
+    def _read_other_state(self, directory):
+        super()._read_other_state(directory)
+        for state in self.other_optimizer.state.values():
+            for name in [name for name, value in state.items() if isinstance(value, int)]:
+                del state[name]
+
+
 class IgnoresLoadedWeightsInStreams(DataParallelOracle):
     """Continues a stream with the weights of `load_weights`."""
 

@@ -506,6 +506,10 @@ FAULTY_ENGINES = (
         copies.DropsStateOfOtherOptimizers, ("test_settings::test_momentum_of_sgd_is_resumed",)
     ),
     FaultyEngine(
+        copies.DropsNumbersOfOtherOptimizers,
+        ("test_settings::test_number_in_the_state_of_an_optimizer_is_kept",),
+    ),
+    FaultyEngine(
         inputs.IgnoresPositionIdsInTraining, ("test_logprob::test_custom_position_ids_are_used",)
     ),
     FaultyEngine(

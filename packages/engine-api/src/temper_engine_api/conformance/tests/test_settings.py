@@ -32,6 +32,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_all_equal,
     assert_close,
 )
+from temper_engine_api.conformance.inputs.counting_sgd import CountingSgd
 from temper_engine_api.conformance.inputs.probes import (
     DETERMINISM_METRIC,
     ClippedPpoProbe,
@@ -49,6 +50,7 @@ from temper_engine_api.weights import NamedWeight
 SGD = OptimizerSpec(name="torch.optim.SGD", lr=0.1, weight_decay=0.0, clip_grad_norm=None)
 DECAYING_SGD = replace(SGD, weight_decay=0.5, arguments={"momentum": 0.9})
 CLIPPED_SGD = replace(DECAYING_SGD, clip_grad_norm=0.5)
+COUNTING_SGD = replace(DECAYING_SGD, name=f"{CountingSgd.__module__}.{CountingSgd.__name__}")
 MIN_ENTRIES = 64
 """A tensor with fewer entries may happen to have none that bf16 cannot represent."""
 
@@ -207,16 +209,40 @@ def test_momentum_of_sgd_is_resumed(
 
 
 def resume_with_momentum(
-    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, folder: Path
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, folder: Path, moves: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights after two updates, with a new engine for the second, and without."""
+    """Return the weights after two updates, with a new engine for the second, and without.
+
+    If `moves` is True, the first engine is offloaded in between, and loaded again.
+    """
     unbroken, resumed = rank.temporary_engine(setup), rank.temporary_engine(setup)
     update_weights(unbroken, batch)
+    if moves:
+        unbroken.to("cpu")
+        unbroken.to("device")
     unbroken.save_checkpoint(str(folder), global_step=1)
     resumed.load_checkpoint(str(folder))
     for engine in (resumed, unbroken):
         update_weights(engine, batch)
     return collect_weights(resumed), collect_weights(unbroken)
+
+
+@pytest.mark.if_claimed(Capability.ANY_OPTIMIZER)
+def test_number_in_the_state_of_an_optimizer_is_kept(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
+) -> None:
+    """Check that moving and resuming keep a state that is a Python number, not a tensor."""
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=COUNTING_SGD, compute="fp32")
+    if is_rejected_by_the_layout(engine_under_test, setup):
+        return
+    batch = oracle.get_batch()
+    expected = engine_under_test.run(train_with_skips, setup=setup, batches=[batch, batch])
+    moved = engine_under_test.run(
+        resume_with_momentum, setup=setup, batch=batch, folder=tmp_path, moves=True
+    )
+    for (resumed, unbroken), (weights, _) in zip(moved, expected, strict=True):
+        assert_all_equal(unbroken, weights, quantity="weights after a move")
+        assert_all_equal(resumed, weights, quantity="weights after a resume")
 
 
 @pytest.mark.if_claimed(Capability.ANY_OPTIMIZER)
