@@ -1,17 +1,22 @@
 """Values of secrets in messages."""
 
+import html
 import json
 import logging
 import math
-from base64 import b64encode, encodebytes, urlsafe_b64encode
+import os
+import re
+import time
+from base64 import b32encode, b64encode, encodebytes, urlsafe_b64encode
 from collections.abc import Callable
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 import pytest
 
 from temper_trainer.redaction import (
     HIDDEN,
     RedactingFormatter,
+    RedactingStream,
     print_redacted_traceback,
     redact_secrets,
     register_secrets,
@@ -34,6 +39,70 @@ def test_value_of_a_secret_variable_is_hidden_in_each_form(form: str) -> None:
     assert "sentinel" not in redacted
     assert redacted.startswith("401 for key ")
     assert redacted.endswith(".")
+
+
+LONG = "Zq7&pw\"9/L\u00e9X+t3=R <'\\r>"
+"""A secret with characters that each kind of quoting changes."""
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        html.escape(LONG),
+        html.escape(html.escape(LONG)),
+        LONG.replace('"', "&#34;").replace("'", "&apos;").replace("\u00e9", "&#xE9;"),
+        LONG.encode().hex(),
+        LONG.encode().hex().upper(),
+        b32encode(LONG.encode()).decode(),
+        b32encode(b"me:" + LONG.encode()).decode(),
+        json.dumps(json.dumps(LONG)),
+        json.dumps(LONG, ensure_ascii=False),
+        ascii(repr(LONG)),
+        re.sub("%..", lambda match: match[0].lower(), quote(LONG)),
+        quote(quote(LONG)),
+        quote(LONG, safe="/+="),
+        quote_plus(LONG),
+        "".join(f"%{byte:02X}" for byte in LONG.encode()),
+        html.escape(quote(LONG, safe="&'")),
+        f"{LONG[:5]}\x1b[1;31m{LONG[5:]}",
+        f"{quote(LONG)[:9]}\n{quote(LONG)[9:]}",
+        b64encode(LONG.encode()).decode()[:12] + "\x1b[0m" + b64encode(LONG.encode()).decode()[12:],
+    ],
+)
+def test_other_encodings_of_a_secret_are_hidden(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN2", LONG)
+    redacted = redact_secrets(f"401 for {form} at 10:00")
+    before, after = redacted.split(HIDDEN)
+    assert before.startswith("401 for ")
+    assert after.endswith(" at 10:00")
+    # Quotes around the form, or parts of characters that the secret shares with its neighbors.
+    assert len(before + after) <= len("401 for  at 10:00") + 13
+
+
+def test_long_text_of_backslashes_and_ampersands_is_searched_quickly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN2", LONG)
+    text = "\\" * 20_000 + "&amp;" * 5_000 + "%25" * 5_000 + html.escape(LONG)
+    begin = time.perf_counter()
+    assert redact_secrets(text).endswith(HIDDEN)
+    assert time.perf_counter() - begin < 10.0
+
+
+def test_stream_hides_secrets_and_is_otherwise_the_original(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with open(os.dup(2), "w", encoding="ascii") as original:
+        stream = RedactingStream(original)
+        assert (stream.encoding, stream.isatty(), stream.fileno()) == (
+            "ascii",
+            False,
+            original.fileno(),
+        )
+        print("key", SECRET, file=stream)
+        stream.writelines(["a\n", f"{SECRET}\n"])
+        stream.flush()
+    assert capfd.readouterr().err == "key <hidden>\na\n<hidden>\n"
 
 
 @pytest.mark.parametrize("encode", [b64encode, urlsafe_b64encode])

@@ -44,6 +44,7 @@ from temper_trainer.redaction import (
     configure_logging,
     print_redacted_traceback,
     redact_secrets,
+    redact_standard_streams,
 )
 from temper_trainer.run_lock import NO_SPACE, RunLock
 from temper_trainer.runtime.placement import describe_plan
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 failed, 2 wrong configuration, 130 stopped by SIGINT, 143 stopped
         by SIGTERM, 141 if the reader of the output has exited.
     """
+    redact_standard_streams()
     configure_logging()
     sys.excepthook = print_redacted_traceback
     options = _parse(sys.argv[1:] if arguments is None else arguments)

@@ -4,6 +4,7 @@ A value is a secret if it is that of an environment variable with the name of a 
 setting that `register_secrets` was told about. Standard library only.
 """
 
+import html
 import json
 import logging
 import math
@@ -11,11 +12,12 @@ import os
 import re
 import sys
 import traceback
-from base64 import b64encode
-from collections.abc import Iterable
+from base64 import b32encode, b64encode
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import TracebackType
-from urllib.parse import quote
+from typing import TextIO
+from urllib.parse import quote, unquote
 
 from temper_trainer.terminal_text import escape_control_characters
 
@@ -42,8 +44,16 @@ another directory.
 _TO_URLSAFE = str.maketrans("+/", "-_")
 """Translation of the standard characters of base64 to those for URLs."""
 
-_LINE_BREAKS = re.compile(r"(?:[\r\n]|\\[rn])+")
-"""Line breaks within a text that was wrapped, as MIME does with base64; also in Python's quotes."""
+_INTERRUPTION = r"(?:[\r\n]|\\{1,16}[rn]|\x1b\[[0-9;:]*[A-Za-z])+"
+"""Text that may be inside a secret: line breaks, as MIME wraps base64, also in Python's quotes, and
+color codes of a terminal. Repetitions are bounded, because a text may consist of backslashes.
+"""
+_INTERRUPTIONS = re.compile(_INTERRUPTION)
+_CODE_POINT = re.compile(r"\\{1,16}(?:u([0-9a-f]{4})|x([0-9a-f]{2}))", re.IGNORECASE)
+"""A character as JSON and Python quote it."""
+_HTML_NAMES = {"&": ("amp",), "<": ("lt",), ">": ("gt",), '"': ("quot",), "'": ("apos",)}
+_MAX_LAYERS = 4
+"""Maximum times that a text is taken for quoted, such as a URL in a URL."""
 
 _registered: set[str] = set()
 """Secrets of this process's configurations."""
@@ -75,9 +85,10 @@ def list_registered_secrets() -> list[str]:
 
 
 def redact_secrets(text: str) -> str:
-    """Return a text with the values of secrets hidden, also in quotes, in URLs and in base64.
+    """Return a text with the values of secrets hidden.
 
-    A secret that is wrapped over lines is hidden as well.
+    A secret is hidden as it is, quoted (Python, JSON, URL, HTML; also partly or more than once), in
+    hexadecimal, base32 and base64, and each of these also with line breaks or color codes inside.
 
     Example:
         >>> os.environ["DOC_API_KEY"] = "value of the key"
@@ -85,40 +96,45 @@ def redact_secrets(text: str) -> str:
         '401 for https://judge?k=<hidden>'
         >>> del os.environ["DOC_API_KEY"]
     """
+    if len(text) < _MIN_REGISTERED_CHARS:
+        return text
     secrets = _registered.union(list_secret_variables().values())
     forms = {form for secret in secrets for form in list_secret_forms(secret)}
     # Longest first, because one may be part of another.
     ordered = sorted(forms, key=len, reverse=True)
     for form in ordered:
-        text = text.replace(form, HIDDEN)
-    joined = _LINE_BREAKS.sub("", text)
-    for form in ordered:
-        if form in joined:
-            wrapped = f"(?:{_LINE_BREAKS.pattern})?".join(re.escape(char) for char in form)
-            text = re.sub(wrapped, HIDDEN, text)
+        if form in text:
+            text = text.replace(form, HIDDEN)
+    joined = _INTERRUPTIONS.sub("", text)
+    if joined != text:
+        for form in ordered:
+            if form in joined:
+                text = re.sub(f"(?:{_INTERRUPTION})?".join(map(re.escape, form)), HIDDEN, text)
+    plain = _unquote(text)
+    for secret in sorted(secrets, key=len, reverse=True):
+        if _unquote_secret(secret) in plain:
+            text = _quoted_pattern(secret).sub(HIDDEN, text)
     return text
 
 
 @lru_cache(maxsize=256)
 def list_secret_forms(secret: str) -> frozenset[str]:
-    """Return the texts in which a secret may appear: as it is, quoted, in a URL and in base64.
+    """Return texts in which a secret may appear: as it is, quoted, and in hex, base32 and base64.
 
     Base64 of a longer text, such as ``user:token``, has one of three forms of the token, according
-    to the number of bytes before it.
+    to the number of bytes before it; base32 has one of five.
 
     Example:
-        >>> sorted(list_secret_forms("my_token"))
-        ['15X3Rva2Vu', 'bXlfdG9rZW', 'bXlfdG9rZW4', 'my_token', 'teV90b2tlb', 'teV90b2tlbg']
+        >>> sorted(list_secret_forms("my_token"))[:4]
+        ['15X3Rva2Vu', '3FPF2G623FNY', '4V63UN5VWK3Q', '5G2PK7ORXWWZLO']
     """
     data = secret.encode(errors="surrogateescape")
-    encoded = set()
+    encoded = {data.hex(), data.hex().upper()}
     for num_before in range(3):
-        # A base64 character encodes 6 bits. Leave out characters with bits of the preceding bytes.
-        start = math.ceil(num_before * 8 / 6)
-        text = b64encode(b"\0" * num_before + data).decode().rstrip("=")
-        # The last character depends on the next byte, unless the text ends with the secret.
-        for form in (text[start:], text[start : (num_before + len(data)) * 8 // 6]):
+        for form in _list_alignments(b64encode, data, num_before=num_before, bits=6):
             encoded |= {form, form.translate(_TO_URLSAFE)}
+    for num_before in range(5):
+        encoded |= _list_alignments(b32encode, data, num_before=num_before, bits=5)
     return frozenset(
         {
             *(secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]),
@@ -127,6 +143,57 @@ def list_secret_forms(secret: str) -> frozenset[str]:
             *(quote(form, safe="") for form in encoded),
         }
     )
+
+
+def _list_alignments(
+    encode: Callable[[bytes], bytes], data: bytes, *, num_before: int, bits: int
+) -> set[str]:
+    """Return the encodings of `data` after `num_before` other bytes, with `bits` per character."""
+    # Leave out characters with bits of the preceding bytes.
+    start = math.ceil(num_before * 8 / bits)
+    text = encode(b"\0" * num_before + data).decode().rstrip("=")
+    # The last character depends on the next byte, unless the text ends with the secret.
+    return {text[start:], text[start : (num_before + len(data)) * 8 // bits]}
+
+
+@lru_cache(maxsize=1024)
+def _unquote_secret(secret: str) -> str:
+    return _unquote(secret)
+
+
+def _unquote(text: str) -> str:
+    """Return a text without the quoting that `_quoted_pattern` matches, to search it quickly."""
+    for _ in range(_MAX_LAYERS):
+        before = text
+        text = _INTERRUPTIONS.sub("", text)
+        # In URLs, a plus sign may stand for a space.
+        text = html.unescape(unquote(text.replace("+", " ")))
+        text = _CODE_POINT.sub(lambda match: chr(int(match[1] or match[2], 16)), text)
+        if text == before:
+            break
+    return text.replace("\\", "")
+
+
+@lru_cache(maxsize=256)
+def _quoted_pattern(secret: str) -> re.Pattern[str]:
+    """Return a pattern of a secret of which any character may be quoted, once or more often."""
+    return re.compile(f"(?:{_INTERRUPTION})?".join(_quoted_character(char) for char in secret))
+
+
+def _quoted_character(char: str) -> str:
+    code = ord(char)
+    data = char.encode(errors="surrogateescape")
+    entities = (*_HTML_NAMES.get(char, ()), f"#0*{code}", f"#x0*{code:x}")
+    options = [
+        # JSON and Python put a backslash before some characters.
+        r"\\{1,16}" if char == "\\" else rf"\\{{0,16}}{re.escape(char)}",
+        "".join(f"%(?:25)*(?i:{byte:02x})" for byte in data),
+        f"&(?i:(?:amp;)*(?:{'|'.join(entities)}));",
+        rf"\\{{1,16}}(?i:u{code:04x}|x{code:02x})",
+    ]
+    if char == " ":
+        options.append(r"\+")
+    return f"(?:{'|'.join(options)})"
 
 
 class RedactingFormatter(logging.Formatter):
@@ -142,6 +209,46 @@ def configure_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(RedactingFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+class RedactingStream:
+    """A text stream that hides secrets in each text that is written to it.
+
+    Everything else, such as `isatty`, `fileno` and `encoding`, is that of the original stream. A
+    secret that is written in several pieces is not found, and neither is one that is written to the
+    binary stream `buffer` or the descriptor.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text without its secrets; return the number of its characters."""
+        self._stream.write(redact_secrets(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        if name == "_stream":  # not yet set, as in a copy
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+
+def redact_standard_streams() -> None:
+    """Hide secrets in whatever this process prints; call it before other modules are imported.
+
+    Covers what no hook does: exceptions in threads and finalizers of the user's code, warnings, and
+    log handlers of other libraries, which keep the stream that they find when they are made.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        # None in a process without a console.
+        if stream is not None and not isinstance(stream, RedactingStream):
+            setattr(sys, name, RedactingStream(stream))
 
 
 def print_redacted_traceback(

@@ -172,3 +172,49 @@ def test_every_metric_of_a_run_is_in_the_glossary(story: Story) -> None:
     glossary = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
     names = {name for row in read_rows(story.folder / "metrics.jsonl") for name in row.values}
     assert {name for name in names if f"`{name}`" not in glossary} == set()
+
+
+REWARD_THAT_QUOTES_ITS_KEY = """
+import logging, sys, threading, warnings
+
+class Client:
+    def __init__(self, key):
+        self.key = key
+    def __del__(self):
+        raise ValueError("finalizer " + self.key)
+
+def score(prompt, completion, *, api_key):
+    def fail():
+        raise ValueError("thread " + api_key)
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    Client(api_key)
+    warnings.warn("warning " + api_key)
+    library = logging.getLogger("library")
+    library.propagate = False
+    library.addHandler(logging.StreamHandler())
+    library.warning("library %s", api_key)
+    print("print", api_key)
+    print("stderr", api_key, file=sys.stderr)
+    return 0.0
+"""
+
+
+def test_what_a_reward_prints_hides_secrets_however_it_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", 'Zq7&pw"9/LmX+t3=Rr')
+    (tmp_path / "quoting_reward.py").write_text(REWARD_THAT_QUOTES_ITS_KEY)
+    code, out, err = run(
+        *TINY,
+        "reward.function=quoting_reward:score",
+        "+reward.arguments.api_key='${oc.env:JUDGE_KEY}'",
+        "--check",
+        cwd=tmp_path,
+    )
+    assert code == 0, err
+    assert "LmX" not in out + err
+    assert "print <hidden>" in out
+    for kind in ("thread", "finalizer", "warning", "library", "stderr"):
+        assert f"{kind} <hidden>" in err

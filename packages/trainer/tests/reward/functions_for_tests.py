@@ -36,7 +36,9 @@ def follow_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> 
 
 
 def log_text(prompt: Prompt, completion_text: str) -> float:
-    """Log the completion as a warning."""
+    """Print the completion, and log it as a warning."""
+    sys.stdout.write(f"called with {completion_text}\n")
+    sys.stdout.flush()
     logging.getLogger("judge").warning("called with %s", completion_text)
     return 1.0
 

@@ -205,7 +205,9 @@ def test_log_messages_in_a_worker_process_hide_secrets(
     config = replace(PATIENT, num_workers=1, function="functions_for_tests:log_text")
     with Scorer(config) as scorer:
         scorer.score(items("value-of-a-variable and value-of-a-setting"))
-    assert "WARNING: called with <hidden> and <hidden>\n" in capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert "WARNING: called with <hidden> and <hidden>\n" in printed.err
+    assert "called with <hidden> and <hidden>\n" in printed.out
 
 
 @pytest.mark.parametrize(("num_workers", "timeout_s"), [(0, 1.0), (1, 5.0)])

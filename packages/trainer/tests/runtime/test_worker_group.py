@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
+from temper_trainer import redaction
 from temper_trainer.algorithms.objectives.supervised_losses import SftObjective
 from temper_trainer.runtime.worker_group import InlineWorkerGroup, TrainingWorker, WorkerGroup
 
@@ -106,6 +108,18 @@ def test_rendezvous_port_of_rank_0_is_reserved() -> None:
     meeting_point = actor.rendezvous("token")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(meeting_point)
+
+
+def test_actor_hides_secrets_of_the_configuration_in_what_it_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    from temper_trainer.runtime.ray.ray_worker_group import RoleActor
+
+    monkeypatch.setattr(redaction, "_registered", set())
+    RoleActor().prepare("fsdp", ["value-of-a-setting"])
+    sys.stderr.write("value-of-a-setting\n")
+    assert capsys.readouterr().err == "<hidden>\n"
 
 
 @pytest.mark.parametrize(

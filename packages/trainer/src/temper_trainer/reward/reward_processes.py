@@ -19,7 +19,12 @@ from multiprocessing.connection import Connection
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
-from temper_trainer.redaction import configure_logging, list_registered_secrets, register_secrets
+from temper_trainer.redaction import (
+    configure_logging,
+    list_registered_secrets,
+    redact_standard_streams,
+    register_secrets,
+)
 from temper_trainer.reward.reward_calls import (
     CallRound,
     FailureKind,
@@ -241,8 +246,9 @@ def _serve(connection: Connection, pickled_call: bytes, secrets: Sequence[str]) 
     """Receive items and send their outcomes, until the driver is gone."""
     try:
         _die_with_driver()
-        # What the function logs must hide the same values as the driver's log.
+        # What the function prints must hide the same values as the driver's output.
         register_secrets(secrets)
+        redact_standard_streams()
         configure_logging()
         call: RewardCall = pickle.loads(pickled_call)  # noqa: S301 - from the parent process
         connection.send("ready")

@@ -10,6 +10,7 @@ import ray
 
 from temper_engine_api.errors import TemperError
 from temper_engine_api.rendezvous import bind_collectives
+from temper_trainer.redaction import redact_standard_streams
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.runtime.ray.ray_calls import RemoteMethod
 from temper_trainer.runtime.vllm_servers import ServerPlan
@@ -36,6 +37,7 @@ class ReplicaActor:
     """Owns one server process; Ray reserves the server's resources for it."""
 
     def __init__(self, plan: ServerPlan) -> None:
+        redact_standard_streams()
         bind_collectives(ray.util.get_node_ip_address())
         self._server = plan.create_process()
 

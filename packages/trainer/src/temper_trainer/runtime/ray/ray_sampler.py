@@ -19,6 +19,7 @@ from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight, WeightEntry
 from temper_trainer.config.rollout import RolloutConfig
+from temper_trainer.redaction import redact_standard_streams
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.packed_bucket import compute_digest, split_into_buckets
 from temper_trainer.rollout.weight_delta import DeltaBucket
@@ -133,6 +134,7 @@ class SamplerActor:
         config: RolloutConfig,
         num_threads: int | None,
     ) -> None:
+        redact_standard_streams()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._sampler = HfSampler(model=model, tokenizer=tokenizer, config=config)

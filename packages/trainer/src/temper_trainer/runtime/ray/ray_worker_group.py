@@ -14,6 +14,11 @@ from temper_engine_api.rendezvous import (
     get_run_token,
 )
 from temper_engine_api.specs import EngineConfig
+from temper_trainer.redaction import (
+    list_registered_secrets,
+    redact_standard_streams,
+    register_secrets,
+)
 from temper_trainer.runtime.ray.ray_calls import RemoteMethod, report_full_store, wait_for_all
 from temper_trainer.runtime.worker_group import (
     FullStoreError,
@@ -43,12 +48,14 @@ class RoleActor:
         self._worker: TrainingWorker | None = None
         self._server: StoreServer | None = None
 
-    def prepare(self, engine_name: str) -> None:
-        """Import the engine.
+    def prepare(self, engine_name: str, secrets: Sequence[str]) -> None:
+        """Hide secrets of the configuration in what this process prints, and import the engine.
 
         This takes seconds. Actors of all roles do it in parallel, before the first role builds its
         model.
         """
+        register_secrets(secrets)
+        redact_standard_streams()
         load_engine_class(engine_name)
 
     def rendezvous(self, token: str) -> tuple[str, int]:
@@ -115,7 +122,8 @@ class RayWorkerGroup(WorkerGroup):
         self._settings = (engine_name, config, num_threads)
         self._is_deprecated = is_deprecated
         # Do not wait here, so that the actors of all roles import at the same time.
-        self._preparing = [actor.prepare.remote(engine_name) for actor in self._actors]
+        secrets = list_registered_secrets()
+        self._preparing = [actor.prepare.remote(engine_name, secrets) for actor in self._actors]
         self._is_configured = False
 
     @property
