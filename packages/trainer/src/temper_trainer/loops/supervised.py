@@ -11,27 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import Objective
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.objectives.objective_factory import build_pair_objective
 from temper_trainer.algorithms.objectives.supervised_losses import SftObjective
 from temper_trainer.algorithms.preference_losses.preference_loss import ReferenceSource
-from temper_trainer.batching.samples import (
-    demonstrations_to_samples,
-    labeled_to_samples,
-    mismatch_completions,
-    pairs_to_samples,
-)
-from temper_trainer.batching.step_plan import RoleLayout, StepPlan, pack_mini_batch, plan_step
+from temper_trainer.batching.step_plan import pack_mini_batch
 from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
 from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.checkpoint.trainer_state import TrainerState
-from temper_trainer.config.algorithm import BatchingConfig
 from temper_trainer.config.data import DataConfig
 from temper_trainer.config.run import PREFERENCE_TASKS, RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
@@ -47,7 +37,13 @@ from temper_trainer.data.streams import (
     measure_difficulty,
 )
 from temper_trainer.data.tokenizer import compute_tokenizer_digest
-from temper_trainer.loops.rl_step import collect_update_metrics, run_forward
+from temper_trainer.loops.example_batches import (
+    TrainingExample,
+    count_tokens,
+    list_members,
+    prepare_samples,
+)
+from temper_trainer.loops.rl_step import collect_update_metrics
 from temper_trainer.loops.run.interrupts import StopRequest
 from temper_trainer.loops.run.run_folder import RunFolder, export_model
 from temper_trainer.loops.run.run_setup import (
@@ -63,15 +59,7 @@ from temper_trainer.metrics.run_files import WARM_START_PHASE
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.runtime.runtime_factory import Runtime
 from temper_trainer.runtime.worker_group import WorkerGroup
-from temper_trainer.types import (
-    KL_BASELINE,
-    DataCursor,
-    Demonstration,
-    LabeledCompletion,
-    Pair,
-)
-
-TrainingExample = Demonstration | Pair | LabeledCompletion
+from temper_trainer.types import DataCursor
 
 
 class ExampleStream(Protocol):
@@ -227,7 +215,7 @@ def _stream_list(
 ) -> Callable[[DataCursor], ExampleStream]:
     """Return a function that opens the stream of examples in memory; `is_sorted` by difficulty."""
     curriculum: Curriculum[TrainingExample] = Curriculum(
-        get_difficulty=lambda example: get_difficulty(_list_members(example)[0].prompt),
+        get_difficulty=lambda example: get_difficulty(list_members(example)[0].prompt),
         shuffled_fraction=data.shuffled_fraction,
     )
     return lambda cursor: InMemoryStream[TrainingExample](
@@ -416,24 +404,6 @@ def _take_examples(stage: SupervisedStage, stream: ExampleStream) -> list[Traini
     return stream.take_within(limit, size_of=count_tokens)
 
 
-def count_tokens(example: TrainingExample) -> int:
-    """Return the tokens of an example with its prompts, of a pair those of both completions."""
-    return sum(len(each.prompt.tokens) + len(each.tokens) for each in _list_members(example))
-
-
-def _list_members(example: TrainingExample) -> tuple[Demonstration, ...]:
-    return (example,) if isinstance(example, Demonstration) else example.demonstrations
-
-
-def _make_samples(examples: Sequence[TrainingExample]) -> SequenceBatch:
-    # All examples of a stage have the same type.
-    if pairs := [each for each in examples if isinstance(each, Pair)]:
-        return pairs_to_samples(pairs)
-    if labeled := [each for each in examples if isinstance(each, LabeledCompletion)]:
-        return labeled_to_samples(labeled)
-    return demonstrations_to_samples([each for each in examples if isinstance(each, Demonstration)])
-
-
 def _run_update(
     stage: SupervisedStage,
     *,
@@ -449,24 +419,14 @@ def _run_update(
     """
     start = time.perf_counter()
     examples = _take_examples(stage, stream)
-    samples = _make_samples(examples)
-    # The run's `batching` does not apply: a stage makes one update per step, and with
-    # ``tokens_per_update`` its number of examples varies.
-    batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=max_tokens)
-    layouts = {name: RoleLayout.from_topology(group.topology) for name, group in groups.items()}
-    plan = plan_step(samples, batching, layouts=layouts, seed=seed)
-    if stage.reference != "none":
-        ref_logprobs = _compute_reference(samples, plan, stage=stage, groups=groups)
-        samples = samples.with_columns({"ref_logprobs": ref_logprobs})
-    if KL_BASELINE in stage.objective.columns:
-        mismatched = demonstrations_to_samples(
-            mismatch_completions([each for example in examples for each in _list_members(example)])
-        )
-        plan_mismatched = plan_step(mismatched, batching, layouts=layouts, seed=seed)
-        baseline = _estimate_kl(mismatched, plan_mismatched, stage=stage, groups=groups)
-        samples = samples.with_columns(
-            {}, {KL_BASELINE: torch.full((samples.num_sequences,), baseline)}
-        )
+    samples, plan = prepare_samples(
+        examples,
+        objective=stage.objective,
+        reference=stage.reference,
+        groups=groups,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
     (mini_batch,) = plan.mini_batches
     packed = pack_mini_batch(samples, mini_batch, "actor", objective=stage.objective)
     result = groups["actor"].update(packed, is_last_of_step=True)
@@ -479,39 +439,9 @@ def _run_update(
         "data/epoch": float(stream.cursor.epoch),
         "data/tokens": float(samples.num_tokens),
         "data/examples": float(len(examples)),
-        **measure_difficulty(
-            each.prompt for example in examples for each in _list_members(example)
-        ),
+        **measure_difficulty(each.prompt for example in examples for each in list_members(example)),
         "time/step_s": seconds,
     }
-
-
-def _compute_reference(
-    samples: SequenceBatch,
-    plan: StepPlan,
-    *,
-    stage: SupervisedStage,
-    groups: Mapping[str, WorkerGroup],
-) -> Tensor:
-    """Return [T] log-probs of the reference policy."""
-    role = "ref" if stage.reference == "ref" else "actor"
-    return run_forward(
-        samples, plan, role=role, group=groups[role], without_adapter=role == "actor"
-    )
-
-
-def _estimate_kl(
-    mismatched: SequenceBatch,
-    plan: StepPlan,
-    *,
-    stage: SupervisedStage,
-    groups: Mapping[str, WorkerGroup],
-) -> float:
-    """Return max(0, mean over sequences of sum log(p / ref)), before the update."""
-    policy = run_forward(mismatched, plan, role="actor", group=groups["actor"])
-    reference = _compute_reference(mismatched, plan, stage=stage, groups=groups)
-    log_ratio = torch.where(mismatched.loss_mask, policy - reference, 0.0)
-    return max(0.0, float(log_ratio.sum()) / mismatched.num_sequences)
 
 
 def _is_printed(step: int, stage: SupervisedStage) -> bool:

@@ -1,0 +1,110 @@
+"""Make the samples of supervised stages, with the columns that their objectives read."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.objective import Objective
+from temper_trainer.algorithms.preference_losses.preference_loss import ReferenceSource
+from temper_trainer.batching.samples import (
+    demonstrations_to_samples,
+    labeled_to_samples,
+    mismatch_completions,
+    pairs_to_samples,
+)
+from temper_trainer.batching.step_plan import RoleLayout, StepPlan, plan_step
+from temper_trainer.config.algorithm import BatchingConfig
+from temper_trainer.loops.rl_step import run_forward
+from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.types import KL_BASELINE, Demonstration, LabeledCompletion, Pair
+
+TrainingExample = Demonstration | Pair | LabeledCompletion
+
+
+def count_tokens(example: TrainingExample) -> int:
+    """Return the tokens of an example with its prompts, of a pair those of both completions."""
+    return sum(len(each.prompt.tokens) + len(each.tokens) for each in list_members(example))
+
+
+def list_members(example: TrainingExample) -> tuple[Demonstration, ...]:
+    """Return the completions of an example with their prompts."""
+    return (example,) if isinstance(example, Demonstration) else example.demonstrations
+
+
+def prepare_samples(
+    examples: Sequence[TrainingExample],
+    *,
+    objective: Objective,
+    reference: ReferenceSource,
+    groups: Mapping[str, WorkerGroup],
+    max_tokens: int,
+    seed: int,
+) -> tuple[SequenceBatch, StepPlan]:
+    """Return the samples with the columns of the objective, and a plan of one mini-batch.
+
+    Args:
+        examples: Examples of one type.
+        objective: Objective of the stage.
+        reference: Source of the reference log-probs that the objective reads.
+        groups: Workers of the actor, and of the reference policy if there is one.
+        max_tokens: Maximum number of tokens of a micro-batch.
+        seed: Seed of the plan.
+    """
+    samples = _make_samples(examples)
+    # The run's `batching` does not apply: a stage makes one update per step, and with
+    # ``tokens_per_update`` its number of examples varies.
+    batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=max_tokens)
+    layouts = {name: RoleLayout.from_topology(group.topology) for name, group in groups.items()}
+    plan = plan_step(samples, batching, layouts=layouts, seed=seed)
+    if reference != "none":
+        ref_logprobs = _compute_reference(samples, plan, reference=reference, groups=groups)
+        samples = samples.with_columns({"ref_logprobs": ref_logprobs})
+    if KL_BASELINE in objective.columns:
+        mismatched = demonstrations_to_samples(
+            mismatch_completions([each for example in examples for each in list_members(example)])
+        )
+        plan_mismatched = plan_step(mismatched, batching, layouts=layouts, seed=seed)
+        baseline = _estimate_kl(mismatched, plan_mismatched, reference=reference, groups=groups)
+        samples = samples.with_columns(
+            {}, {KL_BASELINE: torch.full((samples.num_sequences,), baseline)}
+        )
+    return samples, plan
+
+
+def _make_samples(examples: Sequence[TrainingExample]) -> SequenceBatch:
+    # All examples of a stage have the same type.
+    if pairs := [each for each in examples if isinstance(each, Pair)]:
+        return pairs_to_samples(pairs)
+    if labeled := [each for each in examples if isinstance(each, LabeledCompletion)]:
+        return labeled_to_samples(labeled)
+    return demonstrations_to_samples([each for each in examples if isinstance(each, Demonstration)])
+
+
+def _compute_reference(
+    samples: SequenceBatch,
+    plan: StepPlan,
+    *,
+    reference: ReferenceSource,
+    groups: Mapping[str, WorkerGroup],
+) -> Tensor:
+    """Return [T] log-probs of the reference policy."""
+    role = "ref" if reference == "ref" else "actor"
+    return run_forward(
+        samples, plan, role=role, group=groups[role], without_adapter=role == "actor"
+    )
+
+
+def _estimate_kl(
+    mismatched: SequenceBatch,
+    plan: StepPlan,
+    *,
+    reference: ReferenceSource,
+    groups: Mapping[str, WorkerGroup],
+) -> float:
+    """Return max(0, mean over sequences of sum log(p / ref)), before the update."""
+    policy = run_forward(mismatched, plan, role="actor", group=groups["actor"])
+    ref_logprobs = _compute_reference(mismatched, plan, reference=reference, groups=groups)
+    log_ratio = torch.where(mismatched.loss_mask, policy - ref_logprobs, 0.0)
+    return max(0.0, float(log_ratio.sum()) / mismatched.num_sequences)
