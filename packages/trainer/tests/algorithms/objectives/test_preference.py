@@ -129,3 +129,12 @@ def test_margin_of_a_pair_is_subtracted_from_the_difference_of_its_scores() -> N
 def test_preference_loss_is_the_mean_over_pairs() -> None:
     with pytest.raises(ConfigError, match="mean over pairs"):
         PreferenceObjective(aggregation=Aggregation())
+
+
+def test_accuracy_counts_equal_rewards_or_scores_half() -> None:
+    # Before the first update the policy is its own reference, so the rewards of a pair are equal.
+    batch = pair().with_columns({"ref_logprobs": LOGPROBS})
+    policy = PreferenceObjective()(HeadOutputs(columns={HeadOutput.LOGPROB: LOGPROBS}), batch)
+    scores = HeadOutputs(columns={HeadOutput.SCORE: torch.tensor([1.5, 1.5])})
+    for terms in (policy, RewardModelObjective()(scores, pair())):
+        assert terms.metrics["preference/accuracy"].result == 0.5

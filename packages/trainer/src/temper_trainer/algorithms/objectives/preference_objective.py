@@ -20,6 +20,7 @@ from temper_engine_api.reduction import sum_per_sequence
 from temper_trainer.algorithms.preference_losses.preference_loss import (
     CompletionLogprobs,
     PreferenceLoss,
+    measure_order,
 )
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
 from temper_trainer.types import IS_CHOSEN
@@ -89,7 +90,7 @@ class PreferenceObjective(Objective):
         # Ranks without samples run a dummy sequence, which must not count in the metrics.
         real, beta = ~batch.is_dummy, self.loss.beta
         return {
-            "preference/accuracy": weighted_mean((margin > 0).float(), real),
+            "preference/accuracy": weighted_mean(measure_order(margin), real),
             "preference/margin": weighted_mean(beta * margin, real),
             "preference/chosen_reward": weighted_mean(beta * score, real & is_chosen),
             "preference/rejected_reward": weighted_mean(beta * score, real & ~is_chosen),

@@ -22,6 +22,7 @@ from temper_engine_api.objective import (
 from temper_trainer.algorithms.objectives.preference_objective import make_group_mean
 from temper_trainer.algorithms.preference_losses.preference_loss import (
     compute_pair_difference,
+    measure_order,
     sum_over_pair,
 )
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
@@ -125,7 +126,7 @@ class RewardModelObjective(Objective):
             loss = loss + self.center_coef * sum_over_pair(scores, batch).square()
         real = ~batch.is_dummy
         metrics = {
-            "preference/accuracy": weighted_mean((difference > 0).float(), real),
+            "preference/accuracy": weighted_mean(measure_order(difference), real),
             "preference/margin": weighted_mean(difference, real),
             "preference/chosen_score": weighted_mean(scores, real & is_chosen),
             "preference/rejected_score": weighted_mean(scores, real & ~is_chosen),

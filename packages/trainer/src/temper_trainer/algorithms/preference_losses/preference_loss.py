@@ -124,3 +124,12 @@ def sum_over_pair(column: Tensor, batch: SequenceBatch) -> Tensor:
     """Return [B] the sum over the two sequences of each pair, on both of them."""
     pairs, pair_index = torch.unique(batch.pack_group_ids, return_inverse=True)
     return column.new_zeros(len(pairs)).index_add(0, pair_index, column)[pair_index]
+
+
+def measure_order(margin: Tensor) -> Tensor:
+    """Return [B] the accuracy of each margin: 1 above 0, 0 below, and 1/2 if it is 0.
+
+    Equal rewards say as much as a guess. All of them are equal before the first update, where the
+    policy is its own reference.
+    """
+    return 0.5 * (1.0 + torch.sign(margin))
