@@ -141,7 +141,9 @@ _MODELS = (
 _RESULTS = ("runs/gsm8k_sft/huggingface", "runs/judge/huggingface", "warm/warm_start/huggingface")
 
 INPUTS = {
-    **dict.fromkeys(("train.jsonl", "test.jsonl", "mine.jsonl", "pairs.jsonl"), _ROW),
+    **dict.fromkeys(
+        ("train.jsonl", "test.jsonl", "mine.jsonl", "pairs.jsonl", "test_pairs.jsonl"), _ROW
+    ),
     "labeled.jsonl": "".join(
         json.dumps({"prompt": "1", "completion": "2", "label": label}) + "\n"
         for label in (True, False)

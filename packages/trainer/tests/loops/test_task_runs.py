@@ -214,6 +214,81 @@ def conversations(tmp_path: Path) -> str:
     return write(tmp_path / "conversations.jsonl", [{"messages": messages} for messages in turns])
 
 
+@pytest.mark.parametrize(
+    ("task", "pairs_metric"),
+    [
+        (("task=dpo", "ref=frozen"), "chosen_reward"),
+        (("task=rm", "actor.engine.model.model_type=reward_model"), "chosen_score"),
+    ],
+)
+def test_held_out_pairs_are_evaluated_as_an_update_would_measure_them(
+    run: Run, rows: Rows, tmp_path: Path, task: tuple[str, ...], pairs_metric: str
+) -> None:
+    data = pairs(tmp_path)
+    shared = (*task, data, "batching.prompts_per_step=16", "run.save_model=false")
+    held_out = f"data.eval.paths=[{tmp_path / 'pairs.jsonl'}]"
+    options = ("batching.max_tokens=40", "run.eval_every=1", "run.total_steps=3")
+    result = run(tmp_path / "evaluated", *shared, held_out, *options, base=TINY)
+    run(tmp_path / "plain", *shared, "run.total_steps=3", base=TINY)
+    phase = task[0].removeprefix("task=")
+    evaluated, steps = (rows(tmp_path / "evaluated", phase=name) for name in ("eval", phase))
+    # All pairs are held out and trained in every step, so each update first measures what the
+    # evaluation before it has.
+    for evaluation, step in zip(evaluated[:3], rows(tmp_path / "plain", phase=phase), strict=True):
+        for name in ("accuracy", "margin", pairs_metric):
+            assert evaluation[f"eval/preference/{name}"] == pytest.approx(
+                step[f"preference/{name}"], rel=1e-4, abs=1e-5
+            )
+        assert evaluation["eval/preference/loss"] == pytest.approx(step["actor/loss"], rel=1e-4)
+    assert [step["actor/loss"] for step in steps] == pytest.approx(
+        [step["actor/loss"] for step in rows(tmp_path / "plain", phase=phase)], rel=1e-4
+    ), "evaluations do not change training"
+    assert len(evaluated) == 4, "before the first step, twice between steps, after the last"
+    assert result.evaluation["eval/preference/accuracy"] > 0.9
+    assert result.evaluation["eval/preference/accuracy_ci95"] < 0.2
+
+
+def test_held_out_labels_have_an_accuracy(run: Run, rows: Rows, tmp_path: Path) -> None:
+    data = labeled(tmp_path)
+    named = f"data.eval_sets.more.paths=[{tmp_path / 'labeled.jsonl'}]"
+    options = ("preference=kto", "ref=frozen", "run.total_steps=6", "run.save_model=false")
+    run(tmp_path / "run", "task=dpo", data, named, *options, base=TINY)
+    before, after = rows(tmp_path / "run", phase="eval")
+    assert before["eval/more/preference/accuracy"] == 0.5
+    assert after["eval/more/preference/accuracy"] > 0.5
+    assert after["eval/more/preference/kl_baseline"] >= 0.0
+
+
+def test_held_out_demonstrations_have_weighted_loss_and_likelihood(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    records: list[dict[str, object]] = [
+        {"question": f"{a} + 1", "answer": f"= {a + 1}", "weight": [1, 1, 1, 3]} for a in range(8)
+    ]
+    data = write(tmp_path / "sums.jsonl", records)
+    weighted = (data, "data.train.loss_weight_key=weight")
+    held_out = tuple(each.replace("train", "eval") for each in weighted)
+    shared = ("task=sft", "run.total_steps=1", "run.save_model=false", "batching.max_tokens=40")
+    run(tmp_path / "run", *shared, *weighted, *held_out, base=TINY)
+    before, after = rows(tmp_path / "run", phase="eval")
+    (step,) = rows(tmp_path / "run", phase="sft")
+    assert before["eval/sft/nll"] == pytest.approx(step["sft/nll"], rel=1e-4)
+    assert before["eval/sft/loss"] == pytest.approx(step["actor/loss"], rel=1e-4)
+    assert before["eval/sft/loss"] != pytest.approx(before["eval/sft/nll"], rel=1e-4)
+    assert after["eval/sft/nll"] < before["eval/sft/nll"]
+
+
+def test_held_out_conversations_have_their_own_key(run: Run, rows: Rows, tmp_path: Path) -> None:
+    data = conversations(tmp_path)
+    chats = tmp_path / "conversations.jsonl"
+    held_out = ("data.eval.name=jsonl", f"data.eval.paths=[{chats}]")
+    options = (f'data.chat_template="{CHAT}"', "run.total_steps=1", "run.save_model=false")
+    keys = ("data.train.messages_key=messages", "data.eval.messages_key=messages")
+    run(tmp_path / "run", "task=sft", data, *held_out, *keys, *options, base=TINY)
+    before, after = rows(tmp_path / "run", phase="eval")
+    assert after["eval/sft/nll"] < before["eval/sft/nll"]
+
+
 def test_every_assistant_turn_of_a_conversation_is_trained(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:

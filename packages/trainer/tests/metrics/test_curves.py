@@ -69,6 +69,22 @@ def test_evaluations_of_a_supervised_run_have_a_panel(tmp_path: Path) -> None:
         assert height == int((2.5 * num_lines + 0.5) * 130)
 
 
+def test_evaluations_on_held_out_pairs_are_points_of_existing_panels(tmp_path: Path) -> None:
+    rows = [
+        row(step, "dpo", preference__accuracy=0.5, actor__loss=0.7, actor__grad_norm=1.0)
+        for step in (1, 2)
+    ]
+    write(tmp_path, rows)
+    draw_curves(tmp_path)
+    without = image.imread(tmp_path / "curves.png")
+    held_out = {"eval__preference__accuracy": 0.9, "eval__preference__loss": 0.6}
+    write(tmp_path, [*rows, row(0, "eval", **held_out), row(2, "eval", **held_out)])
+    draw_curves(tmp_path)
+    drawn = image.imread(tmp_path / "curves.png")
+    assert drawn.shape == without.shape
+    assert (drawn != without).any()
+
+
 def test_panel_of_divergences_is_left_out_if_all_are_zero(tmp_path: Path) -> None:
     for divergence, num_lines in ((0.0, 1), (0.1, 2)):
         rows = [

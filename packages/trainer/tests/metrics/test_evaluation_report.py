@@ -24,12 +24,29 @@ def row(step: int, phase: str = "eval") -> Row:
 
 def test_table_has_a_line_for_each_step_set_sampling_and_category() -> None:
     heading, lines = tabulate_evaluations(list_evaluations([row(7, "rl"), row(8)]))
-    assert heading == ("after step", "set", "sampling", "category", "reward", "failed", "pass@4")
+    assert heading == ("after step", "set", "kind", "category", "reward", "failed", "pass@4")
     assert lines == [
         (8, "data.eval", "greedy", "", "0.500", "2", ""),
         (8, "math500", "sampled", "", "0.250 ± 0.125", "", "0.750"),
         (8, "math500", "sampled", "algebra", "1.000", "", ""),
     ]
+
+
+def test_held_out_pairs_and_demonstrations_have_lines_and_a_plot() -> None:
+    values = {
+        "eval/preference/accuracy": 0.75,
+        "eval/preference/accuracy_ci95": 0.25,
+        "eval/preference/loss": 0.5,
+        "eval/more/sft/nll": 1.5,
+    }
+    evaluations = list_evaluations([Row(step=2, phase="eval", time_s=0.0, values=values)])
+    heading, lines = tabulate_evaluations(evaluations)
+    assert heading == ("after step", "set", "kind", "category", "accuracy", "loss", "nll")
+    assert lines == [
+        (2, "data.eval", "preference", "", "0.750 ± 0.250", "0.500", ""),
+        (2, "more", "sft", "", "", "", "1.500"),
+    ]
+    assert draw_evaluations(evaluations) is not None
 
 
 def test_evaluations_of_one_and_of_several_steps_are_drawn() -> None:

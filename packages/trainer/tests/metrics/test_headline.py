@@ -32,3 +32,10 @@ def test_every_evaluation_set_is_named_and_categories_are_left_out() -> None:
     )
     last = make_row(9, "eval", eval__greedy__reward=0.75, eval__math__greedy__reward=float("nan"))
     assert describe_result([first, last]) == "greedy 0.500 -> 0.750 (+0.250), math greedy 0.250"
+
+
+def test_supervised_run_has_its_result_on_held_out_data() -> None:
+    rows = [make_row(1, "dpo", preference__accuracy=0.5), make_row(2, "dpo", actor__loss=0.5)]
+    for step, accuracy in ((0, 0.5), (2, 0.875)):
+        rows.append(make_row(step, "eval", eval__preference__accuracy=accuracy))
+    assert describe_result(rows) == "held-out accuracy 0.500 -> 0.875 (+0.375)"

@@ -195,7 +195,7 @@ class ArithmeticSource(DataSource):
         return f"arithmetic[{self.split}]"
 
 
-RESERVED_SET_NAMES = ("greedy", "sampled", "eval", "dropped")
+RESERVED_SET_NAMES = ("greedy", "sampled", "eval", "sft", "preference", "dropped")
 """Parts of the metrics of data.eval, which has no name; no other held-out data may be called so."""
 
 
@@ -243,7 +243,9 @@ class DataConfig:
     step has prompts of all sources.
     """
     eval: DataSource | None = None
-    """Held-out data to evaluate on; None evaluates only on eval_sets."""
+    """Held-out data to evaluate on, in tasks sft, dpo and rm of the form of data.train; None
+    evaluates only on eval_sets.
+    """
     eval_sets: Mapping[str, DataSource] = field(default_factory=dict)
     """More held-out data by name, such as eval_sets.math500.paths; metrics are eval/NAME/... ."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -315,6 +317,16 @@ class DataConfig:
         """All held-out data by the key that sets it: data.eval first, then data.eval_sets.NAME."""
         unnamed = {} if self.eval is None else {"data.eval": self.eval}
         return unnamed | {f"data.eval_sets.{name}": each for name, each in self.eval_sets.items()}
+
+
+def name_eval_set(key: str) -> str:
+    """Return the name of a held-out source in metrics; empty for ``data.eval``.
+
+    Example:
+        >>> [name_eval_set(key) for key in ("data.eval", "data.eval_sets.math500")]
+        ['', 'math500']
+    """
+    return key.removeprefix("data.eval").removeprefix("_sets.")
 
 
 def find_data_conflicts(

@@ -98,7 +98,9 @@ class RunConfig:
     save_model: bool = True
     """Write a Hugging Face model directory at the end."""
     eval_every: NonNegativeInt = 0
-    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    """Steps between evaluations on held-out data; 0 evaluates only before the first and after the
+    last step.
+    """
     eval_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     """Sampling parameters of evaluation, greedy by default."""
     eval_sampled: bool = False

@@ -418,11 +418,13 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
         )
     if config.warm_start is not None and config.task in (*PREFERENCE_TASKS, *INFERENCE_TASKS):
         yield f"warm_start has no effect in task {config.task}: set warm_start=null."
-    if config.task in PREFERENCE_TASKS and isinstance(config.data.train, ArithmeticSource):
-        yield (
-            "data.train is arithmetic, which has no preferences for task "
-            f"{config.task}: use a source of files."
-        )
+    if config.task in PREFERENCE_TASKS:
+        for key, source in (config.data.train_sources | config.data.eval_sources).items():
+            if isinstance(source, ArithmeticSource):
+                yield (
+                    f"{key} is arithmetic, which has no preferences for task {config.task}: use a "
+                    f"source of files{'' if key == 'data.train' else f', or set {key}=null'}."
+                )
     if (
         config.task == "dpo"
         and config.preference.reference == "disabled_adapter"

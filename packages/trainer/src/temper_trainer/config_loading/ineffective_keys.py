@@ -33,22 +33,21 @@ class Rule:
     """Completes "KEY has no effect ..."; names the other key and the remedy."""
 
 
-_EVALUATION_KEYS = (
-    "run.eval_every",
+_SAMPLED_EVALUATION_KEYS = (
     "run.eval_sampling",
     "run.eval_sampled",
     "run.eval_num_completions",
     "run.eval_solved_reward",
     "run.eval_answer_pattern",
 )
-"""Settings of evaluations."""
+"""Settings of the completions that evaluations sample and score."""
 
 
 _RL_STEP_KEYS = (
     "algorithm",
     "batching.num_mini_batches",
     "batching.num_passes",
-    *_EVALUATION_KEYS,
+    *_SAMPLED_EVALUATION_KEYS,
 )
 """Keys of RL steps and their evaluations, which the supervised tasks do not have."""
 
@@ -139,8 +138,6 @@ RULES = (
             "sampling",
             "rollout",
             "reward",
-            "data.eval",
-            "data.eval_sets",
             "run.table_every",
             "run.num_table_rows",
         ),
@@ -202,10 +199,12 @@ RULES = (
         reason="with rollout.sampler hf: remove it, or set rollout=vllm",
     ),
     Rule(
-        keys=_EVALUATION_KEYS,
-        applies=lambda config: config.task == "rl" and not config.data.eval_sources,
+        keys=("run.eval_every", *_SAMPLED_EVALUATION_KEYS),
+        applies=lambda config: (
+            config.task in ("rl", *SUPERVISED_TASKS) and not config.data.eval_sources
+        ),
         reason=(
-            "without data.eval or data.eval_sets, the problems to evaluate on: set "
+            "without data.eval or data.eval_sets, the data to evaluate on: set "
             "data.eval.paths, or remove it"
         ),
     ),
@@ -430,6 +429,11 @@ def _iterate_source_rules(
         "with data to train on: categories are for data.eval and data.eval_sets. Remove it",
     )
     yield (
+        config.task in SUPERVISED_TASKS,
+        ("category_key",),
+        f"with task {config.task}, whose evaluations have no categories: remove it",
+    )
+    yield (
         not config.generates_completions or name == "warm_start.data",
         ("reward", "reward_key"),
         "with data whose completions are not scored: remove it",
@@ -462,5 +466,6 @@ def _is_demonstrated(name: str, config: TrainerConfig) -> bool:
     """Return True if task sft or a warm start imitates the rows of a source."""
     if "warm_start.data" in config.sources:
         return name == "warm_start.data"
-    is_imitated = config.task == "sft" or config.warm_start is not None
-    return is_imitated and name in config.data.train_sources
+    if config.task == "sft":  # held-out loss has weights, too
+        return True
+    return config.warm_start is not None and name in config.data.train_sources

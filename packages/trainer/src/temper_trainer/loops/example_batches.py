@@ -1,6 +1,6 @@
 """Make the samples of supervised stages, with the columns that their objectives read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,8 +41,10 @@ def prepare_samples(
     groups: Mapping[str, WorkerGroup],
     max_tokens: int,
     seed: int,
+    num_parts: int = 1,
+    before_part: Callable[[], object] = lambda: None,
 ) -> tuple[SequenceBatch, StepPlan]:
-    """Return the samples with the columns of the objective, and a plan of one mini-batch.
+    """Return the samples with the columns of the objective, and a plan for them.
 
     Args:
         examples: Examples of one type.
@@ -51,22 +53,34 @@ def prepare_samples(
         groups: Workers of the actor, and of the reference policy if there is one.
         max_tokens: Maximum number of tokens of a micro-batch.
         seed: Seed of the plan.
+        num_parts: Number of mini-batches of the plan; at most one per example.
+        before_part: Called before each forward pass of a mini-batch.
     """
     samples = _make_samples(examples)
     # The run's `batching` does not apply: a stage makes one update per step, and with
     # ``tokens_per_update`` its number of examples varies.
-    batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=max_tokens)
+    batching = BatchingConfig(
+        prompts_per_step=len(examples), num_mini_batches=num_parts, max_tokens=max_tokens
+    )
     layouts = {name: RoleLayout.from_topology(group.topology) for name, group in groups.items()}
     plan = plan_step(samples, batching, layouts=layouts, seed=seed)
     if reference != "none":
-        ref_logprobs = _compute_reference(samples, plan, reference=reference, groups=groups)
+        ref_logprobs = _compute_reference(
+            samples, plan, reference=reference, groups=groups, before_part=before_part
+        )
         samples = samples.with_columns({"ref_logprobs": ref_logprobs})
     if KL_BASELINE in objective.columns:
         mismatched = demonstrations_to_samples(
             mismatch_completions([each for example in examples for each in list_members(example)])
         )
         plan_mismatched = plan_step(mismatched, batching, layouts=layouts, seed=seed)
-        baseline = _estimate_kl(mismatched, plan_mismatched, reference=reference, groups=groups)
+        baseline = _estimate_kl(
+            mismatched,
+            plan_mismatched,
+            reference=reference,
+            groups=groups,
+            before_part=before_part,
+        )
         samples = samples.with_columns(
             {}, {KL_BASELINE: torch.full((samples.num_sequences,), baseline)}
         )
@@ -88,11 +102,17 @@ def _compute_reference(
     *,
     reference: ReferenceSource,
     groups: Mapping[str, WorkerGroup],
+    before_part: Callable[[], object],
 ) -> Tensor:
     """Return [T] log-probs of the reference policy."""
     role = "ref" if reference == "ref" else "actor"
     return run_forward(
-        samples, plan, role=role, group=groups[role], without_adapter=role == "actor"
+        samples,
+        plan,
+        role=role,
+        group=groups[role],
+        without_adapter=role == "actor",
+        before_part=before_part,
     )
 
 
@@ -102,9 +122,14 @@ def _estimate_kl(
     *,
     reference: ReferenceSource,
     groups: Mapping[str, WorkerGroup],
+    before_part: Callable[[], object],
 ) -> float:
     """Return max(0, mean over sequences of sum log(p / ref)), before the update."""
-    policy = run_forward(mismatched, plan, role="actor", group=groups["actor"])
-    ref_logprobs = _compute_reference(mismatched, plan, reference=reference, groups=groups)
+    policy = run_forward(
+        mismatched, plan, role="actor", group=groups["actor"], before_part=before_part
+    )
+    ref_logprobs = _compute_reference(
+        mismatched, plan, reference=reference, groups=groups, before_part=before_part
+    )
     log_ratio = torch.where(mismatched.loss_mask, policy - ref_logprobs, 0.0)
     return max(0.0, float(log_ratio.sum()) / mismatched.num_sequences)

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -264,6 +264,7 @@ def run_forward(
     group: WorkerGroup,
     output: HeadOutput = HeadOutput.LOGPROB,
     without_adapter: bool = False,
+    before_part: Callable[[], object] = lambda: None,
 ) -> Tensor:
     """Run a role's forward pass over all samples, in the micro-batches of the first training pass.
 
@@ -274,12 +275,14 @@ def run_forward(
         group: Workers of the role.
         output: Output of the head to return.
         without_adapter: Disable the role's LoRA adapter.
+        before_part: Called before the forward pass of each mini-batch.
 
     Returns:
-        [T] float32 output in the order of the samples.
+        [T], or [B] for scores, float32 output in the order of the samples.
     """
     outputs = []
     for mini_batch in plan.first_pass:
+        before_part()
         packed = pack_mini_batch(samples, mini_batch, role)
         sample_ids = samples.sample_ids[torch.tensor(mini_batch.indices)]
         outputs.append(

@@ -5,7 +5,7 @@ A stage is either a run of its own (tasks sft, dpo and rm) or the warm start of 
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,8 +43,9 @@ from temper_trainer.loops.example_batches import (
     list_members,
     prepare_samples,
 )
+from temper_trainer.loops.held_out import HeldOutEvaluator, HeldOutSet
 from temper_trainer.loops.rl_step import collect_update_metrics
-from temper_trainer.loops.run.interrupts import StopRequest
+from temper_trainer.loops.run.interrupts import StopRequest, WorkAbandoned
 from temper_trainer.loops.run.run_folder import RunFolder, export_model
 from temper_trainer.loops.run.run_setup import (
     get_demonstration_limit,
@@ -106,6 +107,10 @@ class SupervisedStage:
     """Checkpoint to resume from; None starts at step 1."""
     exports_model: bool = True
     """True if the stage writes a Hugging Face model directory at its end."""
+    held_out: Sequence[HeldOutSet] = ()
+    """Examples on which the stage is evaluated before its first and after its last step."""
+    eval_every: int = 0
+    """Steps between further evaluations; 0 is off."""
 
 
 def build_demonstration_stage(
@@ -165,7 +170,10 @@ def build_demonstration_stage(
         open_stream=open_stream,
         objective=SftObjective(
             loss=config.sft if warm_start is None else warm_start.loss,
-            has_weights=any(source.loss_weight_key is not None for source in sources),
+            has_weights=any(
+                source.loss_weight_key is not None
+                for source in (*sources, *data.eval_sources.values())
+            ),
         ),
         total_steps=total_steps,
         batch_size=batch_size,
@@ -265,8 +273,8 @@ def run_supervised(
     stop: StopRequest,
     boundary: StepBoundary,
     runtime: Runtime,
-) -> None:
-    """Run all steps of a stage and write its model.
+) -> dict[str, float]:
+    """Run all steps of a stage, evaluate it, and write its model.
 
     Args:
         config: The configuration, with models fitted to the tokenizer.
@@ -277,6 +285,9 @@ def run_supervised(
         stop: Stop request of the process.
         boundary: Bookkeeping between steps.
         runtime: Starts the workers.
+
+    Returns:
+        The metrics of the last evaluation; empty without held-out examples.
 
     Raises:
         RunInterrupted: If a stop was requested; the last completed step is saved.
@@ -289,6 +300,20 @@ def run_supervised(
         config_digest=digest,
         tokenizer_digest=compute_tokenizer_digest(tokenizer),
     )
+    evaluator = HeldOutEvaluator(
+        sets=stage.held_out,
+        objective=stage.objective,
+        reference=stage.reference,
+        batch_size=stage.batch_size,
+        max_tokens=config.batching.max_tokens,
+        log=log,
+    )
+
+    def check_stop() -> None:
+        """Raise WorkAbandoned if a stop was requested."""
+        with stop.allow_abandon():
+            pass
+
     stream = stage.open_stream(DataCursor())
     with stop.protect_exit(
         _open_groups(stage, num_workers=config.actor.num_workers, ref=config.ref, runtime=runtime)
@@ -298,6 +323,8 @@ def run_supervised(
         boundary.set_saved(done, stage.resume_from)
         if done < stage.total_steps:
             stage.folder.supersede_model()
+        if done == 0:
+            evaluator.evaluate(groups, step=0)
         with (
             # Outermost, so that a signal interrupts neither an update nor the wait for a
             # background save when the body ends.
@@ -329,16 +356,23 @@ def run_supervised(
                 )
                 boundary.end_step()
                 bar.advance()
+                if stage.eval_every and step % stage.eval_every == 0 and not is_last:
+                    # An abandoned evaluation is not repeated: the step is saved below, and the run
+                    # ends.
+                    with suppress(WorkAbandoned):
+                        evaluator.evaluate(groups, step=step, check_stop=check_stop)
                 if boundary.is_save_due(step, is_last=is_last or stop.is_set):
                     state = make_state(step=step, cursor=stream.cursor)
                     checkpoint = writer.save(state, wait=is_last or stop.is_set)
                     boundary.set_saved(step, checkpoint)
                 if stop.is_set:
                     raise boundary.make_interrupted(stop)
+        evaluation = evaluator.evaluate(groups, step=stage.total_steps)
         if stage.exports_model:
             export_model(
                 actor, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model
             )
+        return evaluation
 
 
 @contextmanager

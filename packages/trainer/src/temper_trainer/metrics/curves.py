@@ -54,14 +54,23 @@ class Panel:
     """True if the y axis is logarithmic when the values span more than a factor of ten."""
     hides_zeros: bool = False
     """True if the panel is left out while all its values are 0."""
+    evaluations: tuple[str, ...] = ()
+    """Metrics of evaluations to plot in addition."""
     is_wide: bool = False
-    """True if the panel spans all columns; it also shows the evaluations, and is not empty if there
-    are two of one kind.
+    """True if the panel spans all columns; it is not empty if there are two evaluations of one
+    kind.
     """
 
 
 PANELS = (
-    Panel(title="reward", phase="rl", metrics=("reward/mean",), is_fraction=True, is_wide=True),
+    Panel(
+        title="reward",
+        phase="rl",
+        metrics=("reward/mean",),
+        evaluations=("eval/greedy/reward", "eval/sampled/reward", "eval/eval/reward"),
+        is_fraction=True,
+        is_wide=True,
+    ),
     Panel(title="warm start: loss", phase="warm_start", metrics=("actor/loss",)),
     Panel(
         title="warm start: gradient norm",
@@ -69,7 +78,7 @@ PANELS = (
         metrics=("actor/grad_norm",),
         is_log=True,
     ),
-    Panel(title="sft: loss", phase="sft", metrics=("actor/loss",)),
+    Panel(title="sft: loss", phase="sft", metrics=("actor/loss",), evaluations=("eval/sft/loss",)),
     Panel(title="sft: gradient norm", phase="sft", metrics=("actor/grad_norm",), is_log=True),
     *(
         panel
@@ -79,6 +88,7 @@ PANELS = (
                 title="pairs whose chosen completion is ahead",
                 phase=phase,
                 metrics=("preference/accuracy",),
+                evaluations=("eval/preference/accuracy",),
                 is_fraction=True,
             ),
             Panel(
@@ -90,7 +100,12 @@ PANELS = (
                     "preference/margin",
                 ),
             ),
-            Panel(title=f"{phase}: loss", phase=phase, metrics=("actor/loss",)),
+            Panel(
+                title=f"{phase}: loss",
+                phase=phase,
+                metrics=("actor/loss",),
+                evaluations=("eval/preference/loss",),
+            ),
             Panel(
                 title=f"{phase}: gradient norm",
                 phase=phase,
@@ -137,8 +152,6 @@ PANELS = (
     ),
 )
 
-EVALUATIONS = ("eval/greedy/reward", "eval/sampled/reward", "eval/eval/reward")
-
 
 def draw_curves(directory: Path) -> Path | None:
     """Draw ``curves.png`` into a run folder.
@@ -147,13 +160,7 @@ def draw_curves(directory: Path) -> Path | None:
         The path of the image; None if no metric of any panel was logged.
     """
     rows = read_latest_rows(directory / METRICS_FILE)
-    # A single evaluation is a number of the report, not a curve.
-    has_evaluations = any(len(_points(rows, "eval", name)[0]) > 1 for name in EVALUATIONS)
-    panels = [
-        panel
-        for panel in PANELS
-        if _has_values(panel, rows=rows) or (panel.is_wide and has_evaluations)
-    ]
+    panels = [panel for panel in PANELS if _has_values(panel, rows=rows)]
     if not panels:
         return None
     cells = _arrange_panels(panels)
@@ -198,6 +205,9 @@ def draw_curves(directory: Path) -> Path | None:
 
 def _has_values(panel: Panel, *, rows: Sequence[Row]) -> bool:
     """Return True if the run logged something that the panel shows."""
+    # A single evaluation is a number of the report, not a curve.
+    if panel.is_wide and any(len(_points(rows, "eval", name)[0]) > 1 for name in panel.evaluations):
+        return True
     values = [value for name in panel.metrics for value in _points(rows, panel.phase, name)[1]]
     return any(values) if panel.hides_zeros else bool(values)
 
@@ -228,8 +238,7 @@ def _draw_panel(axes: Axes, panel: Panel, *, rows: Sequence[Row]) -> None:
         if steps:
             _draw_curve(axes, steps, values, label=name, color=color)
             lowest, highest = min(lowest, *values), max(highest, *values)
-    if panel.is_wide:
-        _draw_evaluations(axes, rows=rows)
+    _draw_evaluations(axes, panel.evaluations, rows=rows)
     if panel.is_fraction:
         # A little beyond 0 and 1, so that a curve at a bound is not cut in half.
         axes.set_ylim(min(-0.02, lowest), None if axes.get_ylim()[1] > 1.05 else 1.02)
@@ -274,14 +283,15 @@ def _running_mean(values: Sequence[float], *, window: int) -> list[float]:
     return [sum(values) / len(values) for values in windows]
 
 
-def _draw_evaluations(axes: Axes, *, rows: Sequence[Row]) -> None:
+def _draw_evaluations(axes: Axes, names: Sequence[str], *, rows: Sequence[Row]) -> None:
     for name, color, marker, label_offset in zip(
-        EVALUATIONS, COLORS[1:], "DsP", (9, -15, 9), strict=True
+        names, COLORS[1:], "DsP", (9, -15, 9), strict=False
     ):
         steps, values = _points(rows, "eval", name)
         if not steps:
             continue
-        label = f"held out, {name.split('/')[1]}"
+        kind, metric = name.split("/")[1:]
+        label = f"held out, {kind if metric == 'reward' else metric}"
         axes.plot(
             steps,
             values,

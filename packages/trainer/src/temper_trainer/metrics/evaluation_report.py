@@ -15,8 +15,16 @@ from matplotlib.ticker import MaxNLocator
 from temper_trainer.metrics.curves import COLORS, STYLE
 from temper_trainer.metrics.run_files import Row
 
-KINDS = ("greedy", "eval", "sampled")
-"""Names of sampling configurations in metrics; no held-out set has one of them."""
+MAIN_METRICS = {
+    "greedy": "reward",
+    "eval": "reward",
+    "sampled": "reward",
+    "preference": "accuracy",
+    "sft": "nll",
+}
+"""The metric that is plotted, by the kind of evaluation in the names of metrics: a sampling
+configuration, or preference or sft in supervised tasks. No held-out set is called like a kind.
+"""
 INTERVAL = "_ci95"
 """End of the metrics with half the width of a confidence interval."""
 _AT_K = re.compile(r"(pass|maj)_at_(\d+)")
@@ -30,11 +38,16 @@ class EvaluationRow:
     set_name: str
     """Empty for ``data.eval``."""
     kind: str
-    """One of `KINDS`."""
+    """A key of `MAIN_METRICS`."""
     category: str
     """Empty for the full set."""
     values: dict[str, float]
     """Value by the last part of the metric's name, such as ``reward``."""
+
+    @property
+    def main_value(self) -> float:
+        """The value to plot; NaN if there is none."""
+        return self.values.get(MAIN_METRICS[self.kind], math.nan)
 
 
 def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
@@ -45,11 +58,11 @@ def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
             continue
         for name, value in row.values.items():
             head, *parts, metric = name.split("/")
-            # Other metrics of the phase, such as eval/dropped, have no sampling configuration.
-            if head != "eval" or not any(part in KINDS for part in parts[:2]):
+            # Other metrics of the phase, such as eval/dropped, have no kind.
+            if head != "eval" or not any(part in MAIN_METRICS for part in parts[:2]):
                 continue
             # A category may be called like a kind, but a set may not.
-            set_name = "" if parts[0] in KINDS else parts.pop(0)
+            set_name = "" if parts[0] in MAIN_METRICS else parts.pop(0)
             kind, category = parts[0], "/".join(parts[1:])
             values.setdefault((row.step, set_name, kind, category), {})[metric] = value
     return [
@@ -69,7 +82,7 @@ def tabulate_evaluations(
         cells = [_format_cell(each.values, name) for name in metrics]
         lines.append((each.step, each.set_name or "data.eval", each.kind, each.category, *cells))
     titles = [_AT_K.sub(r"\1@\2", name) for name in metrics]
-    return ("after step", "set", "sampling", "category", *titles), lines
+    return ("after step", "set", "kind", "category", *titles), lines
 
 
 def _format_cell(values: dict[str, float], name: str) -> str:
@@ -86,7 +99,7 @@ def draw_evaluations(evaluations: Sequence[EvaluationRow]) -> bytes | None:
 
     Bars are 95 % confidence intervals. Returns None without evaluations.
     """
-    if not any(math.isfinite(each.values.get("reward", math.nan)) for each in evaluations):
+    if not any(math.isfinite(each.main_value) for each in evaluations):
         return None
     last_step = max(each.step for each in evaluations)
     last = [each for each in evaluations if each.step == last_step]
@@ -106,13 +119,14 @@ def draw_evaluations(evaluations: Sequence[EvaluationRow]) -> bytes | None:
 
 
 def _list_shown(evaluations: Sequence[EvaluationRow]) -> list[str]:
-    """Return the metrics to plot: the mean reward, and of all completions pass@k and maj@k."""
+    """Return the metrics to plot: the main one, and of all completions pass@k and maj@k."""
     largest: dict[str, int] = {}
     for each in evaluations:
         for name in each.values:
             if match := _AT_K.fullmatch(name):
                 largest[match[1]] = max(largest.get(match[1], 0), int(match[2]))
-    return ["reward", *(f"{name}_at_{k}" for name, k in largest.items())]
+    main = dict.fromkeys(MAIN_METRICS[each.kind] for each in evaluations)
+    return [*main, *(f"{name}_at_{k}" for name, k in largest.items())]
 
 
 def _draw_over_steps(axes: Axes, evaluations: Sequence[EvaluationRow]) -> None:

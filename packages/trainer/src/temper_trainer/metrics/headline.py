@@ -3,7 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from temper_trainer.metrics.evaluation_report import EvaluationRow, list_evaluations
+from temper_trainer.metrics.evaluation_report import (
+    MAIN_METRICS,
+    EvaluationRow,
+    list_evaluations,
+)
 from temper_trainer.metrics.run_files import WARM_START_PHASE, Row
 
 _METRICS = ("reward/mean", "preference/accuracy", "sft/nll", "actor/loss")
@@ -29,7 +33,7 @@ def describe_result(rows: Sequence[Row]) -> str:
     evaluations = [
         each
         for each in list_evaluations(rows)
-        if not each.category and math.isfinite(each.values.get("reward", math.nan))
+        if not each.category and math.isfinite(each.main_value)
     ]
     return _describe_evaluations(evaluations) or _describe_steps(rows)
 
@@ -37,8 +41,9 @@ def describe_result(rows: Sequence[Row]) -> str:
 def _describe_evaluations(evaluations: Sequence[EvaluationRow]) -> str:
     series: dict[str, list[float]] = {}
     for each in sorted(evaluations, key=lambda each: each.step):
-        name = f"{each.set_name} {each.kind}".strip()
-        series.setdefault(name, []).append(each.values["reward"])
+        metric = MAIN_METRICS[each.kind]
+        kind = each.kind if metric == "reward" else f"held-out {metric}"
+        series.setdefault(f"{each.set_name} {kind}".strip(), []).append(each.main_value)
     return ", ".join(
         _describe_change(name, values[0], values[-1] if len(values) > 1 else None)
         for name, values in series.items()

@@ -148,3 +148,24 @@ def test_check_writes_nothing_into_the_folder_of_a_resumed_run(
     taken = settings("one two", tokenizer="word_level")
     check_first_rows(load([*taken, "run.resume=auto"]).config)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        (["task=dpo", "ref=frozen"], {"question": "one", "chosen": "two", "rejected": "three"}),
+        (["task=sft"], {"question": "one", "answer": "two"}),
+    ],
+)
+def test_held_out_data_of_supervised_tasks_is_checked_in_its_own_form(
+    settings: Settings, tmp_path: Path, task: list[str], row: dict[str, str]
+) -> None:
+    shared = [*settings("one"), *task, "batching.max_tokens=5", "~run.eval_every"]
+    shared += ["~run.eval_sampled", "~run.eval_sampling", "~sampling"]
+    long = {key: text if key == "question" else f"{text} " * 9 for key, text in row.items()}
+    for name, content in (("rows", row), ("test", long)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(content) + "\n")
+    held_out = ["+data.eval.name=jsonl", f"+data.eval.paths=[{tmp_path}/test.jsonl]"]
+    message = refusal([*shared, *held_out])
+    assert message.startswith("data.eval: ")
+    assert "test.jsonl:1: prompt and solution have 1" in message

@@ -64,7 +64,9 @@ def _build(draft: Draft, role: OldRole) -> None:
         draft.put("model_engine", "megatron", rule="model-engine", group=True)
     if not put_source(draft, new="data.train", old="data.train_files"):
         draft.find("data-files.no-demonstrations", "data.train_files")
-    draft.explain_drop("data.val_files", "the loss on held-out demonstrations is not measured here")
+    draft.explain_drop(
+        "data.val_files", "a held-out loss changes no weight; set data.eval.paths to measure it"
+    )
     build_role(draft, role)
     build_lora(draft, role)
     _lengths(draft, role)

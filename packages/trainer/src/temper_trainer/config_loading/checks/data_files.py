@@ -86,7 +86,7 @@ def _source_problems(name: str, source: FileSource, *, config: TrainerConfig) ->
             f"{name}.paths names {path}, which is not a file (relative to {Path.cwd()}): "
             f"{_suggest_path(path)}."
         )
-    kind = config.preference_kind if name == "data.train" else None
+    kind = config.preference_kind
     first_rows = []
     for path in local:
         if path in absent:

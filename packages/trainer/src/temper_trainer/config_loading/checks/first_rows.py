@@ -83,16 +83,17 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[FirstSample]:
     all_train: list[tuple[tuple[str, DataSource], SampleUse]] = [
         (item, "prompts") for item in config.data.train_sources.items()
     ]
+    eval_use: SampleUse = "demonstrations" if config.task == "sft" else "prompts"
     eval_uses: list[tuple[tuple[str, DataSource], SampleUse]] = [
-        (item, "prompts") for item in config.data.eval_sources.items()
+        (item, config.preference_kind or eval_use) for item in config.data.eval_sources.items()
     ]
     uses: list[tuple[tuple[str, DataSource], SampleUse]]
     match config.task:
         case "sft":
-            uses = [(train, "demonstrations")]
+            uses = [(train, "demonstrations"), *eval_uses]
         case "dpo" | "rm":
             assert config.preference_kind is not None
-            uses = [(train, config.preference_kind)]
+            uses = [(train, config.preference_kind), *eval_uses]
         case "eval" | "generate":
             uses = eval_uses or [(train, "prompts")]
         case "rl" | "distill":
@@ -179,14 +180,17 @@ def _find_problems(config: TrainerConfig, samples: list[FirstSample]) -> Iterato
     # A new BPE tokenizer learns from all rows, so the lengths are not known from the first ones. A
     # tokenizer of whole words makes one token of each word, also of an unknown one.
     has_lengths = is_saved or config.data.tokenizer.kind != "bpe"
-    data = config.data if has_lengths else replace(config.data, max_prompt_tokens=2**31)
+    limits = config.data if has_lengths else replace(config.data, max_prompt_tokens=2**31)
     fitted = fit_models_to_tokenizer(config, tokenizer)
     limit = get_demonstration_limit(
         fitted.actor.engine.model, max_tokens=config.batching.max_tokens
     )
     for sample in samples:
         # If there are more rows, it is no problem that a limit drops all of the first ones.
-        must_keep = sample.is_complete and not data.streaming
+        must_keep = sample.is_complete and not config.data.streaming
+        # Held-out demonstrations have their own messages_key.
+        held_out = config.data.eval_sources.get(sample.key)
+        data = limits if held_out is None else replace(limits, train=held_out)
         try:
             match sample.use:
                 case "prompts":

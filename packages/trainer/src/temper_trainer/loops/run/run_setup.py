@@ -41,10 +41,11 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
     Returns:
         Rows by ``train``, ``warm_start`` and the keys of ``DataConfig.eval_sources``. Only
         ``train`` is always there. It is empty for streamed data and for preferences, which are read
-        elsewhere.
+        elsewhere, as those of held-out sources.
     """
-    is_read_elsewhere = config.data.streaming or config.preference_kind is not None
-    sources = dict(config.data.eval_sources)
+    has_preferences = config.preference_kind is not None
+    is_read_elsewhere = config.data.streaming or has_preferences
+    sources = {} if has_preferences else dict(config.data.eval_sources)
     if config.warm_start is not None and config.warm_start.data is not None:
         sources["warm_start"] = config.warm_start.data
     problems = {
@@ -74,8 +75,10 @@ class RunData:
 
     problems: dict[str, list[Row]]
     """Rows by source, as `load_problems` returns them."""
-    preferences: list[PreferenceRow]
-    """Preference pairs or labeled completions of tasks dpo and rm."""
+    preferences: dict[str, list[PreferenceRow]]
+    """Preference pairs or labeled completions of tasks dpo and rm, by ``train`` and the keys of
+    held-out sources; empty in other tasks.
+    """
     tokenizer: PreTrainedTokenizerBase
     has_saved_tokenizer: bool
     """True if the tokenizer is that of existing weights."""
@@ -85,7 +88,10 @@ def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path 
     """Load the rows of all sources, and load the tokenizer or train it on them."""
     problems = load_problems(config)
     kind = config.preference_kind
-    preferences = [] if kind is None else load_preferences(config.data.train, kind=kind)
+    preferences: dict[str, list[PreferenceRow]] = {}
+    if kind is not None:
+        sources = {"train": config.data.train} | config.data.eval_sources
+        preferences = {key: load_preferences(each, kind=kind) for key, each in sources.items()}
     # Before it is written: a new tokenizer is saved in the run folder, too.
     has_saved_tokenizer = uses_saved_tokenizer(
         folder,
@@ -93,7 +99,7 @@ def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path 
         has_warm_start=config.warm_start is not None,
         checkpoint=checkpoint,
     )
-    preference_rows = [row for each in preferences for row in each.rows]
+    preference_rows = [row for each in preferences.get("train", []) for row in each.rows]
     tokenizer = load_or_train_tokenizer(
         config,
         folder=folder,

@@ -20,12 +20,14 @@ from temper_trainer.checkpoint.checkpoint_messages import (
 )
 from temper_trainer.checkpoint.checkpointer import check_resume_step, list_restored_parts
 from temper_trainer.checkpoint.weight_files import find_damaged_model
+from temper_trainer.config.data import name_eval_set
 from temper_trainer.config.resume_changes import describe_changes
 from temper_trainer.config.run import INFERENCE_TASKS
 from temper_trainer.config.run_folder_checks import find_inputs_in_run_folder
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.prompts import encode_prompts
 from temper_trainer.loops.evaluation import count_trained_prompts, evaluate_all, generate
+from temper_trainer.loops.held_out import encode_held_out
 from temper_trainer.loops.rl_run import run_rl
 from temper_trainer.loops.run.interrupts import RunInterrupted, StopRequest, WorkAbandoned
 from temper_trainer.loops.run.run_components import EvalSet, build_inference_components
@@ -33,6 +35,7 @@ from temper_trainer.loops.run.run_folder import RunFolder, open_run_folder, set_
 from temper_trainer.loops.run.run_setup import (
     RunData,
     fit_models_to_tokenizer,
+    get_demonstration_limit,
     load_run_data,
     open_checkpointer,
     report_dropped,
@@ -61,7 +64,7 @@ class RunResult:
     directory: Path
     """Folder that ``run.dir`` names."""
     evaluation: dict[str, float]
-    """Metrics of the last evaluation; empty for supervised tasks or without held-out prompts."""
+    """Metrics of the last evaluation; empty without held-out data."""
 
 
 def train(
@@ -296,17 +299,16 @@ class _TaskRun:
     """Step of the checkpoint; 0 without a checkpoint."""
 
     def run(self) -> dict[str, float]:
-        """Run the task; return the metrics of its evaluation, empty for supervised tasks."""
+        """Run the task; return the metrics of its evaluation, empty without held-out data."""
         match self.config.task:
             case "sft" | "dpo" | "rm":
-                self.run_supervised_task()
-                return {}
+                return self.run_supervised_task()
             case "eval" | "generate":
                 return self.run_inference_task()
             case "rl" | "distill":
                 return self.run_rl_task()
 
-    def run_supervised_task(self) -> None:
+    def run_supervised_task(self) -> dict[str, float]:
         """Run task sft, dpo or rm."""
         config = fit_models_to_tokenizer(self.config, self.data.tokenizer)
         if config.task == "sft":
@@ -322,7 +324,7 @@ class _TaskRun:
         else:
             stage = build_preference_stage(
                 config,
-                rows=self.data.preferences,
+                rows=self.data.preferences["train"],
                 tokenizer=self.data.tokenizer,
                 folder=self.folder,
                 resume_from=self.checkpoint,
@@ -331,7 +333,15 @@ class _TaskRun:
         check_resume_step(
             self.completed_steps, total_steps=stage.total_steps, checkpoint=self.checkpoint
         )
-        self._run_stage(config, stage)
+        limit = get_demonstration_limit(
+            config.actor.engine.model, max_tokens=config.batching.max_tokens
+        )
+        stage = replace(
+            stage,
+            held_out=encode_held_out(config, self.data, limit=limit, log=self.log),
+            eval_every=config.run.eval_every,
+        )
+        return self._run_stage(config, stage)
 
     def run_inference_task(self) -> dict[str, float]:
         """Run task eval or generate."""
@@ -364,7 +374,7 @@ class _TaskRun:
             prompts, num_dropped = encode_prompts(rows, self.data.tokenizer, self.config.data)
             # Check categories before the warm start, which may take hours.
             name_categories(prompt.category for prompt in prompts)
-            name = key.removeprefix("data.eval").removeprefix("_sets.")
+            name = name_eval_set(key)
             eval_sets[name] = EvalSet(key=key, prompts=prompts)
             dropped[f"eval/{name}" if name else "eval"] = num_dropped
         return eval_sets, dropped
@@ -468,8 +478,8 @@ class _TaskRun:
         )
         return True
 
-    def _run_stage(self, config: TrainerConfig, stage: SupervisedStage) -> None:
-        run_supervised(
+    def _run_stage(self, config: TrainerConfig, stage: SupervisedStage) -> dict[str, float]:
+        return run_supervised(
             config,
             stage,
             log=self.log,
