@@ -12,7 +12,8 @@ draws FOLDER/curves.png.
 
 On-policy methods take one update per step. Methods whose loss differs from the policy gradient only
 after the first update take four. Preference, SFT and reward-model methods train on right against
-wrong solutions of the same problems. `--rehearse` runs every method once for two steps.
+wrong solutions of the same problems; preference methods and the reward model are also evaluated on
+500 held-out pairs. `--rehearse` runs every method once for two steps.
 """
 
 import argparse
@@ -51,12 +52,17 @@ PAIRS_PER_STEP = 64
 _REHEARSAL = ("warm_start.total_steps=15", "run.total_steps=2", "data.eval.max_rows=16")
 CURVES = ("reward/mean", "preference/accuracy", "sft/nll")
 """Metrics that are drawn, by the kind of method; a run has the first or the last of them."""
+EVALUATIONS = {
+    "greedy": "eval/greedy/reward",
+    "sampled": "eval/sampled/reward",
+    "pairs": "eval/preference/accuracy",
+    "pair_loss": "eval/preference/loss",
+}
+"""Metrics of evaluations by the name of their values in a row, as in greedy_before."""
 ACCURACIES = {
     f"{kind}_{moment}" for kind in ("greedy", "sampled") for moment in ("before", "after")
 }
 """Keys of a row with the mean reward of the held-out problems."""
-FIRST_STEPS, LAST_STEPS = 3, 10
-"""Steps over which the accuracy on new pairs is averaged, at the start and at the end of a run."""
 SHORTEST_S = 60.0
 """Seconds that must be left to start a run."""
 
@@ -75,8 +81,8 @@ class Method:
     rates: tuple[float, ...] = (2e-4, 4e-4, 8e-4)
     """Learning rates of the actor to choose from."""
     kind: str = "rl"
-    """rl: evaluated by the run itself; sft and dpo: the saved model is evaluated; rm: accuracy on
-    held-out pairs.
+    """rl: evaluated by the run itself; sft and dpo: the saved model is evaluated, and of dpo also
+    the accuracy on held-out pairs; rm: that accuracy only.
     """
     full_reward: float = 1.0
     """Reward of a solved problem, by which evaluations are divided."""
@@ -91,20 +97,18 @@ _SINGLE = ("batching.prompts_per_step=256",)
 _TEACHER = (
     "algorithm=distill",
     "batching.prompts_per_step=128",
-    "teachers.main.engine.model.path=TEACHER",
+    "teachers.main.engine.model.path=FOLDER/teacher/huggingface",
     "teachers.main.engine.device=cpu",
     "teachers.main.engine.precision.compute=fp32",
 )
 _PAIRS = (
-    "data.train=jsonl",
-    "data.train.paths=[PAIRS]",
-    "data.train.prompt_key=prompt",
+    *("data.train=jsonl", "data.train.paths=[FOLDER/pairs.jsonl]", "data.train.prompt_key=prompt"),
+    *("data.eval=jsonl", "data.eval.paths=[FOLDER/test_pairs.jsonl]"),
+    "data.eval.prompt_key=prompt",
 )
 _LABELED = (
-    "data.train=jsonl",
-    "data.train.paths=[LABELED]",
-    "data.train.prompt_key=prompt",
-    "data.train.answer_key=completion",
+    *(override.replace("pairs.jsonl", "labeled.jsonl") for override in _PAIRS),
+    *("data.train.answer_key=completion", "data.eval.answer_key=completion"),
 )
 _SUPERVISED_RATES = (5e-5, 2e-4, 1e-3)
 # Both solutions of a pair become unlikely at higher rates, and the policy loses its format.
@@ -193,8 +197,10 @@ METHODS: Mapping[str, Method] = {
         overrides=(*_TEACHER, "distillation.objective={name: jensen_shannon, top_k: 16}")
     ),
     # Right against wrong solutions.
-    "sft": Method(overrides=("task=sft",), rates=(2e-4, 5e-4, 1e-3), kind="sft"),
-    "dft": Method(overrides=("task=sft", "sft=dft"), rates=(2e-4, 5e-4, 1e-3), kind="sft"),
+    "sft": Method(overrides=("task=sft", "data.eval=null"), rates=(2e-4, 5e-4, 1e-3), kind="sft"),
+    "dft": Method(
+        overrides=("task=sft", "sft=dft", "data.eval=null"), rates=(2e-4, 5e-4, 1e-3), kind="sft"
+    ),
     "dpo": Method(
         overrides=("task=dpo", "ref=frozen", *_PAIRS), rates=_PREFERENCE_RATES, kind="dpo"
     ),
@@ -298,13 +304,14 @@ def prepare(bench: Bench, names: Sequence[str]) -> None:
                 *([] if bench.is_rehearsal else ["warm_start.total_steps=1000"]),
             ],
         )
-    if any("TEACHER" in override for name in names for override in METHODS[name].overrides):
+    if any("FOLDER/teacher" in override for name in names for override in METHODS[name].overrides):
         make_quickstart(bench, "teacher", quickstart)
     for name, seed, split in (("pairs", 5, "train"), ("test_pairs", 6, "test")):
         if not (bench.out / f"{name}.jsonl").exists():
             size = NUM_PAIRS if split == "train" else NUM_PROBLEMS
             write_pairs(bench.out / f"{name}.jsonl", num_pairs=size, seed=seed, split=split)
-    write_labeled(bench.out / "labeled.jsonl", pairs=bench.out / "pairs.jsonl")
+        labeled = bench.out / f"{name.replace('pairs', 'labeled')}.jsonl"
+        write_labeled(labeled, pairs=bench.out / f"{name}.jsonl")
 
 
 def write_solved(path: Path) -> None:
@@ -360,17 +367,12 @@ def measure(bench: Bench, name: str, *, rate: float, seed: int) -> None:
     warm = bench.out / method.start / "warm_start" / "huggingface"
     tokenizer = bench.out / method.start / "tokenizer"
     evaluates = method.kind == "rl"
-    placed = [
-        override.replace("TEACHER", str(bench.out / "teacher" / "huggingface"))
-        .replace("PAIRS", str(bench.out / "pairs.jsonl"))
-        .replace("LABELED", str(bench.out / "labeled.jsonl"))
-        for override in method.overrides
-    ]
+    placed = [override.replace("FOLDER", str(bench.out)) for override in method.overrides]
     started = time.perf_counter()
     code = bench.train(
         [
             *start_from(warm, tokenizer),
-            *([] if evaluates else list_without_evaluation()),
+            *([] if evaluates else list_without_sampling()),
             *placed,
             f"actor.engine.optimizer.lr={rate}",
             f"run.seed={seed}",
@@ -396,9 +398,8 @@ def measure(bench: Bench, name: str, *, rate: float, seed: int) -> None:
         row |= read_curve(run_dir / "metrics.jsonl")
         if method.kind in ("sft", "dpo"):
             row |= evaluate_saved(bench, run_dir, warm=warm, tokenizer=tokenizer)
-        if method.kind == "rm":
-            row |= judge_test_pairs(bench, run_dir, warm=warm, tokenizer=tokenizer)
-        if "greedy_after" not in row:  # the time was over before the evaluation ended
+        # The time may be over before the evaluation of the saved model ends.
+        if f"{list_results(method)[0]}_after" not in row:
             return
     else:
         row["log"] = log.read_text(errors="replace").splitlines()[-15:]
@@ -408,10 +409,9 @@ def measure(bench: Bench, name: str, *, rate: float, seed: int) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def list_without_evaluation() -> list[str]:
-    """Return the overrides without the held-out problems, and with the size of an update."""
+def list_without_sampling() -> list[str]:
+    """Return the overrides without the quickstart's evaluations, and with the size of an update."""
     return [
-        "data.eval=null",
         "~run.eval_every",
         "~run.eval_sampled",
         "~run.eval_sampling",
@@ -428,8 +428,8 @@ def read_curve(metrics: Path) -> dict[str, object]:
         values = [round(step[key], 5) for step in steps if key in step]
         if values:
             result[key] = values
-    for kind in ("greedy", "sampled"):
-        values = [step[f"eval/{kind}/reward"] for step in steps if f"eval/{kind}/reward" in step]
+    for kind, metric in EVALUATIONS.items():
+        values = [step[metric] for step in steps if metric in step]
         if values:
             result[f"{kind}_before"], result[f"{kind}_after"] = values[0], values[-1]
     return result
@@ -459,46 +459,27 @@ def evaluate_saved(
     return result
 
 
-def judge_test_pairs(
-    bench: Bench, run_dir: Path, *, warm: Path, tokenizer: Path
-) -> dict[str, object]:
-    """Return the accuracy on held-out pairs, as one update with learning rate 0 measures it."""
-    result: dict[str, object] = {}
-    test_pairs = bench.out / "test_pairs.jsonl"
-    for moment, model in (("before", warm), ("after", run_dir / "huggingface")):
-        folder = run_dir / f"judge_{moment}"
-        code = bench.train(
-            [
-                *start_from(model, tokenizer),
-                *list_without_evaluation(),
-                "task=rm",
-                "actor.engine.model.model_type=reward_model",
-                *(each.replace("PAIRS", str(test_pairs)) for each in _PAIRS),
-                f"batching.prompts_per_step={NUM_PROBLEMS}",
-                "actor.engine.optimizer.lr=0",
-                "run.total_steps=1",
-                "run.save_model=false",
-                f"run.dir={folder}",
-            ],
-            log=run_dir / f"judge_{moment}.txt",
-        )
-        if code == 0:
-            accuracy = read_curve(folder / "metrics.jsonl")["preference/accuracy"]
-            assert isinstance(accuracy, list)
-            result[f"greedy_{moment}"] = accuracy[0]
-    return result
+def find_best_rate(rows: Sequence[Mapping[str, Any]], name: str, *, kind: str) -> float | None:
+    """Return the learning rate of the best result on the first seed; None while one is missing.
 
-
-def find_best_rate(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the learning rate of the best result on the first seed; None while one is missing."""
+    Args:
+        rows: Rows of all runs.
+        name: Name of the method.
+        kind: Result that is compared, a key of `EVALUATIONS`.
+    """
     own = {
-        row["rate"]: row.get("greedy_after", -1.0) if row["ok"] else -1.0
+        row["rate"]: row.get(f"{kind}_after", -1.0)
         for row in rows
         if row["method"] == name and row["seed"] == SEEDS[0]
     }
     if not own.keys() >= set(METHODS[name].rates):
         return None
     return max(METHODS[name].rates, key=lambda rate: own[rate])
+
+
+def list_results(method: Method) -> list[str]:
+    """Return the results of which each has a best learning rate, as keys of `EVALUATIONS`."""
+    return {"dpo": ["greedy", "pairs"], "rm": ["pairs"]}.get(method.kind, ["greedy"])
 
 
 def read_rows(out: Path) -> list[dict[str, Any]]:
@@ -512,15 +493,15 @@ def read_rows(out: Path) -> list[dict[str, Any]]:
 
 
 def list_missing(bench: Bench, names: Sequence[str]) -> list[Job]:
-    """Return what has no row: each method's grid, then its best rate on the other seeds."""
+    """Return what has no row: each method's grid, then its best rates on the other seeds."""
     rows = read_rows(bench.out)
     finished = {(row["method"], row["rate"], row["seed"]) for row in rows}
     jobs: list[Job] = []
     for name in names:
         rates = METHODS[name].rates[:1] if bench.is_rehearsal else METHODS[name].rates
         jobs += [(name, rate, SEEDS[0]) for rate in rates]
-        best = find_best_rate(rows, name)
-        jobs += [(name, best, seed) for seed in SEEDS[1:] if best is not None]
+        best = {find_best_rate(rows, name, kind=kind) for kind in list_results(METHODS[name])}
+        jobs += [(name, rate, seed) for rate in best if rate is not None for seed in SEEDS[1:]]
     return [job for job in jobs if job not in finished]
 
 
@@ -558,75 +539,51 @@ def print_table(out: Path) -> None:
     print("| " + " | ".join([*header, "sampled, before", "after, by seed", "gain"]) + " |")
     print("|---|---|---|---|---|---|---|")
     curves: dict[str, list[list[float]]] = {}
-    for name in METHODS:
-        if (best := find_best_rate(rows, name)) is None:
-            continue
-        own = [row for row in rows if (row["method"], row["rate"]) == (name, best) and row["ok"]]
-        if len(own) < len(SEEDS):
-            print(f"| `{name}` | {best:g} | | not complete | | | |")
-            continue
-        if get_curve(own[0]):
+    for name, method in METHODS.items():
+        own = find_best_rows(rows, name, kind=list_results(method)[0])
+        if len(own) == len(SEEDS) and get_curve(own[0]):
             curves[name] = [get_curve(row) for row in own]
-        cells = [f"`{name}`", f"{best:g}"]
-        for kind in ("greedy", "sampled"):
-            before = [row[f"{kind}_before"] for row in own if f"{kind}_before" in row]
-            after = [row[f"{kind}_after"] for row in own if f"{kind}_after" in row]
-            cells += [_mean(before), ", ".join(f"{value:.3f}" for value in after) or "-"]
-        print("| " + " | ".join([*cells, describe_gain(own)]) + " |")
-    print_pair_table(rows)
-    draw_curves(out / "curves.png", curves)
-
-
-def print_pair_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the accuracy of each preference loss on pairs that it has not trained on yet.
-
-    A run reads each pair once and measures it before the update, so all of them are held-out data.
-    The learning rate is the one with the best result on the first seed.
-    """
-    print("\n| method | learning rate | new pairs, first steps | last steps, by seed | gain |")
+        if own and "greedy" in list_results(method):
+            print_row(name, own, kinds=("greedy", "sampled"))
+    print("\n| method | learning rate | pairs, before | after, by seed | gain |")
     print("|---|---|---|---|---|")
-    for name in (each for each in METHODS if METHODS[each].kind == "dpo"):
-        runs = [
-            row
-            for row in rows
-            if row["method"] == name
-            and row["rate"] in METHODS[name].rates
-            and "preference/accuracy" in row
-        ]
-        first = [row for row in runs if row["seed"] == SEEDS[0]]
-        if not first:
-            continue
-        rate = max(first, key=lambda row: measure_new_pairs(row)[1])["rate"]
-        own = sorted((row for row in runs if row["rate"] == rate), key=lambda row: row["seed"])
-        before, after = zip(*(measure_new_pairs(row) for row in own), strict=True)
-        gain = statistics.fmean(after) - statistics.fmean(before)
-        variance = sum(
-            accuracy * (1 - accuracy) / (num_steps * PAIRS_PER_STEP * len(own))
-            for accuracy, num_steps in (
-                (statistics.fmean(before), FIRST_STEPS),
-                (statistics.fmean(after), LAST_STEPS),
-            )
-        )
-        cells = (f"`{name}`", f"{rate:g}", _mean(before), ", ".join(f"{x:.3f}" for x in after))
-        print("| " + " | ".join([*cells, f"{gain:+.3f} +- {math.sqrt(variance):.3f}"]) + " |")
+    for name, method in METHODS.items():
+        if "pairs" in list_results(method) and (own := find_best_rows(rows, name, kind="pairs")):
+            print_row(name, own, kinds=("pairs",))
+    if curves:
+        draw_curves(out / "curves.png", curves)
 
 
-def measure_new_pairs(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the mean accuracy on the pairs of a run's first and last steps."""
-    values = row["preference/accuracy"]
-    return statistics.fmean(values[:FIRST_STEPS]), statistics.fmean(values[-LAST_STEPS:])
+def find_best_rows(
+    rows: Sequence[Mapping[str, Any]], name: str, *, kind: str
+) -> list[Mapping[str, Any]]:
+    """Return the rows of all seeds at a method's best learning rate; empty while one is missing."""
+    best = find_best_rate(rows, name, kind=kind)
+    own = [row for row in rows if (row["method"], row["rate"]) == (name, best) and row["ok"]]
+    return sorted(own, key=lambda row: row["seed"])
 
 
-def describe_gain(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the mean gain in greedy accuracy with its standard error.
+def print_row(name: str, rows: Sequence[Mapping[str, Any]], *, kinds: Sequence[str]) -> None:
+    """Print a line with results of a method before and after, and the gain of the first one."""
+    cells = [f"`{name}`", f"{rows[0]['rate']:g}"]
+    for kind in kinds:
+        before = [row[f"{kind}_before"] for row in rows if f"{kind}_before" in row]
+        after = [row[f"{kind}_after"] for row in rows if f"{kind}_after" in row]
+        cells += [_mean(before), ", ".join(f"{value:.3f}" for value in after) or "-"]
+    gain = describe_gain(rows, kind=kinds[0]) if len(rows) == len(SEEDS) else "not complete"
+    print("| " + " | ".join([*cells, gain]) + " |")
 
-    The error has two parts: of the held-out problems (binomial, before and after), and of the mean
-    over seeds.
+
+def describe_gain(rows: Sequence[Mapping[str, Any]], *, kind: str) -> str:
+    """Return the mean gain in accuracy with its standard error.
+
+    The error has two parts: of the held-out problems or pairs (binomial, before and after), and of
+    the mean over seeds.
     """
-    gains = [row["greedy_after"] - row["greedy_before"] for row in rows]
+    gains = [row[f"{kind}_after"] - row[f"{kind}_before"] for row in rows]
     error = statistics.stdev(gains) ** 2 / len(gains) if len(gains) > 1 else 0.0
     for moment in ("before", "after"):
-        accuracy = statistics.fmean(row[f"greedy_{moment}"] for row in rows)
+        accuracy = statistics.fmean(row[f"{kind}_{moment}"] for row in rows)
         error += accuracy * (1 - accuracy) / NUM_PROBLEMS
     gain = statistics.fmean(gains)
     verdict = "" if gain >= 2 * math.sqrt(error) else ", not shown to learn here"
