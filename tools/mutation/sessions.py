@@ -46,6 +46,7 @@ GROUP_ORDER = (
     "weights",
     "checkpoint",
     "expert_adapter",
+    "router",
     "offload",
     "rfc_loop",
     "call_order",

@@ -101,6 +101,32 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Metric:
     return Metric(value=(values * weights).sum(), weight=weights.sum(), reduction="mean")
 
 
+def compute_load_metrics(loads: Tensor) -> dict[str, Metric]:
+    """Return metrics of how evenly the routers of a MoE model load its experts.
+
+    Args:
+        loads: [layers, E] choices of each expert by the tokens of all ranks.
+
+    Returns:
+        `router/max_load`: the largest load of an expert divided by the mean load of its layer, mean
+        over layers; 1 is even. `router/max_load_of_worst_layer`: the same, largest layer.
+        `router/idle_experts`: fraction of the experts of all layers without a token.
+
+    Example:
+        >>> metrics = compute_load_metrics(torch.tensor([[2.0, 2.0], [4.0, 0.0]]))
+        >>> {name: metric.result for name, metric in metrics.items()}
+        {'router/max_load': 1.5, 'router/max_load_of_worst_layer': 2.0, 'router/idle_experts': 0.25}
+    """
+    mean = loads.mean(dim=1)
+    # Without tokens there is no load: 0 instead of 0 / 0.
+    relative = torch.where(mean > 0, loads.amax(dim=1) / mean, 0.0)
+    return {
+        "router/max_load": Metric(value=relative.mean()),
+        "router/max_load_of_worst_layer": Metric(value=relative.max(), reduction="max"),
+        "router/idle_experts": Metric(value=(loads == 0).float().mean()),
+    }
+
+
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge metrics by name; a name may be missing from some mappings."""
     merged: dict[str, Metric] = {}

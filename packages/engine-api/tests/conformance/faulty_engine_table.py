@@ -24,7 +24,6 @@ import faulty_training as training
 from data_parallel_oracle import DataParallelOracle
 from full_oracle import FullOracle
 from kit_runner import Kit, SharedKitResources
-from router_oracle import RouterOracle
 from staged_oracle import StagedOracle
 
 from temper_engine_api.conformance.harness.rank_pool import RankPool
@@ -64,9 +63,7 @@ class FaultyEngine:
             StagedOracle
             if self.layout
             else next(
-                base
-                for base in (FullOracle, RouterOracle, DataParallelOracle)
-                if issubclass(self.engine, base)
+                base for base in (FullOracle, DataParallelOracle) if issubclass(self.engine, base)
             )
         )
         return f"{base.__module__}:{base.__name__}"
@@ -333,7 +330,19 @@ FAULTY_ENGINES = (
     ),
     FaultyEngine(
         inputs.SumsRouterLosses,
-        ("test_sizes::test_router_loss_does_not_grow_with_the_number_of_micro_batches",),
+        ("test_router::test_router_loss_matches_transformers",),
+    ),
+    FaultyEngine(
+        inputs.BalancesPacks,
+        ("test_router::test_router_loss_matches_transformers",),
+    ),
+    FaultyEngine(
+        inputs.ReportsLoadsOfOneRank,
+        ("test_router::test_expert_loads_are_those_of_all_ranks",),
+        2,
+    ),
+    FaultyEngine(
+        inputs.CountsLoadsOfDummies, ("test_router::test_expert_loads_are_those_of_all_ranks",)
     ),
     FaultyEngine(training.ClipsByLocalNorm, ("test_update::test_gradient_is_clipped",), 2),
     FaultyEngine(

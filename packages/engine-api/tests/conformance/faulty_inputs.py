@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from data_parallel_oracle import DataParallelOracle
 from faulty_numerics import LeaksAcrossSequences, _ChangedBatch, _ChangedOutputs, _ScaledLoss
-from router_oracle import RouterOracle
 
+from temper_engine_api.conformance.oracle.oracle_routers import RouterPass
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 
 NUM_PADDED_LOGITS = 13
@@ -237,8 +237,40 @@ class OmitsBuffersFromExport(DataParallelOracle):
         )
 
 
-class SumsRouterLosses(RouterOracle):
-    """Adds up the router losses of micro-batches instead of averaging them."""
+class SumsRouterLosses(DataParallelOracle):
+    """Divides the router losses of a micro-batch by its own trained tokens, which adds them up."""
 
-    def _fraction(self, batch, micro):
-        return 1.0
+    def _compute_router_loss(self, passes, batch, micro):
+        trained = int(micro.loss_mask.sum())
+        own = replace(batch, denominators=replace(batch.denominators, tokens=trained))
+        return super()._compute_router_loss(passes, own, micro)
+
+
+class BalancesPacks(DataParallelOracle):
+    """Balances the experts over all tokens of a micro-batch instead of each sequence."""
+
+    def _compute_router_loss(self, passes, batch, micro):
+        joined = [
+            RouterPass(
+                logits=torch.cat([each.logits for each in layer]),
+                experts=torch.cat([each.experts for each in layer]),
+            )
+            for layer in passes
+        ]
+        copies = [[layer] * micro.num_sequences for layer in joined]
+        return super()._compute_router_loss(copies, batch, micro)
+
+
+class ReportsLoadsOfOneRank(DataParallelOracle):
+    """Computes the loads of experts from the tokens of one rank."""
+
+    def _sum_over_data_parallel(self, value):
+        return value if value.ndim == 2 else super()._sum_over_data_parallel(value)
+
+
+class CountsLoadsOfDummies(DataParallelOracle):
+    """Counts the token of a dummy as a load of its experts."""
+
+    def _run_micro_batches(self, batch, **arguments):
+        renumbered = replace(batch, sample_ids=torch.arange(batch.num_sequences))
+        return super()._run_micro_batches(renumbered, **arguments)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from data_parallel_oracle import DataParallelOracle
 
+from temper_engine_api.conformance.oracle.oracle_routers import OracleConfig
 from temper_engine_api.layout import Layout
 from temper_engine_api.objective import HeadOutput, HeadOutputs
-from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagedConfig(EngineConfig):
+class StagedConfig(OracleConfig):
     num_stages: int = 1
     num_contexts: int = 1
 

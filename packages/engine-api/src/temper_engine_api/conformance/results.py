@@ -46,6 +46,9 @@ GROUPS = {
         about="families of models that --families names: numbers, export, LoRA, resume",
         is_mandatory=False,
     ),
+    "router": Group(
+        about="losses of the routers of MoE models, and loads of their experts", is_mandatory=False
+    ),
     "call_order": Group(about="invalid call orders are rejected"),
     "failed_call": Group(about="an exception costs one update, and every rank learns of it"),
     "rfc_loop": Group(about="the RFC's training loop as users write it"),

@@ -30,9 +30,17 @@ from temper_engine_api.conformance.inputs.tiny_adapters import (
 from temper_engine_api.conformance.oracle.oracle_adapter import OracleAdapter
 from temper_engine_api.conformance.oracle.oracle_head import compute_sequence_outputs, join_outputs
 from temper_engine_api.conformance.oracle.oracle_names import FileLayout
+from temper_engine_api.conformance.oracle.oracle_routers import (
+    OracleConfig,
+    RouterPass,
+    count_loads,
+    record_routers,
+    weigh_sequences,
+)
 from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.engine import BaseEngine, ObjectT
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.metrics import Metric, compute_load_metrics
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
@@ -50,7 +58,8 @@ STATE_FILE, ADAPTER_FOLDER = "oracle.pt", "adapter"
 class OracleEngine(BaseEngine):
     """The reference engine: each method in the simplest form that is correct."""
 
-    config_class: ClassVar[type[EngineConfig]] = EngineConfig
+    config: OracleConfig
+    config_class: ClassVar[type[EngineConfig]] = OracleConfig
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.LANGUAGE_MODEL,
@@ -71,6 +80,7 @@ class OracleEngine(BaseEngine):
         self.first_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
         self.second_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
         self.update_counts = dict.fromkeys(self.parameters(), 0)
+        self._router_metrics: dict[str, Metric] = {}
         return Topology()
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -99,20 +109,53 @@ class OracleEngine(BaseEngine):
         reduce_gradients: bool,
     ) -> list[HeadOutputs] | None:
         is_training = micro_batch_loss is not None and not forward_only
-        results = []
+        results, loads = [], []
+        self._router_metrics = {}
         with torch.set_grad_enabled(not forward_only), self._determinism():
             for micro in batch.micro_batches():
-                head_outputs = self._compute_outputs(
-                    micro, requested_outputs=requested_outputs, only_trained=is_training
-                )
+                with record_routers(self.model) as passes:
+                    head_outputs = self._compute_outputs(
+                        micro, requested_outputs=requested_outputs, only_trained=is_training
+                    )
                 if micro_batch_loss is not None:
                     loss = micro_batch_loss(head_outputs, micro)
                     if is_training:
                         # Gradients add up over micro-batches; each loss is divided by the
                         # mini-batch's denominators already.
-                        loss.backward()
+                        (loss + self._compute_router_loss(passes, batch, micro)).backward()
+                if is_training and passes:
+                    loads.append(count_loads(passes, micro))
                 results.append(head_outputs.detach())
+        if loads:
+            total = self._sum_over_data_parallel(torch.stack(loads).sum(0))
+            self._router_metrics |= compute_load_metrics(total)
         return results
+
+    def _compute_router_loss(
+        self, passes: list[list[RouterPass]], batch: PackedBatch, micro: SequenceBatch
+    ) -> Tensor:
+        """Return the router losses of a micro-batch, and add them to the metrics."""
+        total = torch.zeros(())
+        weights = weigh_sequences(micro, num_trained=batch.denominators.tokens)
+        for name, coefficient in (
+            ("load_balancing_loss", self.config.router_aux_loss),
+            ("z_loss", self.config.router_z_loss),
+        ):
+            if not coefficient:
+                continue
+            loss = torch.zeros(())
+            for layer in passes:
+                for weight, each in zip(weights, layer, strict=True):
+                    loss = loss + weight * (each.balance if name.startswith("load") else each.z)
+            metric = Metric(value=loss.detach() / len(passes), reduction="sum")
+            key = f"router/{name}"
+            known = self._router_metrics.get(key)
+            self._router_metrics[key] = metric if known is None else known.merge(metric)
+            total = total + coefficient * loss
+        return total
+
+    def _collect_metrics(self) -> Mapping[str, Metric]:
+        return self._router_metrics
 
     def _compute_outputs(
         self, micro: SequenceBatch, *, requested_outputs: frozenset[HeadOutput], only_trained: bool

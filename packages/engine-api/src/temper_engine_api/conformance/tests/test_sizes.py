@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
-from temper_engine_api.batch import SequenceBatch, concatenate
+from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
@@ -33,7 +32,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_all_close,
     assert_close,
 )
-from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWARD
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.objective import HeadOutput, Objective
@@ -263,46 +262,4 @@ def test_entropy_of_a_lone_sequence_has_a_gradient(
         batch,
         split=FOUR_MICRO_BATCHES,
         objective=ClippedPpoProbe(entropy_coefficient=0.1),
-    )
-
-
-@pytest.mark.moe
-@pytest.mark.if_configurable("router_aux_loss")
-def test_router_loss_does_not_grow_with_the_number_of_micro_batches(
-    engine_under_test: EngineUnderTest, oracle: OracleCache
-) -> None:
-    """Compare the gradient of the router loss for one micro-batch and for three equal ones.
-
-    Each micro-batch has a load-balancing loss of its own, so they must be averaged and not summed.
-    """
-    setup = oracle.make_setup(
-        QWEN2_GROUPED, engine_fields=(("router_aux_loss", 0.1),), compute="fp32"
-    )
-    batch = oracle.get_batch_of((14, 9, 17), prompt_length=3)
-    once, thrice = (
-        engine_under_test.run(
-            measure_update,
-            setup=setup,
-            objective=ZeroProbe(),
-            batch=repeat_in_groups(batch, num_repeats),
-            split=DYNAMIC,
-        )[0]
-        for num_repeats in (1, 3)
-    )
-    assert once.grad_norm > 0, "router_aux_loss has no gradient"
-    assert_all_close(thrice.gradients, once.gradients, GRADIENT, quantity="gradient")
-
-
-def repeat_in_groups(batch: SequenceBatch, num_repeats: int) -> SequenceBatch:
-    """Return a mini-batch with copies of the batch, each of which is indivisible."""
-    return concatenate(
-        [
-            replace(
-                batch,
-                sample_ids=batch.sample_ids + number * batch.num_sequences,
-                group_ids=torch.full_like(batch.group_ids, number),
-                pack_group_ids=torch.full_like(batch.pack_group_ids, number),
-            )
-            for number in range(num_repeats)
-        ]
     )

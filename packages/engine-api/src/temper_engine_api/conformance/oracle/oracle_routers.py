@@ -1,0 +1,97 @@
+"""Routers of the oracle's MoE models: their logits and choices, from which losses are computed."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.specs import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleConfig(EngineConfig):
+    """Settings of the oracle: those that engines with router losses share."""
+
+    router_aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss of each sequence."""
+    router_z_loss: float = 0.0
+    """Coefficient of the z-loss of each sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPass:
+    """Output of one router for one sequence of L tokens."""
+
+    logits: Tensor
+    """[L, E]"""
+    experts: Tensor
+    """[L, K] int64, the chosen experts."""
+
+    @property
+    def hits(self) -> Tensor:
+        """[L, E], 1 where an expert was chosen."""
+        return torch.zeros_like(self.logits).scatter(1, self.experts, 1.0)
+
+    @property
+    def balance(self) -> Tensor:
+        """E sum_e f_e P_e, equation 4 of Fedus et al. 2022, arXiv:2101.03961."""
+        fractions = self.hits.mean(0) / self.experts.shape[1]
+        return self.logits.shape[1] * (fractions * self.logits.softmax(-1).mean(0)).sum()
+
+    @property
+    def z(self) -> Tensor:
+        """Mean squared logsumexp, equation 5 of Zoph et al. 2022, arXiv:2202.08906."""
+        return self.logits.logsumexp(-1).square().mean()
+
+
+def find_routers(model: nn.Module) -> list[nn.Module]:
+    """Return the routers of a model of transformers, in the order of its layers."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Router")]
+
+
+@contextmanager
+def record_routers(model: nn.Module) -> Iterator[list[list[RouterPass]]]:
+    """Record the passes of all routers.
+
+    Yields:
+        A list for each router; its entry b is that of the b-th call of the model.
+    """
+    routers = find_routers(model)
+    passes: list[list[RouterPass]] = [[] for _ in routers]
+
+    def make_hook(index: int) -> object:
+        def record(_: nn.Module, __: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            passes[index].append(RouterPass(logits=output[0].float(), experts=output[2]))
+
+        return record
+
+    handles = [
+        router.register_forward_hook(make_hook(index))  # type: ignore[arg-type]
+        for index, router in enumerate(routers)
+    ]
+    try:
+        yield passes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def weigh_sequences(micro: SequenceBatch, *, num_trained: int) -> list[float]:
+    """Return for each sequence its fraction of the trained tokens of the mini-batch."""
+    trained = torch.zeros(micro.num_sequences).index_add(
+        0, micro.sequence_index, micro.loss_mask.float()
+    )
+    return [count / max(num_trained, 1) for count in trained.tolist()]
+
+
+def count_loads(passes: Sequence[Sequence[RouterPass]], micro: SequenceBatch) -> Tensor:
+    """Return [layers, E], how many tokens each expert of each layer got, without dummies."""
+    is_real = (~micro.is_dummy).float().tolist()
+    loads = []
+    for layer in passes:
+        counts = [real * each.hits.sum(0) for real, each in zip(is_real, layer, strict=True)]
+        loads.append(torch.stack(counts).sum(0))
+    return torch.stack(loads).detach()
