@@ -1,17 +1,17 @@
 """Test mixtures of experts against transformers for any division, and exact exports."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from temper_engine_api.batch import concatenate
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
+    FIVE_MICRO_BATCHES,
+    ONE_MICRO_BATCH,
     Split,
     collect_weights,
     measure_outputs,
@@ -19,7 +19,6 @@ from temper_engine_api.conformance.harness.measurements import (
     measure_updates,
     merge_update_metrics,
     rank_slice,
-    run_update,
 )
 from temper_engine_api.conformance.harness.rank import ADAMW
 from temper_engine_api.conformance.harness.tolerances import (
@@ -32,13 +31,11 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_all_equal,
     assert_close,
 )
-from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, TinyModel
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
-from temper_engine_api.objective import Aggregation, HeadOutput, LossTerms, Objective
-from temper_engine_api.plan import build_packed_batch, plan_mini_batch
-from temper_engine_api.reduction import count_denominators
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.engine import MegatronEngine
 
@@ -281,122 +278,6 @@ def update_with_infinite_gradient(rank, *, setup, batch):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroLoss(Objective):
-    """A loss of zero, which leaves the router losses."""
-
-    aggregation: Aggregation = field(default_factory=Aggregation)
-
-    @property
-    def required_outputs(self):
-        return frozenset({HeadOutput.LOGPROB})
-
-    def __call__(self, head_outputs, batch):
-        return LossTerms(loss=0.0 * head_outputs[HeadOutput.LOGPROB])
-
-
-def run_router_update(rank, *, setup, batch, repeats, settings):
-    """Return gradients and metrics of the router losses only.
-
-    The mini-batch contains the batch several times, each in its own micro-batch.
-    """
-    config = setup.build_config(MegatronEngine, device="cpu", layout_fields=rank.layout.fields)
-    engine = MegatronEngine(replace(config, **settings))
-    engine.init_model()
-    try:
-        engine.set_loss_fn(ZeroLoss())
-        size = batch.num_sequences
-        mini_batch = concatenate(
-            [
-                replace(
-                    batch,
-                    sample_ids=batch.sample_ids + size * i,
-                    pack_group_ids=batch.pack_group_ids * 0 + i,
-                )
-                for i in range(repeats)
-            ]
-        )
-        plan = plan_mini_batch(
-            mini_batch.lengths.tolist(),
-            pack_group_ids=mini_batch.pack_group_ids.tolist(),
-            dp_size=1,
-            max_tokens=batch.num_tokens + 8,
-            constraints=engine.topology.plan_constraints,
-        )  # fmt: skip
-        return run_update(
-            engine,
-            [
-                build_packed_batch(
-                    mini_batch,
-                    plan=plan,
-                    rank=0,
-                    denominators=count_denominators(mini_batch),
-                )
-            ],
-        )
-    finally:
-        engine.close()
-
-
-def compute_load_balancing_loss(setup, batch):
-    """Compute the Switch Transformer's loss over all sequences, summed over layers."""
-    model = AutoModelForCausalLM.from_pretrained(setup.model_path, dtype=torch.float32)
-    sequences = [batch.select([b]).tokens[None] for b in range(batch.num_sequences)]
-    router_logits = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
-    total = torch.zeros(())
-    for layer in range(model.config.num_hidden_layers):
-        probabilities = torch.cat(
-            [logits[layer].reshape(-1, 8) for logits in router_logits]
-        ).softmax(-1)
-        chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(3).indices, 1.0)
-        total = total + 8 * (chosen.mean(0) / 3 * probabilities.mean(0)).sum()
-    return model, total
-
-
-@pytest.mark.parametrize(
-    "layout", select_layouts(["tp2-sp-ep2"], nightly=["one-rank", "cp2-ep2", "pp2"])
-)
-def test_load_balancing_loss_does_not_depend_on_the_number_of_micro_batches(
-    engine_in_layout, oracle, layout
-):
-    setup, batch = (
-        oracle.make_setup(EXPERTS),
-        oracle.get_batch(model=EXPERTS).select(range(4)),
-    )
-    model, loss = compute_load_balancing_loss(setup, batch)
-    (0.1 * loss).backward()
-    expected = split_joined_experts(
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    )
-    for repeats in (1, 2):
-        settings = {"router_aux_loss": 0.1}
-        updates = engine_in_layout(layout).run(
-            run_router_update, setup=setup, batch=batch, repeats=repeats, settings=settings
-        )
-        gradients = {name: updates[0].gradients[name] for name in expected}
-        assert_all_close(gradients, expected, GRADIENT, quantity=f"gradient, {repeats} times")
-        # The metric is a mean over the four layers; 1 means that experts are balanced.
-        assert_close(
-            merge_update_metrics(updates)["router/load_balancing_loss"],
-            float(loss.detach()) / 4,
-            LOSS,
-            quantity="metric",
-        )
-
-
-def compute_z_loss(setup, batch):
-    """Compute the router z-loss over all sequences, summed over layers."""
-    model = AutoModelForCausalLM.from_pretrained(setup.model_path, dtype=torch.float32)
-    sequences = [batch.select([b]).tokens[None] for b in range(batch.num_sequences)]
-    router_logits = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
-    layers = range(model.config.num_hidden_layers)
-    squares = [
-        torch.cat([logits[layer].reshape(-1, 8) for logits in router_logits]).logsumexp(-1).square()
-        for layer in layers
-    ]
-    return model, sum(square.mean() for square in squares)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -409,30 +290,22 @@ def compute_z_loss(setup, batch):
 @pytest.mark.parametrize(
     "layout", select_layouts(["tp2-sp-ep2"], nightly=["one-rank", "cp2-ep2", "pp2", "pp2-vpp2"])
 )
-def test_z_loss_does_not_depend_on_the_number_of_micro_batches(
-    engine_in_layout, oracle, layout, changes
-):
-    # With Megatron's own weight the loss would be larger by the number of tokens, because the final
-    # division by tokens is off.
-    setup, batch = (
-        oracle.make_setup(EXPERTS),
-        oracle.get_batch(model=EXPERTS).select(range(4)),
+def test_router_losses_and_loads_match_transformers(engine_in_layout, oracle, layout, changes):
+    losses = (("router_aux_loss", 0.1), ("router_z_loss", 0.1))
+    batch = oracle.get_batch(model=EXPERTS)
+    expected = oracle.get_update(
+        oracle.make_setup(EXPERTS, engine_fields=losses), ZeroProbe(), batch
     )
-    model, loss = compute_z_loss(setup, batch)
-    (0.1 * loss).backward()
-    expected = split_joined_experts(
-        {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    )
-    for repeats in (1, 2):
-        settings = {"router_z_loss": 0.1, **changes}
+    setup = oracle.make_setup(EXPERTS, engine_fields=(*losses, *changes.items()))
+    for split in (ONE_MICRO_BATCH, FIVE_MICRO_BATCHES):
         updates = engine_in_layout(layout).run(
-            run_router_update, setup=setup, batch=batch, repeats=repeats, settings=settings
+            measure_update, setup=setup, objective=ZeroProbe(), batch=batch, split=split
         )
-        gradients = {name: updates[0].gradients[name] for name in expected}
-        assert_all_close(gradients, expected, GRADIENT, quantity=f"gradient, {repeats} times")
+        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
         metrics = merge_update_metrics(updates)
-        assert_close(metrics["router/z_loss"], float(loss.detach()) / 4, LOSS, quantity="metric")
-        assert "router/load_balancing_loss" not in metrics
+        for name, value in merge_update_metrics([expected]).items():
+            if name.startswith("router/"):
+                assert_close(metrics[name], value, LOSS, quantity=name)
 
 
 def with_experts(config, **changes):

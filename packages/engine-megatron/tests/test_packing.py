@@ -113,11 +113,16 @@ def causal_attention(query, key, value, *, scale):
     )
 
 
-def test_micro_batch_has_its_token_fraction_and_padding_mask():
+def test_micro_batch_has_the_weights_of_its_tokens_and_a_padding_mask():
     batch = from_sequences([torch.zeros(5)], loss_masks=[torch.tensor([0, 0, 1, 1, 1])])
     second = build_slice(batch, cp_size=2, cp_rank=1, token_multiple=4)
-    # Three of the mini-batch's four trained tokens. The slice has tokens 4 to 7; only 4 is real.
-    assert second.attention.token_fraction == 0.75
+    # Three of the mini-batch's four trained tokens, over five tokens. The slice has tokens 4 to 7;
+    # only 4 is real.
+    tokens = second.attention.router_tokens
+    torch.testing.assert_close(tokens.weights, torch.tensor([[0.15, 0, 0, 0]]))
+    assert tokens.sequence_index.tolist() == [[0, 1, 1, 1]]
+    assert tokens.is_real.tolist() == [[True, False, False, False]]
+    assert tokens.lengths.tolist() == [5, 1]
     assert second.is_padding.tolist() == [[False, True, True, True]]
 
 

@@ -47,14 +47,13 @@ class MegatronConfig(EngineConfig):
     router_aux_loss: float = 0.0
     """Coefficient of the load-balancing loss of experts, which is added to the objective.
 
-    The loss of a micro-batch is weighted by its fraction of the trained tokens. Losses of all
-    layers are added. Unlike the objective, this term depends on how the mini-batch is split into
-    micro-batches."""
+    The loss of a sequence is weighted by its fraction of the trained tokens. Losses of all layers
+    are added."""
     router_z_loss: float = 0.0
     """Coefficient of the router z-loss, which keeps router logits small.
 
-    The loss of a micro-batch is the mean of the squared logsumexp of its tokens. It is weighted
-    like router_aux_loss."""
+    The loss of a sequence is the mean of the squared logsumexp of its tokens. It is weighted like
+    router_aux_loss."""
     distributed_optimizer: bool = False
     """Shard the optimizer state over data-parallel ranks (ZeRO-1)."""
     head_chunk_tokens: int = 2048

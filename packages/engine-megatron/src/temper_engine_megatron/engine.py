@@ -68,7 +68,7 @@ class MegatronEngine(BaseEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._built: EngineComponents | None = None
-        self._router_losses: Mapping[str, Tensor] = {}
+        self._router_metrics: Mapping[str, Metric] = {}
 
     @classmethod
     def check_model(cls, config: EngineConfig) -> None:
@@ -139,14 +139,11 @@ class MegatronEngine(BaseEngine):
             )
             if reduce_gradients:
                 runner.reduce_gradients()
-        self._router_losses = {} if forward_only else runner.pop_router_losses()
+        self._router_metrics = {} if forward_only else runner.pop_router_metrics()
         return head_outputs
 
     def _collect_metrics(self) -> Mapping[str, Metric]:
-        return {
-            f"router/{name}": Metric(value=value, reduction="sum")
-            for name, value in self._router_losses.items()
-        }
+        return self._router_metrics
 
     def _reduce_pending_gradients(self) -> None:
         if self._components.runner.has_unreduced_gradients:

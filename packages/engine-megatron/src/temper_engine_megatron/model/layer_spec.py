@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from temper_engine_megatron.bridge_compat import get_expert_submodules
-from temper_engine_megatron.model.moe_router import MoETransformerLayer, WeightedLossRouter
+from temper_engine_megatron.model.moe_router import MoETransformerLayer, SequenceLossRouter
 from temper_engine_megatron.model.packed_attention import PackLayout, RowLayout, compute_attention
 
 
@@ -107,7 +107,7 @@ def build_block_spec(transformer_config: Any, *, num_layers: int) -> Any:
     )
     if transformer_config.num_moe_experts:
         layer.module = MoETransformerLayer
-        get_expert_submodules(layer).router = WeightedLossRouter
+        get_expert_submodules(layer).router = SequenceLossRouter
     # Every norm and the attention are replaced; the linear layers remain Megatron's.
     submodules = layer.submodules
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm

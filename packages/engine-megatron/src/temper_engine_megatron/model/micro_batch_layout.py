@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_megatron.model.packed_attention import PackLayout, RowLayout, build_pack_layout
+from temper_engine_megatron.model.packed_attention import (
+    PackLayout,
+    RouterTokens,
+    RowLayout,
+    build_pack_layout,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,29 +68,38 @@ def build_local_micro_batch(
     padded_length = longest + -longest % layout.token_multiple
     size = padded_length // layout.cp_size
     local = slice(layout.cp_rank * size, (layout.cp_rank + 1) * size)
-    # max() makes the fraction 0 in a mini-batch without any trained token.
-    token_fraction = int(micro.loss_mask.sum()) / max(trained_tokens, 1)
     on_device = micro.to(layout.device)
     row, column = _grid_positions(on_device, is_packed=layout.is_packed)
     num_rows = 1 if layout.is_packed else len(lengths)
     # Consecutive positions, so that at most one sequence of a slice begins before it.
     is_local = (column >= local.start) & (column < local.stop)
+
+    def to_local_rows(values: Tensor, fill: float) -> Tensor:
+        grid = values.new_full((num_rows, padded_length), fill)
+        grid[row, column] = values
+        return grid[:, local]
+
+    index = on_device.sequence_index
+    trained = torch.zeros(len(lengths), device=layout.device)
+    trained = trained.index_add(0, index, on_device.loss_mask.float())
+    router_tokens = RouterTokens(
+        sequence_index=to_local_rows(index, len(lengths)),
+        # max() makes the weights 0 in a mini-batch without any trained token.
+        weights=to_local_rows((trained / max(trained_tokens, 1) / on_device.lengths)[index], 0),
+        lengths=torch.cat([on_device.lengths.float(), trained.new_ones(1)]),
+        is_real=to_local_rows(~on_device.is_dummy[index], False),
+    )
     attention: PackLayout | RowLayout
     if layout.is_packed:
         # Padding is a sequence of its own, so that no real token attends to it.
         attention = build_pack_layout(
             [*starts, padded_length],
             local=local,
-            token_fraction=token_fraction,
+            router_tokens=router_tokens,
             device=layout.device,
         )
     else:
-        attention = RowLayout(num_keys=local.stop, token_fraction=token_fraction)
-
-    def to_local_rows(values: Tensor, fill: float) -> Tensor:
-        grid = values.new_full((num_rows, padded_length), fill)
-        grid[row, column] = values
-        return grid[:, local]
+        attention = RowLayout(num_keys=local.stop, router_tokens=router_tokens)
 
     return LocalMicroBatch(
         micro_batch=on_device,

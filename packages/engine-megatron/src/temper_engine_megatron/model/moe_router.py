@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts, whose losses are weighted by the micro-batch's trained tokens."""
+"""Routers of mixtures of experts, whose losses are weighted by the sequences' trained tokens."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,81 +11,99 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from temper_engine_megatron.model.packed_attention import RouterTokens
+
 LOAD_BALANCING_LOSS, Z_LOSS = "load_balancing_loss", "z_loss"
 """Names of the router losses in metrics, after `router/`."""
 
 
-class WeightedLossRouter(TopKRouter):
-    """Megatron's router with other weights of its own losses.
+class SequenceLossRouter(TopKRouter):
+    """Megatron's router with losses of its own, and counts of the loads of experts.
 
-    Megatron scales these losses by numbers of tokens of a rank or a micro-batch. Here the loss of a
-    micro-batch is weighted by its fraction of the trained tokens in the mini-batch.
+    Megatron scales these losses by numbers of tokens of a rank or a micro-batch. Here they do not
+    depend on how a mini-batch is divided into micro-batches and ranks: the loss of a sequence s is
+    weighted by its fraction w_s of the trained tokens in the mini-batch.
 
-    Load balancing: E sum_e f_e P_e over the T tokens of a micro-batch, where f_e is the fraction of
-    choices of expert e and P_e its mean probability; 1 if experts are balanced. Source: Fedus et
-    al. 2022, arXiv:2101.03961, equation 4. Z-loss: mean over tokens of the squared logsumexp of the
-    router logits. Source: Zoph et al. 2022, arXiv:2202.08906, equation 5. Each rank computes the
-    terms of its own tokens.
+    Load balancing: sum_s w_s E sum_e f_se P_se, where f_se is the fraction of the choices of s that
+    are expert e, and P_se its mean probability. Source: Fedus et al. 2022, arXiv:2101.03961,
+    equation 4, for each sequence as in DeepSeek-AI 2024, arXiv:2412.19437, equation 17. Z-loss:
+    sum_s w_s times the mean of the squared logsumexp of the router logits of s. Source: Zoph et al.
+    2022, arXiv:2202.08906, equation 5. Each rank computes the terms of its own tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.token_fraction = 0.0
-        """Trained tokens of the current micro-batch divided by those of the mini-batch."""
-        self.weighted_losses: dict[str, list[Tensor]] = defaultdict(list)
+        self.tokens: RouterTokens | None = None
+        """Tokens of the current micro-batch; set before every forward pass."""
+        self.losses: dict[str, list[Tensor]] = defaultdict(list)
         """This rank's loss terms by name, one per micro-batch since they were last read.
 
-        Multiplied by the token fraction, but not by the loss coefficient."""
+        Not multiplied by the loss coefficient."""
+        self.loads: list[Tensor] = []
+        """[E] choices of each expert by this rank's tokens, one per micro-batch."""
 
-    def attach_and_log_load_balancing_loss(
-        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose experts, and count the choices in a training pass."""
+        probabilities, routing_map = super().routing(logits, padding_mask=padding_mask)
+        # A recomputed layer runs without gradients at first.
+        if self.training and torch.is_grad_enabled():
+            is_real = self._flatten(self._get_tokens().is_real)
+            self.loads.append((routing_map & is_real[:, None]).sum(0))
+        return probabilities, routing_map
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        """Add the gradient of the load-balancing loss to an activation.
+        """Add the gradient of the load-balancing loss to the gate weights.
 
-        Replaces Megatron's method, which logs to a tracker of the full process and weights the loss
-        by token counts.
+        Replaces Megatron's method, which balances the tokens of a micro-batch, weights the loss by
+        token counts and logs to a tracker of the full process. Collective over the ranks with other
+        tokens of the micro-batch.
         """
-        return self._attach(
-            activation,
-            # Megatron passes the loss times its coefficient; metrics are reported without it.
-            aux_loss / aux_loss_coeff,
-            coefficient=aux_loss_coeff,
-            name=LOAD_BALANCING_LOSS,
-        )
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if not coefficient:
+            return probs
+        tokens = self._get_tokens()
+        index = self._flatten(tokens.sequence_index)
+        hits = routing_map.float()
+        counts = hits.new_zeros(len(tokens.lengths), hits.shape[1]).index_add(0, index, hits)
+        # A sequence may be divided over these ranks.
+        dist.all_reduce(counts, group=self.tp_cp_group)
+        fractions = counts / (tokens.lengths * self.topk)[:, None]
+        per_token = (fractions[index] * scores_for_aux_loss.float()).sum(-1)
+        loss = hits.shape[1] * (per_token * self._flatten(tokens.weights)).sum()
+        return self._attach(probs, loss, coefficient=coefficient, name=LOAD_BALANCING_LOSS)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Add the gradient of the z-loss to the router logits.
-
-        Collective over the ranks with other tokens of the micro-batch.
-
-        Args:
-            logits: [T, E] of this rank's tokens.
-            padding_mask: [T] bool; always given if a router loss is on.
-        """
+        """Add the gradient of the z-loss to the router logits [T, E]."""
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
-        assert padding_mask is not None, "the model passes a padding mask if a router loss is on"
-        is_real = ~padding_mask
-        count = is_real.sum()
-        # The count is summed over ranks and the squares are not: each rank adds the terms of its
-        # own tokens to a mean over all of them.
-        dist.all_reduce(count, group=self.tp_cp_group)
-        loss = (logits.float().logsumexp(-1).square() * is_real).sum() / count
+        weights = self._flatten(self._get_tokens().weights)
+        loss = (logits.float().logsumexp(-1).square() * weights).sum()
         return self._attach(logits, loss, coefficient=coefficient, name=Z_LOSS)
 
+    def _get_tokens(self) -> RouterTokens:
+        assert self.tokens is not None, "the layer sets the tokens before every forward pass"
+        return self.tokens
+
+    def _flatten(self, column: Tensor) -> Tensor:
+        """Return [R, S] of this rank in the order of the logits, [S * R]."""
+        if self.config.sequence_parallel:
+            tp = self.tp_group
+            column = column.chunk(tp.size(), dim=1)[tp.rank()]
+        return column.t().flatten()
+
     def _attach(self, activation: Tensor, loss: Tensor, *, coefficient: float, name: str) -> Tensor:
-        self.weighted_losses[name].append((loss * self.token_fraction).detach())
+        self.losses[name].append(loss.detach())
         # Returns the activation as it is; in the backward pass the loss gets a gradient of 1, or of
         # the loss scale, without being part of the objective.
-        attached: Tensor = MoEAuxLossAutoScaler.apply(
-            activation, loss * (coefficient * self.token_fraction)
-        )
+        attached: Tensor = MoEAuxLossAutoScaler.apply(activation, loss * coefficient)
         return attached
 
 
 class MoETransformerLayer(TransformerLayer):
-    """Decoder layer that sets its router's token fraction before every forward pass.
+    """Decoder layer that sets its router's tokens before every forward pass.
 
     In the layer and not in the model, because activation recomputation runs layers again in the
     backward pass, when another micro-batch may be current.
@@ -93,7 +111,7 @@ class MoETransformerLayer(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; same arguments as Megatron's."""
-        self.mlp.router.token_fraction = kwargs["packed_seq_params"].token_fraction
+        self.mlp.router.tokens = kwargs["packed_seq_params"].router_tokens
         return super().forward(*args, **kwargs)
 
 
@@ -104,16 +122,26 @@ def pop_router_losses(layers: list[Any], *, names: tuple[str, ...], num_layers: 
     """
     losses = []
     for name in names:
-        terms = [
-            term for layer in layers for term in layer.mlp.router.weighted_losses.pop(name, [])
-        ]
+        terms = [term for layer in layers for term in layer.mlp.router.losses.pop(name, [])]
         # A rank without terms adds zero, because it must take part in the sum over ranks.
         losses.append(torch.stack(terms).sum() / num_layers if terms else torch.zeros(()))
     return torch.stack([loss.float().cpu() for loss in losses])
 
 
-def discard_router_losses(modules: Iterable[Any]) -> None:
-    """Drop the router losses of a training call that raised."""
+def pop_loads(layers: list[Any], *, num_layers: int, num_experts: int) -> Tensor:
+    """Return and clear the loads [num_layers, E] of experts; 0 in layers of other ranks."""
+    loads = torch.zeros(num_layers, num_experts)
+    for layer in layers:
+        router = layer.mlp.router
+        if router.loads:
+            loads[layer.layer_number - 1] = torch.stack(router.loads).sum(0).float().cpu()
+        router.loads.clear()
+    return loads
+
+
+def discard_router_records(modules: Iterable[Any]) -> None:
+    """Drop the router losses and loads of a training call that raised."""
     for module in modules:
-        if isinstance(module, WeightedLossRouter):
-            module.weighted_losses.clear()
+        if isinstance(module, SequenceLossRouter):
+            module.losses.clear()
+            module.loads.clear()

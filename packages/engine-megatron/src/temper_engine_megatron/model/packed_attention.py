@@ -23,6 +23,23 @@ _NEEDS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterTokens:
+    """This rank's tokens of a micro-batch as routers see them: R rows with S positions."""
+
+    sequence_index: Tensor
+    """[R, S] int64 sequence of each token; B at padding."""
+    weights: Tensor
+    """[R, S] float32 weight of each token in the router losses; 0 at padding.
+
+    The fraction of its sequence in the trained tokens of the mini-batch, divided by the number of
+    tokens of the sequence."""
+    lengths: Tensor
+    """[B + 1] float32 numbers of tokens of the sequences on all ranks; 1 for the padding."""
+    is_real: Tensor
+    """[R, S] bool; False at dummies and padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackLayout:
     """Sequence boundaries of a pack on one rank; passed as Megatron's `packed_seq_params`.
 
@@ -43,10 +60,8 @@ class PackLayout:
     """[N + 1] int32 cumulative sums of `num_queries`, on the device."""
     key_starts: Tensor
     """[N + 1] int32 cumulative sums of `num_keys`, on the device."""
-    token_fraction: float
-    """Trained tokens of this micro-batch divided by those of the mini-batch.
-
-    Routers weight their losses with it; no other argument reaches the decoder layers."""
+    router_tokens: RouterTokens
+    """This rank's tokens for routers; no other argument reaches the decoder layers."""
     qkv_format: str = "sbhd"
     """Format that Megatron reads from such parameters: sequence first, with a batch of one."""
 
@@ -57,21 +72,21 @@ class RowLayout:
 
     num_keys: int
     """Tokens of a row up to the end of this rank's slice."""
-    token_fraction: float
-    """Same as in `PackLayout`, for routers."""
+    router_tokens: RouterTokens
+    """Same as in `PackLayout`."""
     qkv_format: str = "sbhd"
     """Same as in `PackLayout`, for Megatron."""
 
 
 def build_pack_layout(
-    starts: Sequence[int], *, local: slice, token_fraction: float, device: torch.device
+    starts: Sequence[int], *, local: slice, router_tokens: RouterTokens, device: torch.device
 ) -> PackLayout:
     """Build the layout of one rank's slice.
 
     Args:
         starts: Cumulative lengths of the sequences in the pack, including padding.
         local: Tokens of this rank, at least one.
-        token_fraction: See `PackLayout`.
+        router_tokens: See `PackLayout`.
         device: Device of the cumulative sums.
     """
     # The first sequence may begin before the slice: it has more keys here than queries.
@@ -89,7 +104,7 @@ def build_pack_layout(
         keys=slice(local.stop - sum(num_keys), local.stop),
         query_starts=_cumulative_sums(num_queries, device),
         key_starts=_cumulative_sums(num_keys, device),
-        token_fraction=token_fraction,
+        router_tokens=router_tokens,
     )
 
 

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from temper_engine_api.batch import PackedBatch
+from temper_engine_api.metrics import Metric, compute_load_metrics
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_megatron.model.gpt_chunks import ModelChunks
 from temper_engine_megatron.model.micro_batch_layout import (
@@ -27,7 +28,8 @@ from temper_engine_megatron.model.micro_batch_layout import (
 from temper_engine_megatron.model.moe_router import (
     LOAD_BALANCING_LOSS,
     Z_LOSS,
-    discard_router_losses,
+    discard_router_records,
+    pop_loads,
     pop_router_losses,
 )
 from temper_engine_megatron.model.output_head import OutputHead
@@ -188,7 +190,7 @@ class ScheduleRunner:
             for parameter in chunk.parameters():
                 # Megatron's hook moves this to `main_grad`, unless the exception came in between.
                 parameter.grad = None
-            discard_router_losses(chunk.modules())
+            discard_router_records(chunk.modules())
 
     def _data_parallel_chunks(self) -> Iterator[DistributedDataParallel]:
         for chunk in self._chunks.wrapped:
@@ -197,32 +199,37 @@ class ScheduleRunner:
             )
             yield chunk
 
-    def pop_router_losses(self) -> dict[str, Tensor]:
-        """Return and clear the router losses since the last call, by name. Collective.
+    def pop_router_metrics(self) -> dict[str, Metric]:
+        """Return and clear the metrics of routers since the last call. Collective.
 
-        Summed over the ranks of this replica; only losses with a coefficient are included.
+        Losses are summed over the ranks of this replica; only those with a coefficient are
+        included. Loads of experts are counted over all ranks.
         """
         config, membership = self._chunks.transformer_config, self._membership
+        if not config.num_moe_experts:
+            return {}
         coefficients = {
             LOAD_BALANCING_LOSS: config.moe_aux_loss_coeff,
             Z_LOSS: config.moe_z_loss_coeff,
         }
-        names = tuple(
-            name
-            for name, coefficient in coefficients.items()
-            if config.num_moe_experts and coefficient
-        )
-        if not names:
-            return {}
+        names = tuple(name for name, coefficient in coefficients.items() if coefficient)
         layers = [layer for chunk in self._chunks.unwrapped for layer in chunk.decoder.layers]
-        losses = pop_router_losses(layers, names=names, num_layers=config.num_layers).to(
-            membership.device
-        )
-        # Ranks of tp_cp have the terms of different tokens, and stages the terms of different
-        # layers.
-        for group in (membership.pg_collection.tp_cp, membership.pp):
-            dist.all_reduce(losses, group=group)
-        return dict(zip(names, losses, strict=True))
+        loads = pop_loads(
+            layers, num_layers=config.num_layers, num_experts=config.num_moe_experts
+        ).to(membership.device)
+        dist.all_reduce(loads)
+        metrics = compute_load_metrics(loads)
+        if names:
+            losses = pop_router_losses(layers, names=names, num_layers=config.num_layers).to(
+                membership.device
+            )
+            # Ranks of tp_cp have the terms of different tokens, and stages the terms of different
+            # layers.
+            for group in (membership.pg_collection.tp_cp, membership.pp):
+                dist.all_reduce(losses, group=group)
+            for name, loss in zip(names, losses, strict=True):
+                metrics[f"router/{name}"] = Metric(value=loss, reduction="sum")
+        return metrics
 
     @contextmanager
     def _run_pass(self, *, trains: bool) -> Iterator[None]:
