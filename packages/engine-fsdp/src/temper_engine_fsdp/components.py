@@ -28,6 +28,7 @@ from temper_engine_api.settings_check import warn_about_undeclared_keys
 from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
+from temper_engine_fsdp.model.expert_routers import ExpertRouters, RouterLosses, build_routers
 from temper_engine_fsdp.model.huggingface_model import (
     build_model,
     read_attention_dropout,
@@ -104,6 +105,8 @@ class EngineComponents:
     optimizer: ShardedOptimizer | None
     """None if the config has no optimizer."""
     runner: MicroBatchRunner
+    routers: ExpertRouters | None
+    """Routers of experts; None without experts, or if nothing needs them."""
     data_groups: DataGroups
     """Ranks that see different samples, and ranks that share them."""
     saving_group: ThreadGroup
@@ -182,6 +185,10 @@ def _build(
     # Before an adapter is attached, which changes the names of the weights below it.
     file_names = read_file_names(hf, files=find_model_files(config.model))
     adapter = _attach_adapter(config, hf)
+    sequence_group = (
+        SequenceGroup(data_groups.sequence_parallel) if config.sequence_parallel > 1 else None
+    )
+    routers = _build_routers(config, hf, sequence_group=sequence_group)
     root = _build_packed_model(hf, config=config, adapter=adapter, device=device)
     # Count FLOPs before sharding changes the shapes that they are counted from.
     flops = count_training_flops(hf, is_language_model=config.model.model_type == "language_model")
@@ -199,9 +206,8 @@ def _build(
         dummy_output=_DUMMY_OUTPUTS[config.model.model_type],
         loss_scale=loss_scale,
         tracer=tracer,
-        sequence_group=SequenceGroup(data_groups.sequence_parallel)
-        if config.sequence_parallel > 1
-        else None,
+        sequence_group=sequence_group,
+        routers=routers,
     )
     return EngineComponents(
         membership=membership,
@@ -216,6 +222,7 @@ def _build(
         file_names=file_names,
         optimizer=optimizer,
         runner=runner,
+        routers=routers,
         offloader=offloader,
         offload_policy=OffloadPolicy(
             offloader, spec=config.offload, eval_needs_gradients=sharded.eval_needs_gradients
@@ -270,6 +277,7 @@ def check_model(config: FSDPConfig) -> None:
     warn_about_undeclared_keys(hf.config, architecture=config.model.architecture)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     check_no_sequence_parallel(hf, size=config.sequence_parallel)
+    _build_routers(config, hf, sequence_group=None)
     if config.optimizer is not None and not config.optimizer.is_adamw:
         check_optimizer(
             config.optimizer, parameters=hf.parameters(), is_flat=config.strategy == "fsdp1"
@@ -317,6 +325,17 @@ def _attach_adapter(config: FSDPConfig, hf: PreTrainedModel) -> "LoraAdapter | N
             "pass, but parameters of FSDP1 are views that cannot be replaced: use strategy fsdp2."
         )
     return adapter
+
+
+def _build_routers(
+    config: FSDPConfig, hf: PreTrainedModel, *, sequence_group: SequenceGroup | None
+) -> ExpertRouters | None:
+    return build_routers(
+        hf,
+        losses=RouterLosses(load_balancing=config.router_aux_loss, z=config.router_z_loss),
+        sequence_group=sequence_group,
+        is_compiled=config.compile_layers,
+    )
 
 
 def _build_packed_model(

@@ -1,5 +1,6 @@
 """Settings of the FSDP engine in addition to those of every engine. Does not import torch."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -73,6 +74,16 @@ class FSDPConfig(EngineConfig):
     """Positions per chunk of logits; None means 128 MiB of float32 logits on CPU, 1 GiB on CUDA."""
     fast_float32_matmul: bool = True
     """Use oneDNN's float32 matmul on a CPU if a test shows that it is as exact as the default."""
+    router_aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss of experts, which is added to the objective.
+
+    The loss of a sequence is weighted by its fraction of the trained tokens. Losses of all layers
+    are added."""
+    router_z_loss: float = 0.0
+    """Coefficient of the router z-loss, which keeps router logits small.
+
+    The loss of a sequence is the mean of the squared logsumexp of its tokens. It is weighted like
+    router_aux_loss."""
     numa_affinity: bool = False
     """Pin each rank to the CPU cores near its GPU; no effect if Linux does not report them."""
     save_huggingface_weights: bool = False
@@ -124,6 +135,12 @@ class FSDPConfig(EngineConfig):
                 f"head_chunk_tokens is {self.head_chunk_tokens}, but must be at least 1: null "
                 "chooses by memory."
             )
+        for name in ("router_aux_loss", "router_z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, but must be at least 0 and finite: 0 is no "
+                    "loss."
+                )
         if self.wrap_together < 1:
             raise ConfigError(
                 f"wrap_together is {self.wrap_together}, but must be at least 1: 1 shards modules "

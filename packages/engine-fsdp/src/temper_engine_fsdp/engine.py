@@ -68,6 +68,7 @@ class FSDPEngine(BaseEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._built: EngineComponents | None = None
+        self._router_metrics: Mapping[str, Metric] = {}
 
     @classmethod
     def check_model(cls, config: EngineConfig) -> None:
@@ -170,6 +171,8 @@ class FSDPEngine(BaseEngine):
                 forward_only=forward_only,
                 reduce_gradients=reduce_gradients,
             )
+            routers = self._components.routers
+            self._router_metrics = {} if routers is None or forward_only else routers.pop_metrics()
         # Sequence-parallel ranks have the same outputs; the first one returns them.
         return head_outputs if self.topology.returns_outputs else None
 
@@ -178,7 +181,8 @@ class FSDPEngine(BaseEngine):
             measure_memory(self._components.membership.device),
             self._components.throughput.stop(),
         )
-        return LazyMetrics(lambda: {**memory, **speed()})
+        routers = self._router_metrics
+        return LazyMetrics(lambda: {**memory, **routers, **speed()})
 
     def _reduce_pending_gradients(self) -> None:
         if self._components.runner.has_unreduced_gradients:

@@ -14,6 +14,7 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.updates import LossScale
+from temper_engine_fsdp.model.expert_routers import ExpertRouters
 from temper_engine_fsdp.model.output_head import build_head_request
 from temper_engine_fsdp.model.packed_attention import PackLayout
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
@@ -33,7 +34,9 @@ class MicroBatchRunner:
         loss_scale: LossScale,
         tracer: CollectiveTracer,
         sequence_group: SequenceGroup | None,
+        routers: ExpertRouters | None,
     ) -> None:
+        self._routers = routers
         self._tracer = tracer
         self._sequence_group = sequence_group
         self._sharded = sharded
@@ -65,6 +68,13 @@ class MicroBatchRunner:
                 with self._micro_batch_context(
                     trains=not forward_only, reduces=reduces, is_last=is_last
                 ):
+                    if self._routers is not None and not forward_only:
+                        self._routers.start_micro_batch(
+                            micro,
+                            num_trained=batch.denominators.tokens,
+                            gradient_factor=self._factor,
+                            device=self._device,
+                        )
                     columns, zero_loss, on_device = self._forward(
                         micro,
                         requested_outputs=requested_outputs,
@@ -168,8 +178,12 @@ class MicroBatchRunner:
         except BaseException:
             # Gradients stay, because those of earlier calls are still needed after a forward call.
             self._sharded.reset()
+            if self._routers is not None:
+                self._routers.discard()
             raise
         finally:
+            if self._routers is not None:
+                self._routers.stop()
             self._sharded.reshard()
 
 

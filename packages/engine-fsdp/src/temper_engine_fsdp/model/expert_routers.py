@@ -1,0 +1,295 @@
+"""Routers of mixtures of experts: how evenly they load the experts, and losses that balance them.
+
+Routers of transformers return (logits [T, E], gate weights [T, K], chosen experts [T, K]). Their
+forward is wrapped in place. The losses are attached to the gate weights: the forward pass is
+unchanged, and the backward pass adds the gradient of the loss. That also works in a layer that is
+recomputed, and needs no path from the layer to the objective.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from transformers import PreTrainedModel
+
+from temper_engine_api.batch import SequenceBatch, copy_to_device
+from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.metrics import Metric, compute_load_metrics
+from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
+
+RouterOutput = tuple[Tensor, Tensor, Tensor]
+"""Logits [T, E], gate weights [T, K] and chosen experts [T, K] of a router."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLosses:
+    """Coefficients of the losses of all routers; see FSDPConfig."""
+
+    load_balancing: float = 0.0
+    z: float = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """True if a coefficient is not 0."""
+        return bool(self.load_balancing or self.z)
+
+
+@dataclass(slots=True, kw_only=True)
+class _MicroBatch:
+    """Tokens of this rank in the current micro-batch."""
+
+    sequence_index: Tensor
+    """[S] int64, sequence of each token; padding is one more sequence."""
+    lengths: Tensor
+    """[B + 1] float32, tokens of each sequence on all ranks."""
+    token_weights: Tensor
+    """[S] float32, weight of each token in the losses; see `ExpertRouters`."""
+    is_real: Tensor
+    """[S] bool, False for dummies and padding."""
+    gradient_factor: float
+    """Factor of the gradients of all losses."""
+    finished: set[int] = field(default_factory=set)
+    """Routers that have run; a recomputed layer runs its router again."""
+
+
+class ExpertRouters:
+    """The routers of a model.
+
+    The losses do not depend on how a mini-batch is divided into micro-batches and ranks. Those of a
+    sequence s are weighted by its fraction w_s of the trained tokens in the mini-batch:
+
+    Load balancing: sum_s w_s E sum_e f_se P_se, where f_se is the fraction of the choices of s that
+    are expert e, and P_se the mean over its tokens of the softmax of the router logits. Source:
+    Fedus et al. 2022, arXiv:2101.03961, equation 4, for each sequence as in DeepSeek-AI 2024,
+    arXiv:2412.19437, equation 17. Z-loss: sum_s w_s times the mean of the squared logsumexp of the
+    router logits of s. Source: Zoph et al. 2022, arXiv:2202.08906, equation 5. Losses of all layers
+    are added.
+    """
+
+    def __init__(
+        self,
+        routers: list[nn.Module],
+        *,
+        losses: RouterLosses,
+        sequence_group: SequenceGroup | None,
+    ) -> None:
+        self._num_routers = len(routers)
+        self._losses = losses
+        self._sequence_group = sequence_group
+        self._micro_batch: _MicroBatch | None = None
+        self._loads: dict[int, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        for index, router in enumerate(routers):
+            # Assign forward instead of wrapping the module, which would add a prefix to every name.
+            router.forward = self._observe(router.forward, index=index)
+
+    def start_micro_batch(
+        self,
+        batch: SequenceBatch,
+        *,
+        num_trained: int,
+        gradient_factor: float,
+        device: torch.device,
+    ) -> None:
+        """Prepare for a training pass over a micro-batch.
+
+        Args:
+            batch: Micro-batch on the CPU.
+            num_trained: Trained tokens of the mini-batch.
+            gradient_factor: Factor by which the objective is multiplied too.
+            device: Device of the model.
+        """
+        index = batch.sequence_index
+        trained = torch.zeros(batch.num_sequences).index_add(0, index, batch.loss_mask.float())
+        weights = trained / max(num_trained, 1) / batch.lengths
+        token_weights, is_real = weights[index], ~batch.is_dummy[index]
+        num_padding = 0
+        if self._sequence_group is not None:
+            num_padding = self._sequence_group.num_padding(batch.num_tokens)
+            # A slice is padded with zeros: count sequences from 1, so that padding is the first.
+            index, token_weights, is_real = (
+                self._sequence_group.take_slice(column)
+                for column in (index + 1, token_weights, is_real)
+            )
+            index = (index - 1) % (batch.num_sequences + 1)
+        lengths = torch.tensor([*batch.lengths.tolist(), max(num_padding, 1)], dtype=torch.float32)
+        self._micro_batch = _MicroBatch(
+            sequence_index=copy_to_device(index, device),
+            lengths=copy_to_device(lengths, device),
+            token_weights=copy_to_device(token_weights, device),
+            is_real=copy_to_device(is_real, device),
+            gradient_factor=gradient_factor,
+        )
+
+    def stop(self) -> None:
+        """Ignore further passes until the next micro-batch starts."""
+        self._micro_batch = None
+
+    def discard(self) -> None:
+        """Drop what a call that raised has left."""
+        self.stop()
+        self._loads, self._sums = {}, {}
+
+    def pop_metrics(self) -> dict[str, Metric]:
+        """Return the metrics since the last call. Collective.
+
+        Loads of experts are counted over all ranks. `router/load_balancing_loss` and
+        `router/z_loss` are means over layers, not multiplied by their coefficients.
+        """
+        loads, sums = self._loads, self._sums
+        self._loads, self._sums = {}, {}
+        if not loads:
+            return {}
+        counts = torch.stack([loads[index] for index in sorted(loads)])
+        dist.all_reduce(counts)
+        metrics = compute_load_metrics(counts)
+        for name in sums:
+            total = sums[name]
+            if self._sequence_group is not None:
+                # Each rank of the group has the terms of its own tokens.
+                total = self._sequence_group.sum_outputs(total)
+            metrics[name] = Metric(value=total / self._num_routers, reduction="sum")
+        return metrics
+
+    def _observe(
+        self, forward: Callable[..., RouterOutput], *, index: int
+    ) -> Callable[..., RouterOutput]:
+        """Wrap the forward of a router."""
+
+        def run(*args: Tensor, **options: Tensor) -> RouterOutput:
+            output = forward(*args, **options)
+            micro_batch = self._micro_batch
+            if micro_batch is None or not self._can_observe(output):
+                return output
+            logits, gates, experts = output
+            is_first = index not in micro_batch.finished
+            micro_batch.finished.add(index)
+            if is_first:
+                self._count(micro_batch, experts, num_experts=logits.shape[-1], index=index)
+            if self._losses.is_on and torch.is_grad_enabled():
+                loss = self._compute_loss(micro_batch, logits, experts, is_reported=is_first)
+                gates = _attach(gates, loss * micro_batch.gradient_factor)
+            return logits, gates, experts
+
+        # Loads and losses are kept outside of the graph of a compiled layer.
+        uncompiled: Callable[..., RouterOutput] = torch.compiler.disable(run)
+        return uncompiled
+
+    def _can_observe(self, output: tuple[Tensor, ...] | Tensor) -> bool:
+        """Return True if a router returned logits, gate weights and expert indices.
+
+        Raises:
+            CapabilityError: If it did not and a loss is on.
+        """
+        is_known = (
+            isinstance(output, tuple) and len(output) == 3 and not output[2].is_floating_point()
+        )
+        if self._losses.is_on and not is_known:
+            raise CapabilityError(
+                "router_aux_loss or router_z_loss is on, but the routers of this model do not "
+                "return logits, gate weights and expert indices: set both to 0."
+            )
+        return is_known
+
+    def _count(
+        self, micro_batch: _MicroBatch, experts: Tensor, *, num_experts: int, index: int
+    ) -> None:
+        weights = micro_batch.is_real.float()[:, None].expand_as(experts)
+        counts = weights.new_zeros(num_experts)
+        counts.index_add_(0, experts.flatten(), weights.flatten())
+        self._loads[index] = self._loads[index] + counts if index in self._loads else counts
+
+    def _compute_loss(
+        self, micro_batch: _MicroBatch, logits: Tensor, experts: Tensor, *, is_reported: bool
+    ) -> Tensor:
+        """Return the sum of the losses of this rank's tokens, times their coefficients."""
+        logits = logits.float()
+        total = logits.new_zeros(())
+        if self._losses.load_balancing:
+            balance = self._compute_balance(micro_batch, logits, experts)
+            self._report("router/load_balancing_loss", balance, is_reported=is_reported)
+            total = total + self._losses.load_balancing * balance
+        if self._losses.z:
+            z = (logits.logsumexp(-1).square() * micro_batch.token_weights).sum()
+            self._report("router/z_loss", z, is_reported=is_reported)
+            total = total + self._losses.z * z
+        return total
+
+    def _compute_balance(self, micro_batch: _MicroBatch, logits: Tensor, experts: Tensor) -> Tensor:
+        index = micro_batch.sequence_index
+        hits = torch.zeros_like(logits).scatter_(1, experts, 1.0)
+        zeros = hits.new_zeros(len(micro_batch.lengths), logits.shape[-1])
+        counts = zeros.index_add(0, index, hits)
+        if self._sequence_group is not None:
+            # A sequence may be divided over the ranks of the group.
+            counts = self._sequence_group.sum_outputs(counts)
+        fractions = counts / (micro_batch.lengths * experts.shape[-1])[:, None]
+        per_token = (fractions[index] * logits.softmax(-1)).sum(-1)
+        return logits.shape[-1] * (per_token * micro_batch.token_weights).sum()
+
+    def _report(self, name: str, loss: Tensor, *, is_reported: bool) -> None:
+        if is_reported:
+            self._sums[name] = self._sums.get(name, 0.0) + loss.detach()
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, gates: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad, torch.ones_like(loss)
+
+
+def _attach(gates: Tensor, loss: Tensor) -> Tensor:
+    """Return the gate weights; the backward pass through them adds the gradient of the loss."""
+    attached: Tensor = _AttachLoss.apply(gates, loss)  # type: ignore[no-untyped-call]
+    return attached
+
+
+def find_routers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the routers of a model in the order of its layers.
+
+    A router is a module `gate` or `router` with a weight of its own next to a module `experts`, of
+    a class that transformers names a router; other mixtures of experts have none.
+    """
+    return [
+        router
+        for module in model.modules()
+        if isinstance(getattr(module, "experts", None), nn.Module)
+        for name in ("gate", "router")
+        if isinstance(router := getattr(module, name, None), nn.Module)
+        and type(router).__name__.lower().endswith("router")
+        and isinstance(getattr(router, "weight", None), nn.Parameter)
+    ]
+
+
+def build_routers(
+    model: PreTrainedModel,
+    *,
+    losses: RouterLosses,
+    sequence_group: SequenceGroup | None,
+    is_compiled: bool,
+) -> ExpertRouters | None:
+    """Observe the routers of a model, if it has any.
+
+    Compiled layers are only observed if there is a loss, because each router divides their graph.
+
+    Raises:
+        ConfigError: If a loss is on and the model has no router whose output it can be added to.
+    """
+    routers = find_routers(model)
+    if losses.is_on and not routers:
+        raise ConfigError(
+            f"router_aux_loss is {losses.load_balancing} and router_z_loss is {losses.z}, but "
+            f"{type(model).__name__} has no router of experts: set them to 0."
+        )
+    if not routers or (is_compiled and not losses.is_on):
+        return None
+    return ExpertRouters(routers, losses=losses, sequence_group=sequence_group)
