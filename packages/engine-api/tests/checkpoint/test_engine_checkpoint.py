@@ -140,7 +140,7 @@ def test_full_disk_in_torch_checkpoint_writer_is_a_checkpoint_error(
     monkeypatch.setattr(engine, "_write_state", write)
     with pytest.raises(
         CheckpointError,
-        match=r"step 2 could not be saved: rank 0: .*MiB of it were written and 0.0 MiB are free",
+        match=r"step 2 could not be saved: rank 0: .*MiB of the step were written and 0.0 MiB",
     ):
         engine.save_checkpoint(str(small_disk), global_step=2)
     assert [path.name for path in small_disk.iterdir()] == ["step_00000001"]

@@ -159,13 +159,20 @@ def test_a_full_disk_is_reported_with_the_damaged_checkpoints_that_take_space(
         (transaction.part("engine") / "big.bin").write_bytes(b"x" * 300_000)
 
 
+def test_reason_that_ends_with_a_full_stop_is_followed_by_the_disk_usage(tmp_path: Path) -> None:
+    with begin_checkpoint(tmp_path, 2) as transaction:
+        message = str(transaction.failure("the engine failed: free disk space."))
+        transaction.abort()
+    assert "the engine failed: free disk space. 0.0 MiB of the step were written and " in message
+
+
 def test_a_full_disk_leaves_the_earlier_step_and_says_how_much_was_needed(
     save_step: SaveStep, small_disk: Path, info: ManifestInfo
 ) -> None:
     save_step(1, content="w" * 100_000, root=small_disk)
     sentence = (
-        r"step 2 could not be saved: .*No space left.* MiB of it were written and 0.0 MiB are free "
-        r".*step 1 takes 0.1 MiB"
+        r"step 2 could not be saved: .*No space left.* MiB of the step were written and 0.0 MiB "
+        r"are free .*step 1 takes 0.1 MiB"
     )
     with (
         pytest.raises(CheckpointError, match=sentence) as caught,

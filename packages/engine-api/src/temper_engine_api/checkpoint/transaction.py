@@ -126,14 +126,14 @@ class CheckpointTransaction:
         last, damaged = find_latest_step(root), describe_damaged_steps(root)
         written = format_size(count_bytes_below(self.staging))
         free = format_size(shutil.disk_usage(root).free)
-        usage = [f"{written} of it were written and {free} are free at {root}"]
+        usage = [f"{written} of the step were written and {free} are free at {root}"]
         if last is not None:
             size = format_size(count_bytes_below(step_directory(root, last)))
             usage.append(f"step {last} takes {size}")
         usage += [] if damaged is None else [damaged]
         return CheckpointError(
-            f"step {self.step} could not be saved: {reason}. {'; '.join(usage)}. Free space there "
-            "or save elsewhere. Earlier steps have not changed."
+            f"step {self.step} could not be saved: {reason.rstrip('.')}. {'; '.join(usage)}. Free "
+            "space there or save elsewhere. Earlier steps have not changed."
         )
 
     def _check(self, files: Sequence[FileRecord]) -> None:
