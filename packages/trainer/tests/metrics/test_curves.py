@@ -3,10 +3,12 @@ from pathlib import Path
 
 import pytest
 from matplotlib import image
+from matplotlib.figure import Figure
 
 from temper_trainer.metrics.curves import (
     PANELS,
     _arrange_panels,
+    _draw_panel,
     _points,
     _running_mean,
     draw_curves,
@@ -47,6 +49,18 @@ def test_curves_of_a_run_with_warm_start_and_evaluations_are_drawn(tmp_path: Pat
         len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7].round(2).tolist()})
         > 50
     )
+
+
+def test_logarithmic_axis_has_plain_numbers() -> None:
+    axes = Figure().add_subplot()
+    panel = next(panel for panel in PANELS if panel.is_log)
+    values = (0.2, 0.5, 3.0)
+    rows = [row(i, panel.phase, actor__grad_norm=value) for i, value in enumerate(values)]
+    _draw_panel(axes, panel, rows=rows)
+    labels = [tick.get_text() for tick in axes.get_yticklabels(which="both")]
+    lowest, highest = axes.get_ylim()
+    shown = [float(label) for label in labels if label]
+    assert sum(lowest <= number <= highest for number in shown) >= 3
 
 
 @pytest.mark.parametrize(("phase", "kind"), [("dpo", "reward"), ("rm", "score")])

@@ -41,12 +41,20 @@ def test_held_out_pairs_and_demonstrations_have_lines_and_a_plot() -> None:
     }
     evaluations = list_evaluations([Row(step=2, phase="eval", time_s=0.0, values=values)])
     heading, lines = tabulate_evaluations(evaluations)
-    assert heading == ("after step", "set", "kind", "category", "accuracy", "loss", "nll")
+    assert heading == ("after step", "set", "kind", "accuracy", "loss", "nll")
     assert lines == [
-        (2, "data.eval", "preference", "", "0.750 ± 0.250", "0.500", ""),
-        (2, "more", "sft", "", "", "", "1.500"),
+        (2, "data.eval", "preference", "0.750 ± 0.250", "0.500", ""),
+        (2, "more", "sft", "", "", "1.500"),
     ]
     assert draw_evaluations(evaluations) is not None
+
+
+def test_column_of_categories_is_left_out_without_categories() -> None:
+    values = {"eval/greedy/reward": 0.5}
+    rows = [Row(step=1, phase="eval", time_s=0.0, values=values)]
+    heading, lines = tabulate_evaluations(list_evaluations(rows))
+    assert heading == ("after step", "set", "kind", "reward")
+    assert lines == [(1, "data.eval", "greedy", "0.500")]
 
 
 def test_evaluations_of_one_and_of_several_steps_are_drawn() -> None:

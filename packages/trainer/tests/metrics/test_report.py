@@ -77,7 +77,7 @@ def test_report_shows_settings_with_origin_evaluations_and_versions(
     _, text = page
     assert row("run.seed", "7", "command line") in text
     assert row("data.train.name", "arithmetic", "group experiment=quickstart") in text
-    assert row("#3", "data.eval", "greedy", "", "0.625") in text
+    assert row("#3", "data.eval", "greedy", "0.625") in text
     assert row("rl", "reward/mean", "#1", "#0.250", "#3", "#0.750") in text
     assert "<td class=text><div>torch</div></td>" in text
 
@@ -117,6 +117,14 @@ def test_report_begins_with_result_command_and_duration(page: tuple[Path, str]) 
         r"last metrics</div></td><td class=text><div>20\d\d-.* UTC, after [\d.e-]+ s", summary
     )
     assert row("steps", "rl 3") in summary
+    assert row("reward", "gsm8k_strict") in summary
+
+
+def test_report_has_a_dark_mode(page: tuple[Path, str]) -> None:
+    _, text = page
+    # Without the first, form fields and scroll bars stay white.
+    assert "color-scheme: light dark" in text
+    assert "@media (prefers-color-scheme: dark)" in text
 
 
 def test_long_completions_are_shortened_and_name_the_file(tmp_path: Path) -> None:

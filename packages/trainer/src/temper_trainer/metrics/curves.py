@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from temper_trainer.metrics.run_files import METRICS_FILE, Row, read_latest_rows
 
@@ -24,8 +24,10 @@ STYLE = {
     "figure.facecolor": "white",
     "font.size": 9,
     "grid.alpha": 0.25,
+    # Without a frame but on white, so that curves do not cross the texts.
+    "legend.edgecolor": "none",
     "legend.fontsize": 8,
-    "legend.frameon": False,
+    "legend.framealpha": 0.8,
     "lines.solid_capstyle": "round",
 }
 COLORS = ("#2563a8", "#c8551b", "#3a8a4d", "#7b4fa3")
@@ -153,6 +155,14 @@ PANELS = (
 )
 
 
+class PlainLogFormatter(LogFormatter):
+    """Labels ticks of a logarithmic axis as 0.3 instead of 3 x 10^-1."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """Return the label of a tick; empty if the base class leaves it out."""
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def draw_curves(directory: Path) -> Path | None:
     """Draw ``curves.png`` into a run folder.
 
@@ -244,6 +254,9 @@ def _draw_panel(axes: Axes, panel: Panel, *, rows: Sequence[Row]) -> None:
         axes.set_ylim(min(-0.02, lowest), None if axes.get_ylim()[1] > 1.05 else 1.02)
     if panel.is_log and 0 < 10 * lowest < highest:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(PlainLogFormatter())
+        # Less than two powers of ten may be in sight: label other numbers, too.
+        axes.yaxis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(2, 0.5)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(panel.title)
     axes.set_xlabel("update" if panel.phase in ("warm_start", "sft") else "step")

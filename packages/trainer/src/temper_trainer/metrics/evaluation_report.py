@@ -74,15 +74,21 @@ def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
 def tabulate_evaluations(
     evaluations: Sequence[EvaluationRow],
 ) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """Return heading and lines of the table; a mean with an interval is one cell."""
+    """Return heading and lines of the table; a mean with an interval is one cell.
+
+    The column of categories is left out if there are none.
+    """
+    has_categories = any(each.category for each in evaluations)
     metrics = list(dict.fromkeys(name for each in evaluations for name in each.values))
     metrics = [name for name in metrics if not name.endswith(INTERVAL)]
     lines = []
     for each in evaluations:
         cells = [_format_cell(each.values, name) for name in metrics]
-        lines.append((each.step, each.set_name or "data.eval", each.kind, each.category, *cells))
+        category = (each.category,) if has_categories else ()
+        lines.append((each.step, each.set_name or "data.eval", each.kind, *category, *cells))
     titles = [_AT_K.sub(r"\1@\2", name) for name in metrics]
-    return ("after step", "set", "kind", "category", *titles), lines
+    category_title = ("category",) if has_categories else ()
+    return ("after step", "set", "kind", *category_title, *titles), lines
 
 
 def _format_cell(values: dict[str, float], name: str) -> str:

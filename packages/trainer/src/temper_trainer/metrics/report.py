@@ -43,6 +43,7 @@ MAX_OPEN_LINES = 12
 MAX_SAMPLE_CHARACTERS = 4000
 """Longest text of a sample; samples.jsonl has the rest."""
 STYLE = """
+:root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #22262c; }
 body { max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h2 { margin-top: 2em; border-bottom: 1px solid #d5d9df; }
@@ -51,12 +52,18 @@ th, td { text-align: left; vertical-align: top; padding: 3px 10px 3px 0; }
 th, td { border-bottom: 1px solid #eceef1; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 td.text { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 30em; }
-td.text { font-family: ui-monospace, monospace; font-size: 12.5px; }
+td { font-family: ui-monospace, monospace; font-size: 12.5px; }
 img { max-width: 100%; }
 .result { font-size: 1.35em; font-weight: 600; margin: 0.2em 0 1em; }
 code { font-size: 12.5px; overflow-wrap: anywhere; }
 input { font: inherit; padding: 4px 8px; width: 24em; margin-bottom: 0.6em; }
 td div { max-height: 16em; overflow-y: auto; }
+@media (prefers-color-scheme: dark) {
+  body { color: #d3d7de; background: #15181d; }
+  h2, th, td { border-color: #363c45; }
+  /* Charts are dark on white: exchange brightness, keep hues. */
+  img { filter: invert(0.91) hue-rotate(180deg); }
+}
 """
 SEARCH = """
 document.getElementById("search").addEventListener("input", event => {
@@ -125,6 +132,8 @@ def _summary(directory: Path, rows: Sequence[Row]) -> str:
     if len(starts) > 1:
         resumed = (_format_time(float(str(start["time_s"]))) for start in starts[1:])
         lines.append(("resumed", ", ".join(resumed)))
+    if function := read_settings(directory).get("reward.function"):
+        lines.append(("reward", function))
     if starts:
         lines.append(("command", starts[-1]["command"]))
         if commit := starts[-1].get("commit"):
