@@ -236,7 +236,7 @@ def test_step_is_logged_after_the_background_save_of_the_step_before_it(
     def fsync_slowly(file: int) -> None:
         # Engines write in a thread, so the driver's own small files are not slow.
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.5)
+            time.sleep(0.2)
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", fsync_slowly)
@@ -246,7 +246,7 @@ def test_step_is_logged_after_the_background_save_of_the_step_before_it(
         "warm_start=null",
         *(("data.eval=null",) if task == "rl" else ()),
         "batching.prompts_per_step=4",
-        "run.total_steps=4",
+        "run.total_steps=3",
         "run.save_every=1",
         "run.save_in_background=true",
         "run.max_ckpt_to_keep=null",
@@ -261,7 +261,7 @@ def test_step_is_logged_after_the_background_save_of_the_step_before_it(
     }
     # So a run that is killed at any time computes at most one logged step again. `time_s` is
     # rounded to milliseconds.
-    assert all(committed_at[step - 1] < logged_at[step] + 0.001 for step in (2, 3, 4))
+    assert all(committed_at[step - 1] < logged_at[step] + 0.001 for step in (2, 3))
 
 
 @pytest.mark.bitwise
