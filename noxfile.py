@@ -505,6 +505,16 @@ def faults(session: nox.Session) -> None:
     session.run(python, "-m", "tools.fault_campaign", *session.posargs, external=True)
 
 
+@nox.session(name="wrong-inputs", venv_backend="none")
+def wrong_inputs(session: nox.Session) -> None:
+    """Try about 100 inputs that a new user gets wrong; arguments go to tools/wrong_inputs.
+
+    A run that was stopped continues; a complete one begins again.
+    """
+    python = str(ensure_environment(ROOT))
+    session.run(python, "-m", "tools.wrong_inputs", *session.posargs, external=True)
+
+
 @nox.session(name="verl-releases", venv_backend="none")
 def verl_releases(session: nox.Session) -> None:
     """Fail if the package index has a verl release whose defaults temper-migrate does not know."""
@@ -525,6 +535,7 @@ def nightly(session: nox.Session) -> None:
     """Run nightly tests and all sessions that take too long for a pull request."""
     session.notify("nightly-tests")
     session.notify("verl-releases")
+    session.notify("wrong-inputs")
     session.notify("faults")
     session.notify("bitwise")
     session.notify("mutation")

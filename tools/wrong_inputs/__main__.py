@@ -1,14 +1,16 @@
 """Try inputs that a new user gets wrong, and tabulate exit code, time and message.
 
-    python -m tools.wrong_inputs RESULTS.json --model FOLDER [--only NAME] [--retry-wrong]
+    python -m tools.wrong_inputs [RESULTS.json] [--model FOLDER] [--only NAME] [--retry-wrong]
 
-Each result is written at once, and cases that are in the file already are skipped, so that an
-interrupted campaign continues. Most cases are tried with `--check`; the others are short runs.
+Each result is written at once, and an interrupted campaign continues. A complete one begins again,
+unless `--retry-wrong` repeats its wrong cases. Most cases are tried with `--check`; the others are
+short runs. The exit status is 1 if an answer is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
@@ -22,8 +24,12 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from tools.wrong_inputs.cases import CASES, REWARDS, ROWS, Case
+from tools.wrong_inputs.cases import AUDITED_CASES, REWARDS, ROWS, Case
+from tools.wrong_inputs.quickstart_cases import QUICKSTART_CASES
 
+CASES = (*AUDITED_CASES, *QUICKSTART_CASES)
+
+RESULTS = Path(".temper") / "wrong_inputs.json"
 TIMEOUT_S = 580
 ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 ERROR_PREFIXES = ("temper-train: error:", "DataError:", "RewardFailureError:", "WeightError:")
@@ -65,10 +71,23 @@ def write_inputs(folder: Path, *, model: Path, rows: str | bytes | None = ROWS) 
     shutil.copytree(model, folder / "model")
 
 
+def make_model() -> Path:
+    """Train a tiny model for a moment; return its folder, which the end of the process removes."""
+    folder = Path(tempfile.mkdtemp(prefix="wrong-input-model-"))
+    atexit.register(shutil.rmtree, folder)
+    short = ["warm_start.total_steps=2", "run.total_steps=1", "data.eval=null", "run.dir=out"]
+    command = [sys.executable, "-m", "temper_trainer", "experiment=quickstart", *short]
+    subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, check=True, capture_output=True, timeout=TIMEOUT_S
+    )
+    return folder / "out/huggingface"
+
+
 @cache
 def make_finished_run(model: Path) -> Path:
     """Return the folder of a run of two steps, which later cases copy."""
     folder = Path(tempfile.mkdtemp(prefix="wrong-input-run-"))
+    atexit.register(shutil.rmtree, folder)
     write_inputs(folder, model=model)
     command = build_command(())
     subprocess.run(
@@ -163,26 +182,15 @@ def find_message(output: str, case: Case) -> str:
     return chosen.strip()[:400]
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--model", type=Path, required=True, help="folder that a quickstart left")
-    parser.add_argument("--only", help="name of one case")
-    parser.add_argument("--retry-wrong", action="store_true", help="try wrong cases again")
-    options = parser.parse_args()
-    known = json.loads(options.results.read_text()) if options.results.exists() else {}
-    for case in CASES:
-        is_done = case.name in known and not (
-            options.retry_wrong and not is_correct(case, known[case.name])
-        )
-        if is_done or options.only not in (None, case.name):
-            continue
-        known[case.name] = run_case(case, model=options.model.resolve())
-        options.results.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
-        print(
-            case.name, is_correct(case, known[case.name]), known[case.name]["message"], flush=True
-        )
+def read_results(path: Path, *, may_begin_again: bool) -> dict[str, dict[str, object]]:
+    """Return the results by case; none if all cases are there and the campaign may begin again."""
+    known: dict[str, dict[str, object]] = json.loads(path.read_text()) if path.exists() else {}
+    is_complete = all(case.name in known for case in CASES)
+    return {} if is_complete and may_begin_again else known
+
+
+def print_table(known: Mapping[str, Mapping[str, object]]) -> None:
+    """Print the results as a table for docs/records/first_hour.md."""
     print("| input | before | exit code | CPU s | correct | message |\n|---|---|---|---|---|---|")
     for case in CASES:
         if case.name not in known:
@@ -196,5 +204,43 @@ def main() -> None:
         )
 
 
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
+    parser.add_argument("--model", type=Path, help="folder that a quickstart left; else a new one")
+    parser.add_argument("--only", help="name of one case")
+    parser.add_argument("--retry-wrong", action="store_true", help="try wrong cases again")
+    options = parser.parse_args()
+    known = read_results(
+        options.results, may_begin_again=not options.retry_wrong and options.only is None
+    )
+    chosen = [
+        case
+        for case in CASES
+        if options.only in (None, case.name)
+        and (
+            case.name not in known
+            or (options.retry_wrong and not is_correct(case, known[case.name]))
+        )
+    ]
+    model = (options.model or make_model()).resolve() if chosen else Path()
+    for case in chosen:
+        if case.needs_root and os.geteuid() != 0:
+            print(f"{case.name}: not tried, because it needs root to mount a file system")
+            continue
+        known[case.name] = run_case(case, model=model)
+        options.results.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+        print(
+            case.name, is_correct(case, known[case.name]), known[case.name]["message"], flush=True
+        )
+    print_table(known)
+    wrong = [
+        case.name for case in CASES if case.name in known and not is_correct(case, known[case.name])
+    ]
+    print(f"{len(known) - len(wrong)} of {len(known)} answers are correct")
+    return 1 if wrong else 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
