@@ -244,7 +244,7 @@ def test_step_is_logged_after_the_background_save_of_the_step_before_it(
         tmp_path / "run",
         f"task={task}",
         "warm_start=null",
-        *(("data.eval=null",) if task == "rl" else ()),
+        "data.eval=null",
         "batching.prompts_per_step=4",
         "run.total_steps=3",
         "run.save_every=1",
