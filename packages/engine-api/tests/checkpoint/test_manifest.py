@@ -273,7 +273,11 @@ def test_json_is_read_back_and_other_content_is_damage(tmp_path: Path) -> None:
     }
     with pytest.raises(DamagedCheckpointError, match=r"b.json is missing"):
         read_json(tmp_path, "b.json")
-    for content, sentence in (("{", "is not JSON"), ("[1]", "must contain a JSON object")):
+    for content, sentence in (
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", "must contain a JSON object"),
+    ):
         (tmp_path / "c.json").write_text(content)
         with pytest.raises(DamagedCheckpointError, match=f"c.json {sentence}"):
             read_json(tmp_path, "c.json")

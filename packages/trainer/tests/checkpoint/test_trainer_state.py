@@ -20,7 +20,10 @@ def test_state_survives_a_round_trip() -> None:
     assert TrainerState.from_json(state.to_json()) == state
 
 
-@pytest.mark.parametrize("text", ["{}", '{"step": "7"}', "[]", "no json", b"\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["{}", '{"step": "7"}', "[]", "no json", b"\xff", pytest.param("[" * 100_000, id="depth")],
+)
 def test_state_file_with_other_fields_is_refused(text: str | bytes) -> None:
     with pytest.raises(DamagedCheckpointError, match="unexpected fields"):
         TrainerState.from_json(text)

@@ -249,7 +249,9 @@ def run_while_the_interpreter_is_busy(code: str, *, timeout_s: float) -> Sandbox
 @pytest.mark.usefixtures("needs_bubblewrap")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs a machine of x86_64")
 def test_limit_on_page_tables_holds_while_the_trainer_holds_the_gil() -> None:
-    code = PRELUDE.format(host={}) + PAGE_TABLES.replace("58000", "7500")
+    # It waits before it reports, so that a machine with many other processes has time to notice.
+    fewer = PAGE_TABLES.replace("58000", "7500").replace("escaped(", "time.sleep(1)\nescaped(")
+    code = PRELUDE.format(host={}) + fewer
     result = run_while_the_interpreter_is_busy(code, timeout_s=30.0)
     assert result.output == "error: more than 64 MiB of memory"
 

@@ -170,11 +170,14 @@ def test_training_data_with_words_that_the_tokenizer_lacks_are_refused_on_resume
     assert read_vocabulary(tmp_path / "run") == vocabulary
 
 
-def test_damaged_tokenizer_is_renamed_and_trained_again(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [None, "[" * 100_000], ids=["cut", "depth"])
+def test_damaged_tokenizer_is_renamed_and_trained_again(
+    run: Run, tmp_path: Path, damaged: str | None
+) -> None:
     run(tmp_path / "run", *ONE_STEP, "run.total_steps=1")
     vocabulary = read_vocabulary(tmp_path / "run")
     file = tmp_path / "run" / "tokenizer" / "tokenizer.json"
-    file.write_text(file.read_text()[:-9])
+    file.write_text(file.read_text()[:-9] if damaged is None else damaged)
     run(tmp_path / "run", *ONE_STEP, "run.total_steps=2", "run.resume=auto")
     assert read_vocabulary(tmp_path / "run") == vocabulary
     assert (tmp_path / "run" / "tokenizer.damaged-1" / "tokenizer.json").is_file()

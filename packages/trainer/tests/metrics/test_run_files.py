@@ -1,10 +1,19 @@
 import math
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.metrics.run_files import Row, from_json, read_rows, supersede_rows, to_json
+from temper_trainer.metrics.run_files import (
+    Row,
+    from_json,
+    read_rows,
+    read_settings,
+    read_starts,
+    supersede_rows,
+    to_json,
+)
 
 
 def write(path: Path, rows: list[tuple[int, str]]) -> None:
@@ -104,3 +113,17 @@ def test_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     supersede_rows(path, after_step=5)
     assert path.read_text().count("\n") == 1
     assert path.read_text().endswith("\n")
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a: [", "a: 2026-13-45", "\0", "[1]", ""])
+def test_damaged_settings_are_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert read_settings(tmp_path) == {}
+    assert f"{tmp_path / 'config.yaml'} cannot be read as settings: it is ignored" in caplog.text
+
+
+def test_damaged_start_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "starts.jsonl").write_text("[" * 100_000 + '\n{"command": "temper-train"}\n')
+    assert read_starts(tmp_path) == [{"command": "temper-train"}]

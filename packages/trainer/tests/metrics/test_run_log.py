@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import re
 from base64 import b64encode
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -82,6 +83,33 @@ def test_resumed_run_moves_rows_of_later_steps(tmp_path: Path) -> None:
         json.loads(line)["step"]
         for line in (tmp_path / "samples.superseded-1.jsonl").read_text().splitlines()
     ] == [3]
+
+
+@pytest.mark.parametrize(
+    ("present", "lines"),
+    [
+        ([1, 2, 3, 4], []),
+        ([], ["no rows of steps 1 to 4"]),
+        ([1, 2], ["no rows of steps 3 to 4"]),
+        ([1, 3, 4], ["no row of step 2"]),
+        # A run that began with the checkpoint of another one.
+        ([3, 4], []),
+    ],
+)
+def test_resumed_run_warns_about_rows_that_are_gone(
+    tmp_path: Path, present: list[int], lines: list[str]
+) -> None:
+    head = [Row(step=step, phase="eval", time_s=0.0, values={}) for step in (0, 2)]
+    rows = [Row(step=step, phase="rl", time_s=0.0, values={}) for step in (0, *present, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{to_json(row)}\n" for row in head + rows))
+    _, text = open_log(tmp_path, resume_step=4)
+    warnings = re.findall(r"metrics.jsonl has (no rows? of .*?), although", text.getvalue())
+    assert warnings == lines
+
+
+def test_first_start_in_a_folder_warns_about_no_rows(tmp_path: Path) -> None:
+    _, text = open_log(tmp_path, resume_step=4)
+    assert text.getvalue() == ""
 
 
 def test_restarted_run_keeps_warm_start_rows_up_to_its_checkpoint(
@@ -204,7 +232,9 @@ def test_resume_continues_the_same_wandb_run(
     assert all(run.name.endswith(run_id) for run in (tmp_path / "wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize("damaged", [b"\xff\xfe\n", b"{no json}\n", b"\0\0\n", b"[1]\n", b"{}\n"])
+@pytest.mark.parametrize(
+    "damaged", [b"\xff\xfe\n", b"{no json}\n", b"[" * 100_000 + b"\n", b"\0\0\n", b"[1]\n", b"{}\n"]
+)
 def test_damaged_line_of_the_metrics_is_moved_and_the_others_are_kept(
     damaged: bytes, tmp_path: Path
 ) -> None:

@@ -100,7 +100,7 @@ def read_json(directory: str | Path, name: str) -> dict[str, object]:
         raise DamagedCheckpointError(f"{path} is missing: load another step.")
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is not JSON ({error}): load another step.") from error
     if not isinstance(content, dict):
         raise DamagedCheckpointError(

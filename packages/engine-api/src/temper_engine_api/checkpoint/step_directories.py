@@ -386,7 +386,7 @@ def _list_renamed_partials(root: str | Path) -> list[Path]:
 def _read_inventory(partial: Path) -> Mapping[str, list[int]]:
     try:
         states: Mapping[str, list[int]] = json.loads((partial / INVENTORY_NAME).read_text())
-    except ValueError:  # killed while it was written
+    except (ValueError, RecursionError):  # killed while it was written, or damaged
         return {}
     return states
 

@@ -57,7 +57,7 @@ class TrainerState:
         # Checked field by field: a file of another version must not be read with default values.
         try:
             values = json.loads(text)
-        except ValueError:  # not JSON, or not UTF-8
+        except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deep
             values = None
         if isinstance(values, dict):
             # Fields that files of older versions lack.

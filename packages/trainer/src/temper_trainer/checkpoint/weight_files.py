@@ -40,7 +40,7 @@ def find_damaged_weights(folder: Path) -> str | None:
     for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return f"{index} is not an index of weights: copy or download it again."
         if absent := sorted(name for name in shards if not (folder / name).is_file()):
             return (

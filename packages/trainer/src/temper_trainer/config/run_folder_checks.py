@@ -21,19 +21,22 @@ START_FILES = ("config.yaml", "config_origins.yaml", "tokenizer")
 """Subset of RUN_FILES that is written before the first step."""
 
 
-_FOLDERS = ("checkpoints", "warm_start", "warm_start/checkpoints")
-_FILES = (
-    "config.yaml",
-    "config_origins.yaml",
-    "metrics.jsonl",
-    "run_id",
-    "samples.jsonl",
-    "starts.jsonl",
-)
-
-
 UNTRAINED = ".untrained"
 """Marks a folder in which a run was started but has not completed a step."""
+
+
+_PHASES = ("warm_start", "rl", "sft", "dpo", "rm", "eval", "generate")
+_FOLDERS = (
+    *("checkpoints", "warm_start", "warm_start/checkpoints"),
+    *("tensorboard", *(f"tensorboard/{phase}" for phase in _PHASES)),
+    "wandb",
+)
+_FILES = (
+    *("config.yaml", "config_origins.yaml", ".trained_config.yaml", UNTRAINED),
+    *("metrics.jsonl", "samples.jsonl", "run_id", "starts.jsonl"),
+    *("report.html", ".report.html.partial", "curves.png", ".curves.partial.png"),
+    *("wandb_id.txt", "trackio_run.txt", "mlflow_run.txt", "mlflow.db", "prometheus_token"),
+)
 
 
 def contains_run(folder: Path) -> bool:

@@ -66,7 +66,7 @@ def load_saved_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     except Exception as error:
         # The tokenizers library raises a bare Exception for a file that it cannot parse.
         if type(error) is not Exception and not isinstance(
-            error, OSError | ValueError | ConfigError
+            error, OSError | ValueError | RecursionError | ConfigError
         ):
             raise
         raise DamagedCheckpointError(

@@ -15,8 +15,6 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
-import yaml
-
 from temper_trainer.metrics.curves import draw_curves
 from temper_trainer.metrics.evaluation_report import (
     draw_evaluations,
@@ -235,10 +233,10 @@ def _shorten(value: object) -> object:
 
 def _configuration(directory: Path) -> str:
     """Return a table of the settings that are not defaults, and a folded one of all settings."""
-    values, origins_file = read_settings(directory), directory / "config_origins.yaml"
-    if not (values and origins_file.exists()):
+    values = read_settings(directory)
+    origins = read_settings(directory, name="config_origins.yaml")
+    if not (values and origins):
         return ""
-    origins = yaml.safe_load(origins_file.read_text(encoding="utf-8"))
     lines = [(key, _to_text(values.get(key)), origin) for key, origin in origins.items()]
     heading = ("key", "value", "set by")
     changed = _table(heading, [line for line in lines if line[2] != "default"])

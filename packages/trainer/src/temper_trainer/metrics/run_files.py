@@ -22,6 +22,9 @@ STARTS_FILE = "starts.jsonl"
 WARM_START_PHASE = "warm_start"
 """The only phase with its own step counter; rl, sft and eval use the step of the run."""
 
+_PHASES_WITHOUT_STEPS = (WARM_START_PHASE, "eval", "generate")
+"""Phases that have no row for each step of the run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -90,7 +93,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the fields of a line of metrics or samples; None if it is damaged."""
     try:
         fields = json.loads(line.decode("utf-8"))
-    except ValueError:  # not UTF-8 or not JSON
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested too deep
         return None
     is_row = isinstance(fields, dict) and isinstance(fields.get("step"), int)
     return fields if is_row else None
@@ -153,6 +156,20 @@ def move_damaged_lines(path: Path) -> tuple[int, Path]:
     return len(damaged), target
 
 
+def find_missing_steps(path: Path, *, last_step: int) -> list[int]:
+    """Return the completed steps without a row, as after a disk has lost a part of the file.
+
+    Steps before the first row are left out: a run that resumes from the checkpoint of another
+    folder begins with a later step.
+    """
+    present = {
+        row.step
+        for row in read_rows(path)
+        if row.phase not in _PHASES_WITHOUT_STEPS and 0 < row.step <= last_step
+    }
+    return [step for step in range(min(present, default=1), last_step + 1) if step not in present]
+
+
 def _is_kept(fields: Mapping[str, Any], *, after_step: int, phase: str | None) -> bool:
     row_phase = fields.get("phase")
     is_selected = row_phase != WARM_START_PHASE if phase is None else row_phase == phase
@@ -206,7 +223,8 @@ def read_settings(directory: Path, *, name: str = "config.yaml") -> dict[str, ob
         return {}
     try:
         tree = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError:
+    # An impossible date is a ValueError, and brackets nested too deep are a RecursionError.
+    except (yaml.YAMLError, ValueError, RecursionError):
         tree = None
     if not isinstance(tree, dict):
         logger.warning("%s cannot be read as settings: it is ignored", path)
@@ -247,7 +265,8 @@ def read_starts(directory: Path) -> list[dict[str, object]]:
     for line in read_last_lines(path, 1000) if path.exists() else []:
         try:
             fields = json.loads(line)
-        except ValueError:  # not UTF-8 or not JSON, as a damaged disk leaves
+        # Not UTF-8, not JSON, or nested too deep, as a damaged disk leaves.
+        except (ValueError, RecursionError):
             continue
         if isinstance(fields, dict):
             starts.append(fields)

@@ -17,7 +17,12 @@ from rich.text import Text
 from temper_trainer.config.run import LOOPBACK
 from temper_trainer.metrics.prometheus import PrometheusTracker
 from temper_trainer.metrics.report import write_report
-from temper_trainer.metrics.run_files import METRICS_FILE, move_damaged_lines, supersede_rows
+from temper_trainer.metrics.run_files import (
+    METRICS_FILE,
+    find_missing_steps,
+    move_damaged_lines,
+    supersede_rows,
+)
 from temper_trainer.metrics.terminal import Dashboard, format_step_line
 from temper_trainer.metrics.trackers import Tracker, open_tracker
 from temper_trainer.redaction import redact_secrets
@@ -104,6 +109,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         done = -1 if resume_step is None else resume_step  # rows of step 0 are repeated, too
         has_moved = self._supersede(METRICS_FILE, after_step=done)
         self._supersede(SAMPLES_FILE, after_step=done)
+        if "jsonl" in trackers:
+            self._warn_about_missing_rows(last_step=done)
         self._trackers: list[Tracker] = []
         if prometheus_port is not None:
             token_file = directory / "prometheus_token"
@@ -126,6 +133,23 @@ class RunLog(AbstractContextManager["RunLog"]):
                 f"warning: {path} has {num_damaged} damaged {lines}: moved to {target.name}"
             )
         return supersede_rows(path, after_step=after_step) > 0 or num_damaged > 0
+
+    def _warn_about_missing_rows(self, *, last_step: int) -> None:
+        path = self._directory / METRICS_FILE
+        missing = find_missing_steps(path, last_step=last_step) if path.exists() else []
+        if not missing:
+            return
+        steps = (
+            f"no row of step {missing[0]}"
+            if len(missing) == 1
+            else f"no rows of steps {missing[0]} to {missing[-1]}"
+            if len(missing) == missing[-1] - missing[0] + 1
+            else f"no rows of {len(missing)} steps from {missing[0]} to {missing[-1]}"
+        )
+        self.print_line(
+            f"warning: {path} has {steps}, although the checkpoint has completed step {last_step}: "
+            "the file was damaged. Curves and report leave them out; the training is not affected."
+        )
 
     def __enter__(self) -> Self:
         return self

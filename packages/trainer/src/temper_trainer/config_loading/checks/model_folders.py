@@ -206,7 +206,7 @@ def _read_tokenizer_config(folder: Path) -> Mapping[str, object]:
     """Return tokenizer_config.json; empty if it is absent or loading would reject it."""
     try:
         fields = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 
@@ -243,7 +243,7 @@ def find_multimodal_part(model: Path) -> str:
     """
     try:
         fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ""
     return _find_multimodal_entry(fields) if isinstance(fields, dict) else ""
 

@@ -81,6 +81,6 @@ def _read_fields(path: Path) -> Mapping[str, object]:
     """Return the fields of a JSON file; empty if it is absent or damaged."""
     try:
         fields = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
