@@ -3,11 +3,17 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from packages.trainer.tests.loops.byte_tokenizer_for_tests import make_tokenizer
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.settings_check import find_write_error
+from temper_trainer.config_loading import load
+from temper_trainer.rollout.vllm.server_spec import build_server_spec
+from temper_trainer.run_lock import RunLock, find_lock_refusal
 from temper_trainer.temporary_folders import (
     announce_session,
     claim_folder,
@@ -110,6 +116,36 @@ def test_temporary_folder_is_private() -> None:
     assert f"-{os.getuid()}-{os.getpid()}-" in folder.name
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
+
+
+def test_each_folder_outside_of_the_run_folder_names_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    make_folder = os.mkdir
+
+    def record(path: str | Path, *arguments: int) -> None:
+        names.append(Path(path).name)
+        make_folder(path, *arguments)
+
+    monkeypatch.setattr(os, "mkdir", record)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config = load(["experiment=quickstart", "rollout=vllm", f"run.dir={tmp_path / 'run'}"]).config
+    with RunLock(tmp_path / "run"):
+        assert find_lock_refusal(tmp_path / "run") is not None
+    assert find_write_error(tmp_path / "other" / "run") is None
+    spec = build_server_spec(config, tokenizer=make_tokenizer())
+    assert spec.files.keys() >= {"config.json", "tokenizer.json"}
+    others = [name for name in names if name != "run"]
+    assert {name.lstrip(".").split("-")[1] for name in others} == {"lock", "check", "config"}
+    assert all(f"-{os.getpid()}-" in name for name in others)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_folder_of_a_killed_check_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / ".temper-check-1-0a").mkdir()
+    assert find_write_error(tmp_path / "run") is None
+    assert list(tmp_path.iterdir()) == []
 
 
 CLAIM = """

@@ -1,8 +1,9 @@
 """Check settings: types of fields, and folders to write to. Does not import torch."""
 
+import contextlib
 import logging
 import os
-import tempfile
+import uuid
 from collections.abc import Mapping
 from functools import cache
 from numbers import Real
@@ -13,6 +14,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from temper_engine_api.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_PROBE = ".temper-check-"
+"""Beginning of the name of a folder that is made to see whether it can be."""
 
 
 def find_write_error(folder: str | Path) -> OSError | None:
@@ -29,8 +33,16 @@ def find_write_error(folder: str | Path) -> OSError | None:
         except (FileNotFoundError, NotADirectoryError):
             while not os.path.lexists(parent):
                 parent = parent.parent
-        with tempfile.TemporaryDirectory(prefix=".temper-check-", dir=parent):
-            return None
+        # A process that was killed right here left an empty folder. Removing that of a living
+        # process does it no harm either.
+        for left in parent.glob(f"{_PROBE}*"):
+            with contextlib.suppress(OSError):  # another user's, not empty, or already removed
+                left.rmdir()
+        probe = parent / f"{_PROBE}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        probe.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError):  # removed by another process
+            probe.rmdir()
+        return None
     except OSError as error:
         return error
 

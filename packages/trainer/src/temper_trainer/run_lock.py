@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from types import TracebackType
 from filelock import OwnerRecord, SoftFileLease, Timeout
 
 from temper_engine_api.errors import ConfigError, TemperError
+from temper_trainer.temporary_folders import open_temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -209,8 +209,8 @@ def find_lock_refusal(folder: Path) -> str | None:
     owner = read_lock_owner(folder)
     if owner is None or not _is_local(owner):
         return None
-    with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch) / LOCK_FILE
+    with open_temporary_folder("lock") as scratch:
+        copy = scratch / LOCK_FILE
         # filelock has no public function that tells whether an owner is alive, but it takes over
         # the lock of a dead one: try that with a copy.
         try:

@@ -62,6 +62,16 @@ def make_temporary_folder(kind: str) -> Path:
     return folder
 
 
+@contextmanager
+def open_temporary_folder(kind: str) -> Iterator[Path]:
+    """Make a folder like `make_temporary_folder`, and remove it after the body."""
+    folder = make_temporary_folder(kind)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def remove_orphans(root: Path) -> list[Path]:
     """Remove folders in `root` whose owner was a process of this user and is dead.
 

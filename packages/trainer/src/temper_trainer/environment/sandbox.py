@@ -1,7 +1,6 @@
 """Run Python programs that the policy wrote: in bubblewrap, or with limits alone."""
 
 import logging
-import shutil
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,7 @@ from temper_trainer.environment.python_process import (
     build_resource_limits,
     run_process,
 )
-from temper_trainer.temporary_folders import make_temporary_folder
+from temper_trainer.temporary_folders import open_temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +52,7 @@ class NoSandbox:
             "RLIMIT_CORE": 0
         }
         arguments = [f"{name}={value}" for name, value in limits.items()]
-        folder = make_temporary_folder("python")
-        try:
+        with open_temporary_folder("python") as folder:
             process = run_process(
                 [sys.executable, *INTERPRETER_FLAGS, "-c", RUNNER, *arguments],
                 stdin=code.encode(errors="replace"),
@@ -63,8 +61,6 @@ class NoSandbox:
                 environment={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
                 has_watcher=True,
             )
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         return process.result()
 
 

@@ -1,6 +1,5 @@
 """Build the ServerSpec of a run or of a teacher from the configuration."""
 
-import tempfile
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -12,6 +11,7 @@ from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.hf_model import read_end_token_ids
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
 from temper_trainer.rollout.vllm.served_adapters import ServedAdapter
+from temper_trainer.temporary_folders import open_temporary_folder
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -177,10 +177,10 @@ def _choose_tokenizer(path: str) -> dict[str, Argument]:
 
 
 def _make_config_files(config: object, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    with tempfile.TemporaryDirectory() as directory:
-        config.save_pretrained(directory)  # type: ignore[attr-defined]
-        tokenizer.save_pretrained(directory)
-        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+    with open_temporary_folder("config") as folder:
+        config.save_pretrained(folder)  # type: ignore[attr-defined]
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def _make_environment(*, eager: bool) -> dict[str, str]:
