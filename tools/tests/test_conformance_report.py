@@ -10,6 +10,7 @@ from temper_engine_api.conformance.results import (
     ConformanceResult,
     ConformanceRun,
     Outcome,
+    collect_versions,
     from_json,
     to_json,
 )
@@ -70,16 +71,28 @@ def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, num_waiting
 
 
 def test_interrupted_run_is_continued(tmp_path: Path) -> None:
-    run = ["--engines", "fsdp", "--only", "fsdp:1-rank", "--out", str(tmp_path)]
-    kit = ["--", "--groups", "value,rfc_loop"]
-    assert main([*run, *kit, "-k", "rfc"]) == 0
+    # As a run that was stopped after its first test leaves them; the kit's tests stop a real one.
+    passed = ConformanceResult(
+        test="test_rfc_loop::test_rfc_predictions_are_detached",
+        group="rfc_loop",
+        layout="1-rank",
+        outcome=Outcome.PASSED,
+    )
+    stopped = ConformanceRun(
+        engine="fsdp",
+        layouts=("1-rank",),
+        versions=collect_versions("temper_engine_fsdp"),
+        results=[passed],
+        num_waiting=3,
+    )
     path = tmp_path / "fsdp-1-rank.json"
-    passed = {result.test for result in from_json(path.read_text()).results}
-    assert main([*run, "--resume", *kit]) == 0
+    path.write_text(to_json(stopped))
+    run = ["--engines", "fsdp", "--only", "fsdp:1-rank", "--out", str(tmp_path), "--resume"]
+    assert main([*run, "--", "--groups", "rfc_loop"]) == 0
     results = from_json(path.read_text()).results
-    assert set() < passed < {result.test for result in results}
-    assert len(results) == len({result.test for result in results})
-    assert f"{len(results) - len(passed)} passed" in (tmp_path / "fsdp-1-rank.log").read_text()
+    assert results[0] == passed
+    assert len({result.test for result in results}) == len(results) > 1
+    assert f"{len(results) - 1} passed" in (tmp_path / "fsdp-1-rank.log").read_text()
 
 
 def test_layouts_that_passed_are_left_out_and_those_that_failed_come_last(tmp_path: Path) -> None:
