@@ -90,7 +90,7 @@ class SequenceBatch:
     temperature: Tensor = field(metadata=_PER_SEQUENCE)
     """[B] float32, above 0; logits are divided by it before the log-softmax."""
     columns: Mapping[str, Tensor] = field(metadata=_PER_TOKEN, default_factory=dict)
-    """Per-token inputs of an objective by name, [T] or [T, K]."""
+    """Per-token inputs of an objective or of the engine by name, [T], [T, K] or [T, layers, K]."""
     sequence_columns: Mapping[str, Tensor] = field(metadata=_PER_SEQUENCE, default_factory=dict)
     """Per-sequence inputs of an objective by name, [B] or [B, K]."""
     position_ids: Tensor | None = field(metadata=_PER_TOKEN_LAST, default=None)

@@ -38,7 +38,13 @@ from temper_engine_api.hooks import (
     pack_single_micro_batch,
 )
 from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss, Objective
+from temper_engine_api.objective import (
+    ROUTED_EXPERTS,
+    HeadOutput,
+    HeadOutputs,
+    MicroBatchLoss,
+    Objective,
+)
 from temper_engine_api.outputs import (
     ForwardOutputs,
     StepResult,
@@ -896,6 +902,8 @@ class BaseEngine(ABC):
         forward_only: bool,
         final: bool,
     ) -> list[HeadOutputs] | None:
+        if ROUTED_EXPERTS in batch.columns:
+            self.require(Capability.ROUTING_REPLAY)
         run = partial(
             self._run_micro_batches,
             batch,

@@ -22,6 +22,15 @@ from temper_engine_api.metrics import Metric
 LOGPROB_AT_IDS = "logprob_at_ids"
 """Name of the [T, K] int64 column with the token ids for `HeadOutput.LOGPROB_AT`."""
 
+ROUTED_EXPERTS = "routed_experts"
+"""Name of the [T, layers, K] int16 column with the experts that process each token.
+
+Layers are those with experts, in order. An engine with `Capability.ROUTING_REPLAY` sends the tokens
+to these experts, in training and in forward-only calls; -1 leaves the choice to the router. Gate
+weights are computed from the router's logits as usual, and are differentiable. A sampler's choices
+are those of the pass in which a token is the input, so the last token of a sequence has none.
+"""
+
 
 @gatherable
 class HeadOutput(StrEnum):

@@ -337,6 +337,21 @@ FAULTY_ENGINES = (
         ("test_router::test_router_loss_matches_transformers",),
     ),
     FaultyEngine(
+        inputs.IgnoresPrescribedExperts,
+        (
+            "test_router::test_log_probs_with_replayed_experts_match_transformers",
+            "test_router::test_gradient_with_replayed_experts_matches_transformers",
+        ),
+    ),
+    FaultyEngine(
+        inputs.ReplaysLayersInReverse,
+        ("test_router::test_log_probs_with_replayed_experts_match_transformers",),
+    ),
+    FaultyEngine(
+        inputs.ReplaysWithoutRouterGradient,
+        ("test_router::test_gradient_with_replayed_experts_matches_transformers",),
+    ),
+    FaultyEngine(
         inputs.ReportsLoadsOfOneRank,
         ("test_router::test_expert_loads_are_those_of_all_ranks",),
         2,

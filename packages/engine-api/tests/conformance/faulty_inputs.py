@@ -7,8 +7,8 @@ import torch
 from data_parallel_oracle import DataParallelOracle
 from faulty_numerics import LeaksAcrossSequences, _ChangedBatch, _ChangedOutputs, _ScaledLoss
 
-from temper_engine_api.conformance.oracle.oracle_routers import RouterPass
-from temper_engine_api.objective import HeadOutput, HeadOutputs
+from temper_engine_api.conformance.oracle.oracle_routers import RouterPass, find_routers
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs
 
 NUM_PADDED_LOGITS = 13
 
@@ -259,6 +259,42 @@ class BalancesPacks(DataParallelOracle):
         ]
         copies = [[layer] * micro.num_sequences for layer in joined]
         return super()._compute_router_loss(copies, batch, micro)
+
+
+class IgnoresPrescribedExperts(DataParallelOracle):
+    """Claims routing replay, and lets routers choose."""
+
+    def _compute_sequence(self, sequence, **arguments):
+        kept = {name: c for name, c in sequence.columns.items() if name != ROUTED_EXPERTS}
+        return super()._compute_sequence(replace(sequence, columns=kept), **arguments)
+
+
+class ReplaysLayersInReverse(DataParallelOracle):
+    """Sends tokens in the first layer to the experts that are prescribed for the last one."""
+
+    def _compute_sequence(self, sequence, **arguments):
+        column = sequence.columns.get(ROUTED_EXPERTS)
+        if column is not None:
+            sequence = sequence.with_columns({ROUTED_EXPERTS: column.flip(1)})
+        return super()._compute_sequence(sequence, **arguments)
+
+
+class ReplaysWithoutRouterGradient(DataParallelOracle):
+    """Treats the gate weights of prescribed experts as constants."""
+
+    def _compute_sequence(self, sequence, **arguments):
+        handles = [
+            router.register_forward_hook(
+                lambda _, __, output: (output[0], output[1].detach(), output[2])
+            )
+            for router in find_routers(self.model)
+            if ROUTED_EXPERTS in sequence.columns
+        ]
+        try:
+            return super()._compute_sequence(sequence, **arguments)
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 class ReportsLoadsOfOneRank(DataParallelOracle):

@@ -35,13 +35,14 @@ from temper_engine_api.conformance.oracle.oracle_routers import (
     RouterPass,
     count_loads,
     record_routers,
+    replay_experts,
     weigh_sequences,
 )
 from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.engine import BaseEngine, ObjectT
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.metrics import Metric, compute_load_metrics
-from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import (
@@ -69,6 +70,7 @@ class OracleEngine(BaseEngine):
             Capability.ADAPTER,
             Capability.ADAPTER_ON_EXPERTS,
             Capability.PORTABLE_STATE,
+            Capability.ROUTING_REPLAY,
         }
     )
 
@@ -163,13 +165,19 @@ class OracleEngine(BaseEngine):
         """Run the model on one sequence at a time."""
         with self._autocast():
             parts = [
-                compute_sequence_outputs(
-                    self.model, micro.select([b]), requested_outputs=requested_outputs
-                )
+                self._compute_sequence(micro.select([b]), requested_outputs=requested_outputs)
                 for b in range(micro.num_sequences)
             ]
         # In training, outputs at untrained positions are 0 by contract.
         return join_outputs(parts, mask=micro.loss_mask if only_trained else None)
+
+    def _compute_sequence(
+        self, sequence: SequenceBatch, *, requested_outputs: frozenset[HeadOutput]
+    ) -> dict[HeadOutput, Tensor]:
+        with replay_experts(self.model, sequence.columns.get(ROUTED_EXPERTS)):
+            return compute_sequence_outputs(
+                self.model, sequence, requested_outputs=requested_outputs
+            )
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.config.precision.compute == "bf16":

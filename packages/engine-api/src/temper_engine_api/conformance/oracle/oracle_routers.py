@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,57 @@ def record_routers(model: nn.Module) -> Iterator[list[list[RouterPass]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def replay_experts(model: nn.Module, choices: Tensor | None) -> Iterator[None]:
+    """Send the tokens of one sequence to given experts.
+
+    Args:
+        model: Model of transformers.
+        choices: [L, layers, K] experts, -1 where the router chooses; None changes nothing.
+    """
+
+    def make_hook(index: int) -> object:
+        def replay(
+            router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            assert choices is not None
+            logits, gates, own = output
+            given = choices[:, index].long()
+            experts = torch.where(given >= 0, given, own)
+            return logits, compute_gates(router, logits, experts).to(gates.dtype), experts
+
+        return replay
+
+    routers = [] if choices is None else find_routers(model)
+    handles = [
+        # Before the hooks that record, which must see the given experts.
+        router.register_forward_hook(make_hook(index), prepend=True)  # type: ignore[arg-type]
+        for index, router in enumerate(routers)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def compute_gates(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
+    """Return the gate weights [L, K] of given experts, by the formula of the router's family."""
+    if hasattr(router, "e_score_correction_bias"):
+        # DeepSeek-V3 and its relatives; arXiv:2412.19437, equations 12 to 16.
+        scores = logits.sigmoid().gather(1, experts)
+        if router.norm_topk_prob:
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        return scores * cast(float, router.routed_scaling_factor)
+    if hasattr(router, "bias"):
+        # gpt-oss normalizes over the chosen experts only.
+        return logits.gather(1, experts).softmax(-1)
+    probabilities = logits.softmax(-1).gather(1, experts)
+    if getattr(router, "norm_topk_prob", True):
+        return probabilities / probabilities.sum(-1, keepdim=True)
+    return probabilities
 
 
 def weigh_sequences(micro: SequenceBatch, *, num_trained: int) -> list[float]:

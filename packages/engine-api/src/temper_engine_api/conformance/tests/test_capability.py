@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
@@ -14,7 +15,7 @@ from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWARD, VALUE
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.errors import CapabilityError
-from temper_engine_api.objective import HeadOutput
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 from temper_engine_api.specs import OffloadSpec, OptimizerSpec
 from temper_engine_api.topology import Topology
 
@@ -121,6 +122,31 @@ def request_logprob_at(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) 
             rank_slice(engine, batch, split=ONE_MICRO_BATCH),
             forward_only=True,
             outputs=[HeadOutput.LOGPROB_AT],
+        )
+
+
+@pytest.mark.if_not_claimed(Capability.ROUTING_REPLAY)
+def test_unclaimed_routing_replay_is_rejected(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """A batch that prescribes experts raises CapabilityError if replay is not claimed."""
+    batch = oracle.get_batch()
+    experts = torch.zeros(batch.num_tokens, 4, 2, dtype=torch.int16)
+    engine_under_test.run(
+        send_to_experts,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        batch=batch.with_columns({ROUTED_EXPERTS: experts}),
+    )
+
+
+def send_to_experts(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
+    """Run a batch that prescribes experts on an engine that does not claim replay."""
+    engine = rank.cached_engine(setup)
+    with engine.eval_mode(), pytest.raises(CapabilityError, match="routing_replay"):
+        engine.forward_backward_batch(
+            rank_slice(engine, batch, split=ONE_MICRO_BATCH),
+            forward_only=True,
+            outputs=[HeadOutput.LOGPROB],
         )
 
 

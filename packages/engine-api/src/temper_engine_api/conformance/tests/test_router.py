@@ -1,26 +1,32 @@
-"""Conformance tests of the routers of MoE models: their losses, and the loads of experts."""
+"""Conformance tests of the routers of MoE models: losses, loads of experts, replayed choices."""
 
 import pytest
+import torch
 
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
     FIVE_MICRO_BATCHES,
     ONE_MICRO_BATCH,
+    measure_outputs,
     measure_update,
     merge_update_metrics,
 )
 from temper_engine_api.conformance.harness.rank import EngineSetup
 from temper_engine_api.conformance.harness.tolerances import (
     GRADIENT,
+    LOGPROB,
     LOSS,
     assert_all_close,
     assert_close,
 )
-from temper_engine_api.conformance.inputs.probes import ZeroProbe
-from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
+from temper_engine_api.conformance.inputs.tiny_models import EXPERTS, QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 
-pytestmark = [pytest.mark.moe, pytest.mark.if_configurable("router_aux_loss", "router_z_loss")]
+pytestmark = pytest.mark.moe
 
 LOSSES = {"router_aux_loss": "router/load_balancing_loss", "router_z_loss": "router/z_loss"}
 """Metric of each loss by the name of its coefficient."""
@@ -34,6 +40,7 @@ def make_setup(oracle: OracleCache, **coefficients: float) -> EngineSetup:
     )
 
 
+@pytest.mark.if_configurable("router_aux_loss", "router_z_loss")
 @pytest.mark.parametrize("coefficient", LOSSES)
 def test_router_loss_matches_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache, coefficient: str
@@ -63,6 +70,7 @@ def test_router_loss_matches_transformers(
         )
 
 
+@pytest.mark.if_configurable("router_aux_loss", "router_z_loss")
 def test_expert_loads_are_those_of_all_ranks(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
@@ -78,3 +86,52 @@ def test_expert_loads_are_those_of_all_ranks(
         )
         for name in LOADS:
             assert_close(actual[name], expected[name], LOSS, quantity=name)
+
+
+def prescribe_experts(oracle: OracleCache) -> SequenceBatch:
+    """Return a batch that sends each token to random experts, but the last of each sequence."""
+    batch = oracle.get_batch()
+    draw = torch.Generator().manual_seed(3)
+    num_layers, num_experts, num_chosen = 4, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
+    noise = torch.rand(batch.num_tokens, num_layers, int(str(num_experts)), generator=draw)
+    experts = noise.topk(int(str(num_chosen))).indices.to(torch.int16)
+    experts[batch.sequence_starts[1:].long() - 1] = -1
+    return batch.with_columns({ROUTED_EXPERTS: experts})
+
+
+@pytest.mark.if_claimed(Capability.ROUTING_REPLAY)
+def test_log_probs_with_replayed_experts_match_transformers(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare log-probs with those of transformers whose tokens go to the same experts."""
+    setup, batch = make_setup(oracle), prescribe_experts(oracle)
+    for split in (ONE_MICRO_BATCH, FIVE_MICRO_BATCHES):
+        outputs = engine_under_test.run(
+            measure_outputs,
+            setup=setup,
+            batch=batch,
+            requested_outputs=[HeadOutput.LOGPROB],
+            split=split,
+        )[0]
+        assert_close(
+            outputs.columns[HeadOutput.LOGPROB],
+            oracle.get_outputs(setup, batch, HeadOutput.LOGPROB),
+            LOGPROB,
+            quantity="log-probs with replayed experts",
+            batch=batch,
+            num_ranks=engine_under_test.num_data_ranks,
+        )
+
+
+@pytest.mark.if_claimed(Capability.ROUTING_REPLAY)
+def test_gradient_with_replayed_experts_matches_transformers(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare gradients, also of routers, with transformers whose tokens go to the same experts."""
+    setup, batch = make_setup(oracle), prescribe_experts(oracle)
+    expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
+    for split in (ONE_MICRO_BATCH, FIVE_MICRO_BATCHES):
+        updates = engine_under_test.run(
+            measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
+        )
+        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
