@@ -62,6 +62,7 @@ class FSDPEngine(BaseEngine):
             Capability.RESHARD_ON_LOAD,
             Capability.BACKGROUND_SAVE,
             Capability.PORTABLE_STATE,
+            Capability.ROUTING_REPLAY,
         }
     )
 

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: how evenly they load the experts, and losses that balance them.
+"""Routers of mixtures of experts: loads of the experts, losses that balance them, and replay.
 
 Routers of transformers return (logits [T, E], gate weights [T, K], chosen experts [T, K]). Their
 forward is wrapped in place. The losses are attached to the gate weights: the forward pass is
@@ -8,6 +8,7 @@ recomputed, and needs no path from the layer to the objective.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from temper_engine_api.batch import SequenceBatch, copy_to_device
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.metrics import Metric, compute_load_metrics
+from temper_engine_fsdp.model.routing_replay import ReplayedChoice, take_choices
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
 
 RouterOutput = tuple[Tensor, Tensor, Tensor]
@@ -49,8 +51,10 @@ class _MicroBatch:
     """[S] float32, weight of each token in the losses; see `ExpertRouters`."""
     is_real: Tensor
     """[S] bool, False for dummies and padding."""
-    gradient_factor: float
-    """Factor of the gradients of all losses."""
+    gradient_factor: float | None
+    """Factor of the gradients of all losses; None in a pass that does not train."""
+    choices: Tensor | None
+    """[layers, S, K] experts of each token, see `routing_replay`; None leaves them to routers."""
     finished: set[int] = field(default_factory=set)
     """Routers that have run; a recomputed layer runs its router again."""
 
@@ -76,7 +80,8 @@ class ExpertRouters:
         losses: RouterLosses,
         sequence_group: SequenceGroup | None,
     ) -> None:
-        self._num_routers = len(routers)
+        self.num_routers = len(routers)
+        """Number of layers with experts."""
         self._losses = losses
         self._sequence_group = sequence_group
         self._micro_batch: _MicroBatch | None = None
@@ -84,22 +89,23 @@ class ExpertRouters:
         self._sums: dict[str, Tensor] = {}
         for index, router in enumerate(routers):
             # Assign forward instead of wrapping the module, which would add a prefix to every name.
-            router.forward = self._observe(router.forward, index=index)
+            router.forward = self._observe(router, index=index)
 
     def start_micro_batch(
         self,
         batch: SequenceBatch,
         *,
         num_trained: int,
-        gradient_factor: float,
+        gradient_factor: float | None,
         device: torch.device,
     ) -> None:
-        """Prepare for a training pass over a micro-batch.
+        """Prepare for a pass over a micro-batch.
 
         Args:
             batch: Micro-batch on the CPU.
             num_trained: Trained tokens of the mini-batch.
-            gradient_factor: Factor by which the objective is multiplied too.
+            gradient_factor: Factor by which the objective is multiplied too; None in a pass that
+                does not train, in which nothing is recorded.
             device: Device of the model.
         """
         index = batch.sequence_index
@@ -122,6 +128,7 @@ class ExpertRouters:
             token_weights=copy_to_device(token_weights, device),
             is_real=copy_to_device(is_real, device),
             gradient_factor=gradient_factor,
+            choices=take_choices(batch, sequence_group=self._sequence_group, device=device),
         )
 
     def stop(self) -> None:
@@ -151,18 +158,28 @@ class ExpertRouters:
             if self._sequence_group is not None:
                 # Each rank of the group has the terms of its own tokens.
                 total = self._sequence_group.sum_outputs(total)
-            metrics[name] = Metric(value=total / self._num_routers, reduction="sum")
+            metrics[name] = Metric(value=total / self.num_routers, reduction="sum")
         return metrics
 
-    def _observe(
-        self, forward: Callable[..., RouterOutput], *, index: int
-    ) -> Callable[..., RouterOutput]:
-        """Wrap the forward of a router."""
+    def _observe(self, router: nn.Module, *, index: int) -> Callable[..., RouterOutput]:
+        """Return the forward of a router that also observes and replays."""
+        forward: Callable[..., RouterOutput] = router.forward
 
         def run(*args: Tensor, **options: Tensor) -> RouterOutput:
-            output = forward(*args, **options)
             micro_batch = self._micro_batch
-            if micro_batch is None or not self._can_observe(output):
+            if micro_batch is None or micro_batch.choices is None:
+                output = forward(*args, **options)
+            else:
+                # FSDP1 replaces the parameter by a view.
+                num_experts = len(cast(Tensor, router.weight))
+                with ReplayedChoice(micro_batch.choices[index], num_experts=num_experts) as choice:
+                    output = forward(*args, **options)
+                choice.check(router)
+            if (
+                micro_batch is None
+                or micro_batch.gradient_factor is None
+                or not self._can_observe(output)
+            ):
                 return output
             logits, gates, experts = output
             is_first = index not in micro_batch.finished

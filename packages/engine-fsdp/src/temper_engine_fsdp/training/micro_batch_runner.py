@@ -17,6 +17,7 @@ from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.model.expert_routers import ExpertRouters
 from temper_engine_fsdp.model.output_head import build_head_request
 from temper_engine_fsdp.model.packed_attention import PackLayout
+from temper_engine_fsdp.model.routing_replay import check_choices
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
 from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
 from temper_engine_fsdp.sharding.sharded_module import ShardedModule
@@ -57,6 +58,9 @@ class MicroBatchRunner:
         reduce_gradients: bool,
     ) -> list[HeadOutputs]:
         """Return the detached outputs of each micro-batch; see `BaseEngine._run_micro_batches`."""
+        # Before the pass: FSDP2 cannot be reset before its first one.
+        num_routers = 0 if self._routers is None else self._routers.num_routers
+        check_choices(batch, num_routers=num_routers)
         # The layout is computed on the host: reading it from the device would sync.
         micro_batches = list(batch.to("cpu").micro_batches())
         outputs = []
@@ -68,11 +72,11 @@ class MicroBatchRunner:
                 with self._micro_batch_context(
                     trains=not forward_only, reduces=reduces, is_last=is_last
                 ):
-                    if self._routers is not None and not forward_only:
+                    if self._routers is not None:
                         self._routers.start_micro_batch(
                             micro,
                             num_trained=batch.denominators.tokens,
-                            gradient_factor=self._factor,
+                            gradient_factor=None if forward_only else self._factor,
                             device=self._device,
                         )
                     columns, zero_loss, on_device = self._forward(

@@ -1,0 +1,120 @@
+"""Send tokens to given experts: replace the choice inside a router of transformers.
+
+A router chooses experts with `torch.topk` over scores [T, E], and computes gate weights from its
+logits at the chosen experts. Only the result of that call is replaced, so gate weights have the
+formula and the gradient of the router's family.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from temper_engine_api.batch import SequenceBatch, copy_to_device
+from temper_engine_api.errors import BatchError, CapabilityError
+from temper_engine_api.objective import ROUTED_EXPERTS
+from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
+
+
+class ReplayedChoice(TorchFunctionMode):
+    """Replaces the experts that a router chooses inside the context."""
+
+    def __init__(self, choices: Tensor, *, num_experts: int) -> None:
+        """Set the choices.
+
+        Args:
+            choices: [T, K] int64 experts of each token, -1 where the router chooses.
+            num_experts: Number of experts E.
+        """
+        super().__init__()
+        self._choices = choices
+        self._num_experts = num_experts
+        self._num_replaced = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return the result of any torch function; of the choice of experts, the given one."""
+        options = kwargs or {}
+        result = func(*args, **options)
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores, own = args[0], result.indices
+        # DeepSeek's routers also choose groups of experts, from other shapes.
+        if scores.shape != (len(self._choices), self._num_experts):
+            return result
+        if own.shape != self._choices.shape:
+            raise BatchError(
+                f"column {ROUTED_EXPERTS!r} has {self._choices.shape[1]} experts for each token "
+                f"and layer, but the model chooses {own.shape[1]}: record the choices with the "
+                "same model."
+            )
+        self._num_replaced += 1
+        experts = torch.where(self._choices >= 0, self._choices, own)
+        return torch.return_types.topk((scores.gather(1, experts), experts))
+
+    def check(self, router: nn.Module) -> None:
+        """Check that the router made exactly one choice.
+
+        Raises:
+            CapabilityError: If it chose in another way.
+        """
+        if self._num_replaced != 1:
+            raise CapabilityError(
+                f"{type(router).__name__} does not choose experts with one torch.topk over scores "
+                f"of all experts, so column {ROUTED_EXPERTS!r} cannot be replayed: remove it."
+            )
+
+
+def check_choices(batch: SequenceBatch, *, num_routers: int) -> None:
+    """Check that a batch prescribes experts of the model, if it does.
+
+    Args:
+        batch: Batch or micro-batch.
+        num_routers: Number of layers with experts whose routers can replay.
+
+    Raises:
+        BatchError: If the column has another number of layers.
+    """
+    column = batch.columns.get(ROUTED_EXPERTS)
+    if column is None:
+        return
+    if not num_routers:
+        raise BatchError(
+            f"the batch has column {ROUTED_EXPERTS!r}, but the model has no routers that can "
+            "replay it: remove it, and set compile_layers to false."
+        )
+    if column.ndim != 3 or column.shape[1] != num_routers:
+        raise BatchError(
+            f"column {ROUTED_EXPERTS!r} has shape {tuple(column.shape)}, but must be [tokens, "
+            f"layers, experts per token] with the {num_routers} layers of the model that have "
+            "experts: record the choices with the same model."
+        )
+
+
+def take_choices(
+    batch: SequenceBatch, *, sequence_group: SequenceGroup | None, device: torch.device
+) -> Tensor | None:
+    """Return the experts [layers, S, K] of this rank's tokens on the device; None without any.
+
+    Args:
+        batch: Micro-batch on the CPU.
+        sequence_group: Ranks that share the tokens.
+        device: Device of the model.
+    """
+    column = batch.columns.get(ROUTED_EXPERTS)
+    if column is None:
+        return None
+    choices = column.long()
+    # Dummies and padding have no choices, so that they are spread over experts.
+    choices = torch.where(batch.is_dummy[batch.sequence_index][:, None, None], -1, choices)
+    if sequence_group is not None:
+        # The slice is padded with zeros.
+        choices = sequence_group.take_slice((choices + 1).permute(1, 2, 0)).permute(2, 0, 1) - 1
+    return copy_to_device(choices.transpose(0, 1).contiguous(), device)
