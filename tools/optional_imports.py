@@ -40,6 +40,8 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
                 "ray_worker_group",
             )
         ),
+        "temper_trainer.environment.agent_environment",
+        "temper_trainer.environment.gateway.gateway_server",
         "temper_trainer.environment.gymnasium_environment",
         "temper_trainer.environment.mcp_environment",
         "temper_trainer.reward.judge_scoring",

@@ -173,6 +173,7 @@ PAGE_MODULES = {"README.md": "my_reward.py"} | {
         ("reward", "rewards"),
         ("algorithm", "algorithm"),
         ("environment", "environment"),
+        ("agent", "agent"),
     )
 }
 """Pages whose Python blocks the reader saves as a module, with its file name."""

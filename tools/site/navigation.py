@@ -23,6 +23,7 @@ SECTIONS: Mapping[str, tuple[str, ...] | Mapping[str, tuple[str, ...]]] = {
             "docs/how-to/algorithm.md",
             "docs/distillation.md",
             "docs/how-to/environment.md",
+            "docs/how-to/agent.md",
         ),
         "Evaluate and export": ("docs/how-to/evaluate-and-export.md",),
         "GPUs and clusters": (

@@ -60,6 +60,7 @@ def test_navigation_follows_a_users_work(site: Path) -> None:
         "algorithms.md",
         "distillation.md",
         "environment.md",
+        "agent.md",
         "evaluate-and-export.md",
         "gpu.md",
         "schedulers.md",

@@ -18,6 +18,11 @@ FILES = [f"data.train.{key}" for key in ("name=jsonl", "paths=[a.jsonl]", "max_r
         ([*RL, "runtime.gpus_per_worker=1"], "runtime.gpus_per_worker", "runtime.kind inline"),
         ([*RL, "actor.pool=big"], "actor.pool", "runtime.kind inline"),
         (
+            [*RL, "environment={name: agent, arguments: {command: a}, tool_timeout_s: 1}"],
+            "environment.tool_timeout_s",
+            "environment.name agent",
+        ),
+        (
             [*SFT, "algorithm.policy_loss.clip_low=0.1"],
             "algorithm.policy_loss.clip_low",
             "tasks sft",

@@ -19,10 +19,13 @@ from temper_trainer.settings.ranges import (
 BUILT_IN_ENVIRONMENTS = ("calculator", "python")
 """Environments that the trainer provides."""
 ADAPTERS = {
+    "agent": "temper_trainer.environment.agent_environment:OpenAiAgent",
     "gymnasium": "temper_trainer.environment.gymnasium_environment:GymnasiumEnvironment",
     "mcp": "temper_trainer.environment.mcp_environment:McpEnvironment",
 }
 """Environments that need the extra of the same name, and their classes."""
+_LIBRARIES = {"agent": "aiohttp"}
+"""Library of an adapter, if it has another name."""
 SandboxName = Literal["bubblewrap", "none"]
 """Isolation of the programs that the environment python runs."""
 
@@ -32,11 +35,11 @@ class EnvironmentConfig:
     """Multi-turn rollouts, in which the environment answers the policy's completions."""
 
     name: str = "calculator"
-    """calculator, python (runs programs in ``sandbox``), gymnasium, mcp, or the import path
-    ``package.module:Class`` of a custom Environment.
+    """calculator, python (runs programs in ``sandbox``), agent (runs what uses an OpenAI client),
+    gymnasium, mcp, or the import path ``package.module:Class`` of a custom Environment.
     """
     arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-    """Keyword arguments of gymnasium, mcp or a custom class."""
+    """Keyword arguments of agent, gymnasium, mcp or a custom class."""
     max_turns: PositiveInt = 4
     """Maximum number of completions per rollout; sampling.max_tokens bounds each of them."""
     max_tokens: PositiveInt | None = None
@@ -54,10 +57,12 @@ class EnvironmentConfig:
     answer_end: str = "</result>"
     """Text after a tool's answer; may be empty."""
     max_concurrent: PositiveInt = 16
-    """Maximum number of environments that answer at the same time, each in its own thread."""
+    """Maximum number of environments that answer at the same time, each in its own thread; or of
+    agents that run at the same time.
+    """
     step_timeout_s: PositiveFloat | None = None
-    """Maximum time in seconds of an environment's answer, after which the rollout has failed; None
-    waits without limit.
+    """Maximum time in seconds of an environment's answer, or of an agent between its requests,
+    after which the rollout has failed; None waits without limit.
     """
     max_retries: NonNegativeInt = 0
     """Start a rollout whose environment failed again, with the same seed, up to this often."""
@@ -89,6 +94,8 @@ class EnvironmentConfig:
                 f"environment.arguments are set, but the built-in environment {self.name} takes "
                 "none: remove them."
             )
+        if self.name == "agent":
+            _check_agent(self.arguments)
         if self.sandbox != "bubblewrap" and self.name != "python":
             raise ConfigError(
                 f"environment.sandbox is {self.sandbox}, but only the environment python uses it, "
@@ -108,15 +115,32 @@ class EnvironmentConfig:
         return unlimited if self.max_tokens is None else min(unlimited, self.max_tokens)
 
 
+def _check_agent(arguments: Mapping[str, object]) -> None:
+    """Raise unless the arguments name either a command or a function."""
+    given = [name for name in ("command", "function") if arguments.get(name) is not None]
+    if len(given) != 1 or not isinstance(arguments[given[0]], str):
+        raise ConfigError(
+            f"environment.name is agent, but environment.arguments are {dict(arguments)}: set "
+            "either command, which starts the agent, or function, the import path of a function "
+            "that runs it."
+        )
+    if given == ["function"] and arguments.get("variables"):
+        raise ConfigError(
+            "environment.arguments.variables has no effect with a function, which runs in the "
+            "run's own process: remove it."
+        )
+
+
 def load_environment_class(config: EnvironmentConfig) -> type[Any]:
     """Import the environment class that ``config.name`` refers to.
 
     Raises:
         ConfigError: If the module cannot be imported, has no such class, or needs an extra.
     """
-    if config.name in ADAPTERS and importlib.util.find_spec(config.name) is None:
+    library = _LIBRARIES.get(config.name, config.name)
+    if config.name in ADAPTERS and importlib.util.find_spec(library) is None:
         raise ConfigError(
-            f"environment.name is {config.name}, which needs the {config.name} library: run "
+            f"environment.name is {config.name}, which needs the {library} library: run "
             f"{format_install(f'temper-trainer[{config.name}]')}."
         )
     loaded = import_object(ADAPTERS.get(config.name, config.name), key="environment.name")

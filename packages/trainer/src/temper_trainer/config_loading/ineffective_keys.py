@@ -76,6 +76,16 @@ RULES = (
         reason="with a reward of models, which calls no function: remove it",
     ),
     Rule(
+        keys=tuple(
+            f"environment.{key}"
+            for key in ("answer_start", "answer_end", "tool_timeout_s", "tool_memory_mib")
+        ),
+        applies=lambda config: (
+            config.environment is not None and config.environment.name == "agent"
+        ),
+        reason="with environment.name agent, whose agent runs its tools itself: remove it",
+    ),
+    Rule(
         keys=("data.streaming_buffer",),
         applies=lambda config: not (config.data.streaming and config.data.shuffle),
         reason="without data.streaming and data.shuffle: remove it",
@@ -380,8 +390,10 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             reason="without data.shuffle: remove it, or set it to true",
         )
     if all(isinstance(source, ArithmeticSource) for source in sources.values()):
+        has_agent = config.environment is not None and config.environment.name == "agent"
         yield Rule(
-            keys=("data.chat_template", "data.tools_path"),
+            # An agent writes chat messages itself.
+            keys=("data.tools_path",) if has_agent else ("data.chat_template", "data.tools_path"),
             reason="with sources arithmetic, whose prompts are not chat messages: remove it",
         )
     for name, source in sources.items():

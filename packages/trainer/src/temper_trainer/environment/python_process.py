@@ -151,7 +151,7 @@ def run_process(
         stack.enter_context(process)
         pipes = stack.enter_context(closing(_Pipes(process, stdin)))
         if has_watcher:
-            stack.enter_context(_kill_group_on_exit(process.pid))
+            stack.enter_context(kill_group_on_exit(process.pid))
         try:
             watched = None if watch is None else stack.enter_context(watch(process.pid))
             while process.poll() is None and killed is None:
@@ -163,7 +163,7 @@ def run_process(
                 elif watched is not None:
                     watched.check()
         finally:
-            _kill_group(process.pid)
+            kill_group(process.pid)
         process.wait()
         if killed is None:
             killed = None if watched is None else watched.wait()
@@ -250,7 +250,7 @@ class _Pipes:
 
 
 @contextmanager
-def _kill_group_on_exit(group_id: int) -> Iterator[None]:
+def kill_group_on_exit(group_id: int) -> Iterator[None]:
     """Kill a process group if this process dies in the body, even by SIGKILL.
 
     PR_SET_PDEATHSIG would end only the first process of the group, and exists only on Linux.
@@ -271,7 +271,7 @@ def _kill_group_on_exit(group_id: int) -> Iterator[None]:
             watcher.kill()
 
 
-def _kill_group(group_id: int) -> None:
+def kill_group(group_id: int) -> None:
     try:
         os.killpg(group_id, signal.SIGKILL)
     except ProcessLookupError:  # the usual case: nothing of the group is left

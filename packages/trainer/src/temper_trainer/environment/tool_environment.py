@@ -14,6 +14,7 @@ from temper_trainer.config.environment import (
     EnvironmentConfig,
     load_environment_class,
 )
+from temper_trainer.config.run import LOOPBACK
 from temper_trainer.environment.calculator import CalculationError, calculate
 from temper_trainer.environment.protocol import Environment, EnvironmentFactory, Observation
 from temper_trainer.environment.sandbox import Sandbox, open_sandbox
@@ -104,9 +105,19 @@ def make_python_tool(config: EnvironmentConfig, sandbox: Sandbox) -> Tool:
 
 
 def make_environment_factory(
-    config: EnvironmentConfig, *, tokenizer: PreTrainedTokenizerBase
+    config: EnvironmentConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None = None,
+    address: str = LOOPBACK,
 ) -> EnvironmentFactory:
     """Return a function that creates the environment of one rollout.
+
+    Args:
+        config: Settings of the environment.
+        tokenizer: Tokenizer of the policy.
+        chat_template: Chat template of the run; None is that of the tokenizer.
+        address: IPv4 address of this host on which the run listens.
 
     Raises:
         ConfigError: If the name is not the import path of a class that takes
@@ -120,6 +131,11 @@ def make_environment_factory(
         )
         return lambda: ToolEnvironment(tool, config, tokenizer)
     user_class = load_environment_class(config)
+    if config.name == "agent":
+        agents: EnvironmentFactory = user_class.make_factory(
+            tokenizer=tokenizer, chat_template=chat_template, address=address, **config.arguments
+        )
+        return agents
     # A class whose objects share something, such as a server, makes its factory itself.
     make_factory = getattr(user_class, "make_factory", None)
     if make_factory is not None:

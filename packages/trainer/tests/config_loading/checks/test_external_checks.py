@@ -504,8 +504,8 @@ def test_folder_named_like_a_library_is_not_taken_for_it(
 
 def test_unknown_environment_is_refused_before_the_run(there: list[str]) -> None:
     assert (
-        "environment.name is 'calculater', but must be calculator or python or gymnasium or mcp, "
-        "or the import path" in refusal([*there, "+environment.name=calculater"])
+        "environment.name is 'calculater', but must be calculator or python or agent or gymnasium "
+        "or mcp, or the import path" in refusal([*there, "+environment.name=calculater"])
     )
     assert "environment.name names 'Missing' in fractions" in refusal(
         [*there, "+environment.name=fractions:Missing"]
@@ -518,6 +518,15 @@ def test_unknown_environment_is_refused_before_the_run(there: list[str]) -> None
         in refusal([*there, "+environment.name=fractions:Fraction"])
     )
     check_external_objects(load([*there, "+environment.name=collections:UserDict"]).config)
+
+
+def test_agent_that_cannot_be_started_is_refused_before_the_run(there: list[str]) -> None:
+    agent = [*there, "+environment.name=agent"]
+    assert "environment.arguments.function names 'missing' in json" in refusal(
+        [*agent, "+environment.arguments={function: 'json:missing'}"]
+    )
+    assert "address" in refusal([*agent, "+environment.arguments={command: a, address: '0.0.0.0'}"])
+    check_external_objects(load([*agent, "+environment.arguments={command: a}"]).config)
 
 
 def test_python_tool_without_its_sandbox_is_refused_before_the_run(

@@ -55,6 +55,7 @@ from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
 from temper_trainer.runtime.placement import find_missing_cpus
+from temper_trainer.settings.import_path import import_object
 from temper_trainer.settings.variants import Custom
 
 logger = logging.getLogger(__name__)
@@ -301,6 +302,11 @@ def _list_versions(python: str) -> dict[str, str] | None:
 
 def _check_custom_environment(config: EnvironmentConfig) -> None:
     environment_class = load_environment_class(config)
+    if config.name == "agent" and "function" in config.arguments:
+        import_object(str(config.arguments["function"]), key="environment.arguments.function")
+    given: dict[str, object] = (
+        {"chat_template": None, "address": None} if config.name == "agent" else {"config": config}
+    )
     try:
         # Of what `make_environment_factory` calls.
         signature = inspect.signature(getattr(environment_class, "make_factory", environment_class))
@@ -309,7 +315,7 @@ def _check_custom_environment(config: EnvironmentConfig) -> None:
     ):  # classes in C may have no signature; then the first instantiation reports it
         return
     try:
-        signature.bind(config=config, tokenizer=None, **config.arguments)
+        signature.bind(tokenizer=None, **given, **config.arguments)
     except TypeError as error:
         raise ConfigError(
             f"environment.name {config.name} cannot be created with config, tokenizer and "

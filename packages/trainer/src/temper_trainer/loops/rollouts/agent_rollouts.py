@@ -45,6 +45,8 @@ class AgentCalls:
     """Completions that the agent got, in the order in which they were finished."""
     is_over_limit: bool = False
     """True if a request was refused because of a limit."""
+    sampler_error: Exception | None = None
+    """Error of the sampler, which is not the agent's failure."""
     is_ended: bool = False
     """True when the agent has ended; requests may still be open."""
     _num_started: int = 0
@@ -61,9 +63,14 @@ class AgentCalls:
         try:
             async with nullcontext() if self.is_concurrent else self._lock:
                 completion = await self.sample_request(request)
+        except Exception as error:
+            self.sampler_error = error
+            self._set_deadline(asyncio.get_running_loop().time())
+            raise
         finally:
             self._num_open -= 1
-            if not self._num_open and self.timeout_s is not None:
+            is_waiting = not self._num_open and self.sampler_error is None
+            if is_waiting and self.timeout_s is not None:
                 self._set_deadline(asyncio.get_running_loop().time() + self.timeout_s)
         # Not reached if the request was cancelled: the agent has not read such a completion.
         self.finished.append(AgentCall(prompt_tokens=request.prompt_tokens, completion=completion))

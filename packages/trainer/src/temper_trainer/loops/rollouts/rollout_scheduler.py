@@ -372,6 +372,8 @@ class _Round:
             # The agent is the user's code, which may raise anything. The failure is counted, unless
             # a limit has ended the rollout: it is then scored as it is.
             except Exception as error:
+                if calls.sampler_error is not None:
+                    raise calls.sampler_error from None
                 if timeout.expired():
                     raise _RolloutFailedError from self._make_timeout_error(index)
                 if not calls.is_over_limit or not calls.finished:

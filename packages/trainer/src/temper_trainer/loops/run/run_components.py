@@ -270,7 +270,12 @@ def _open_scheduler(
         environment=environment,
         make_environment=None
         if environment is None
-        else make_environment_factory(environment, tokenizer=tokenizer),
+        else make_environment_factory(
+            environment,
+            tokenizer=tokenizer,
+            chat_template=config.data.chat_template,
+            address=config.runtime.bind_address,
+        ),
         # A second request for each place of a server waits there, so that none stays empty.
         max_sampling=2 * rollout.num_replicas * rollout.max_concurrent,
         interrupts=config.loop == "async" and config.asynchrony.partial_rollouts,

@@ -1,0 +1,268 @@
+"""Agents that use an OpenAI client: programs or functions. Needs the extra ``agent``."""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import shlex
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import TemperError
+from temper_trainer.concurrency import DaemonThreads
+from temper_trainer.config.run import LOOPBACK
+from temper_trainer.environment.gateway.gateway_server import GatewayServer, GatewaySession
+from temper_trainer.environment.gateway.responses import MODEL
+from temper_trainer.environment.protocol import AgentOutcome, SampleFunction
+from temper_trainer.environment.python_process import kill_group, kill_group_on_exit
+from temper_trainer.settings.import_path import import_object
+from temper_trainer.types import Prompt
+
+INHERITED_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR")
+"""Variables that an agent's program gets from the run; others may be secrets."""
+_KEPT_BYTES = 1 << 14
+"""Bytes of each output of a program that are kept."""
+
+_threads = DaemonThreads("agent")
+
+
+class AgentFailedError(TemperError, RuntimeError):
+    """The program of an agent ended with an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTask:
+    """Prompt and endpoint of an agent's rollout.
+
+    Example:
+        >>> prompt = Prompt(prompt_id=0, text="6*7=", tokens=(6, 14, 7, 15), answer="42")
+        >>> task = AgentTask(
+        ...     prompt=prompt, base_url="http://127.0.0.1:8000/v1", api_key="...", model="policy"
+        ... )
+        >>> task.question
+        '6*7='
+    """
+
+    prompt: Prompt
+    """Row of the data."""
+    base_url: str
+    """Address for the ``base_url`` of a client."""
+    api_key: str
+    """Secret of this rollout, for the ``api_key`` of a client."""
+    model: str
+    """Name of the model; the endpoint takes any."""
+
+    @property
+    def question(self) -> str:
+        """Prompt of the row, before templates."""
+        return self.prompt.question or self.prompt.text
+
+
+AgentFunction = Callable[[AgentTask], Awaitable[float | None] | float | None]
+"""Runs an agent and returns a reward, which is added to the rollout's; None is 0."""
+
+
+class OpenAiAgent:
+    """An agent whose requests come through the gateway."""
+
+    def __init__(self, run: "Callable[[AgentTask], Awaitable[float]]", *, gateway: GatewayServer):
+        """Create the agent of one rollout."""
+        self._run = run
+        self._gateway = gateway
+
+    @classmethod
+    def make_factory(
+        cls,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        address: str = LOOPBACK,
+        command: str | None = None,
+        function: str | None = None,
+        variables: str = "",
+    ) -> "AgentFactory":
+        """Return what makes the agents of a run.
+
+        Args:
+            tokenizer: Tokenizer of the policy.
+            chat_template: Chat template of the run; None is that of the tokenizer.
+            address: IPv4 address on which the endpoint listens.
+            command: Starts an agent, whose variables name the endpoint.
+            function: Import path of a function that runs an agent; in place of a command.
+            variables: Names of variables of this process that the command gets, separated by
+                commas.
+
+        Raises:
+            ConfigError: If the function cannot be imported.
+        """
+        gateway = GatewayServer(tokenizer=tokenizer, chat_template=chat_template, address=address)
+        if function is not None:
+            run = _wrap_function(import_object(function, key="environment.arguments.function"))
+            return AgentFactory(lambda: cls(run, gateway=gateway), gateway=gateway)
+        assert command is not None
+        names = [each.strip() for each in variables.split(",") if each.strip()]
+        program = AgentProgram(shlex.split(command), variables=names)
+        return AgentFactory(
+            lambda: cls(program.run, gateway=gateway), gateway=gateway, program=program
+        )
+
+    async def run_agent(self, prompt: Prompt, *, sample: SampleFunction) -> AgentOutcome:
+        """Run the agent with an endpoint of its own."""
+        async with self._gateway.open_session(sample) as session:
+            reward = await self._run(_make_task(prompt, session=session))
+            return AgentOutcome(
+                reward=reward,
+                metrics={"agent/ignored_settings": float(session.num_ignored_settings)},
+            )
+
+
+class AgentFactory:
+    """Makes the agents of a run, and ends the endpoint that they share."""
+
+    def __init__(
+        self,
+        make: Callable[[], OpenAiAgent],
+        *,
+        gateway: GatewayServer,
+        program: "AgentProgram | None" = None,
+    ) -> None:
+        """Listen with the first agent."""
+        self._make = make
+        self._gateway = gateway
+        self._program = program
+
+    def __call__(self) -> OpenAiAgent:
+        """Return the agent of one rollout."""
+        return self._make()
+
+    async def close(self) -> None:
+        """Stop listening, and wait for the end of all programs."""
+        await self._gateway.close()
+        if self._program is not None:
+            await self._program.close()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProgram:
+    """A program that runs one agent; it and its children are killed when the rollout ends."""
+
+    command: list[str]
+    variables: list[str]
+    """Names of variables that it gets from this process, besides `INHERITED_VARIABLES`."""
+    _processes: set[asyncio.subprocess.Process] = field(default_factory=set)
+    """Processes that have not been waited for."""
+
+    async def run(self, task: AgentTask) -> float:
+        """Run the program, and return the reward that it printed.
+
+        Raises:
+            AgentFailedError: If it ends with another status than 0.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *self.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=self._make_variables(task),
+            start_new_session=True,
+        )
+        self._processes.add(process)
+        async with asyncio.TaskGroup() as tasks:
+            # They must be read while the program runs, or it would wait for that.
+            streams = [
+                tasks.create_task(_read_end(each)) for each in (process.stdout, process.stderr)
+            ]
+            try:
+                with kill_group_on_exit(process.pid):
+                    await _write(process, task)
+                    status = await process.wait()
+            finally:
+                # Its children too, which may hold its streams open.
+                kill_group(process.pid)
+        self._processes.discard(process)
+        output, errors = (each.result() for each in streams)
+        if status:
+            raise AgentFailedError(
+                f"the agent of prompt {task.prompt.prompt_id} ({task.prompt.location}) ended with "
+                f"status {status}; its errors end with: {errors.strip()[-2000:]}"
+            )
+        return _parse_reward(output)
+
+    async def close(self) -> None:
+        """Wait for programs that were killed because their rollouts were cancelled."""
+        await asyncio.gather(*(process.wait() for process in self._processes))
+
+    def _make_variables(self, task: AgentTask) -> dict[str, str]:
+        names = (*INHERITED_VARIABLES, *self.variables)
+        return {name: os.environ[name] for name in names if name in os.environ} | {
+            "OPENAI_BASE_URL": task.base_url,
+            "OPENAI_API_KEY": task.api_key,
+            "OPENAI_MODEL": task.model,
+        }
+
+
+def _make_task(prompt: Prompt, *, session: GatewaySession) -> AgentTask:
+    return AgentTask(prompt=prompt, base_url=session.base_url, api_key=session.api_key, model=MODEL)
+
+
+def _wrap_function(function: AgentFunction) -> Callable[[AgentTask], Awaitable[float]]:
+    """Return a coroutine function; a function that blocks runs in a thread."""
+
+    async def run(task: AgentTask) -> float:
+        if inspect.iscoroutinefunction(function):
+            reward = await function(task)
+        else:
+            reward = await _threads.call(function, task)
+        return 0.0 if reward is None else float(reward)
+
+    return run
+
+
+async def _write(process: asyncio.subprocess.Process, task: AgentTask) -> None:
+    """Write the task as one line of JSON to a program, which need not read it."""
+    assert process.stdin is not None
+    line = json.dumps(
+        {
+            "prompt_id": task.prompt.prompt_id,
+            "prompt": task.question,
+            "extra": dict(task.prompt.extra),
+        },
+        default=str,
+    )
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        process.stdin.write(line.encode() + b"\n")
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _read_end(stream: asyncio.StreamReader | None) -> str:
+    """Read a stream to its end, and return its last bytes."""
+    assert stream is not None
+    kept: deque[bytes] = deque()
+    num_bytes = 0
+    while part := await stream.read(_KEPT_BYTES):
+        kept.append(part)
+        num_bytes += len(part)
+        while num_bytes - len(kept[0]) >= _KEPT_BYTES:
+            num_bytes -= len(kept.popleft())
+    return b"".join(kept).decode("utf-8", errors="replace")
+
+
+def _parse_reward(output: str) -> float:
+    """Return the reward in the last line of a program's output; 0 if it has none.
+
+    Example:
+        >>> _parse_reward('{"reward": 0.5}')
+        0.5
+    """
+    lines = output.strip().splitlines()
+    try:
+        last = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return 0.0
+    reward = last.get("reward") if isinstance(last, dict) else None
+    return float(reward) if isinstance(reward, int | float) else 0.0

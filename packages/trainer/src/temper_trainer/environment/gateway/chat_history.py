@@ -1,0 +1,110 @@
+"""Turn the messages of an agent into tokens that continue what the policy has sampled.
+
+An agent sends all messages of the conversation with each request, as text. If that were tokenized,
+its beginning could get other tokens than the policy sampled. So where the text of a request begins
+with the text of an earlier request and its completion, their tokens are used, and only the rest is
+tokenized.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from temper_trainer.environment.gateway.chat_request import RequestError
+from temper_trainer.types import Completion, FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompt:
+    """Text that the policy reads, and its tokens."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatHistory:
+    """The requests of one agent, and the completions that it got."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: str | None
+    """Chat template; None is that of the tokenizer."""
+    _read: list[EncodedPrompt] = field(default_factory=list)
+    """Each earlier prompt with its completion."""
+    _sampled: dict[str, str] = field(default_factory=dict)
+    """Sampled text of each message that was returned."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> EncodedPrompt:
+        """Return the tokens of messages in the chat template, which opens the assistant's turn.
+
+        Raises:
+            RequestError: If the template cannot render them.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [self._restore(message) for message in messages],
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        # A template calls methods of what the agent has sent, which may have another type.
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(f"the chat template cannot render the messages: {error}") from error
+        assert isinstance(text, str)
+        return self.encode_text(text)
+
+    def encode_text(self, text: str) -> EncodedPrompt:
+        """Return the tokens of a text, with those of the longest earlier beginning."""
+        read = max(
+            (each for each in self._read if text.startswith(each.text)),
+            key=lambda each: len(each.text),
+            default=EncodedPrompt(text="", tokens=()),
+        )
+        rest = self.tokenizer(text[len(read.text) :], add_special_tokens=False)["input_ids"]
+        return EncodedPrompt(text=text, tokens=(*read.tokens, *rest))
+
+    def add(self, prompt: EncodedPrompt, completion: Completion) -> str:
+        """Add a completion and return its text without special tokens."""
+        tokens = (*prompt.tokens, *completion.tokens)
+        self._read.append(
+            EncodedPrompt(
+                text=prompt.text + self._decode_after(prompt.tokens, completion.tokens),
+                tokens=tokens,
+            )
+        )
+        return str(self.tokenizer.decode(list(completion.tokens), skip_special_tokens=True))
+
+    def add_message(
+        self, message: Mapping[str, Any], *, prompt: EncodedPrompt, completion: Completion
+    ) -> None:
+        """Record the message that was returned for a completion.
+
+        The text of the message may lack a stop text or a call of a tool. When the agent sends the
+        message back, the policy reads what it has sampled.
+        """
+        tokens = completion.tokens
+        if completion.finish_reason == FinishReason.END_TOKEN:
+            tokens = tokens[:-1]  # the chat template adds it
+        self._sampled[_describe(message)] = self._decode_after(prompt.tokens, tokens)
+
+    def _restore(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message with the text that was sampled for it, if it was."""
+        sampled = self._sampled.get(_describe(message)) if message["role"] == "assistant" else None
+        return dict(message) if sampled is None else {"role": "assistant", "content": sampled}
+
+    def _decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return the text of tokens after others: some tokenizers drop a space at the beginning."""
+        start = str(self.tokenizer.decode(list(before)))
+        full = str(self.tokenizer.decode([*before, *tokens]))
+        if full.startswith(start):
+            return full[len(start) :]
+        return str(self.tokenizer.decode(list(tokens)))
+
+
+def _describe(message: Mapping[str, Any]) -> str:
+    """Return what identifies a message that was returned, when the agent sends it back."""
+    return json.dumps([message.get("content") or "", message.get("tool_calls") or []])

@@ -1,0 +1,148 @@
+"""Parse requests in the format of OpenAI's API."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+JsonObject = Mapping[str, Any]
+
+_WITHOUT_EFFECT = frozenset(
+    {"metadata", "model", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"}
+    | {"service_tier", "store", "user"}
+)
+"""Fields that change no completion here."""
+_SET_BY_RUN = frozenset(
+    {"frequency_penalty", "presence_penalty", "seed", "temperature", "top_k", "top_p"}
+)
+"""Fields whose value is that of the run: training needs its distribution."""
+_ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
+
+
+class RequestError(ValueError):
+    """A request that cannot be answered; the message is sent to the agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOptions:
+    """The fields of a request that its completion depends on, besides what is completed."""
+
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    has_logprobs: bool
+    """True if the response has the log-prob of each token."""
+    num_ignored: int
+    """Number of sampling parameters whose value is replaced by that of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """The body of ``/v1/chat/completions``."""
+
+    messages: Sequence[dict[str, Any]]
+    """Messages whose content is text, in the form that chat templates take."""
+    options: CompletionOptions
+
+
+def parse_chat_request(body: object) -> ChatRequest:
+    """Return a request for a chat completion.
+
+    Raises:
+        RequestError: If a field is missing, wrong or not supported.
+
+    Example:
+        >>> request = parse_chat_request(
+        ...     {"messages": [{"role": "user", "content": "6*7?"}], "max_tokens": 8}
+        ... )
+        >>> request.messages
+        [{'role': 'user', 'content': '6*7?'}]
+        >>> request.options.max_tokens
+        8
+    """
+    fields = _check_object(body, name="the body")
+    options = _parse_options(fields, known=("messages",))
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list with at least one message")
+    return ChatRequest(
+        messages=[_parse_message(each, index=i) for i, each in enumerate(messages)],
+        options=options,
+    )
+
+
+def _parse_options(fields: JsonObject, *, known: Sequence[str]) -> CompletionOptions:
+    """Return the options of a request, and refuse the fields that would be ignored."""
+    for name, value in fields.items():
+        neutral = _NEUTRAL.get(name)
+        if (
+            name in (*known, "logprobs", "max_completion_tokens", "max_tokens", "stop")
+            or name in _WITHOUT_EFFECT | _SET_BY_RUN
+            or value is None
+            or (neutral is not None and value in neutral)
+        ):
+            continue
+        raise RequestError(f"{name}={value!r} is not supported: leave it out")
+    limits = [
+        _check_count(fields[name], name=name)
+        for name in ("max_completion_tokens", "max_tokens")
+        if fields.get(name) is not None
+    ]
+    stop = fields.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(each, str) and each for each in stop):
+        raise RequestError(f"stop is {stop!r}, but must be a text or a list of texts")
+    return CompletionOptions(
+        max_tokens=min(limits, default=None),
+        stop=tuple(stop),
+        has_logprobs=bool(fields.get("logprobs")),
+        num_ignored=sum(fields.get(name) is not None for name in _SET_BY_RUN),
+    )
+
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+    "stream": (False,),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+"""Values of fields that are not supported with which they have no effect."""
+
+
+def _parse_message(message: object, *, index: int) -> dict[str, Any]:
+    """Return a message with its content as text."""
+    fields = _check_object(message, name=f"messages[{index}]")
+    role = fields.get("role")
+    if role not in _ROLES:
+        raise RequestError(
+            f"messages[{index}].role is {role!r}, but must be one of {', '.join(sorted(_ROLES))}"
+        )
+    parsed = {name: value for name, value in fields.items() if value is not None}
+    # Chat templates know the older name of this role only.
+    parsed["role"] = "system" if role == "developer" else role
+    parsed["content"] = _join_parts(fields.get("content"), name=f"messages[{index}].content")
+    return parsed
+
+
+def _join_parts(content: object, *, name: str) -> str:
+    """Return the text of a message's content, which may be a list of parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list):
+        parts = [_check_object(each, name=name) for each in content]
+        texts = [each.get("text") for each in parts if each.get("type") == "text"]
+        if len(texts) == len(parts) and all(isinstance(each, str) for each in texts):
+            return "".join(str(each) for each in texts)
+    raise RequestError(f"{name} must be a text, or a list of parts of type text")
+
+
+def _check_object(value: object, *, name: str) -> JsonObject:
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} is {value!r}, but must be an object")
+    return value
+
+
+def _check_count(value: object, *, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RequestError(f"{name} is {value!r}, but must be a whole number above 0")
+    return value

@@ -1,0 +1,197 @@
+"""Serve an OpenAI-compatible endpoint for the agents of a run. Needs the extra ``agent``."""
+
+import asyncio
+import hmac
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.rendezvous import get_run_token
+from temper_trainer.environment.gateway.chat_history import ChatHistory, EncodedPrompt
+from temper_trainer.environment.gateway.chat_request import (
+    CompletionOptions,
+    RequestError,
+    parse_chat_request,
+)
+from temper_trainer.environment.gateway.responses import (
+    MODEL,
+    cut_at_stop,
+    make_chat_logprobs,
+    make_chat_response,
+    make_error,
+)
+from temper_trainer.environment.protocol import RolloutLimitError, SampleFunction
+from temper_trainer.types import Completion, FinishReason
+
+MAX_BODY_BYTES = 16 << 20
+"""Longer requests are refused."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GatewaySession:
+    """The endpoint of one agent."""
+
+    base_url: str
+    """Address for a client's ``base_url``."""
+    api_key: str
+    """Secret of this session, for a client's ``api_key``."""
+    sample: SampleFunction
+    """Samples completions of the agent's rollout."""
+    history: ChatHistory
+    """Earlier requests of the agent and their completions."""
+    num_ignored_settings: int = 0
+    """Number of sampling parameters that the agent set, and the run has replaced."""
+    num_responses: int = 0
+
+    async def complete(
+        self, prompt: EncodedPrompt, options: CompletionOptions
+    ) -> tuple[Completion, str]:
+        """Return a completion, and its text without special tokens and stop text."""
+        self.num_ignored_settings += options.num_ignored
+        completion = await self.sample(
+            prompt.tokens, max_tokens=options.max_tokens, stop=options.stop
+        )
+        self.num_responses += 1
+        text = self.history.add(prompt, completion)
+        if completion.finish_reason == FinishReason.STOP_TEXT:
+            text = cut_at_stop(text, options.stop)
+        return completion, text
+
+
+class GatewayServer:
+    """Listens on one address of this host. Its methods run in one event loop.
+
+    Each session has a token of its own, derived from the run's, so that an agent reaches neither
+    the sessions of others nor the run's other servers.
+    """
+
+    def __init__(
+        self, *, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, address: str
+    ) -> None:
+        """Listen with the first session.
+
+        Args:
+            tokenizer: Tokenizer of the policy.
+            chat_template: Replaces the tokenizer's own template; None keeps it.
+            address: IPv4 address to listen on.
+        """
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._address = address
+        self._sessions: dict[str, GatewaySession] = {}
+        self._num_sessions = 0
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+        self._starting = asyncio.Lock()
+
+    @asynccontextmanager
+    async def open_session(self, sample: SampleFunction) -> AsyncIterator[GatewaySession]:
+        """Answer the requests of one agent during the body."""
+        async with self._starting:
+            if self._runner is None:
+                await self._listen()
+        self._num_sessions += 1
+        name = f"gateway session {self._num_sessions}"
+        token = hmac.digest(get_run_token().encode(), name.encode(), "sha256").hex()
+        self._sessions[token] = GatewaySession(
+            base_url=f"http://{self._address}:{self._port}/v1",
+            api_key=token,
+            sample=sample,
+            history=ChatHistory(tokenizer=self._tokenizer, template=self._chat_template),
+        )
+        try:
+            yield self._sessions[token]
+        finally:
+            del self._sessions[token]
+
+    async def close(self) -> None:
+        """Stop listening. Idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _listen(self) -> None:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._serve(_complete_chat))
+        app.router.add_get("/v1/models", self._serve(_list_models))
+        # A request whose client has gone is cancelled: the agent would not read the completion.
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+        await runner.setup()
+        listener = socket.create_server((self._address, 0))
+        self._port = listener.getsockname()[1]
+        await web.SockSite(runner, listener).start()
+        self._runner = runner
+
+    def _serve(self, answer: "_Answer") -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Return a handler that finds the session, and writes errors in OpenAI's format."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            # Before the body is read.
+            session = self._find_session(request.headers.get("Authorization", ""))
+            if session is None:
+                message = "the API key belongs to no open session: use the one of this rollout"
+                return _refuse(401, message, kind="authentication_error")
+            try:
+                return await answer(session, request)
+            except RequestError as error:
+                return _refuse(400, str(error), kind="invalid_request_error")
+            except RolloutLimitError as error:
+                # Clients repeat requests after some other statuses.
+                return _refuse(400, str(error), kind="invalid_request_error", code="rollout_limit")
+
+        return handle
+
+    def _find_session(self, authorization: str) -> "GatewaySession | None":
+        """Return the session whose token a header has; None if there is none."""
+        given = authorization.removeprefix("Bearer ").encode()
+        # All of them are compared, in constant time, so that the time says nothing about a token.
+        sessions = [
+            session
+            for token, session in self._sessions.items()
+            if hmac.compare_digest(token.encode(), given)
+        ]
+        return sessions[0] if sessions else None
+
+
+_Answer = Callable[[GatewaySession, web.Request], Awaitable[web.StreamResponse]]
+
+
+def _refuse(status: int, message: str, *, kind: str, code: str | None = None) -> web.Response:
+    return web.json_response(make_error(message, kind=kind, code=code), status=status)
+
+
+async def _read_body(request: web.Request) -> object:
+    try:
+        return await request.json()
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+
+
+async def _complete_chat(session: GatewaySession, request: web.Request) -> web.StreamResponse:
+    chat = parse_chat_request(await _read_body(request))
+    prompt = session.history.encode_chat(chat.messages)
+    completion, text = await session.complete(prompt, chat.options)
+    message = {"role": "assistant", "content": text}
+    session.history.add_message(message, prompt=prompt, completion=completion)
+    return web.json_response(
+        make_chat_response(
+            message,
+            response_id=f"chatcmpl-{session.num_responses}",
+            num_prompt_tokens=len(prompt.tokens),
+            completion=completion,
+            logprobs=make_chat_logprobs(completion, session.history.tokenizer)
+            if chat.options.has_logprobs
+            else None,
+        )
+    )
+
+
+async def _list_models(session: GatewaySession, request: web.Request) -> web.StreamResponse:
+    del session, request
+    model = {"id": MODEL, "object": "model", "owned_by": "temper"}
+    return web.json_response({"object": "list", "data": [model]})

@@ -1,0 +1,84 @@
+"""Write responses in the format of OpenAI's API."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_trainer.types import Completion, FinishReason
+
+MODEL = "policy"
+"""Name of the model; requests may use any."""
+
+
+def make_chat_response(
+    message: Mapping[str, Any],
+    *,
+    response_id: str,
+    num_prompt_tokens: int,
+    completion: Completion,
+    logprobs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the body of a chat completion."""
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": get_finish_reason(completion),
+        "logprobs": logprobs,
+    }
+    return {
+        "id": response_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": make_usage(num_prompt_tokens, completion=completion),
+    }
+
+
+def get_finish_reason(completion: Completion) -> str:
+    """Return the reason in OpenAI's words."""
+    return "length" if completion.finish_reason == FinishReason.MAX_TOKENS else "stop"
+
+
+def make_usage(num_prompt_tokens: int, *, completion: Completion) -> dict[str, int]:
+    """Return the numbers of tokens."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": len(completion.tokens),
+        "total_tokens": num_prompt_tokens + len(completion.tokens),
+    }
+
+
+def make_chat_logprobs(
+    completion: Completion, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """Return the log-prob of each token, under the sampler's distribution with temperature."""
+    return {
+        "content": [
+            {
+                "token": tokenizer.decode([token]),
+                "logprob": logprob,
+                "bytes": None,
+                "top_logprobs": [],
+            }
+            for token, logprob in zip(completion.tokens, completion.rollout_logprobs, strict=True)
+        ]
+    }
+
+
+def make_error(message: str, *, kind: str, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return a text without the stop text at its end, as OpenAI's API does.
+
+    Example:
+        >>> cut_at_stop("4 + 4 =", ("=", "?"))
+        '4 + 4 '
+    """
+    end = next((each for each in stop if text.endswith(each)), "")
+    return text.removesuffix(end)

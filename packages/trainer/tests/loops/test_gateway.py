@@ -1,0 +1,247 @@
+"""The OpenAI-compatible endpoint, with OpenAI's own client."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI, AuthenticationError, BadRequestError, InternalServerError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.environment.agent_environment import AgentFactory, AgentTask, OpenAiAgent
+from temper_trainer.environment.gateway.gateway_server import MAX_BODY_BYTES, GatewayServer
+from temper_trainer.loops.rollouts.multi_turn import Conversation
+from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
+from temper_trainer.rollout.scripted_sampler import ScriptedSampler, ScriptedServer
+from temper_trainer.types import Completion, FinishReason, Prompt, SamplingRequest
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+END = 0
+Use = Callable[[AsyncOpenAI], Awaitable[object]]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes that has one token for ab."""
+    alphabet = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    vocabulary = {each: i for i, each in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("a", "b")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+
+
+TOKENIZER = make_tokenizer()
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def apart(text: str) -> list[int]:
+    """Return a token for each byte, also for ab."""
+    return [token for character in text for token in ids(character)]
+
+
+class StopsAtText(ScriptedSampler):
+    """A scripted sampler whose completions end with a stop text."""
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        return [
+            replace(each, finish_reason=FinishReason.STOP_TEXT) for each in super().sample(requests)
+        ]
+
+
+def use_client(
+    use: Use,
+    *,
+    answers: Sequence[Sequence[int]] = (),
+    sampler: ScriptedSampler | None = None,
+    max_turns: int = 8,
+) -> tuple[Conversation, list[SamplingRequest]]:
+    """Run an agent that uses a client, and return its rollout and the sampler's requests."""
+    requests: list[SamplingRequest] = []
+
+    def script(request: SamplingRequest) -> Sequence[int]:
+        requests.append(request)
+        return answers[len(requests) - 1]
+
+    async def run(task: AgentTask) -> float:
+        async with AsyncOpenAI(
+            base_url=task.base_url, api_key=task.api_key, max_retries=0
+        ) as client:
+            await use(client)
+        return 0.0
+
+    gateway = GatewayServer(tokenizer=TOKENIZER, chat_template=TEMPLATE, address="127.0.0.1")
+    prompt = Prompt(prompt_id=0, text="", tokens=(1,), answer="")
+    request = SamplingRequest(
+        request_id=0, prompt_tokens=(1,), sampling=SamplingConfig(max_tokens=64), seed=1
+    )
+    with RolloutScheduler(
+        sampler or ScriptedSampler(script, end_token_id=END),
+        environment=EnvironmentConfig(name="some:Agent", max_turns=max_turns, max_tokens=500),
+        make_environment=AgentFactory(lambda: OpenAiAgent(run, gateway=gateway), gateway=gateway),
+    ) as scheduler:
+        (conversation,), _ = scheduler.run(scheduler.run_rollouts([request], prompts=[prompt]))
+    return conversation, requests
+
+
+async def ask(client: AsyncOpenAI, *messages: tuple[str, str], **options: Any) -> Any:
+    return await client.chat.completions.create(
+        model="gpt-x",
+        messages=[{"role": role, "content": content} for role, content in messages],  # type: ignore[misc]
+        **options,
+    )
+
+
+def test_turns_keep_the_sampled_tokens_although_the_agent_sends_text() -> None:
+    responses = []
+
+    async def use(client: AsyncOpenAI) -> None:
+        first = await ask(client, ("user", "hi"))
+        content = first.choices[0].message.content
+        second = await ask(client, ("user", "hi"), ("assistant", content), ("user", "go"))
+        responses.extend([first, second])
+
+    # The sampled text abc has one token per letter; as text it has a token for ab.
+    answers = [[*apart("abc"), END], [*ids("ok"), END]]
+    conversation, requests = use_client(use, answers=answers)
+    assert [each.choices[0].message.content for each in responses] == ["abc", "ok"]
+    assert [each.choices[0].finish_reason for each in responses] == ["stop", "stop"]
+    beginning = ids("<user>hi<assistant>")
+    expected = [*beginning, *apart("abc"), END, *ids("<user>go<assistant>")]
+    assert list(requests[1].prompt_tokens) == expected
+    assert responses[1].usage.prompt_tokens == len(expected)
+    assert conversation.full_tokens == [*expected, *answers[1]]
+    assert len(conversation.turns) == 1
+    assert conversation.branches == ()
+
+
+def test_changed_history_begins_another_sample() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        await ask(client, ("system", "a"), ("user", "hi"))
+        await ask(client, ("system", "b"), ("user", "hi"), ("assistant", "changed"))
+
+    conversation, _ = use_client(use, answers=[[*ids("x"), END], [*ids("y"), END]])
+    assert len(conversation.branches) == 1
+    text = TOKENIZER.decode(conversation.request.prompt_tokens)
+    assert text == "<system>b<user>hi<assistant>changed<eos><assistant>"
+
+
+def test_stop_text_is_left_out_of_the_message_and_kept_in_the_conversation() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        first = await ask(client, ("user", "hi"), stop=["="], max_completion_tokens=9)
+        content = first.choices[0].message.content
+        assert content == "4+4"
+        await ask(client, ("user", "hi"), ("assistant", content), ("user", "8"))
+
+    sampler = StopsAtText(lambda request: ids("4+4="), end_token_id=END)
+    conversation, _ = use_client(use, sampler=sampler)
+    assert TOKENIZER.decode(conversation.full_tokens) == (
+        "<user>hi<assistant>4+4=<eos><user>8<assistant>4+4="
+    )
+
+
+def test_logprobs_are_those_of_the_sampled_tokens() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        response = await ask(client, ("user", "hi"), logprobs=True, max_tokens=2)
+        content = response.choices[0].logprobs.content
+        assert [(each.token, each.logprob) for each in content] == [("a", -1.0), ("b", -1.0)]
+        assert response.choices[0].finish_reason == "length"
+        assert [each.id async for each in await client.models.list()] == ["policy"]
+
+    use_client(use, answers=[apart("abc")])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 2}, "n=2 is not supported"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"messages": []}}, "at least one message"),
+        ({"extra_body": {"messages": [{"role": "robot"}]}}, "role is 'robot'"),
+        ({"extra_body": {"best_of": 3}}, "best_of=3 is not supported"),
+    ],
+)
+def test_request_that_cannot_be_answered_is_refused(options: dict[str, Any], message: str) -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        with pytest.raises(BadRequestError, match=message):
+            await ask(client, ("user", "hi"), **options)
+        await ask(client, ("user", "hi"), n=1, temperature=0.2, seed=3)
+
+    use_client(use, answers=[[END]])
+
+
+def test_only_the_token_of_an_open_session_is_accepted() -> None:
+    sessions = []
+
+    async def use(client: AsyncOpenAI) -> None:
+        with pytest.raises(AuthenticationError, match="belongs to no open session"):
+            await ask(client.with_options(api_key="wrong"), ("user", "hi"))
+        await ask(client, ("user", "hi"))
+        async with httpx.AsyncClient() as http:
+            url = f"{client.base_url}chat/completions"
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            assert (await http.post(url, content=b"{}")).status_code == 401
+            malformed = await http.post(url, content=b"{", headers=headers)
+            assert malformed.status_code == 400
+            large = await http.post(url, content=b" " * (MAX_BODY_BYTES + 1), headers=headers)
+            assert large.status_code == 413
+        sessions.append((str(client.base_url), client.api_key))
+
+    use_client(use, answers=[[END]])
+    ((base_url, api_key),) = sessions
+    # The scheduler has closed the gateway.
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{base_url}models", headers={"Authorization": f"Bearer {api_key}"})
+
+
+def test_limit_of_a_rollout_is_an_error_that_clients_do_not_repeat() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        await ask(client, ("user", "hi"))
+        with pytest.raises(BadRequestError) as caught:
+            await ask(client.with_options(max_retries=5), ("user", "hi"))
+        assert caught.value.code == "rollout_limit"
+
+    conversation, requests = use_client(use, answers=[[END]], max_turns=1)
+    assert len(requests) == len(conversation.completions) == 1
+
+
+def test_error_of_the_sampler_ends_the_run_and_not_only_the_agent() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        with contextlib.suppress(InternalServerError):
+            await ask(client, ("user", "hi"))
+        await asyncio.sleep(30)
+
+    # The script has no tokens, which the sampler refuses.
+    with pytest.raises(ConfigError, match="the script returned no tokens"):
+        use_client(use, answers=[[]])
+
+
+def test_completion_that_the_client_did_not_wait_for_is_not_trained() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await ask(client, ("user", "slow"))
+        await ask(client, ("user", "hi"), max_tokens=1)
+
+    server = ScriptedServer(
+        lambda request: [3] * (40 if len(request.prompt_tokens) > 20 else 1),
+        end_token_id=END,
+        token_s=0.02,
+        max_concurrent=4,
+    )
+    conversation, _ = use_client(use, sampler=server)
+    assert [each.tokens for each in conversation.completions] == [(3,)]
