@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from tools.peers import openrlhf_adapters, slime_adapters, verl_adapters
+from tools.peers.loss_comparisons import list_loss_rows
 from tools.peers.random_data import Data, Pair, Row, make_data
 from tools.peers.trl_comparisons import TRL, list_trl_rows, load_trl
 
 NUM_SEEDS = 5
 TOLERANCE = 2e-5
-"""Largest accepted difference relative to the largest number of the other
-project: float32 sums of a few
-hundred terms in another order."""
+"""Largest accepted difference, relative to the largest number of the other project.
+
+It allows for float32 sums of a few hundred terms in another order.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,14 +298,21 @@ def _list_other_rows() -> list[Row]:
     ]
 
 
-COMPARISONS = [
-    Comparison(project=project, module=module, name=name, compute=compute)
-    for project, module, name, compute in (
-        *_list_verl_rows(),
-        *_list_other_rows(),
-        *list_trl_rows(),
-    )
-]
+PROJECTS = ("verl", "slime", "openrlhf", "trl")
+"""Projects with comparisons, in the order of the table."""
+
+COMPARISONS = sorted(
+    (
+        Comparison(project=project, module=module, name=name, compute=compute)
+        for project, module, name, compute in (
+            *_list_verl_rows(),
+            *_list_other_rows(),
+            *list_loss_rows(),
+            *list_trl_rows(),
+        )
+    ),
+    key=lambda comparison: PROJECTS.index(comparison.project),
+)
 
 
 def compare_all(checkouts: Mapping[str, Path]) -> list[ComparisonResult]:

@@ -11,7 +11,6 @@ import ast
 import types
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,22 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.objective import HeadOutput, HeadOutputs
-from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_engine_api.objective import HeadOutput
 from temper_trainer.algorithms.distillation_losses.top_k_losses import (
     ForwardKl,
     JensenShannon,
     TopKLoss,
     TopKReverseKl,
 )
-from temper_trainer.algorithms.objectives.preference_objective import PreferenceObjective
 from temper_trainer.algorithms.objectives.supervised_losses import SftObjective
-from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.algorithms.preference_losses.reference_free_losses import Orpo, SimPo
+from temper_trainer.algorithms.preference_losses.reference_losses import Hinge
 from temper_trainer.algorithms.preference_losses.unpaired_losses import Kto
 from temper_trainer.algorithms.sft_losses import Dft
-from tools.peers.padded import build_batch, compute_loss, flatten
+from tools.peers.padded import compute_loss
+from tools.peers.preference_rows import NUM_ROWS, compute_preference_loss, select_preferences
 from tools.peers.random_data import Data, Pair, Row
 
 TRL = "trl"
@@ -52,9 +49,6 @@ _FUNCTIONS = {
     "trl/trainer/kto_trainer.py": ("_compute_loss",),
 }
 """Functions and methods by file."""
-
-_NUM_ROWS = 6
-"""Rows with trained tokens that preferences use; consecutive ones are pairs."""
 
 
 def load_trl(checkout: Path) -> Any:
@@ -110,35 +104,6 @@ def _compare_dft(module: Any, data: Data) -> Pair:
     return local, module.dft_loss(SimpleNamespace(logits=logits), labels)
 
 
-def _select_preferences(data: Data) -> tuple[Data, Tensor]:
-    """Return the rows that preferences use, and True for the first row of each pair."""
-    columns = ("logprobs", "ref", "mask")
-    selected = replace(data, **{name: getattr(data, name)[:_NUM_ROWS] for name in columns})
-    return selected, torch.arange(_NUM_ROWS) % 2 == 0
-
-
-def _compute_preference_loss(
-    loss: PreferenceLoss, *, data: Data, is_chosen: Tensor, kl_baseline: float = 0.0
-) -> Tensor:
-    """Return our loss of the selected rows."""
-    pairs = torch.arange(_NUM_ROWS) // (2 if loss.is_paired else 1)
-    batch: SequenceBatch = replace(
-        build_batch(data.mask, columns={"ref_logprobs": data.ref}),
-        group_ids=pairs,
-        pack_group_ids=pairs,
-        sequence_columns={
-            "is_chosen": is_chosen,
-            "kl_baseline": torch.full((_NUM_ROWS,), kl_baseline),
-        },
-    )
-    objective = PreferenceObjective(loss=loss)
-    logprobs = nn.functional.logsigmoid(data.logprobs)
-    terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: flatten(logprobs)}), batch)
-    return reduce_loss(
-        terms, batch, denominators=count_denominators(batch), aggregation=objective.aggregation
-    )
-
-
 def _average_pairs(data: Data, is_chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean log-prob of the tokens of each chosen and of each rejected row."""
     logprobs = nn.functional.logsigmoid(data.logprobs) * data.mask
@@ -147,7 +112,7 @@ def _average_pairs(data: Data, is_chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compare_simpo(module: Any, data: Data) -> Pair:
-    selected, is_chosen = _select_preferences(data)
+    selected, is_chosen = select_preferences(data)
     settings = SimpleNamespace(
         loss_type="simpo",
         beta=2.5,
@@ -158,25 +123,34 @@ def _compare_simpo(module: Any, data: Data) -> Pair:
     )
     losses, _, _ = module.cpo_loss(settings, *_average_pairs(selected, is_chosen))
     loss = SimPo(beta=2.5, gamma=1.4)
-    return _compute_preference_loss(loss, data=selected, is_chosen=is_chosen), losses.mean()
+    return compute_preference_loss(loss, data=selected, is_chosen=is_chosen), losses.mean()
+
+
+def _compare_hinge(module: Any, data: Data) -> Pair:
+    selected, is_chosen = select_preferences(data)
+    logprobs = (nn.functional.logsigmoid(selected.logprobs) * selected.mask).sum(-1)
+    settings = SimpleNamespace(loss_type="hinge", beta=0.3, alpha=0.0, accelerator=_ACCELERATOR)
+    losses, _, _ = module.cpo_loss(settings, logprobs[is_chosen], logprobs[~is_chosen])
+    loss = Hinge(beta=0.3, reference="none")
+    return compute_preference_loss(loss, data=selected, is_chosen=is_chosen), losses.mean()
 
 
 def _compare_orpo(module: Any, data: Data) -> Pair:
     """Compare ORPO with the likelihood of completions; TRL's also counts the tokens of prompts."""
-    selected, is_chosen = _select_preferences(data)
+    selected, is_chosen = select_preferences(data)
     chosen, rejected = _average_pairs(selected, is_chosen)
     settings = SimpleNamespace(beta=0.3, accelerator=_ACCELERATOR)
     losses, *_ = module.odds_ratio_loss(settings, chosen, rejected)
-    local = _compute_preference_loss(Orpo(beta=0.3), data=selected, is_chosen=is_chosen)
+    local = compute_preference_loss(Orpo(beta=0.3), data=selected, is_chosen=is_chosen)
     return local, -(losses + chosen).mean()
 
 
 def _compare_kto(module: Any, data: Data) -> Pair:
-    selected, _ = _select_preferences(data)
+    selected, _ = select_preferences(data)
     is_desirable = torch.tensor([True, True, False, True, False, False])
     _, logits = _make_logits(selected.logprobs)
     mask = nn.functional.pad(selected.mask, (1, 0))
-    baseline = torch.full((_NUM_ROWS,), 0.4)
+    baseline = torch.full((NUM_ROWS,), 0.4)
     settings = SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=_ACCELERATOR,
@@ -197,12 +171,12 @@ def _compare_kto(module: Any, data: Data) -> Pair:
         "completion_mask": mask,
         "label": is_desirable,
         "ref_logps": (selected.ref * selected.mask).sum(-1),
-        "ref_KL_logps": torch.zeros(_NUM_ROWS),
+        "ref_KL_logps": torch.zeros(NUM_ROWS),
     }
     outputs = SimpleNamespace(logits=logits)
     remote = module._compute_loss(settings, lambda **_: outputs, inputs, return_outputs=False)
     loss = Kto(beta=0.7, desirable_weight=1.3, undesirable_weight=0.8)
-    local = _compute_preference_loss(loss, data=selected, is_chosen=is_desirable, kl_baseline=0.4)
+    local = compute_preference_loss(loss, data=selected, is_chosen=is_desirable, kl_baseline=0.4)
     return local, remote
 
 
@@ -222,6 +196,7 @@ def list_trl_rows() -> list[Row]:
             )
         ),
         (TRL, TRL, "dft", _compare_dft),
+        (TRL, TRL, "hinge without a reference", _compare_hinge),
         (TRL, TRL, "simpo", _compare_simpo),
         (TRL, TRL, "orpo", _compare_orpo),
         (TRL, TRL, "kto", _compare_kto),
