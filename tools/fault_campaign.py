@@ -1,6 +1,6 @@
 """Disturb training runs at random, continue them, and keep a table of the results.
 
-    python -m tools.fault_campaign [--cases 100] [--seed 0] [--jobs 2] [--restart]
+    python -m tools.fault_campaign [--cases 100] [--ray-cases 4] [--seed 0] [--jobs 2] [--restart]
 
 A case is a seed: `packages/trainer/tests/loops/faults_for_tests.py` draws its faults and settings
 and runs it. Results are stored in .temper/fault_campaign.json after each case; later calls at the
@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".temper" / "fault_campaign.json"
 RUNS = ROOT / ".temper" / "fault_campaign"
 REPORT = ROOT / "docs" / "records" / "fault_campaign.md"
+FIRST_RAY_SEED = 10_000
+"""First seed whose case runs on Ray, as in PROGRAM."""
 PROGRAM = ROOT / "packages" / "trainer" / "tests" / "loops" / "faults_for_tests.py"
 
 REPORT_HEAD = """\
@@ -41,9 +43,10 @@ are drawn from the seed. A case passes if
   shared memory, in the temporary folder, or of the lock,
 * no other command was needed.
 
-A cold case starts a new interpreter each time; the others fork one that has imported torch. The
-second fault of a case belongs to its second start. It did not happen if one start was enough,
-because the run survived the first fault or had ended before it.
+A cold case starts a new interpreter each time; the others fork one that has imported torch. Cases
+from seed 10000 on run on Ray, and are compared with the undisturbed run in one process. The second
+fault of a case belongs to its second start. It did not happen if one start was enough, because the
+run survived the first fault or had ended before it.
 """
 
 Row = Mapping[str, object]
@@ -107,7 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the missing cases; return 1 if any case failed at this commit, else 0."""
     parser = argparse.ArgumentParser(prog="tools.fault_campaign", description=__doc__)
     parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--ray-cases", type=int, default=4, help="cases on Ray, in addition")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case not on Ray")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument(
         "--restart", action="store_true", help="discard the stored cases of this commit"
@@ -115,9 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     commit = git(ROOT, "rev-parse", "HEAD").strip()
     record = Record(commit=commit) if chosen.restart else Record.load(STATE, commit=commit)
-    missing = [
-        seed for seed in range(chosen.seed, chosen.seed + chosen.cases) if seed not in record.rows
-    ]
+    seeds = (
+        *range(chosen.seed, chosen.seed + chosen.cases),
+        *range(FIRST_RAY_SEED, FIRST_RAY_SEED + chosen.ray_cases),
+    )
+    missing = [seed for seed in seeds if seed not in record.rows]
     lock = threading.Lock()
     exit_codes: list[int] = []
 

@@ -62,6 +62,10 @@ KINDS = (
     "reward process stopped",
 )
 """The everyday tests run the first case of each kind."""
+FIRST_RAY_SEED = 10_000
+"""Cases from this seed on run on Ray."""
+RAY_KINDS = ("SIGKILL", "Ray actor killed", "SIGTERM", "Ray's raylet killed")
+ON_RAY = ("runtime.kind=ray", "runtime.cpus_per_worker=0.5")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,7 @@ class Case:
     num_workers: int
     is_cold: bool
     """True if each start is a new interpreter."""
+    is_on_ray: bool = False
 
     @property
     def overrides(self) -> list[str]:
@@ -110,6 +115,7 @@ class Case:
             f"run.save_every={self.save_every}",
             f"run.save_in_background={str(self.in_background).lower()}",
             f"reward.num_workers={self.num_workers}",
+            *(ON_RAY if self.is_on_ray else ()),
         ]
 
 
@@ -133,6 +139,17 @@ class Row:
 def draw_case(seed: int) -> Case:
     """Return the case of a seed; ten consecutive seeds contain every kind once."""
     draw = random.Random(seed)
+    if seed >= FIRST_RAY_SEED:
+        kind = RAY_KINDS[seed % len(RAY_KINDS)]
+        return Case(
+            seed=seed,
+            faults=(_draw_fault(kind, draw),),
+            save_every=1,
+            in_background=draw.random() < 0.3,
+            num_workers=0,
+            is_cold=True,  # Ray does not support a driver that was forked
+            is_on_ray=True,
+        )
     kinds = [KINDS[seed % len(KINDS)]]
     if seed >= len(KINDS) and draw.random() < 0.4:
         kinds.append(draw.choice(KINDS))
@@ -148,7 +165,7 @@ def draw_case(seed: int) -> Case:
 
 def _draw_fault(kind: str, draw: random.Random) -> Fault:
     moment = draw.choice(["start", "step", "step", "save", "save"])
-    if kind == "damaged checkpoint" or kind.startswith("reward"):
+    if kind == "damaged checkpoint" or kind.startswith(("reward", "Ray")):
         moment = "step"
     delay_s = (
         draw.uniform(0, 2)
@@ -160,7 +177,7 @@ def _draw_fault(kind: str, draw: random.Random) -> Fault:
     if kind == "two processes":
         delay_s = draw.uniform(0, 1)
     # What is done to rewards needs a step that follows.
-    last = STEPS - 2 if kind.startswith("reward") else STEPS - 1
+    last = STEPS - 2 if kind.startswith(("reward", "Ray")) else STEPS - 1
     return Fault(kind=kind, moment=moment, step=draw.randint(1, last), delay_s=delay_s)
 
 
@@ -191,17 +208,24 @@ class Start:
     """One start of the program: a process that leads a session of its own."""
 
     def __init__(
-        self, folder: Path, case: Case | None, *, log: Path, max_file_bytes: int | None = None
+        self,
+        folder: Path,
+        case: Case | None,
+        *,
+        log: Path,
+        temporary: Path,
+        max_file_bytes: int | None = None,
     ) -> None:
         self.log = log
+        self._temporary = temporary
+        self._seen: dict[int, str] = {}
         self._begin = log.stat().st_size if log.exists() else 0
-        self._case_folder = folder
         overrides = [] if case is None else case.overrides
         arguments = [*_base_settings(), *SETTINGS, f"run.dir={folder / 'disk' / 'run'}", *overrides]
         # Everything the run makes is below folders of the case: nothing of other programs is
         # mistaken for a leftover.
         environment = {
-            "TMPDIR": str(folder / "tmp"),
+            "TMPDIR": str(temporary),
             "TEMPER_TEST_HANG": str(folder / "hang"),
             "PYTHONPATH": str(HERE),
             "OMP_NUM_THREADS": "1",
@@ -251,25 +275,36 @@ class Start:
         )
 
     def children(self) -> list[int]:
-        """Return the other processes of the session, or that have the case's temporary folder."""
-        mark = f"TMPDIR={self._case_folder / 'tmp'}\0".encode()
+        """Return the other processes of the session, or that have the case's temporary folder.
+
+        A process of Ray overwrites its environment with its title, so those that an earlier call
+        has seen are recognized by their start time.
+        """
+        mark = f"TMPDIR={self._temporary}\0".encode()
         pids = []
         for process in Path("/proc").glob("[0-9]*"):
             pid = int(process.name)
             try:
                 fields = (process / "stat").read_text().rpartition(")")[2].split()
                 is_of_case = (
-                    int(fields[3]) == self.pid or mark in (process / "environ").read_bytes()
+                    int(fields[3]) == self.pid
+                    or self._seen.get(pid) == fields[19]
+                    or mark in (process / "environ").read_bytes()
                 )
             except OSError:
                 continue
             if is_of_case and fields[0] not in "ZX" and pid != self.pid:
+                self._seen[pid] = fields[19]
                 pids.append(pid)
         return pids
 
     def reward_processes(self) -> list[int]:
         """Return the children that score, which are the spawned ones."""
-        return [pid for pid in self.children() if "spawn_main" in _command_line(pid)]
+        return self.children_named("spawn_main")
+
+    def children_named(self, word: str) -> list[int]:
+        """Return the children whose command line has a word."""
+        return [pid for pid in self.children() if word in _command_line(pid)]
 
 
 def _command_line(pid: int) -> str:
@@ -355,23 +390,28 @@ class CaseRunner:
     def __init__(self, case: Case, *, folder: Path, expected: list[dict[str, float]]) -> None:
         self.case, self.folder, self.expected = case, folder, expected
         self.run = folder / "disk" / "run"
+        # The names of Ray's sockets may have 107 characters.
+        self.temporary = (
+            Path(tempfile.mkdtemp(prefix="tf-", dir="/tmp")) if case.is_on_ray else folder / "tmp"
+        )
         self.draw = random.Random(f"run {case.seed}")
         self.pids: list[int] = []
         self.may_repeat = 0
         words = "; ".join(fault.when for fault in case.faults)
         settings = (
-            f"every {case.save_every}"
+            ("on Ray, " if case.is_on_ray else "")
+            + f"saves every {case.save_every}"
             + (", in background" if case.in_background else "")
             + (", cold" if case.is_cold else "")
         )
         kinds = " and ".join(fault.kind for fault in case.faults)
-        self.row = Row(seed=case.seed, fault=f"{kinds} (saves {settings})", when=words)
+        self.row = Row(seed=case.seed, fault=f"{kinds} ({settings})", when=words)
 
     def result(self) -> Row:
         """Run until the command ends by itself, and compare."""
         begin = time.monotonic()
-        for name in ("disk", "tmp"):
-            (self.folder / name).mkdir(parents=True)
+        for path in (self.folder / "disk", self.temporary):
+            path.mkdir(parents=True, exist_ok=True)
         faults = list(self.case.faults)
         has_disk = any(fault.kind == "full disk" for fault in faults)
         with small_disk(self.folder / "disk", is_enabled=has_disk) as resize:
@@ -396,7 +436,11 @@ class CaseRunner:
     def _new(self, **more: int | None) -> Start:
         self.row.starts += 1
         start = Start(
-            self.folder, self.case, log=self.folder / f"start-{self.row.starts}.log", **more
+            self.folder,
+            self.case,
+            log=self.folder / f"start-{self.row.starts}.log",
+            temporary=self.temporary,
+            **more,
         )
         self.pids.append(start.pid)
         return start
@@ -460,6 +504,10 @@ class CaseRunner:
                 start.send(self.draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGCONT]))
             case "reward process killed":
                 self._signal_reward_process(start, signal.SIGKILL)
+            case "Ray actor killed":
+                os.kill(self.draw.choice(start.children_named("ray::RoleActor")), signal.SIGKILL)
+            case "Ray's raylet killed":
+                os.kill(start.children_named("/raylet ")[0], signal.SIGKILL)
             case "reward process stopped":
                 self._signal_reward_process(start, signal.SIGSTOP)
                 self._end_silent_run(start)
@@ -499,6 +547,8 @@ class CaseRunner:
         while start.poll() is None and time.monotonic() < deadline:
             if fault.moment == "start":
                 return
+            if self.case.is_on_ray:
+                start.children()
             steps = logged_steps(self.run)
             if steps > fault.step or (fault.moment == "step" and steps == fault.step):
                 return
@@ -545,7 +595,11 @@ class CaseRunner:
         self.row.equal = logged_numbers(self.run) == self.expected
         if not self.row.equal:
             self.row.problems.append("metrics.jsonl differs from that of the undisturbed run")
-        self.row.leftovers += [f"TMPDIR/{path.name}" for path in (self.folder / "tmp").iterdir()]
+        left = [path for path in self.temporary.iterdir() if not path.name.startswith("ray-")]
+        # The folder with Ray's logs stays until the next start.
+        sessions = [path for path in self.temporary.glob("ray-*/r/*") if not path.is_symlink()]
+        left += [path for path in sessions if not path.name.endswith(f"_{self.pids[-1]}")]
+        self.row.leftovers += [f"TMPDIR/{path.relative_to(self.temporary)}" for path in left]
         shared = [path.name for path in Path("/dev/shm").glob("temper-*")]
         self.row.leftovers += [
             name for name in shared if any(f"-{pid}-" in name for pid in self.pids)
@@ -604,7 +658,7 @@ def undisturbed(folder: Path) -> list[dict[str, float]]:
     """
     for name in ("disk", "tmp"):
         (folder / name).mkdir(parents=True)
-    start = Start(folder, None, log=folder / "start.log")
+    start = Start(folder, None, log=folder / "start.log", temporary=folder / "tmp")
     if start.wait(START_LIMIT_S) != 0:
         raise RuntimeError(f"the undisturbed run failed: {start.output()[-3000:]}")
     return logged_numbers(folder / "disk" / "run")
@@ -626,11 +680,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     has_failed = False
     for seed in map(int, chosen.seeds.split(",")):
         own = folder / f"case-{seed}"
-        row = CaseRunner(draw_case(seed), folder=own, expected=expected).result()
+        runner = CaseRunner(draw_case(seed), folder=own, expected=expected)
+        row = runner.result()
         if row.problems:
             has_failed = True
         else:
             shutil.rmtree(own)
+        if runner.case.is_on_ray:
+            shutil.rmtree(runner.temporary)
         print(json.dumps(asdict(row)), flush=True)  # noqa: T201  read by the test and the campaign
     return int(has_failed)
 
