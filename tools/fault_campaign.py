@@ -119,11 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     commit = git(ROOT, "rev-parse", "HEAD").strip()
     record = Record(commit=commit) if chosen.restart else Record.load(STATE, commit=commit)
-    seeds = (
+    requested = (
         *range(chosen.seed, chosen.seed + chosen.cases),
         *range(FIRST_RAY_SEED, FIRST_RAY_SEED + chosen.ray_cases),
     )
-    missing = [seed for seed in seeds if seed not in record.rows]
+    missing = [seed for seed in requested if seed not in record.rows]
     lock = threading.Lock()
     exit_codes: list[int] = []
 
