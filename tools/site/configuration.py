@@ -303,7 +303,8 @@ def _iterate_variant_lines(
 def _iterate_table_lines(
     prefix: str, entries: list[Entry], meanings: Mapping[str, str]
 ) -> Iterator[str]:
-    yield "| key | type | default | unit | meaning |\n|---|---|---|---|---|"
+    # The stylesheet keeps the last column in sight.
+    yield "| key | type | default | unit | meaning {: .meaning } |\n|---|---|---|---|---|"
     for entry in entries:
         default = f"`{format_value(entry.default)}`" if entry.has_default else "must be set"
         kind = describe_type(entry.annotation)
