@@ -43,6 +43,60 @@ class KeptAdapter(StrEnum):
     KEEP = "keep"
 
 
+Directory = Annotated[
+    Path,
+    typer.Argument(help="A run, a step (global_step_N) or a role (actor, critic) directory."),
+]
+TargetFormat = Annotated[
+    To,
+    typer.Option(
+        "--to", help="hf: safetensors. peft: the adapter alone. temper: resumable by an engine."
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option(help="A new directory; several roles get a folder each in it.")
+]
+Step = Annotated[int | None, typer.Option(help="Step of a run; the tracker's by default.")]
+RoleName = Annotated[str | None, typer.Option(help="Only this role.")]
+ConfigFolder = Annotated[
+    Path | None,
+    typer.Option(help="Folder with the model's config.json, where the checkpoint has none."),
+]
+BaseModel = Annotated[
+    Path | None, typer.Option(help="Base model's folder, for checkpoints of an adapter alone.")
+]
+LoraAlpha = Annotated[
+    float | None, typer.Option(help="The adapter's alpha, where no file says it.")
+]
+NumUpdates = Annotated[
+    int | None,
+    typer.Option(min=1, help="temper: updates that were made, where no optimizer file says it."),
+]
+PartialAdapter = Annotated[bool, typer.Option(help="Convert an adapter of which layers are lost.")]
+AdapterTreatment = Annotated[
+    KeptAdapter,
+    typer.Option(help="hf: add the adapter to the weights, or keep it beside them."),
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; kept as it is by default.")
+]
+MaxShardSize = Annotated[float, typer.Option(help="Of one safetensors file, in GB.")]
+Strict = Annotated[bool, typer.Option(help="NaN and infinity are errors.")]
+VerifyNames = Annotated[
+    bool, typer.Option(help="Compare names and shapes with transformers' model.")
+]
+VerifyLogits = Annotated[
+    bool, typer.Option(help="Load the output with transformers and compare logits.")
+]
+OnlyCheck = Annotated[
+    bool,
+    typer.Option(
+        "--check", help="Say what is there and whether it can be converted; write nothing."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print receipts as JSON.")]
+
+
 def register(app: typer.Typer) -> None:
     """Add the sub-commands."""
     app.command("checkpoint")(checkpoint)
@@ -50,64 +104,24 @@ def register(app: typer.Typer) -> None:
 
 
 def checkpoint(
-    directory: Annotated[
-        Path,
-        typer.Argument(help="A run, a step (global_step_N) or a role (actor, critic) directory."),
-    ],
-    to: Annotated[
-        To,
-        typer.Option(
-            "--to", help="hf: safetensors. peft: the adapter alone. temper: resumable by an engine."
-        ),
-    ] = To.HF,
-    out: Annotated[
-        Path | None, typer.Option(help="A new directory; several roles get a folder each in it.")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Step of a run; the tracker's by default.")
-    ] = None,
-    role: Annotated[str | None, typer.Option(help="Only this role.")] = None,
-    hf_config: Annotated[
-        Path | None,
-        typer.Option(help="Folder with the model's config.json, where the checkpoint has none."),
-    ] = None,
-    base_model: Annotated[
-        Path | None, typer.Option(help="Base model's folder, for checkpoints of an adapter alone.")
-    ] = None,
-    lora_alpha: Annotated[
-        float | None, typer.Option(help="The adapter's alpha, where no file says it.")
-    ] = None,
-    num_updates: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="temper: updates that were made, where no optimizer file says it."
-        ),
-    ] = None,
-    partial_adapter: Annotated[
-        bool, typer.Option(help="Convert an adapter of which layers are lost.")
-    ] = False,
-    adapter: Annotated[
-        KeptAdapter,
-        typer.Option(help="hf: add the adapter to the weights, or keep it beside them."),
-    ] = KeptAdapter.MERGE,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; kept as it is by default.")
-    ] = None,
-    max_shard_size: Annotated[float, typer.Option(help="Of one safetensors file, in GB.")] = 5.0,
-    strict: Annotated[bool, typer.Option(help="NaN and infinity are errors.")] = False,
-    verify_names: Annotated[
-        bool, typer.Option(help="Compare names and shapes with transformers' model.")
-    ] = True,
-    verify_logits: Annotated[
-        bool, typer.Option(help="Load the output with transformers and compare logits.")
-    ] = False,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Say what is there and whether it can be converted; write nothing."
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print receipts as JSON.")] = False,
+    directory: Directory,
+    to: TargetFormat = To.HF,
+    out: Output = None,
+    step: Step = None,
+    role: RoleName = None,
+    hf_config: ConfigFolder = None,
+    base_model: BaseModel = None,
+    lora_alpha: LoraAlpha = None,
+    num_updates: NumUpdates = None,
+    partial_adapter: PartialAdapter = False,
+    adapter: AdapterTreatment = KeptAdapter.MERGE,
+    dtype: Dtype = None,
+    max_shard_size: MaxShardSize = 5.0,
+    strict: Strict = False,
+    verify_names: VerifyNames = True,
+    verify_logits: VerifyLogits = False,
+    check: OnlyCheck = False,
+    as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint of an older system.
 
@@ -119,8 +133,7 @@ def checkpoint(
     from temper_legacy_shim.checkpoints.model import Sources
     from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
 
-    if not math.isfinite(max_shard_size):
-        raise UsageError(f"--max-shard-size is {max_shard_size}, but must be a number of GB.")
+    _reject_useless(to=to, num_updates=num_updates, max_shard_size=max_shard_size)
     options = Options(
         target=to.value,
         dtype=dtype,
@@ -130,11 +143,6 @@ def checkpoint(
         checks_names=verify_names,
         verifies_logits=verify_logits,
     )
-    if num_updates is not None and to != To.TEMPER:
-        raise UsageError(
-            f"--num-updates has no effect with --to {to}, which writes no optimizer state: leave "
-            "it out."
-        )
     sources = Sources(
         hf_config=hf_config,
         base_model=base_model,
@@ -142,22 +150,15 @@ def checkpoint(
         accepts_partial_adapter=partial_adapter,
         num_updates=num_updates,
     )
+    _reject_urls(directory, out)
+    # Standard output has nothing but the JSON, so that a program can parse it.
     console = Console(stderr=as_json, highlight=False)
-    _check_is_local(
-        directory, "old checkpoints are read from a disk: download it first, or mount the store."
-    )
-    if out is not None:
-        _check_is_local(out, "an --out is written to a disk: give a folder, and upload that.")
     if check:
-        _check(
-            directory,
-            step=step,
-            role=role,
-            options=options,
-            sources=sources,
-            as_json=as_json,
-            console=console,
-        )
+        results = _check(directory, step, role, options, sources, console=console)
+        if as_json:
+            typer.echo(json.dumps(results, indent=1))
+        if not all(result["ok"] for result in results):
+            raise typer.Exit(1)
         return
     if out is None:
         raise typer.BadParameter(
@@ -167,6 +168,32 @@ def checkpoint(
     receipts = _convert_all(jobs, options, sources, console=console)
     if as_json:
         typer.echo(json.dumps([asdict(receipt) for receipt in receipts], indent=1))
+
+
+def _reject_useless(*, to: To, num_updates: int | None, max_shard_size: float) -> None:
+    """Reject values of options that have no meaning.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if not math.isfinite(max_shard_size):
+        raise UsageError(f"--max-shard-size is {max_shard_size}, but must be a number of GB.")
+    if num_updates is not None and to != To.TEMPER:
+        raise UsageError(
+            f"--num-updates has no effect with --to {to}, which writes no optimizer state: leave "
+            "it out."
+        )
+
+
+def _reject_urls(directory: Path, out: Path | None) -> None:
+    # `Path` drops the second slash, so that `s3://bucket/run` would be a folder `s3:` that is
+    # missing, or one that is made.
+    for path, expected in (
+        (directory, "old checkpoints are read from a disk: download it first, or mount the store."),
+        (out, "an --out is written to a disk: give a folder, and upload that."),
+    ):
+        if _URL.match(str(path)):
+            raise UsageError(f"{path} is a URL, but {expected}")
 
 
 def _convert_all(
@@ -255,11 +282,6 @@ def _converted_in(directory: Path) -> list[Path]:
     return matches
 
 
-def _check_is_local(path: Path, expected: str) -> None:
-    if _URL.match(str(path)):
-        raise UsageError(f"{path} is a URL, but {expected}")
-
-
 def _require_extra() -> None:
     try:
         import blake3  # noqa: F401
@@ -320,17 +342,17 @@ def _account(model: "OldModel", options: "Options") -> _Account:
 
 def _check(
     directory: Path,
-    *,
     step: int | None,
     role: str | None,
     options: "Options",
     sources: "Sources",
-    as_json: bool,
+    *,
     console: "Console",
-) -> None:
+) -> list[dict[str, object]]:
     """Print the layout of every role, and if it can be converted.
 
-    Exit code 1 if a decision is needed.
+    Returns:
+        An object for each role. ``ok`` is False if a decision is needed, which is in ``problem``.
     """
     from temper_legacy_shim.checkpoints.layouts import find_roles
     from temper_legacy_shim.checkpoints.model import read_model
@@ -357,10 +379,7 @@ def _check(
         ):
             for sentence in sentences:
                 console.print(f"{title}: {sentence}", markup=False)
-    if as_json:
-        typer.echo(json.dumps(results, indent=1))
-    if not all(result["ok"] for result in results):
-        raise typer.Exit(1)
+    return results
 
 
 def _with_progress(
