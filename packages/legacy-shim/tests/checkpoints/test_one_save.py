@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from old_files import write_fsdp
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from temper_legacy_shim.checkpoints import Options, convert, find_roles, plan_jobs
+from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 from temper_legacy_shim.checkpoints.model import OldModel, Sources, read_model
-from temper_legacy_shim.errors import DamagedFileError, UsageError
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 
 TARGETS = ("hf", "temper")
 
@@ -377,3 +379,72 @@ def test_another_number_of_ranks_in_fsdp_config_is_refused(
     with pytest.raises(DamagedFileError, match="says 4 ranks, but the files are of 2"):
         _convert(role, target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# Copies of the same weights in one role directory
+
+
+def _shift(path: Path, name: str) -> None:
+    tensors = load_file(path)
+    tensors[name] = tensors[name] + 0.5
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_exported_model_of_another_step_is_refused(
+    target: str, copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    role = copied("v0.5.0_fsdp2-actor-untied-hfmodel_ws2")
+    _shift(role / "huggingface/model.safetensors", "model.norm.weight")
+    with pytest.raises(
+        DamagedFileError, match=r"huggingface holds another model.norm.weight than .*rank_0.pt"
+    ):
+        _convert(role, target, tmp_path / "out")
+
+
+def test_exported_model_in_a_lower_precision_is_the_same_model(
+    copied: Callable[[str], Path],
+) -> None:
+    role = copied("v0.5.0_fsdp2-actor-untied-hfmodel_ws2")
+    path = role / "huggingface/model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
+    assert _read(role).notes == ()
+
+
+def test_exported_model_that_is_damaged_is_noted(copied: Callable[[str], Path]) -> None:
+    role = copied("v0.5.0_fsdp2-actor-untied-hfmodel_ws2")
+    (role / "huggingface/model.safetensors").write_bytes(b"\0" * 8)
+    (note,) = _read(role).notes
+    assert "huggingface was not compared with the ranks' files" in note
+
+
+def test_exported_adapter_of_another_step_is_refused(copied: Callable[[str], Path]) -> None:
+    role = copied("v0.7.1_fsdp1-lora_ws2")
+    path = role / "lora_adapter/adapter_model.safetensors"
+    name = sorted(load_file(path))[0]
+    _shift(path, name)
+    with pytest.raises(DamagedFileError, match=r"lora_adapter holds another .*down_proj.lora_A"):
+        _read(role)
+
+
+def test_swapped_tensor_ranks_are_refused_next_to_an_exported_model(tmp_path: Path) -> None:
+    pairs = [("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_00_001", "mp_rank_01_001")]
+    sound = _read(_write_megatron(tmp_path / "sound", is_tied=False))
+    role = _write_megatron(tmp_path / "actor", is_tied=False, order=_swapped(*pairs))
+    _read(role)  # nothing else shows it
+    (role / "huggingface").mkdir()
+    save_file(
+        {name: as_torch(tensor) for name, tensor in sound.weights.items()},
+        role / "huggingface/model.safetensors",
+    )
+    with pytest.raises(DamagedFileError, match=r"huggingface holds another .*weight than .*model"):
+        _read(role)
+
+
+@pytest.mark.parametrize("other", ["dist_ckpt", "model/dist_ckpt"])
+def test_files_of_two_layouts_are_refused(tmp_path: Path, other: str) -> None:
+    role = _write_megatron(tmp_path / "actor", is_tied=False)
+    (role / other).mkdir(parents=True)
+    (role / other / ".metadata").write_bytes(b"")
+    with pytest.raises(LayoutError, match=rf"holds weights in model/mp_rank_\* and {other}"):
+        _read(role)

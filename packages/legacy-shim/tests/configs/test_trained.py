@@ -317,7 +317,8 @@ def test_resumed_run_keeps_the_base_model_as_reference(
         trained.lm_head.weight.mul_(3)
     actor = tmp_path / "old/global_step_2/actor"
     write_fsdp(actor, trained.state_dict())
-    shutil.copytree(old_project / "model", actor / "huggingface")
+    without = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(old_project / "model", actor / "huggingface", ignore=without)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["checkpoint", "old", "--to", "temper", "--out", "resumed"])
     assert result.exit_code == 0, result.output

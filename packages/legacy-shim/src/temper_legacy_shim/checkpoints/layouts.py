@@ -235,6 +235,7 @@ def _role_at(path: Path) -> Role | None:
         for name in ("optimizer/dist_ckpt", "extra/dist_ckpt")
         if (path / name / ".metadata").is_file()
     )
+    _check_one_layout(path, has_fsdp="model" in fsdp, has_ranks=bool(ranks), dist=dist)
     if "model" in fsdp:
         kind, world = Kind.FSDP, len(fsdp["model"])
     elif ranks:
@@ -269,6 +270,20 @@ def _role_at(path: Path) -> Role | None:
         version=version,
         reasons=reasons,
     )
+
+
+def _check_one_layout(
+    path: Path, *, has_fsdp: bool, has_ranks: bool, dist: tuple[Path, ...]
+) -> None:
+    """Reject weights in two layouts, of which no release writes more than one for a role."""
+    layouts = ["model_world_size_*_rank_*.pt"] if has_fsdp else []
+    layouts += ["model/mp_rank_*"] if has_ranks else []
+    layouts += [str(folder.relative_to(path)) for folder in dist]
+    if len(layouts) > 1:
+        raise LayoutError(
+            f"{path} holds weights in {' and '.join(layouts)}: move those of the older save "
+            "elsewhere."
+        )
 
 
 def _fsdp_files(path: Path) -> dict[str, dict[int, Path]]:

@@ -16,8 +16,8 @@ from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, read_all
 from temper_legacy_shim.checkpoints.files.sharded import is_equal
 from temper_legacy_shim.checkpoints.huggingface import model_directory
 from temper_legacy_shim.checkpoints.layouts import Kind, Role, check_own, read_object
-from temper_legacy_shim.checkpoints.one_save import check_one_save
-from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
+from temper_legacy_shim.checkpoints.one_save import check_copy, check_one_save
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, ShimError, UsageError
 
 LANGUAGE_HEAD = "lm_head.weight"
 CLASSIFIER = "classifier"
@@ -103,6 +103,7 @@ def read_model(role: Role, sources: Sources) -> OldModel:
     notes = [*check_one_save(role)]
     config, folder = _config(role, sources)
     raw, adapter = _weights_and_adapter(role, sources, config=config, folder=folder)
+    notes += _compare_exports(role, raw, adapter)
     if adapter is not None:
         adapter = adapters.with_alpha(adapter, role, given=sources.lora_alpha)
         adapter = adapters.around(adapter, model_type=(config or {}).get("model_type"))
@@ -236,6 +237,52 @@ def _weights_and_adapter(
         base = model_directory.read_weights(weights_in) if weights_in else {}
         return base, _exported_adapter(role)
     return _megatron(role, sources, config=config, folder=folder)
+
+
+def _compare_exports(
+    role: Role, weights: Mapping[str, LazyTensor], adapter: Adapter | None
+) -> list[str]:
+    """Compare what the ranks' files hold with an exported model or adapter next to them.
+
+    Returns:
+        A note for each export that cannot be read: nothing else needs it.
+
+    Raises:
+        DamagedFileError: they differ, so that they are of different steps.
+    """
+    if role.kind == Kind.HUGGINGFACE:
+        return []
+    if role.kind == Kind.FSDP:
+        files = next(iter(role.fsdp_files["model"].values()))
+    else:
+        files = role.dist_folders[0] if role.dist_folders else role.path / "model"
+    notes = []
+    # An export of a model with an adapter may have it merged.
+    exports = () if adapter is not None else _weight_folders(role)
+    for folder in filter(model_directory.has_weights, exports):
+        try:
+            copy = model_directory.read_weights(folder)
+        except ShimError as error:
+            notes.append(f"{folder} was not compared with the ranks' files: {error}")
+            continue
+        check_copy(weights, copy, folder=folder, files=files)
+    if adapter is not None and role.kind == Kind.FSDP:
+        folder = role.path / "lora_adapter"
+        try:
+            exported = _exported_adapter(role)
+        except ShimError as error:
+            return [*notes, f"{folder} was not compared with the ranks' files: {error}"]
+        if exported is not None:
+            check_copy(_halves(adapter), _halves(exported), folder=folder, files=files)
+    return notes
+
+
+def _halves(adapter: Adapter) -> dict[str, LazyTensor]:
+    return {
+        f"{module}.lora_{side}": tensor
+        for module, pair in adapter.pairs.items()
+        for side, tensor in (("A", pair.down), ("B", pair.up))
+    }
 
 
 def _weight_folders(role: Role) -> tuple[Path, ...]:

@@ -10,7 +10,12 @@ the page about checkpoints.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from temper_legacy_shim.checkpoints.files.archive import Archive
+from temper_legacy_shim.checkpoints.files.dtypes import to_float32
+from temper_legacy_shim.checkpoints.files.lazy import Cast, LazyTensor, num_rows
+from temper_legacy_shim.checkpoints.files.sharded import num_compared_rows
 from temper_legacy_shim.checkpoints.layouts import Role, read_object
 from temper_legacy_shim.checkpoints.rank_files import RankCounts, read_counts
 from temper_legacy_shim.errors import DamagedFileError
@@ -118,3 +123,49 @@ def _last_epoch(path: Path) -> int | None:
     schedule = value.get("lr_scheduler") if isinstance(value, dict) else None
     epoch = schedule.get("last_epoch") if isinstance(schedule, dict) else None
     return epoch if isinstance(epoch, int) else None
+
+
+def check_copy(
+    tensors: Mapping[str, LazyTensor],
+    copy: Mapping[str, LazyTensor],
+    *,
+    folder: Path,
+    files: Path,
+) -> None:
+    """Compare tensors with a second copy of them, such as an exported model next to the ranks.
+
+    The first rows of each tensor in both are compared, in the lower of the two precisions.
+
+    Args:
+        tensors: of the ranks' files.
+        copy: under the same names.
+        folder: of the copy, for errors.
+        files: one of the ranks' files or their folder, for errors.
+
+    Raises:
+        DamagedFileError: a tensor differs.
+    """
+    for name in sorted(tensors.keys() & copy.keys()):
+        if not _begins_equal(tensors[name], copy[name]):
+            raise DamagedFileError(
+                f"{folder} holds another {name} than {files}: they are not of one save; move the "
+                "one of another step elsewhere."
+            )
+
+
+def _begins_equal(one: LazyTensor, other: LazyTensor) -> bool:
+    # Megatron pads the vocabulary, so that the number of rows may differ.
+    if one.shape[1:] != other.shape[1:] or len(one.shape) != len(other.shape):
+        return False
+    if not (one.dtype.is_float and other.dtype.is_float):
+        return True
+    rows = min(num_rows(one.shape), num_rows(other.shape), num_compared_rows(one))
+    # bfloat16 and float16 round differently, so neither can be found from the other.
+    if one.dtype != other.dtype and one.dtype.num_bytes == other.dtype.num_bytes:
+        return True
+    lower = min(one.dtype, other.dtype, key=lambda dtype: dtype.num_bytes)
+    first, second = (
+        to_float32((tensor if tensor.dtype == lower else Cast(tensor, lower)).read(0, rows), lower)
+        for tensor in (one, other)
+    )
+    return np.array_equal(first, second, equal_nan=True)

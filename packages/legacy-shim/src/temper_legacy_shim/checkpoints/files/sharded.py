@@ -25,8 +25,8 @@ _COMPARED_BYTES = 1 << 20
 """Buffers of this size are compared over ranks; to compare whole models would read every rank's
 file.
 """
-_REPLICA_BYTES = 1 << 16
-"""First bytes of a shard that are compared with those of hybrid sharding's other replicas."""
+_COPY_BYTES = 1 << 16
+"""First bytes of a tensor that are compared with those of its copies."""
 
 
 def assemble(key: str, entries: Mapping[int, Entry], *, where: str) -> LazyTensor:
@@ -114,12 +114,7 @@ def check_replica(key: str, entries: Mapping[int, LazyTensor], *, where: str) ->
         DamagedFileError: they differ, so the ranks are of different steps.
     """
     (first_rank, first), (rank, entry) = entries.items()
-    # An update changes nearly all elements, so a few suffice; all of them would double what is
-    # read.
-    rows = min(
-        num_rows(first.shape),
-        max(1, _REPLICA_BYTES * num_rows(first.shape) // max(1, num_bytes(first))),
-    )
+    rows = num_compared_rows(first)
     if (
         first.shape != entry.shape
         or first.dtype != entry.dtype
@@ -129,6 +124,15 @@ def check_replica(key: str, entries: Mapping[int, LazyTensor], *, where: str) ->
             f"{where}: {key} differs between ranks {first_rank} and {rank}, which hold the same "
             "shard: the files are not of one save."
         )
+
+
+def num_compared_rows(tensor: LazyTensor) -> int:
+    """Return how many of a tensor's first rows are compared with those of a copy.
+
+    An update changes nearly all elements, so a few suffice; all of them would double what is read.
+    """
+    rows = num_rows(tensor.shape)
+    return min(rows, max(1, _COPY_BYTES * rows // max(1, num_bytes(tensor))))
 
 
 def _from_mesh(key: str, entries: Mapping[int, Distributed], *, where: str) -> LazyTensor:
