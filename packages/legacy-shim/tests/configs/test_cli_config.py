@@ -87,12 +87,17 @@ def test_nothing_is_overwritten(old: Path, tmp_path: Path) -> None:
     assert out.read_text() == "mine"
 
 
-def test_the_report_for_machines_has_one_row_for_each_token(old: Path) -> None:
+def test_report_for_machines_has_one_row_for_each_value_of_the_file_and_each_token(
+    old: Path,
+) -> None:
     code, text = invoke("config", old, "+fork.key=1", "--json")
     (report,) = json.loads(text)
     assert code == report["exit_code"] == 10
     assert report["schema"] == "temper-migrate/config/1"
-    assert [token["disposition"] for token in report["tokens"]] == ["unmapped"]
+    rows = {token["key"]: (token["index"], token["disposition"]) for token in report["tokens"]}
+    assert rows["data.train_files"] == (-1, "moved")
+    assert rows["fork.key"] == (0, "unmapped")
+    assert len(rows) == len(report["tokens"]) == 8
     assert report["unmapped"] == {"fork.key": 1}
 
 

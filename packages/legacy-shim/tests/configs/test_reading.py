@@ -10,9 +10,13 @@ pytest.importorskip("hydra", reason="needs Hydra, which temper-trainer brings, t
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from temper_legacy_shim.configs import Outcome, translate
+from temper_legacy_shim.configs.mapping.rules import rules
 from temper_legacy_shim.configs.reading.composition import old_config
+from temper_legacy_shim.configs.reading.config_files import read_old_file
 from temper_legacy_shim.configs.reading.config_values import Plain, read_overrides
 from temper_legacy_shim.configs.reading.trees import (
     default_tree,
@@ -20,10 +24,11 @@ from temper_legacy_shim.configs.reading.trees import (
     known_version,
     versions,
 )
-from temper_legacy_shim.configs.report import yaml_of
-from temper_legacy_shim.errors import UsageError
+from temper_legacy_shim.configs.report import summary_lines, yaml_of
+from temper_legacy_shim.errors import DamagedFileError, UsageError
 
 from .conftest import BASE, rules_found, translated, values
+from .examples import BASES, example_of
 
 MISSING = ("tool_config", "inference.name")
 """Interpolations of a value that must be given (???), or of a block as one value.
@@ -302,3 +307,71 @@ def test_a_dump_keeps_what_its_run_had_changed(facts: Path) -> None:
     )
     assert "images" not in rules_found(text, "person")
     assert (values(text)["algorithm.group_size"], values(text)["sampling.max_tokens"]) == (8, 2048)
+
+
+def test_values_of_a_file_are_accounted_for_like_overrides() -> None:
+    """Every example of the table of rules, given as a file and as overrides."""
+    num_compared = 0
+    for rule in rules():
+        example = example_of(rule)
+        tokens = read_overrides(example.tokens)
+        keys = {token.key for token in tokens}
+        if any(token.kind != "set" or token.prefix for token in tokens) or len(keys) < len(tokens):
+            continue
+        if any(key.startswith(f"{other}.") for key in keys for other in keys):
+            continue
+        given = [t for t in BASES.get(example.entry, BASE) if t.partition("=")[0] not in keys]
+        version = None if example.release == "-" else example.release
+        base = nested({token.key: token.value for token in tokens})
+        as_file = translate(given, entry=example.entry, version=version, base=base)
+        as_tokens = translate([*given, *example.tokens], entry=example.entry, version=version)
+        disposition = {token.key: token.disposition for token in as_tokens.tokens}
+        for token in as_file.tokens:
+            if token.index < 0:  # a value of the release's own is none of the user's
+                assert disposition[token.key] == token.disposition, (rule.id, token)
+                num_compared += 1
+    assert num_compared > 200
+
+
+def test_value_of_a_file_that_is_dropped_has_the_hazard_of_an_override() -> None:
+    base: dict[str, Plain] = {"actor_rollout_ref": {"rollout": {"quantization": "fp8"}}}
+    result = translate(BASE, entry="verl.trainer.main_ppo", version="v0.7.0", base=base)
+    token = next(token for token in result.tokens if token.index < 0)
+    assert (token.text, token.disposition) == (
+        "actor_rollout_ref.rollout.quantization=fp8",
+        "dropped",
+    )
+    assert any(
+        "quantization=fp8 has no counterpart" in finding.message
+        for finding in result.findings
+        if finding.level == "hazard"
+    )
+
+
+def test_values_of_a_file_that_are_the_defaults_are_not_listed() -> None:
+    base: dict[str, Plain] = {"actor_rollout_ref": {"actor": {"clip_ratio": 0.2, "ppo_epochs": 2}}}
+    result = translate(BASE, entry="verl.trainer.main_ppo", version="v0.7.0", base=base)
+    keys = [token.key for token in result.tokens if token.index < 0]
+    assert keys == ["actor_rollout_ref.actor.ppo_epochs"]
+    num_settings = len(BASE) + 1
+    first = summary_lines([result], next_step="")[0]
+    assert first == f"translated: {num_settings} of {num_settings} settings"
+
+
+def test_key_that_is_twice_in_a_file_is_refused_as_by_omegaconf(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("data: {train_batch_size: 64}\ntrainer: {nnodes: 1}\ndata: {seed: 1}\n")
+    with pytest.raises(YAMLError, match="found duplicate key data"):
+        OmegaConf.load(path)
+    with pytest.raises(DamagedFileError, match=r"the key data is there twice.* line 3"):
+        read_old_file(path)
+
+
+def test_keys_of_a_merged_mapping_may_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text(
+        "x: &x {total_epochs: 3, nnodes: 1}\ntrainer: {<<: *x, nnodes: 2}\n"
+        "critic: {cliprange_value: 0.5}\n"
+    )
+    assert read_old_file(path).values["trainer"] == {"total_epochs": 3, "nnodes": 2}
+    assert OmegaConf.load(path).trainer == {"total_epochs": 3, "nnodes": 2}

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rules import Rule, find_rule, is_block
 from temper_legacy_shim.configs.reading.config_values import (
+    FROM_FILE,
     Override,
     Plain,
     flatten,
@@ -274,12 +275,21 @@ def report_tokens(
     draft: Draft, tokens: Sequence[Override], *, program: Program
 ) -> tuple[TokenReport, ...]:
     """Return one report for each token, in order."""
-    carried: dict[int, list[str]] = {}
+    carried: dict[int | str, list[str]] = {}
     for setting in draft.settings.values():
         for index in setting.sources:
             carried.setdefault(index, []).append(setting.key)
+        if not setting.is_pinned:
+            for key in setting.old_keys:
+                carried.setdefault(key, []).append(setting.key)
     return tuple(
-        _report(draft, token, program=program, new_keys=tuple(carried.get(token.index, ())))
+        _report(
+            draft,
+            token,
+            program=program,
+            # Values of a file share one index, so their keys find the settings.
+            new_keys=tuple(carried.get(token.key if token.index == FROM_FILE else token.index, ())),
+        )
         for token in tokens
     )
 

@@ -33,9 +33,11 @@ from temper_legacy_shim.configs.reading.composition import (
     old_config,
 )
 from temper_legacy_shim.configs.reading.config_values import (
+    FROM_FILE,
     Override,
     Plain,
     flatten,
+    hydra_text,
     read_overrides,
 )
 from temper_legacy_shim.configs.reading.entry_points import GROUPS, Launch, Program, launch_of
@@ -129,8 +131,9 @@ def translate(
     )
     unmapped = _unmapped(draft, tokens, launch.program)
     _refusals(draft, tokens, unmapped)
-    reports = report_tokens(draft, tokens, program=launch.program)
-    _losses(draft, tokens, reports)
+    listed = [*_set_in_file(draft.old), *tokens]
+    reports = report_tokens(draft, listed, program=launch.program)
+    _losses(draft, listed, reports)
     return Translation(
         source=source,
         settings=_written(draft),
@@ -180,7 +183,7 @@ def _compose(
     defaults = composed_tree(version, launch.family, launch.configs)
     old = old_config(version=version, family=launch.family, entry=launch.entry, defaults=defaults)
     for key, value in given.items():
-        assign(old, key, value, -1)
+        assign(old, key, value, FROM_FILE)
     forget_defaults(old)
     compose(old, [token for token in tokens if token.key not in GROUPS])
     return old
@@ -253,6 +256,24 @@ def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dic
         is_what = "stands for a block of keys" if is_block(key) else "is a key of no release"
         draft.find("unmapped", key, value=value, is_what=is_what, what=what)
     return result
+
+
+def _set_in_file(old: OldConfig) -> list[Override]:
+    """Return the values of the user's own file that no token replaces, as tokens of index -1.
+
+    Those that equal the release's defaults are left out: a dump repeats all of them.
+    """
+    return [
+        Override(
+            index=FROM_FILE,
+            text=f"{key}={hydra_text(old.tree[key])}",
+            kind="set",
+            key=key,
+            value=old.tree[key],
+        )
+        for key, index in old.origin.items()
+        if index == FROM_FILE
+    ]
 
 
 def _losses(draft: Draft, tokens: Sequence[Override], reports: Sequence[TokenReport]) -> None:

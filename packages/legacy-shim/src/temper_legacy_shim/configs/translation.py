@@ -86,6 +86,7 @@ class TokenReport:
     """Result of one old token."""
 
     index: int
+    """Its place among the tokens; -1 for a value of the user's own file."""
     text: str
     key: str
     """The old key; empty where it is no override."""

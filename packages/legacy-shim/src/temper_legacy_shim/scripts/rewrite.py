@@ -260,12 +260,17 @@ def _lines(text: str, each: TranslatedLaunch, argument: NewArgument, seen: set[i
 def _dropped_lines(text: str, each: TranslatedLaunch, seen: set[int]) -> list[str]:
     """Return the old tokens that have no successor, with their comments, as comments."""
     out = []
+    own = each.own_config.name if each.own_config is not None else ""
     for token in each.translation.tokens:
         if (
             token.disposition not in _DROPPED
             or token.new_keys
             or token.index >= len(each.launch.overrides)
         ):
+            continue
+        reason = " ".join(each.readable(token.reason).split())
+        if token.index < 0:
+            out.append(f"    # {token.text} ({own}): {token.disposition}. {reason}".rstrip())
             continue
         override = each.launch.overrides[token.index]
         comments = (
@@ -274,7 +279,6 @@ def _dropped_lines(text: str, each: TranslatedLaunch, seen: set[int]) -> list[st
             else None
         )
         out += [f"    {line}" for line in comments.above] if comments else []
-        reason = " ".join(each.readable(token.reason).split())
         kept = f" ({comments.extra.lstrip('# ')})" if comments and comments.extra else ""
         out.append(
             f"    # {' '.join(override.source.split())}{kept}: "

@@ -5,9 +5,10 @@ a folder.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from temper_legacy_shim.configs.mapping.builder import Numerics
 from temper_legacy_shim.configs.reading.config_values import Plain, flatten
@@ -167,6 +168,8 @@ def _foreign_reason(old: OldFile) -> str:
         return f"is a configuration of {system} and not of verl, so nothing of it is translated."
     if old.entry or old.parts or old.missing or old.overrides or "actor_rollout_ref" in old.values:
         return ""
+    if not old.values:
+        return "is empty: give the configuration that the old run was started with."
     num_known, num_keys = num_known_keys(old.values)
     # Any system may have a key such as trainer.project_name, and forks of verl add keys. Where most
     # keys are unknown, the defaults of verl would decide the run.
@@ -222,9 +225,25 @@ def entry_of(base: str) -> str:
 def _load(path: Path) -> dict[str, Plain] | list[str]:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is twice in a mapping, as OmegaConf's loader does."""
+
+        def construct_mapping(
+            self, node: yaml.MappingNode, deep: bool = False
+        ) -> dict[Hashable, Any]:
+            seen = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if (key.tag, key.value) in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value} is there twice, which the old system refused",
+                        problem_mark=key.start_mark,
+                    )
+                seen.add((key.tag, key.value))
+            return super().construct_mapping(node, deep=deep)
+
     try:
         text = path.read_text(encoding="utf-8")
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, Loader)  # noqa: S506 (a SafeLoader)
     except yaml.YAMLError as error:
         raise DamagedFileError(
             f"{path} is not YAML: {' '.join(str(error).split())}. Fix it there."

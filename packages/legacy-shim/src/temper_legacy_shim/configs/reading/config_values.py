@@ -319,12 +319,16 @@ _FLAG = re.compile(
 _TAKES_VALUE = ("config-name", "cn", "config-path", "cp", "config-dir", "cd", "cfg", "package")
 
 
+FROM_FILE = -1
+"""Index of values that are in the user's own file and not among the tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
     """One token."""
 
     index: int
-    """Its place among the tokens."""
+    """Its place among the tokens; ``FROM_FILE`` for a value of the user's own file."""
     text: str
     kind: Literal["set", "flag", "rest", "unreadable"]
     """set: an override of Hydra; flag: an option of Hydra's own; rest: the shell's remaining
