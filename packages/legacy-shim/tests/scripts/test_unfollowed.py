@@ -260,3 +260,64 @@ def test_arguments_that_xargs_adds_are_a_question() -> None:
     assert entries(migration) == ["verl.trainer.main_ppo"]
     assert migration.outcome is Outcome.PERSON
     assert "xargs" in " ".join(migration.unfollowed)
+
+
+PYTHON = (
+    "from verl.trainer.main_ppo import main\n\nmain()\n",
+    "import subprocess\n\nsubprocess.run(['python3', '-m', 'verl.trainer.main_ppo'])\n",
+)
+
+
+@pytest.mark.parametrize("content", PYTHON)
+@pytest.mark.parametrize(
+    "command",
+    ["python3 train.py", "torchrun --nproc_per_node=8 ./train.py --lr 1", "srun python -m train"],
+)
+def test_sibling_python_file_is_looked_into(tmp_path: Path, content: str, command: str) -> None:
+    (tmp_path / "train.py").write_text(content)
+    migration = migrate_script(f"{command}\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PERSON
+    assert "line 1: train.py uses verl.trainer.main_ppo" in persons(migration)[0].replace("./", "")
+
+
+def test_python_file_that_prepares_data_is_no_trainer(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(
+        "# for verl.trainer.main_ppo\nfrom verl.utils.hdfs_io import copy\n"
+    )
+    assert migrate_script("python3 data.py\n", folder=tmp_path).outcome is Outcome.CLEAN
+
+
+@pytest.mark.parametrize(
+    "command", ["base64 -d job.txt | bash", "ssh node < commands.txt bash -s", "wandb agent me/p/x"]
+)
+def test_commands_that_only_a_run_knows_are_reported(tmp_path: Path, command: str) -> None:
+    migration = migrate_script(f"{command}\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PINNED
+    assert "line 1: " in remarks(migration)[0]
+    assert remarks(migration)[0].endswith("commands that are not in this script")
+
+
+@pytest.mark.parametrize("before", ["mapfile -t EXTRA < args.txt", "read -ra EXTRA < args.txt"])
+def test_array_that_only_a_run_knows_is_passed_on_with_all_elements(before: str) -> None:
+    migration = migrate_script(f'{before}\npython3 -m own.train {RUN} "${{EXTRA[@]}}"\n')
+    assert migration.script is not None
+    assert 'temper-train "${temper_overrides[@]}" "${EXTRA[@]}"' in migration.script.text
+    assert migration.outcome is Outcome.PERSON
+    assert '"${EXTRA[@]}" gives own.train arguments that only a run knows' in " ".join(
+        persons(migration)
+    )
+
+
+def test_script_of_another_shell_is_a_question() -> None:
+    migration = migrate_script(
+        f"#!/usr/bin/env zsh\nargs=({RUN})\npython3 -m verl.trainer.main_ppo $args\n"
+    )
+    assert migration.outcome is Outcome.PERSON
+    assert "the script is for zsh, but was read as bash" in " ".join(persons(migration))
+
+
+@pytest.mark.parametrize("shell", ["bash", "ssh node bash -s", "ssh node"])
+def test_launch_that_is_piped_into_a_shell_is_translated_and_left_to_the_user(shell: str) -> None:
+    migration = migrate_script(f"echo 'python3 -m verl.trainer.main_ppo {RUN}' | {shell}\n")
+    assert entries(migration) == ["verl.trainer.main_ppo"]
+    assert migration.outcome is Outcome.PERSON

@@ -215,6 +215,15 @@ def starts_unknown_program(fields: Sequence[Field]) -> bool:
     return position is not None and re.search(r"[$`]", position[0]) is not None
 
 
+def find_program(fields: Sequence[Field]) -> str:
+    """Return the path of the Python file or module that a command runs; empty for others."""
+    position = _entry(started(list(fields)))
+    if position is None:
+        return ""
+    name = position[0]
+    return name if name.endswith(".py") else name.replace(".", "/") + ".py"
+
+
 def takes_arguments_from_stdin(launch: Launch) -> bool:
     """Check if xargs adds arguments to the command."""
     names = (field.text.known or "" for field in launch.command[: launch.starter])

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from temper_legacy_shim.bash.execution.external_commands import started
+from temper_legacy_shim.bash.execution.external_commands import inner_script, is_hidden, started
 from temper_legacy_shim.bash.syntax.syntax_tree import Program, Simple, Word
 from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
@@ -14,6 +14,7 @@ from temper_legacy_shim.configs.reading.trees import known_keys
 from temper_legacy_shim.errors import ScriptError
 from temper_legacy_shim.scripts.launches import (
     OLD_MODULE,
+    find_program,
     starts_unknown_program,
     takes_arguments_from_stdin,
 )
@@ -24,6 +25,10 @@ _SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|sbatch|source|\.)")
 _PRINTED = re.compile(r"\s*(?:echo|printf)\b")
 _KEY = re.compile(r"(?:^|[\s\"'(])(?:\+\+?|~)?([a-z_]\w*(?:\.\w+)+)=")
 _PRINTS = ("echo", "printf", "temper-train", "tee", "cat", "grep", "sed", "awk")
+_OTHER_SHELL = re.compile(r"#!\s*\S*?(?:/env\s+(?:-S\s+)?)?\b(zsh|fish|t?csh|ksh)\b")
+_OLD_TRAINER = re.compile(
+    r"\b(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)\b(?!\.py)"
+)
 _MOST_KEYS = 4
 _MOST_LEVELS = 3
 
@@ -40,49 +45,95 @@ def find_unfollowed(
         folder: Of the script; scripts that it calls are looked for around it. None looks for none.
         level: How many scripts led here.
     """
-    decisions: dict[str, None] = {}
+    decisions = dict.fromkeys(_open_launches(reading))
     remarks: dict[str, None] = {}
     seen = {launch.span for launch in (*reading.launches, *reading.written)}
-    for launch in reading.written:
-        line = reading.line_of(launch.span.start)
-        decisions[
-            f"line {line}: a text that is written there starts {launch.entry}: translate the file "
-            "that it becomes."
-        ] = None
-    for launch in filter(takes_arguments_from_stdin, reading.launches):
-        line = reading.line_of(launch.span.start)
-        decisions[
-            f"line {line}: xargs adds arguments to {launch.entry} that were not read: translate "
-            "with these arguments written in the command."
-        ] = None
     for event in reading.events:
         if event.span in seen or (event.fields[0].text.known or "").rpartition("/")[2] in _PRINTS:
             continue
-        line = reading.line_of(event.span.start)
-        called = _called_script(event)
-        path = _find_script(called, folder) if called else None
-        keys = list(_known_keys(event.fields))
-        entry = _entry_behind(path, level) if path is not None else ""
-        shown = ", ".join(keys[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
-        if entry:
-            with_keys = f", and gets settings of verl from here ({shown})" if keys else ""
-            decisions[
-                f"line {line}: {called} starts {entry}{with_keys}: translate that script "
-                f"(temper-migrate script {called}), and give it "
-                "the new settings."
-            ] = None
-        elif len(keys) > 1 or (keys and starts_unknown_program(event.fields)):
-            decisions[
-                f"line {line}: {_shown(event)} gets settings of verl ({shown}), and what it starts "
-                "could not be followed: translate the "
-                "script or program behind it, and give that one the new settings."
-            ] = None
-        elif called and path is None and folder is not None:
-            remarks[
-                f"line {line}: {called} was not found next to this script, so what it starts is "
-                "not known"
-            ] = None
+        at = f"line {reading.line_of(event.span.start)}: "
+        if question := _question(event, folder, level):
+            decisions[at + question] = None
+        elif remark := _remark(event, folder):
+            remarks[at + remark] = None
     return list(decisions), list(remarks)
+
+
+def _open_launches(reading: ScriptReading) -> Iterator[str]:
+    """Yield questions about launches that were seen, but not all that they get."""
+    shell = _OTHER_SHELL.match(reading.text)
+    if shell and reading.launches:
+        yield (
+            f"line 1: the script is for {shell[1]}, but was read as bash, which splits words and "
+            "arrays in another way: compare the new arguments with those of the old run."
+        )
+    for launch in reading.written:
+        yield (
+            f"line {reading.line_of(launch.span.start)}: a text that is written there starts "
+            f"{launch.entry}: translate the file that it becomes."
+        )
+    for launch in reading.launches:
+        at = f"line {reading.line_of(launch.span.start)}: "
+        if takes_arguments_from_stdin(launch):
+            yield (
+                f"{at}xargs adds arguments to {launch.entry} that were not read: translate with "
+                "these arguments written in the command."
+            )
+        for argument in launch.open_arguments:
+            # "$@" and variables that the script does not set come from the user, who knows them: a
+            # note suffices.
+            if not argument.text.is_unset:
+                yield (
+                    f"{at}{argument.source} gives {launch.entry} arguments that only a run knows: "
+                    "translate with these arguments written in the command."
+                )
+
+
+def _question(event: Event, folder: Path | None, level: int) -> str:
+    """Return a question about a command that may start an old trainer; empty for others."""
+    called = _called_script(event)
+    program = "" if called else find_program(event.fields)
+    path = _find_script(called or program, folder)
+    entry = _entry_behind(path, level) if path is not None else ""
+    keys = list(_known_keys(event.fields))
+    shown = ", ".join(keys[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
+    if entry and program:
+        return (
+            f"{program} uses {entry}: start temper-train instead, with the settings that it gives "
+            "to the old trainer."
+        )
+    if entry:
+        with_keys = f", and gets settings of verl from here ({shown})" if keys else ""
+        return (
+            f"{called} starts {entry}{with_keys}: translate that script "
+            f"(temper-migrate script {called}), and give it the new settings."
+        )
+    if len(keys) > 1 or (keys and starts_unknown_program(event.fields)):
+        return (
+            f"{_shown(event)} gets settings of verl ({shown}), and what it starts could not be "
+            "followed: translate the script or program behind it, and give that one the new "
+            "settings."
+        )
+    return ""
+
+
+def _remark(event: Event, folder: Path | None) -> str:
+    """Return a sentence about a command that could not be followed; empty for others."""
+    called = _called_script(event)
+    if called and folder is not None and _find_script(called, folder) is None:
+        return f"{called} was not found next to this script, so what it starts is not known"
+    if _runs_other_text(event):
+        return f"{_shown(event)} runs commands that are not in this script"
+    return ""
+
+
+def _runs_other_text(event: Event) -> bool:
+    """Check for a shell that reads a file or a pipe, and for an agent that gets commands."""
+    names = [(field.text.known or "").rpartition("/")[2] for field in started(event.fields)[:2]]
+    if names == ["wandb", "agent"]:
+        return True
+    inner = None if event.stdin is None else inner_script(list(event.fields), event.stdin)
+    return inner is not None and is_hidden(inner)
 
 
 def _called_script(event: Event) -> str:
@@ -144,6 +195,8 @@ def _entry_behind(path: Path, level: int) -> str:
     """Return the old trainer that a script, or one that it calls, starts; empty if none is seen."""
     if level >= _MOST_LEVELS:
         return ""
+    if path.suffix == ".py":
+        return _trainer_in(path)
     try:
         reading = read_script(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except (ScriptError, OSError):
@@ -153,6 +206,16 @@ def _entry_behind(path: Path, level: int) -> str:
         return launches[0].entry
     decisions, _ = find_unfollowed(reading, path.parent, level=level + 1)
     return f"another script with an old trainer ({path.name})" if decisions else ""
+
+
+def _trainer_in(path: Path) -> str:
+    """Return the old trainer that a Python file imports or starts; empty if none is seen."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""
+    code = (line.partition("#")[0] for line in text.splitlines())
+    return next((match[0] for line in code if (match := _OLD_TRAINER.search(line))), "")
 
 
 def _known_keys(fields: tuple[Field, ...]) -> Iterator[str]:

@@ -191,8 +191,12 @@ def read(
     if name == "read" and "d" in options and names and names[0] == "":
         names = names[1:]
     if known is None or (name == "read" and not known):
-        for each in names or ["REPLY"]:
-            if each.isidentifier():
+        for each in names or ["MAPFILE" if name != "read" else "REPLY"]:
+            if each.isidentifier() and (name != "read" or "a" in options):
+                # One element stands for all of them: only a run knows how many there are.
+                value = unknown(f"${{{each}[@]}}")
+                shell.variable(each).elements = {0: Field(value, value.raw())}
+            elif each.isidentifier():
                 shell.assign(each, Text() if stdin is None else unknown(f"${{{each}}}"))
         return
     shell.status = 0

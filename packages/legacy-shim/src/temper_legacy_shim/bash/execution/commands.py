@@ -264,13 +264,13 @@ def _run_other(
             span=reading.inner or span,
             arguments=reading.arguments,
             item=reading.item,
-            stdin=stdin,
+            stdin=given,
             is_inner=reading.inner is not None,
             is_written=reading.is_writing,
         )
     )
-    inner = external_commands.inner_script(fields, stdin)
-    if inner is not None:
+    inner = external_commands.inner_script(fields, given)
+    if inner is not None and not external_commands.is_hidden(inner):
         run_inner(_started_shell(shell, environment), inner, span=span, is_shell=True)
 
 

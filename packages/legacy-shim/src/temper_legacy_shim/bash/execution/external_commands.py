@@ -18,18 +18,19 @@ def output(fields: list[Field], stdin: Text | None) -> Text | None:
     name = fields[0].text.known
     if name is None:
         return None
-    if name == "cat" and len(fields) == 1 and stdin is not None and not _is_hidden(stdin):
+    if name == "cat" and len(fields) == 1 and stdin is not None and not is_hidden(stdin):
         return stdin
     filtering = _FILTERS.get(name.removeprefix("/usr").removeprefix("/bin/"))
     if filtering is None or not all(field.text.is_known for field in fields):
         return None
     arguments = [field.text.shown() for field in fields[1:]]
-    known = None if stdin is None or _is_hidden(stdin) else stdin.known
+    known = None if stdin is None or is_hidden(stdin) else stdin.known
     printed = filtering(arguments, known)
     return None if printed is None else literal(printed)
 
 
-def _is_hidden(text: Text) -> bool:
+def is_hidden(text: Text) -> bool:
+    """Check if a part of an output or input is unknown and has no source text."""
     return any(piece.value == "\0" for piece in text.pieces)
 
 

@@ -111,6 +111,11 @@ def _opensliced(shell: Shell, part: Parameter) -> list[Field] | None:
     ]
 
 
+def is_open_array(field: Field) -> bool:
+    """Check if a field stands for all elements of an array that only a run knows."""
+    return not field.text.is_known and field.text.shown().endswith("[@]}")
+
+
 def _elements_of(variable: Variable) -> dict[int | str, Field]:
     if variable.elements is None:
         return {} if variable.text is None else {0: Field(variable.text, variable.text.raw())}
@@ -194,8 +199,9 @@ def _length(shell: Shell, part: Parameter) -> Text:
     if (part.index is not None and part.index.literal() in ("@", "*")) or part.name in ("@", "*"):
         listed = elements(shell, Parameter(part.name, part.source, part.index)) or []
         if any(
-            not field.text.is_known and (field.text.shown().startswith("$@") or field.text.is_unset)
+            field.text.is_unset or field.text.shown().startswith("$@") or is_open_array(field)
             for field in listed
+            if not field.text.is_known
         ):
             return unknown(part.source)
         return literal(str(len(listed)))
