@@ -169,6 +169,8 @@ def split(
             f"{where} holds adapters {sorted(adapters)}, but one is expected: save the one that "
             "you want alone."
         )
+    # A checkpoint of FSDP has both the trained copy and the original of a module; PEFT uses the
+    # trained one.
     for name, tensor in saved.items():
         base.setdefault(name, tensor)
     if not halves:
@@ -331,6 +333,7 @@ def merged(base: Mapping[str, LazyTensor], adapter: Adapter) -> dict[str, LazyTe
         UsageError: no alpha, or an adapter of transposed weights of a model that is not known to
             have any.
     """
+    # PEFT transposes by this flag and by the module's type. Only the model's code knows the type.
     if adapter.config.get("fan_in_fan_out") and not adapter.has_transposed:
         raise UsageError(
             "the adapter is of weights that are kept transposed (fan_in_fan_out), but which are in "
@@ -376,6 +379,7 @@ def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[
     Raises:
         UsageError: no alpha.
     """
+    # Raises without an alpha, before anything is written.
     adapter.scale(next(iter(adapter.pairs)))
     made: dict[str, object] = {
         "peft_type": "LORA",
@@ -396,6 +400,7 @@ def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[
         module: pair.rank for module, pair in adapter.pairs.items() if pair.rank != adapter.rank
     }
     made |= {"rank_pattern": ranks, "alpha_pattern": {}}
+    # Settings of newer versions of PEFT stay out, because an older one would refuse the file.
     kept = {
         key: value for key, value in adapter.config.items() if key in made and value is not None
     }

@@ -64,6 +64,7 @@ def finished(job: Job, options: Options, sources: Sources) -> Receipt | None:
     newest = max((path.stat().st_mtime_ns for path in source_files(job.role)), default=0)
     if not is_same or newest > (job.out / receipts.NAME).stat().st_mtime_ns:
         return None
+    # Sizes only: reading all bytes again would take as long as the conversion.
     receipts.check_receipt(job.out, made, with_content=False)
     return made
 
@@ -105,9 +106,10 @@ def _write_plan(
         files = _write_shards(
             staging, plan, progress=names.watched(progress) if names else progress
         )
-        # Files of the previous run were compared when they were registered.
+        # Files of the previous run were compared at registration.
         compared = {file.path for file in files}
         with_nan = [name for file in files for name in file.with_nan]
+        # Known only now, because values are read once, during writing.
         check_nan(with_nan, options)
         files += [staging.produce_text(name, text) for name, text in plan.texts.items()]
         files += [staging.produce_copy(name, path) for name, path in plan.copies.items()]
@@ -151,6 +153,7 @@ def _write_shards(staging: Staging, plan: Plan, *, progress: Progress) -> list[W
                 path, group, relative=name, progress=report
             ),  # type: ignore[misc]
         )
+        # The file is of an earlier run, so its bytes count at once.
         if done == before:
             report(written.num_bytes)
         files.append(written)

@@ -30,6 +30,7 @@ from temper_legacy_shim.checkpoints.rank_files import (
 )
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
+# FSDP1 wrapped decoder layers, which transformers calls layers, h (GPT-2, Falcon) or blocks (MPT).
 _LAYER = re.compile(r"(?:.+?\.)?(?:layers|h|blocks)\.\d+\.(?=.)")
 _TRAINED_LEAF = re.compile(r".+\.lora_(?:embedding_)?[AB]\..+")
 _BUFFER = re.compile(
@@ -153,6 +154,7 @@ def read_trained_leaves(
 
 def _unpadded(flat: LazyTensor, shape: Shape, *, num_shards: int, name: str) -> LazyTensor:
     count = math.prod(shape)
+    # The padding at the end of a unit may be saved or not.
     if flat.shape[0] not in (count, -(-count // num_shards) * num_shards):
         raise LayoutError(
             f"the moments that should belong to {name} have {flat.shape[0]} elements in "
@@ -209,6 +211,7 @@ def _from_pieces(
         first, second = (
             joined(role, ranks, order, number=number, side=side) for side in ("first", "second")
         )
+        # Flat units may also have one entry for each parameter by chance; then lengths differ.
         if first.shape != (math.prod(shape),) or second.shape != first.shape:
             return None
         result[parameters[number]] = OldMoments(
@@ -271,6 +274,7 @@ def _from_units(
         flat = {
             side: _joined_unit(role, ranks, order, number, side) for side in ("first", "second")
         }
+        # Parameters of a unit have no padding between them; only the end of the unit has.
         at = 0
         for name in units[number]:
             shape = weights[name].shape
@@ -310,6 +314,7 @@ def _matching_units(
         for n, s in state.states.items()
         if not isinstance(entry := s["first"], int) and entry.shape
     }
+    # Two wrappings rarely give the same lengths, because the root's embeddings dwarf a layer.
     for candidate in _wrappings(parameters):
         sizes = [
             # FSDP1 pads a unit to a multiple of the ranks, so every shard has the quotient rounded
@@ -346,6 +351,7 @@ def _group_by_layer(names: Sequence[str]) -> list[list[str]]:
     FSDP1 numbers its units in this order.
     """
     root: list[str] = []
+    # Dictionaries keep the order of the model's modules, in which FSDP1 numbers its units.
     units: dict[str, list[str]] = {}
     leaves: dict[str, list[list[str]]] = {}
     for name in names:

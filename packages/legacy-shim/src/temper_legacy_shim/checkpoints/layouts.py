@@ -16,6 +16,7 @@ from temper_legacy_shim.errors import LayoutError
 TRACKER = "latest_checkpointed_iteration.txt"
 RECEIPT = "temper-receipt.json"
 """File that this package writes next to a converted model."""
+# At most 18 digits: a hostile name may have thousands, which Python refuses to convert.
 _STEP = re.compile(r"global_step_(\d{1,18})")
 _FSDP_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
@@ -209,8 +210,10 @@ def _roles_of_run(path: Path, step: int | None) -> list[Role]:
 
 def _tracked(path: Path, steps: dict[int, Path]) -> int:
     tracker = path / TRACKER
+    # A run that was copied without its tracker file is still complete.
     if not tracker.is_file():
         return max(steps)
+    # 64 bytes, because the file may be anything, such as a link to a device.
     content = tracker.read_bytes()[:64].decode("ascii", errors="replace").strip()
     if not content.isdecimal():
         raise LayoutError(
@@ -230,6 +233,8 @@ def _role_at(path: Path) -> Role | None:
         for name in ("model/dist_ckpt", "dist_ckpt")
         if (path / name / ".metadata").is_file()
     )
+    # Optimizer and extra state belong to a role only together with its weights, so they do not
+    # decide the kind.
     more = tuple(
         path / name
         for name in ("optimizer/dist_ckpt", "extra/dist_ckpt")
@@ -293,6 +298,7 @@ def _fsdp_files(path: Path) -> dict[str, dict[int, Path]]:
         match = _FSDP_FILE.fullmatch(child.name)
         if match and child.is_file():
             rank = int(match[3])
+            # Rank 01 and rank 1 are both rank 1, such as after a copy that renames.
             if rank in result.get(match[1], {}) and len(worlds[match[1]] | {int(match[2])}) == 1:
                 raise LayoutError(
                     f"{path} has two files of rank {rank} ({child.name}): remove the copy."
@@ -307,6 +313,7 @@ def _fsdp_files(path: Path) -> dict[str, dict[int, Path]]:
             )
         missing = sorted(set(range(next(iter(sizes)))) - set(result[kind]))
         surplus = sorted(set(result[kind]) - set(range(next(iter(sizes)))))
+        # Weights do not need optimizer and extra files, whose gaps are reported where used.
         if missing and kind == "model":
             raise LayoutError(
                 f"{path} lacks {kind}_world_size_{next(iter(sizes))}_rank_{missing[0]}.pt"
@@ -440,6 +447,7 @@ def check_readable(path: Path) -> None:
     Raises:
         LayoutError: it is a broken link, a pipe or the like.
     """
+    # A pipe would block the first read for ever, and a device may never end.
     if os.path.lexists(path) and not path.is_file() and not path.is_dir():
         raise LayoutError(f"{path} is a broken link or no regular file: copy the file itself.")
 
@@ -478,6 +486,7 @@ def read_object(path: Path) -> dict[str, object]:
         LayoutError: it is not one.
     """
     try:
+        # Configs and receipts are small. A limit keeps a wrong file out of the memory.
         if path.stat().st_size > 64 << 20:
             raise LayoutError(
                 f"{path} is no JSON object of a checkpoint: it has {path.stat().st_size} bytes."

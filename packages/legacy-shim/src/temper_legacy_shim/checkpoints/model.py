@@ -100,6 +100,7 @@ def read_model(role: Role, sources: Sources) -> OldModel:
     Raises:
         ShimError: the role is damaged; the message shows file and key.
     """
+    # Before anything is read: files of different saves give misleading errors later.
     notes = [*check_one_save(role)]
     config, folder = _config(role, sources)
     raw, adapter = _weights_and_adapter(role, sources, config=config, folder=folder)
@@ -136,6 +137,7 @@ def read_model(role: Role, sources: Sources) -> OldModel:
             "--num-updates has no effect: only Megatron's per-rank optimizer files do not say it "
             "themselves."
         )
+    # TRL's value model holds the language model below this name, next to v_head.
     weights = {name.removeprefix(_TRL): tensor for name, tensor in raw.items()}
     head = _head(weights or full)
     weights, dropped = _drop_frequencies(weights, config)
@@ -339,6 +341,7 @@ def _megatron(
 
 
 def _head(weights: Mapping[str, LazyTensor]) -> str:
+    # First, because a TRL value model also has the language model's lm_head.
     if any(name.startswith("v_head.") for name in weights):
         return "trl_value_model"
     if "score.weight" in weights:
@@ -359,12 +362,14 @@ def _drop_tied_copy(
     if embedding is None or LANGUAGE_HEAD not in result:
         return result, ()
     says_tied = _says_tied(config)
+    # Trained apart, they may be equal by chance at step 0; dropping one would tie them for good.
     if says_tied is False:
         return result, ()
     if is_equal(result[embedding], result[LANGUAGE_HEAD]):
         if says_tied:
             del result[LANGUAGE_HEAD]
         return result, ()
+    # Megatron's ranks hold copies on the first and the last stage, which training keeps equal.
     if says_tied and role.kind == Kind.MEGATRON_RANKS:
         raise DamagedFileError(
             f"{role.path / 'model'}: output_layer.weight differs from "
@@ -483,10 +488,12 @@ def described(model: OldModel, *, dtype: str) -> dict[str, object]:
         config |= {"num_labels": rows, "id2label": {str(i): f"LABEL_{i}" for i in range(rows)}}
         config |= {"label2id": {f"LABEL_{i}": i for i in range(rows)}}
     if _embedding_in(model.weights) is not None and LANGUAGE_HEAD in model.weights:
+        # Both tables are in the output; a tied model would ignore one of them.
         config["tie_word_embeddings"] = False
     for name in ("dtype", "torch_dtype"):
         if name in config:
             config[name] = dtype
+    # transformers before 4.56 reads only torch_dtype, and later versions read both.
     if "dtype" not in config and "torch_dtype" not in config:
         config["torch_dtype"] = dtype
     return config

@@ -110,6 +110,8 @@ def _check_same(
         return
     first = min(given)
     for rank, value in sorted(given.items()):
+        # The lowest rank is no better than the others, but one reference gives the shortest
+        # message.
         if value != given[first]:
             raise DamagedFileError(
                 f"{files[rank]} {describe(value, given[first]).format(files[first].name)}: "

@@ -20,6 +20,7 @@ from temper_legacy_shim.errors import UsageError, VerificationError
 
 Target = Literal["hf", "peft", "temper"]
 _COPIED = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
+# Written again from what is known, or meaningless outside an old checkpoint.
 _SYNC_LOOP = frozenset(
     {
         "config.json",
@@ -31,6 +32,7 @@ _SYNC_LOOP = frozenset(
         "temper-receipt.json",
     }
 )
+# Tokenizers are far smaller, and weights may have any name.
 _MAX_COPY = 256 << 20
 _SHARD_BYTES = 5 * 10**9
 
@@ -208,6 +210,8 @@ def _plan_peft(model: OldModel, options: Options) -> Plan:
 
 
 def _base_name(model: OldModel) -> str | None:
+    # The adapter's own config knows its base; _name_or_path of a config may be the path of a
+    # resumed run.
     own = model.adapter.config.get("base_model_name_or_path") if model.adapter else None
     configured = (model.config or {}).get("_name_or_path")
     return next((str(name) for name in (own, configured) if name), None)

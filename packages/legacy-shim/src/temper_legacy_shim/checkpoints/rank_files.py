@@ -74,6 +74,7 @@ def _entries(path: Path, *, rank: int) -> tuple[dict[str, Entry], tuple[str, ...
         if not reader.is_tensor(node):
             continue  # such as the extra state of a module
         name = key
+        # Not only as a prefix: each wrapped submodule adds one inside the name.
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         if name in result:
@@ -88,6 +89,7 @@ def _entries(path: Path, *, rank: int) -> tuple[dict[str, Entry], tuple[str, ...
     return result, form
 
 
+# The schedule changes lr at each step, so that lr also tells files of different steps apart.
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad")
 
 
@@ -253,6 +255,7 @@ def _read(path: Path, *, rank: int) -> RankState:
 
 
 def _count(reader: TensorReader, node: object, *, key: str) -> int:
+    # torch's Adam keeps the count as a tensor of float32, older versions and Megatron as a number.
     if isinstance(node, int | float):
         value = float(node)
     else:

@@ -319,6 +319,7 @@ def _report(
             "a key of no release: a fork's own, or a slip. Nothing was guessed.",
             None,
         )
+    # A question outranks the rule: the user has to act, whatever becomes of the value.
     requested = next(
         (
             f

@@ -107,6 +107,7 @@ def translate(
     """
     tokens = read_overrides(overrides)
     given = flatten(dict(base or {}))
+    # Hydra's own list; the files that it names are in `base` already.
     given.pop("defaults", None)
     launch = launch_of(entry, config_name=config_name, overrides=tokens, given=given)
     source, candidates = _source(tokens, launch=launch, version=version, given=given)
@@ -127,6 +128,8 @@ def translate(
     draft = drafted(source.version)
     _other_releases(
         draft,
+        # All releases that take the keys are translated, so that a difference in meaning is
+        # reported instead of guessed.
         {release: drafted(release).settings for release in candidates if release != source.version},
     )
     unmapped = _unmapped(draft, tokens, launch.program)

@@ -169,6 +169,8 @@ def _known_start(text: Text) -> str:
 def _is_old(entry: str, overrides: list[Override], config: dict[str, str]) -> bool:
     if OLD_MODULE.fullmatch(entry):
         return True
+    # One known key may be a coincidence (`model.path`); two in one command are a trainer of verl or
+    # of a fork.
     num_known = sum(
         override.key.lstrip("+~") in known_keys() for override in overrides if "." in override.key
     )
@@ -198,6 +200,7 @@ def _entry(command: list[Field]) -> tuple[str, int, dict[str, Text]] | None:
             if module in _RUN_MODULES:
                 return _launcher_entry(command, at + 2)
             return module, at + 2, {}
+        # Code of -c is no module, and a word without text is a variable that may hold options.
         if word == "-c" or not word:
             return None
         if word in ("-W", "-X"):

@@ -60,7 +60,7 @@ def find_unfollowed(
 
 
 def _open_launches(reading: ScriptReading) -> Iterator[str]:
-    """Yield questions about launches that were seen, but not all that they get."""
+    """Yield questions about launches of which only a part of the arguments is known."""
     shell = _OTHER_SHELL.match(reading.text)
     if shell and reading.launches:
         yield (
@@ -176,6 +176,7 @@ def _find_script(called: str, folder: Path | None) -> Path | None:
     if folder is None:
         return None
     parts = called.split("/")
+    # Only the end of a path after the last unknown part can be looked for.
     unknown = max(
         (
             number
@@ -193,6 +194,7 @@ def _find_script(called: str, folder: Path | None) -> Path | None:
 
 def _entry_behind(path: Path, level: int) -> str:
     """Return the old trainer that a script, or one that it calls, starts; empty if none is seen."""
+    # Scripts may call each other in a circle.
     if level >= _MOST_LEVELS:
         return ""
     if path.suffix == ".py":

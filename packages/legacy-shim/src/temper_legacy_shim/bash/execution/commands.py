@@ -249,6 +249,8 @@ def _run_other(
     printed = external_commands.output(fields, given)
     shell.status = 0 if printed is not None else None
     if shell.captured is not None:
+        # A NUL cannot occur in bash's values, so it marks unknown output without a spelling of its
+        # own.
         shell.captured = shell.captured + (printed if printed is not None else unknown("\0"))
     if printed is not None:
         return
@@ -277,6 +279,7 @@ def _run_other(
 def _started_shell(shell: Shell, environment: tuple[tuple[str, Text], ...]) -> Shell:
     """Start another shell with the exported variables and without functions."""
     child = shell.fork()
+    # Functions pass to another shell only by export -f, which is not followed.
     child.functions, child.captured = {}, None
     exported = {
         name: variable
@@ -297,6 +300,7 @@ def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -
     reading = shell.reading
     if shell.forks > 50:
         raise ScriptError("eval inside eval, more than 50 levels deep.")
+    # Parsing takes time by length, so that eval in a loop reaches the limit of steps.
     reading.steps += len(text.shown()) // 20
     reading.step()
     try:

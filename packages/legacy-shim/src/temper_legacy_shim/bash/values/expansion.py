@@ -184,6 +184,7 @@ def _fields(shell: Shell, word: Word, *, is_complete: bool) -> list[Field]:
 
 def joined_lines(source: str) -> str:
     """Return a word's source without continuations."""
+    # Inside single quotes a backslash before a line end is literal.
     return source if "'" in source else source.replace("\\\n", "")
 
 
@@ -223,6 +224,8 @@ class _Splitter:
         out: list[Piece] = []
         for piece in pieces:
             has_separator = piece.is_known and any(char in self.separators for char in piece.value)
+            # A variable's inner pieces keep the sources of each word, so that a split word can be
+            # written as the user wrote it.
             if (has_separator or not piece.is_known) and piece.inner:
                 opened = self._opened(piece.inner)
                 is_split = any(

@@ -218,6 +218,7 @@ def _length(shell: Shell, part: Parameter) -> Text:
 def _indirect(shell: Shell, part: Parameter) -> Parameter:
     """Return ``${!x}`` as ``${value of x}``; its name is empty if the value is unknown."""
     text = _lookup(shell, Parameter(part.name, part.source, part.index))
+    # A name that only a run knows could be any variable, so the result stays unknown.
     known = None if text is None else text.known
     is_name = known is not None and (known.isidentifier() or known.isdigit())
     return Parameter(

@@ -228,6 +228,7 @@ class Reading:
 
     def note(self, sentence: str, at: int) -> None:
         """Record a sentence once."""
+        # A note in a loop with changing values could otherwise fill the report.
         if len(self.notes) < 200:
             self.notes.setdefault(sentence, self.line(at))
 
@@ -241,6 +242,7 @@ class Reading:
     ) -> int:
         """Choose at a condition that the text does not decide, and record it."""
         index = len(self.decisions)
+        # More decisions cannot be explored, and their usual branch is as good as any other.
         if index > 200:
             return usual
         taken = self.choices[index] if index < len(self.choices) else usual
@@ -298,6 +300,7 @@ class Shell:
             raise ScriptError(
                 f"more than {MAX_FORKS} shells inside each other: the script calls itself."
             )
+        # Copying the variables takes time too, so it counts as steps of the limit.
         self.reading.steps += sum(map(len, self.scopes)) // 4
         child = Shell.__new__(Shell)
         child.reading, child.interpreter = self.reading, self.interpreter
@@ -352,6 +355,7 @@ class Shell:
         """Run ``unset name``."""
         for scope in reversed(self.scopes):
             if name in scope:
+                # A variable without value: it hides the one of the environment from then on.
                 scope[name] = Variable()
                 return
         self.scopes[0][name] = Variable()

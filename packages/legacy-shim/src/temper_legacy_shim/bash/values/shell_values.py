@@ -164,6 +164,7 @@ def limited(pieces: tuple[Piece, ...]) -> Text:
     Raises:
         ScriptError: it is longer than any launch script's.
     """
+    # x=$x$x in a loop doubles a text each round, so a short script could fill the memory.
     if len(pieces) > 20_000 or sum(len(piece.value) for piece in pieces) > MAX_CHARACTERS:
         raise ScriptError(
             f"a value grows beyond {MAX_CHARACTERS} characters: the script builds more than a "

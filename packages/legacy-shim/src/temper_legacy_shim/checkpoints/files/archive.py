@@ -22,6 +22,7 @@ _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _PICKLE_MAGIC = b"\x80"
 _BEFORE_ZIPS = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First value of files of torch before 1.6, whose storages follow without a directory."""
+# zipfile checks little, so damaged directories end in many kinds of errors.
 _ZIP_FAULTS = (
     zipfile.BadZipFile,
     NotImplementedError,
@@ -43,6 +44,8 @@ class FileBytes:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # Files of all ranks are indexed first. Opened at once, thousands of them exceed the limit
+        # of descriptors.
         self._handle: int | None = None
         self._lock = threading.Lock()
 
@@ -156,6 +159,7 @@ class Archive:
             )
         self._entries: dict[str, zipfile.ZipInfo] = {}
         self._prefix = ""
+        # A bare pickle begins with this byte too; it has no directory to read.
         if self.file.read(start, min(4, self._length))[:1] != _PICKLE_MAGIC:
             self._read_directory()
 
@@ -179,6 +183,7 @@ class Archive:
                 _Window(self.file, start=self._start, length=self._length)
             ) as directory:
                 for entry in directory.infolist():
+                    # Readers of zips differ in which of two entries with one name they return.
                     if entry.filename in self._entries:
                         raise DamagedFileError(
                             f"{self.path} holds {entry.filename!r} twice: copy the file again."
@@ -201,6 +206,7 @@ class Archive:
             )
         self._prefix = pickles[0].removesuffix("data.pkl")
         order = self._entries.get(f"{self._prefix}byteorder")
+        # torch swaps the bytes on load. No GPU machine is big-endian, so an error is enough.
         if order is not None and self._content(order, limit=16) != b"little":
             raise DamagedFileError(
                 f"{self.path} was written on a big-endian machine, which is not supported."
@@ -254,6 +260,7 @@ class Archive:
         return self._stretch(entry)
 
     def _stretch(self, entry: zipfile.ZipInfo) -> Stretch:
+        # Compressed entries would need memory that the size of the file does not bound (zip bombs).
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise DamagedFileError(
                 f"{self.path}: {entry.filename} is compressed, which torch.save never does."

@@ -105,6 +105,7 @@ class Stored:
     def read_into(self, start: int, block: Block) -> None:
         """Load rows from `start` on into an existing contiguous block."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.num_bytes
+        # A block without rows may lie at the end of the file, where a read fails.
         if block.nbytes:
             self.file.read_into(
                 self.offset + start * row_bytes, block.reshape(-1).view(np.uint8).data
@@ -131,6 +132,7 @@ class Strided:
         first = start * (self.stride[0] if self.stride else 0)
         sizes = (stop - start, *self.shape[1:]) if self.shape else (1,)
         strides = self.stride or (1,)
+        # From the first to the last element of these rows, with all elements between.
         extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         if 0 in sizes:
             return np.empty(sizes, self.dtype.container)
@@ -197,6 +199,7 @@ class Assembled:
 
     def read(self, start: int, stop: int) -> Block:
         touched = self.find_rows(start, stop) if self.shape else list(self._in_order)
+        # The usual case for row shards: no block is allocated and copied into.
         if len(touched) == 1 and touched[0].tensor.shape[1:] == self.shape[1:]:
             at = touched[0].offsets[0] if self.shape else 0
             return touched[0].tensor.read(start - at, stop - at)

@@ -83,7 +83,10 @@ class Persistent:
 
 
 _MARK = object()
+# Python raises ValueError for the decimal form of numbers above 4,300 digits, and an error message
+# must not raise.
 _LONGEST_NUMBER = 256
+# PROTO and FRAME only help a reader that streams; the data are all in memory here.
 _SKIPPED = frozenset({"PROTO", "FRAME"})
 _PUSHED = frozenset(
     name
@@ -141,6 +144,7 @@ def load_inert(data: bytes, *, source: str) -> object:
         EOFError,
         UnicodeError,
     ) as error:
+        # DamagedFileError is a ValueError, so it also gets here.
         if isinstance(error, DamagedFileError):
             raise
         raise DamagedFileError(
@@ -175,6 +179,7 @@ class _Machine:
             return self._stack.append
         if name in _SKIPPED:
             return lambda _: None
+        # Refused only when it occurs, because files contain only some of the opcodes.
         return getattr(self, f"_op_{name}", None) or partial(self._refuse, name)
 
     def run(self, data: bytes) -> bool:
@@ -210,6 +215,8 @@ class _Machine:
         return value
 
     def _pop_mark(self) -> list[object]:
+        # The stack is searched from its end, because marks are near it. A search from the start
+        # takes quadratic time.
         for i in range(len(self._stack) - 1, -1, -1):
             if self._stack[i] is _MARK:
                 values = self._stack[i + 1 :]
@@ -253,6 +260,8 @@ class _Machine:
         self._stack.append({})
 
     def _op_EMPTY_SET(self, _: object) -> None:
+        # A Python set would hash its elements, which may be nodes that a hostile file has nested
+        # deeply.
         self._stack.append(Inert(Global("builtins", "set"), ()))
 
     def _op_TUPLE(self, _: object) -> None:
@@ -325,6 +334,7 @@ class _Machine:
     _op_BINPUT = _op_LONG_BINPUT = _op_PUT
 
     def _op_MEMOIZE(self, _: object) -> None:
+        # Protocol 4 numbers the memo itself, in the order of its entries.
         self._memo[len(self._memo)] = self._top()
 
     def _op_GLOBAL(self, argument: object) -> None:
@@ -379,6 +389,8 @@ class _Machine:
             ):
                 raise self._unsafe(function)
             self._stack.append(Global(of.module, f"{of.name}.{attribute}"))
+        # State dicts are OrderedDicts. A plain dict keeps the order too, so that readers need one
+        # type only.
         elif function == _ORDERED_DICT and arguments in ((), ([],)):
             self._stack.append({})
         else:
@@ -387,6 +399,7 @@ class _Machine:
     def _op_BUILD(self, _: object) -> None:
         state, target = self._pop(), self._top()
         if isinstance(target, Inert):
+            # pickle would call __setstate__ or update __dict__; only the value is kept here.
             target.state = state
         elif not isinstance(
             target, dict

@@ -96,6 +96,8 @@ def read_buckets(
         DamagedFileError: a file is damaged.
     """
     dense, experts = _buckets(model)
+    # No file states the parallel sizes. A wrong layout is refused by the first master that does not
+    # round to its weight.
     for layout in _layouts(dense, experts, weights, geometry, are_exported=are_exported):
         try:
             return _read(dense, experts, weights, layout, num_layers=geometry.num_layers)
@@ -138,6 +140,7 @@ def _buckets(model: OldModel) -> tuple[Ranks, Ranks]:
             "the distributed checkpoint holds none in model space (optimizer.state.exp_avg and "
             "exp_avg_sq by parameter)"
         )
+    # Chained optimizers are one for dense parameters and one for distributed experts.
     if not result.keys() <= {0, 1} or 0 not in result:
         raise LayoutError(
             f"the distributed checkpoint holds buckets of {len(result)} optimizers, of which two "

@@ -104,6 +104,7 @@ def _group_by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
     if "exp_avg" not in kinds or kinds["exp_avg"].keys() != kinds.get("exp_avg_sq", {}).keys():
         return {}
     kinds["param"] = kinds.get("fp32_param") or kinds.get("param") or {}
+    # With float32 weights the optimizer has no masters of its own.
     if kinds["param"].keys() != kinds["exp_avg"].keys():
         kinds["param"] = {}
     return kinds
@@ -139,6 +140,8 @@ def _optimizer(model: OldModel, named: FullStates) -> OldOptimizer:
         *(group for value in bucket_settings(model) for group in _nested_groups(value)),
     ]
     counts = {count for group in groups if (count := _count(group.get("step"))) is not None}
+    # Adam's bias correction depends on the count, so moments with a wrong count change the first
+    # updates.
     if len(counts) != 1:
         raise LayoutError(
             f"common.pt says {sorted(counts) or 'nothing'} about the number of updates, without "
@@ -194,6 +197,8 @@ def _nested_groups(value: object) -> Iterator[Mapping[str, object]]:
 
     A mapping or list is visited once, however often others refer to it.
     """
+    # A pickle can refer to one list from many places, so that a recursion would take exponential
+    # time.
     waiting, seen = [value], set[int]()
     while waiting:
         node = waiting.pop()

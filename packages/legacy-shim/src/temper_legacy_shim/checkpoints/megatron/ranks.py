@@ -117,8 +117,10 @@ def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
     """
     archive = Archive(path)
     value = archive.value()
+    # Adapter files of 0.7 have their tensors one level deeper.
     if isinstance(value, dict) and "adapter_state_dict" in value:
         value = value["adapter_state_dict"]
+    # A list has one entry for each virtual stage.
     parts = value if isinstance(value, list) else [value]
     reader = TensorReader(archive)
     result = []
@@ -142,6 +144,7 @@ def _with_expert_ranks(
 ) -> dict[tuple[int, int, int], list[dict[str, LazyTensor]]]:
     """Treat stage suffixes as expert ranks if each has both the first and the last layer."""
     stages = {key[0] for key in chunks}
+    # File names do not tell a stage from an expert rank if there is only one suffix.
     if len(stages) < 2 or any(key[1] for key in chunks):
         return chunks
     ends = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
@@ -266,6 +269,7 @@ def _merge_stage(stage: _Stage, *, first_layer: int, where: Path) -> dict[str, L
     for ep in sorted({ep for ep, _ in stage.by_rank}):
         ranks = {tp: stage.by_rank[ep, tp] for tp in sorted(shared) if (ep, tp) in stage.by_rank}
         own = _merge_ranks(ranks, experts=True, where=where)
+        # Expert ranks hold equally many experts with local numbers.
         num_local = 1 + max(
             (int(match[2]) for name in own if (match := _EXPERT.fullmatch(name))), default=-1
         )
@@ -324,10 +328,13 @@ def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -
         return _joined(
             name, parts, dim=1 if is_row_parallel and adapter[2] == "in" else 0, where=where
         )
+    # Each rank holds its part of the gate above its part of the up projection, so the parts
+    # interleave.
     if _GATED.fullmatch(name):
         return _side_by_side_halves(name, parts, where=where)
     if _ROWS.fullmatch(name):
         return _joined(name, parts, dim=1, where=where)
+    # A critic's head has one row, which is on every tensor rank.
     is_value_head = name == "output_layer.weight" and all(part.shape[0] == 1 for part in parts)
     if name.endswith(_COLUMNS) and not is_value_head:
         return _joined(name, parts, dim=0, where=where)

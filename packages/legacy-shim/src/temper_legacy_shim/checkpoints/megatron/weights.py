@@ -69,6 +69,7 @@ def _check_transformer_config(
         "layernorm_epsilon": ("rms_norm_eps", config.get("rms_norm_eps")),
     }
     for name, (key, value) in expected.items():
+        # Fields that are absent from one of the files are skipped.
         if saved.get(name) is not None and value is not None and saved[name] != value:
             raise UsageError(
                 f"{path} has {name} = {saved[name]}, but {source} has {key} = {value}: give "
@@ -107,6 +108,7 @@ def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
         tensors |= model_names(result)
     if role.adapter_files:
         adapter = ranks.read_weights(role.adapter_files, where=role.path / "adapter_checkpoint")
+        # Only the adapter: the base comes from the files above, or from the user.
         tensors |= {name: tensor for name, tensor in adapter.items() if MARK in name}
     return tensors
 
@@ -200,6 +202,7 @@ def read_adapter(
             )
             halves.setdefault(position, {})[match["side"]] = tensor
         else:
+            # Distributed checkpoints stack the layers of a homogeneous model in one tensor.
             for layer in range(tensor.shape[0]):
                 halves.setdefault(
                     _Position(layer=layer, module=match["module"], part=match["part"]), {}

@@ -55,6 +55,7 @@ def read_extra(role: Role) -> OldExtra:
                 random_states[rank] = result
     carried: list[str] = []
     left: list[str] = []
+    # Several counts contradict each other, and none of them is better than the number of updates.
     if len(steps) == 1:
         carried.append(
             f"the schedule's counter ({next(iter(steps))} steps; its shape is the new "
@@ -132,6 +133,8 @@ def _cursor(path: Path) -> str:
     try:
         value = Archive(path).value()
     except UnsafeFileError as error:
+        # A file that only pretends to hold a data loader could hide anything behind that name, so
+        # the error stands.
         if error.expected != _LOADER:
             raise
         return (

@@ -95,6 +95,7 @@ def plan_step(model: OldModel, options: Options) -> StepPlan:
     if options.dtype is not None:
         raise UsageError("--dtype has no effect with --to temper: masters and moments are float32.")
     state = resumable(model)
+    # The engine builds the model around the adapter, so its config is written.
     full = state.model if model.adapter is None else model
     return StepPlan(
         state=state,
@@ -245,12 +246,15 @@ def _join(
             }
             counters["num_schedule_steps"] = (
                 state.num_updates
+                # The old schedule advanced with each RL step or update; without its counter,
+                # updates are the closer guess.
                 if state.extra.num_schedule_steps is None
                 else state.extra.num_schedule_steps
             )
             written.append(write_json(part, "progress.json", counters))
             info = ManifestInfo(
                 topology={"world_size": job.role.world_size},
+                # No configuration of the trainer exists yet that could be hashed.
                 config_hash=f"converted by {tool_version()}",
             )
             report = PartReport(files=(*data, *report_part(part, written).files))

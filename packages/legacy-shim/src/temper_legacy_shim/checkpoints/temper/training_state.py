@@ -90,6 +90,8 @@ class ResumableState:
         # Without old moments they begin at 0, as a new optimizer's do: an engine loads no step
         # directory without any.
         begin = trained if self.moments else joined(trained)
+        # Parameters that were never updated also need moments, because the engine loads all or
+        # none.
         first: dict[str, LazyTensor] = {name: Zeros(tensor.shape) for name, tensor in begin.items()}
         second = dict(first)
         for name, kept in self.moments.items():
@@ -232,6 +234,7 @@ def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
         why_not.append(
             "moments of the value head, which the old run did not train itself: they begin at 0"
         )
+    # By identity: the split of a fused matrix gives the same A to each projection.
     if len({id(pair.down) for pair in adapter.pairs.values()}) < len(adapter.pairs):
         notes.append(
             "q, k and v shared one A, and so did gate and up: each goes on with a copy of it and "

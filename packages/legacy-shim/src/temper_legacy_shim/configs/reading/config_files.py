@@ -166,6 +166,7 @@ def _foreign_reason(old: OldFile) -> str:
     system = other_system(old.values)
     if system:
         return f"is a configuration of {system} and not of verl, so nothing of it is translated."
+    # Only verl's files have these, so that forks with many keys of their own are accepted.
     if old.entry or old.parts or old.missing or old.overrides or "actor_rollout_ref" in old.values:
         return ""
     if not old.values:
