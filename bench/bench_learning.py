@@ -540,10 +540,11 @@ def print_table(out: Path) -> None:
     print("|---|---|---|---|---|---|---|")
     curves: dict[str, list[list[float]]] = {}
     for name, method in METHODS.items():
-        own = find_best_rows(rows, name, kind=list_results(method)[0])
+        *_, kind = list_results(method)  # the curves of preferences are accuracies on pairs
+        own = find_best_rows(rows, name, kind=kind)
         if len(own) == len(SEEDS) and get_curve(own[0]):
             curves[name] = [get_curve(row) for row in own]
-        if own and "greedy" in list_results(method):
+        if "greedy" in list_results(method) and (own := find_best_rows(rows, name, kind="greedy")):
             print_row(name, own, kinds=("greedy", "sampled"))
     print("\n| method | learning rate | pairs, before | after, by seed | gain |")
     print("|---|---|---|---|---|")
