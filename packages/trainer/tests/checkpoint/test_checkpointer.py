@@ -313,6 +313,32 @@ def test_renamed_checkpoints_are_named_when_space_is_short(
     )
 
 
+@pytest.mark.parametrize(
+    ("case", "is_deleted"),
+    [("tight", True), ("ample", False), ("none good", False), ("all kept", False)],
+)
+def test_save_on_a_tight_disk_deletes_damaged_checkpoints_of_the_run(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    is_deleted: bool,
+) -> None:
+    checkpointer = make_checkpointer(tmp_path, max_to_keep=None if case == "all kept" else 2)
+    if case != "none good":
+        save(checkpointer, 1)
+    foreign = tmp_path / "step_00000009.damaged-1"
+    foreign.mkdir()
+    damage_and_find(checkpointer, 2)
+    usage = shutil.disk_usage(tmp_path)
+    free = 1 << 30 if case == "ample" else 100
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    checkpointer.begin(2)
+    assert (tmp_path / "step_00000002.damaged-1").exists() != is_deleted
+    assert ("damaged checkpoints of this run were deleted" in caplog.text) == is_deleted
+    assert foreign.is_dir()
+
+
 def test_older_damaged_checkpoint_is_not_renamed(tmp_path: Path) -> None:
     checkpointer = make_checkpointer(tmp_path)
     first, second = save(checkpointer, 1, 2)

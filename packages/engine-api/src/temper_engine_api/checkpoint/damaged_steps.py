@@ -30,18 +30,23 @@ def list_damaged_steps(root: str | Path) -> list[Path]:
 
 
 def delete_old_damaged_steps(
-    root: str | Path, *, run_id: str | None = None, keep_every: int = 0
+    root: str | Path,
+    *,
+    run_id: str | None = None,
+    keep_every: int = 0,
+    num_to_keep: int = NUM_DAMAGED_TO_KEEP,
 ) -> None:
-    """Delete the damaged steps of a run except for the newest two; call after a commit.
+    """Delete the damaged steps of a run except for the newest ones; call after a commit.
 
     As in `prune`, nothing is deleted that this run did not write: steps of other runs or without a
     readable manifest, directories with a file that their manifest does not list, and symbolic
-    links. Permanent steps are kept, too. None of these count as one of the newest two.
+    links. Permanent steps are kept, too. None of these count as one of the newest ones.
 
     Args:
         root: Folder of step directories.
         run_id: Id of the run; None stands for steps without a run id.
         keep_every: Steps that are a multiple of this are permanent; 0 makes none permanent.
+        num_to_keep: Number of the newest damaged steps to keep.
     """
     num_kept = 0
     for path in reversed(list_damaged_steps(root)):
@@ -51,10 +56,10 @@ def delete_old_damaged_steps(
             continue
         if manifest.info.run_id != run_id or (keep_every and manifest.step % keep_every == 0):
             continue
-        if num_kept < NUM_DAMAGED_TO_KEEP:
+        if num_kept < num_to_keep:
             num_kept += 1
         elif remove_step(path, manifest):
-            logger.info("%s was deleted: newer damaged steps are kept", path)
+            logger.info("%s, which is damaged, was deleted", path)
 
 
 def measure_damaged_steps(root: str | Path) -> dict[Path, int]:

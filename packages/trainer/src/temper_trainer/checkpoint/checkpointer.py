@@ -37,9 +37,9 @@ from temper_engine_api.checkpoint import (
     set_aside,
     verify,
 )
-from temper_engine_api.checkpoint.damaged_steps import measure_damaged_steps
+from temper_engine_api.checkpoint.damaged_steps import list_damaged_steps, measure_damaged_steps
 from temper_engine_api.checkpoint.manifest import make_unreadable_error, read_manifest
-from temper_engine_api.checkpoint.part_files import format_size
+from temper_engine_api.checkpoint.part_files import count_bytes_below, format_size
 from temper_engine_api.checkpoint.step_directories import MARKER_NAME, STEP_NAME
 from temper_engine_api.checkpoint.transaction import write_durably
 from temper_engine_api.errors import (
@@ -55,6 +55,8 @@ STATE_FILE = "state.json"
 TRAINER_PART = "trainer"
 RUN_ID_FILE = "run_id"
 """File in the run folder with the id that the run's checkpoints contain."""
+_SAVE_MARGIN = 1.1
+"""Free space for a save, as a multiple of the size of the checkpoint before it."""
 WritePart = Callable[[str], Sequence[PartReport]]
 """Writes the files of a role into a directory."""
 ReadPart = Callable[[str], None]
@@ -122,8 +124,8 @@ class Checkpointer:
     def begin(self, step: int) -> CheckpointTransaction:
         """Start the transaction of a step.
 
-        First delete the remains of killed saves. A disk may have no space for them and the new
-        step, and then each restart of the run would fail at this save.
+        First delete the remains of killed saves, and on a tight disk also damaged steps of this
+        run. Without space for them and the new step, each restart would fail at this save.
 
         Raises:
             CheckpointError: If the step's directory already exists.
@@ -131,8 +133,13 @@ class Checkpointer:
         if self.max_to_keep is not None:
             try:
                 delete_killed_saves(self.root, run_id=self.run_id)
+                self._delete_damaged_if_space_is_short()
             except OSError as error:
-                logger.warning("killed saves in %s could not be deleted: %s", self.root, error)
+                logger.warning(
+                    "killed saves and damaged checkpoints in %s could not be deleted: %s",
+                    self.root,
+                    error,
+                )
         return begin_checkpoint(self.root, step, run_id=self.run_id)
 
     def commit(
@@ -232,6 +239,27 @@ class Checkpointer:
                 num_renamed,
             )
         return newest_good
+
+    def _delete_damaged_if_space_is_short(self) -> None:
+        """Delete damaged steps of this run if the next save needs their space.
+
+        Without a good checkpoint they are all that is left of the run, so they are kept.
+        """
+        good, damaged = list_complete_steps(self.root), list_damaged_steps(self.root)
+        if not (good and damaged):
+            return
+        free = shutil.disk_usage(self.root).free
+        if free >= _SAVE_MARGIN * count_bytes_below(list_step_entries(self.root)[good[-1]]):
+            return
+        delete_old_damaged_steps(
+            self.root, run_id=self.run_id, keep_every=self.keep_every, num_to_keep=0
+        )
+        if len(list_damaged_steps(self.root)) < len(damaged):
+            logger.warning(
+                "only %s were free in %s: damaged checkpoints of this run were deleted",
+                format_size(free),
+                self.root,
+            )
 
     def _warn_if_space_is_short(self) -> None:
         """Warn if the next save may find no space because of the damaged checkpoints."""
