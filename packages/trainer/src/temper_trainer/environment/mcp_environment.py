@@ -1,7 +1,6 @@
 """Tools of an MCP server, which the policy calls by JSON. Needs the extra ``mcp``."""
 
 import asyncio
-import json
 import shlex
 from collections.abc import Callable, Mapping
 
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.text_environment import TextEnvironment, TextObservation
+from temper_trainer.environment.tool_calls import parse_call
 from temper_trainer.types import Prompt
 
 
@@ -219,23 +219,6 @@ class McpFactory:
         """End the shared server."""
         if self._shared is not None:
             await self._shared.close()
-
-
-def parse_call(text: str) -> tuple[str, dict[str, object]]:
-    """Return name and arguments of a call in JSON.
-
-    Raises:
-        ValueError: If it is not one.
-
-    Example:
-        >>> parse_call('{"name": "add", "arguments": {"a": 1}}')
-        ('add', {'a': 1})
-    """
-    call = json.loads(text)
-    match call:
-        case {"name": str(name), "arguments": dict(arguments)}:
-            return name, arguments
-    raise ValueError("a call is an object with a name and an object of arguments")
 
 
 def _report(text: str, *, is_failed: bool) -> TextObservation:
