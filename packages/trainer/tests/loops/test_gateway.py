@@ -164,6 +164,24 @@ def test_logprobs_are_those_of_the_sampled_tokens() -> None:
     use_client(use, answers=[apart("abc")])
 
 
+def test_streamed_response_has_the_same_text_and_is_recorded() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        stream = await ask(
+            client, ("user", "hi"), stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        assert "".join(choice.delta.content or "" for choice in choices) == "abc"
+        assert choices[0].delta.role == "assistant"
+        assert [choice.finish_reason for choice in choices] == [None, None, "stop"]
+        assert chunks[-1].usage.completion_tokens == 4
+        with pytest.raises(BadRequestError, match="rollout may have"):
+            await ask(client, ("user", "x" * 600), stream=True)
+
+    conversation, _ = use_client(use, answers=[[*apart("abc"), END]])
+    assert conversation.tokens == [*apart("abc"), END]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

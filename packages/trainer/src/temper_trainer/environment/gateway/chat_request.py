@@ -32,6 +32,10 @@ class CompletionOptions:
     """True if the response has the log-prob of each token."""
     num_ignored: int
     """Number of sampling parameters whose value is replaced by that of the run."""
+    is_streamed: bool = False
+    """True if the response is a stream of events."""
+    has_usage: bool = False
+    """True if the last event has the numbers of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,7 @@ def _parse_options(fields: JsonObject, *, known: Sequence[str]) -> CompletionOpt
     for name, value in fields.items():
         neutral = _NEUTRAL.get(name)
         if (
-            name in (*known, "logprobs", "max_completion_tokens", "max_tokens", "stop")
+            name in (*known, *_OPTIONS)
             or name in _WITHOUT_EFFECT | _SET_BY_RUN
             or value is None
             or (neutral is not None and value in neutral)
@@ -95,13 +99,27 @@ def _parse_options(fields: JsonObject, *, known: Sequence[str]) -> CompletionOpt
         stop=tuple(stop),
         has_logprobs=bool(fields.get("logprobs")),
         num_ignored=sum(fields.get(name) is not None for name in _SET_BY_RUN),
+        is_streamed=bool(fields.get("stream")),
+        has_usage=bool(
+            _check_object(fields.get("stream_options") or {}, name="stream_options").get(
+                "include_usage"
+            )
+        ),
     )
 
 
+_OPTIONS = (
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "stop",
+    "stream",
+    "stream_options",
+)
+"""Fields of `CompletionOptions`."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "response_format": ({"type": "text"},),
-    "stream": (False,),
     "tool_choice": ("auto", "none"),
     "tools": ([],),
     "top_logprobs": (0,),

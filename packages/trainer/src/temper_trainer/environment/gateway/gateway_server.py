@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from temper_trainer.environment.gateway.chat_request import (
 from temper_trainer.environment.gateway.responses import (
     MODEL,
     cut_at_stop,
+    make_chat_events,
     make_chat_logprobs,
     make_chat_response,
     make_error,
@@ -178,17 +179,29 @@ async def _complete_chat(session: GatewaySession, request: web.Request) -> web.S
     completion, text = await session.complete(prompt, chat.options)
     message = {"role": "assistant", "content": text}
     session.history.add_message(message, prompt=prompt, completion=completion)
-    return web.json_response(
-        make_chat_response(
-            message,
-            response_id=f"chatcmpl-{session.num_responses}",
-            num_prompt_tokens=len(prompt.tokens),
-            completion=completion,
-            logprobs=make_chat_logprobs(completion, session.history.tokenizer)
-            if chat.options.has_logprobs
-            else None,
-        )
+    response = make_chat_response(
+        message,
+        response_id=f"chatcmpl-{session.num_responses}",
+        num_prompt_tokens=len(prompt.tokens),
+        completion=completion,
+        logprobs=make_chat_logprobs(completion, session.history.tokenizer)
+        if chat.options.has_logprobs
+        else None,
     )
+    if not chat.options.is_streamed:
+        return web.json_response(response)
+    return await _stream(request, make_chat_events(response, has_usage=chat.options.has_usage))
+
+
+async def _stream(
+    request: web.Request, events: Sequence[Mapping[str, object]]
+) -> web.StreamResponse:
+    """Send server-sent events, and the one that ends the stream."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in (*map(json.dumps, events), "[DONE]"):
+        await response.write(f"data: {event}\n\n".encode())
+    return response
 
 
 async def _list_models(session: GatewaySession, request: web.Request) -> web.StreamResponse:

@@ -37,6 +37,32 @@ def make_chat_response(
     }
 
 
+def make_chat_events(response: Mapping[str, Any], *, has_usage: bool) -> list[dict[str, Any]]:
+    """Return a chat completion as the events of a stream.
+
+    It is complete before its first event, because the sampler returns complete completions.
+    """
+    (choice,) = response["choices"]
+    beginning = {name: response[name] for name in ("id", "created", "model")}
+    beginning |= {"object": "chat.completion.chunk"}
+    delta = dict(choice["message"])
+
+    def make_event(delta: Mapping[str, Any], **fields: object) -> dict[str, Any]:
+        return {
+            **beginning,
+            "choices": [{"index": 0, "delta": delta, "finish_reason": None} | fields],
+        }
+
+    events = [
+        make_event({"role": delta.pop("role"), "content": ""}),
+        make_event(delta, logprobs=choice["logprobs"]),
+        make_event({}, finish_reason=choice["finish_reason"]),
+    ]
+    if has_usage:
+        events.append({**beginning, "choices": [], "usage": response["usage"]})
+    return events
+
+
 def get_finish_reason(completion: Completion) -> str:
     """Return the reason in OpenAI's words."""
     return "length" if completion.finish_reason == FinishReason.MAX_TOKENS else "stop"
