@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,13 +18,16 @@ from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.agent_environment import AgentFactory, AgentTask, OpenAiAgent
 from temper_trainer.environment.gateway.gateway_server import MAX_BODY_BYTES, GatewayServer
+from temper_trainer.environment.tool_calls import CallMarkers
 from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler, ScriptedServer
 from temper_trainer.types import Completion, FinishReason, Prompt, SamplingRequest
 
 TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -83,7 +87,12 @@ def use_client(
             await use(client)
         return 0.0
 
-    gateway = GatewayServer(tokenizer=TOKENIZER, chat_template=TEMPLATE, address="127.0.0.1")
+    gateway = GatewayServer(
+        tokenizer=TOKENIZER,
+        chat_template=TEMPLATE,
+        markers=CallMarkers(start="<call>", end="</call>"),
+        address="127.0.0.1",
+    )
     prompt = Prompt(prompt_id=0, text="", tokens=(1,), answer="")
     request = SamplingRequest(
         request_id=0, prompt_tokens=(1,), sampling=SamplingConfig(max_tokens=64), seed=1
@@ -164,6 +173,72 @@ def test_logprobs_are_those_of_the_sampled_tokens() -> None:
     use_client(use, answers=[apart("abc")])
 
 
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_call_of_a_tool_is_parsed_and_read_again_as_it_was_sampled(is_streamed: bool) -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+
+        async def step() -> Any:
+            response = await client.chat.completions.create(
+                model="gpt-x",
+                messages=messages,
+                tools=TOOLS,  # type: ignore[arg-type]
+                stream=is_streamed,
+            )
+            if not is_streamed:
+                return response.choices[0].message.model_dump(), response.choices[0].finish_reason  # type: ignore[union-attr]
+            chunks = [chunk async for chunk in response]  # type: ignore[union-attr]
+            delta = chunks[1].choices[0].delta
+            message = {"role": "assistant", "content": delta.content}
+            if delta.tool_calls:
+                message["tool_calls"] = [each.model_dump() for each in delta.tool_calls]
+            return message, chunks[-1].choices[0].finish_reason
+
+        message, reason = await step()
+        (call,) = message["tool_calls"]
+        assert (message["content"], reason) == ("Now:", "tool_calls")
+        assert call["function"]["name"] == "add"
+        assert json.loads(call["function"]["arguments"]) == {"a": 1}
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "42"}]
+        message, reason = await step()
+        # A malformed call is text, to which the agent can answer.
+        assert (message["content"], reason) == ("<call>add", "stop")
+        assert not message.get("tool_calls")
+
+    sampled = 'Now: <call>{"name":  "add", "arguments": {"a": 1}}</call>'
+    answers = [[*ids(sampled), END], [*ids("<call>add"), END]]
+    conversation, _ = use_client(use, answers=answers)
+    assert TOKENIZER.decode(conversation.full_tokens) == (
+        f"[add]<user>hi<assistant>{sampled}<eos><tool>42<assistant><call>add<eos>"
+    )
+    assert conversation.branches == ()
+
+
+def test_changed_call_of_a_tool_is_written_by_the_chat_template() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        function = {"name": "add", "arguments": '{"a": 7}'}
+        message = {
+            "role": "assistant",
+            "tool_calls": [{"id": "call_1_0", "type": "function", "function": function}],
+        }
+        messages = [{"role": "user", "content": "hi"}, message]
+        for choice in ("auto", "none"):
+            await client.chat.completions.create(
+                model="gpt-x",
+                messages=messages,
+                tools=TOOLS,
+                tool_choice=choice,  # type: ignore[call-overload]
+            )
+
+    _, requests = use_client(use, answers=[[END], [END]])
+    texts = [TOKENIZER.decode(request.prompt_tokens) for request in requests]
+    # A policy that may call no tool reads no schemas.
+    assert texts == [f"{tools}<user>hi<assistant>7<eos><assistant>" for tools in ("[add]", "")]
+
+
 def test_streamed_response_has_the_same_text_and_is_recorded() -> None:
     async def use(client: AsyncOpenAI) -> None:
         stream = await ask(
@@ -175,8 +250,6 @@ def test_streamed_response_has_the_same_text_and_is_recorded() -> None:
         assert choices[0].delta.role == "assistant"
         assert [choice.finish_reason for choice in choices] == [None, None, "stop"]
         assert chunks[-1].usage.completion_tokens == 4
-        with pytest.raises(BadRequestError, match="rollout may have"):
-            await ask(client, ("user", "x" * 600), stream=True)
 
     conversation, _ = use_client(use, answers=[[*apart("abc"), END]])
     assert conversation.tokens == [*apart("abc"), END]
@@ -191,6 +264,8 @@ def test_streamed_response_has_the_same_text_and_is_recorded() -> None:
         ({"extra_body": {"messages": []}}, "at least one message"),
         ({"extra_body": {"messages": [{"role": "robot"}]}}, "role is 'robot'"),
         ({"extra_body": {"best_of": 3}}, "best_of=3 is not supported"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\].function is None"),
+        ({"tool_choice": "required"}, "tool_choice='required' is not supported"),
     ],
 )
 def test_request_that_cannot_be_answered_is_refused(options: dict[str, Any], message: str) -> None:
@@ -227,14 +302,23 @@ def test_only_the_token_of_an_open_session_is_accepted() -> None:
 
 
 def test_limit_of_a_rollout_is_an_error_that_clients_do_not_repeat() -> None:
+    codes = []
+
     async def use(client: AsyncOpenAI) -> None:
         await ask(client, ("user", "hi"))
-        with pytest.raises(BadRequestError) as caught:
-            await ask(client.with_options(max_retries=5), ("user", "hi"))
-        assert caught.value.code == "rollout_limit"
+        for text in ("x" * 600, "hi", "hi"):
+            # With an event stream, the status is sent before the first event.
+            try:
+                await ask(client.with_options(max_retries=5), ("user", text), stream=text == "hi")
+            except BadRequestError as error:
+                codes.append(error.code)
+            else:
+                codes.append(None)
 
-    conversation, requests = use_client(use, answers=[[END]], max_turns=1)
-    assert len(requests) == len(conversation.completions) == 1
+    conversation, requests = use_client(use, answers=[[END]] * 2, max_turns=2)
+    # Too long, within the limits, and one more than the limit.
+    assert codes == ["rollout_limit", None, "rollout_limit"]
+    assert len(requests) == len(conversation.completions) == 2
 
 
 def test_error_of_the_sampler_ends_the_run_and_not_only_the_agent() -> None:

@@ -96,6 +96,11 @@ class EnvironmentConfig:
             )
         if self.name == "agent":
             _check_agent(self.arguments)
+            if not self.call_start:
+                raise ConfigError(
+                    "environment.call_start is empty, but calls of an agent's tools are found by "
+                    "the text before them: set it to that of the chat template."
+                )
         if self.sandbox != "bubblewrap" and self.name != "python":
             raise ConfigError(
                 f"environment.sandbox is {self.sandbox}, but only the environment python uses it, "

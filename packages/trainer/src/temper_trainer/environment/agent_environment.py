@@ -14,11 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import TemperError
 from temper_trainer.concurrency import DaemonThreads
+from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.run import LOOPBACK
 from temper_trainer.environment.gateway.gateway_server import GatewayServer, GatewaySession
 from temper_trainer.environment.gateway.responses import MODEL
 from temper_trainer.environment.protocol import AgentOutcome, SampleFunction
 from temper_trainer.environment.python_process import kill_group, kill_group_on_exit
+from temper_trainer.environment.tool_calls import CallMarkers
 from temper_trainer.settings.import_path import import_object
 from temper_trainer.types import Prompt
 
@@ -78,6 +80,7 @@ class OpenAiAgent:
     def make_factory(
         cls,
         *,
+        config: EnvironmentConfig,
         tokenizer: PreTrainedTokenizerBase,
         chat_template: str | None = None,
         address: str = LOOPBACK,
@@ -88,6 +91,7 @@ class OpenAiAgent:
         """Return what makes the agents of a run.
 
         Args:
+            config: Gives the texts around a call of a tool.
             tokenizer: Tokenizer of the policy.
             chat_template: Chat template of the run; None is that of the tokenizer.
             address: IPv4 address on which the endpoint listens.
@@ -99,7 +103,12 @@ class OpenAiAgent:
         Raises:
             ConfigError: If the function cannot be imported.
         """
-        gateway = GatewayServer(tokenizer=tokenizer, chat_template=chat_template, address=address)
+        gateway = GatewayServer(
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            markers=CallMarkers(start=config.call_start, end=config.call_end),
+            address=address,
+        )
         if function is not None:
             run = _wrap_function(import_object(function, key="environment.arguments.function"))
             return AgentFactory(lambda: cls(run, gateway=gateway), gateway=gateway)

@@ -133,7 +133,11 @@ def make_environment_factory(
     user_class = load_environment_class(config)
     if config.name == "agent":
         agents: EnvironmentFactory = user_class.make_factory(
-            tokenizer=tokenizer, chat_template=chat_template, address=address, **config.arguments
+            config=config,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            address=address,
+            **config.arguments,
         )
         return agents
     # A class whose objects share something, such as a server, makes its factory itself.

@@ -304,9 +304,7 @@ def _check_custom_environment(config: EnvironmentConfig) -> None:
     environment_class = load_environment_class(config)
     if config.name == "agent" and "function" in config.arguments:
         import_object(str(config.arguments["function"]), key="environment.arguments.function")
-    given: dict[str, object] = (
-        {"chat_template": None, "address": None} if config.name == "agent" else {"config": config}
-    )
+    given = {"chat_template": None, "address": None} if config.name == "agent" else {}
     try:
         # Of what `make_environment_factory` calls.
         signature = inspect.signature(getattr(environment_class, "make_factory", environment_class))
@@ -315,7 +313,7 @@ def _check_custom_environment(config: EnvironmentConfig) -> None:
     ):  # classes in C may have no signature; then the first instantiation reports it
         return
     try:
-        signature.bind(tokenizer=None, **given, **config.arguments)
+        signature.bind(config=config, tokenizer=None, **given, **config.arguments)
     except TypeError as error:
         raise ConfigError(
             f"environment.name {config.name} cannot be created with config, tokenizer and "

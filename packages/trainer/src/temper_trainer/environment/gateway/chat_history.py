@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from temper_trainer.environment.gateway.chat_request import RequestError
+from temper_trainer.environment.gateway.chat_request import RequestError, parse_messages
 from temper_trainer.types import Completion, FinishReason
 
 
@@ -24,6 +24,16 @@ class EncodedPrompt:
 
     text: str
     tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledText:
+    """Text of a completion without its end token."""
+
+    full: str
+    """With special tokens, as the policy reads it again."""
+    plain: str
+    """Without special tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,8 +48,12 @@ class ChatHistory:
     _sampled: dict[str, str] = field(default_factory=dict)
     """Sampled text of each message that was returned."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> EncodedPrompt:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> EncodedPrompt:
         """Return the tokens of messages in the chat template, which opens the assistant's turn.
+
+        The template also describes the tools.
 
         Raises:
             RequestError: If the template cannot render them.
@@ -47,6 +61,7 @@ class ChatHistory:
         try:
             text = self.tokenizer.apply_chat_template(
                 [self._restore(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -67,29 +82,26 @@ class ChatHistory:
         rest = self.tokenizer(text[len(read.text) :], add_special_tokens=False)["input_ids"]
         return EncodedPrompt(text=text, tokens=(*read.tokens, *rest))
 
-    def add(self, prompt: EncodedPrompt, completion: Completion) -> str:
-        """Add a completion and return its text without special tokens."""
-        tokens = (*prompt.tokens, *completion.tokens)
-        self._read.append(
-            EncodedPrompt(
-                text=prompt.text + self._decode_after(prompt.tokens, completion.tokens),
-                tokens=tokens,
-            )
-        )
-        return str(self.tokenizer.decode(list(completion.tokens), skip_special_tokens=True))
-
-    def add_message(
-        self, message: Mapping[str, Any], *, prompt: EncodedPrompt, completion: Completion
-    ) -> None:
-        """Record the message that was returned for a completion.
-
-        The text of the message may lack a stop text or a call of a tool. When the agent sends the
-        message back, the policy reads what it has sampled.
-        """
+    def add(self, prompt: EncodedPrompt, completion: Completion) -> SampledText:
+        """Add a completion, and return its text."""
         tokens = completion.tokens
+        text = prompt.text + self._decode_after(prompt.tokens, tokens)
+        self._read.append(EncodedPrompt(text=text, tokens=(*prompt.tokens, *tokens)))
         if completion.finish_reason == FinishReason.END_TOKEN:
             tokens = tokens[:-1]  # the chat template adds it
-        self._sampled[_describe(message)] = self._decode_after(prompt.tokens, tokens)
+        return SampledText(
+            full=self._decode_after(prompt.tokens, tokens),
+            plain=str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)),
+        )
+
+    def add_message(self, message: Mapping[str, Any], *, sampled: str) -> None:
+        """Record the message that was returned for a sampled text.
+
+        The message may lack a stop text, or have calls of tools in a form of its own. When the
+        agent sends it back, the policy reads what it has sampled.
+        """
+        (parsed,) = parse_messages([message])
+        self._sampled[_describe(parsed)] = sampled
 
     def _restore(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message with the text that was sampled for it, if it was."""
@@ -106,5 +118,5 @@ class ChatHistory:
 
 
 def _describe(message: Mapping[str, Any]) -> str:
-    """Return what identifies a message that was returned, when the agent sends it back."""
-    return json.dumps([message.get("content") or "", message.get("tool_calls") or []])
+    """Return what identifies a parsed message that was returned, when the agent sends it back."""
+    return json.dumps([message["content"], message.get("tool_calls") or []])

@@ -1,5 +1,6 @@
 """Parse requests in the format of OpenAI's API."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ class ChatRequest:
 
     messages: Sequence[dict[str, Any]]
     """Messages whose content is text, in the form that chat templates take."""
+    tools: Sequence[dict[str, Any]]
+    """Schemas of the tools that the policy may call; empty if it may call none."""
     options: CompletionOptions
 
 
@@ -63,14 +66,23 @@ def parse_chat_request(body: object) -> ChatRequest:
         8
     """
     fields = _check_object(body, name="the body")
-    options = _parse_options(fields, known=("messages",))
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list with at least one message")
+    options = _parse_options(fields, known=("messages", "tool_choice", "tools"))
     return ChatRequest(
-        messages=[_parse_message(each, index=i) for i, each in enumerate(messages)],
+        messages=parse_messages(fields.get("messages")),
+        tools=_parse_tools(fields),
         options=options,
     )
+
+
+def parse_messages(messages: object) -> list[dict[str, Any]]:
+    """Return messages in the form that chat templates take.
+
+    Raises:
+        RequestError: If there is none, or one is wrong.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a list with at least one message")
+    return [_parse_message(each, index=i) for i, each in enumerate(messages)]
 
 
 def _parse_options(fields: JsonObject, *, known: Sequence[str]) -> CompletionOptions:
@@ -120,11 +132,24 @@ _OPTIONS = (
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
     "top_logprobs": (0,),
 }
 """Values of fields that are not supported with which they have no effect."""
+
+
+def _parse_tools(fields: JsonObject) -> list[dict[str, Any]]:
+    """Return the schemas of tools, unless the policy must not call one."""
+    choice, tools = fields.get("tool_choice"), fields.get("tools") or []
+    if choice not in (None, "auto", "none"):
+        raise RequestError(f"tool_choice={choice!r} is not supported: it must be auto or none")
+    if not isinstance(tools, list):
+        raise RequestError("tools must be a list")
+    for i, tool in enumerate(tools):
+        function = _check_object(tool, name=f"tools[{i}]").get("function")
+        name = _check_object(function, name=f"tools[{i}].function").get("name")
+        if tool.get("type") != "function" or not isinstance(name, str):
+            raise RequestError(f"tools[{i}] must have the type function, and a name")
+    return [] if choice == "none" else tools
 
 
 def _parse_message(message: object, *, index: int) -> dict[str, Any]:
@@ -139,6 +164,34 @@ def _parse_message(message: object, *, index: int) -> dict[str, Any]:
     # Chat templates know the older name of this role only.
     parsed["role"] = "system" if role == "developer" else role
     parsed["content"] = _join_parts(fields.get("content"), name=f"messages[{index}].content")
+    if "tool_calls" in parsed:
+        parsed["tool_calls"] = _parse_calls(parsed["tool_calls"], name=f"messages[{index}]")
+    return parsed
+
+
+def _parse_calls(calls: object, *, name: str) -> list[dict[str, Any]]:
+    """Return the calls of a message with their arguments as objects, as chat templates take them.
+
+    The API has arguments as text, which the policy may have written.
+    """
+    if not isinstance(calls, list):
+        raise RequestError(f"{name}.tool_calls must be a list")
+    parsed = []
+    for i, call in enumerate(calls):
+        call_name = f"{name}.tool_calls[{i}]"
+        fields = _check_object(call, name=call_name)
+        function = _check_object(fields.get("function"), name=f"{call_name}.function")
+        try:
+            arguments = json.loads(function.get("arguments") or "{}")
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"{call_name}.function.arguments must be JSON: {error}") from error
+        parsed.append(
+            {
+                "id": fields.get("id"),
+                "type": "function",
+                "function": {"name": function.get("name"), "arguments": arguments},
+            }
+        )
     return parsed
 
 

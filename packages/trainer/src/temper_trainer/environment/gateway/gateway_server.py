@@ -6,13 +6,13 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.rendezvous import get_run_token
-from temper_trainer.environment.gateway.chat_history import ChatHistory, EncodedPrompt
+from temper_trainer.environment.gateway.chat_history import ChatHistory, EncodedPrompt, SampledText
 from temper_trainer.environment.gateway.chat_request import (
     CompletionOptions,
     RequestError,
@@ -25,8 +25,10 @@ from temper_trainer.environment.gateway.responses import (
     make_chat_logprobs,
     make_chat_response,
     make_error,
+    make_message,
 )
 from temper_trainer.environment.protocol import RolloutLimitError, SampleFunction
+from temper_trainer.environment.tool_calls import CallMarkers
 from temper_trainer.types import Completion, FinishReason
 
 MAX_BODY_BYTES = 16 << 20
@@ -45,14 +47,16 @@ class GatewaySession:
     """Samples completions of the agent's rollout."""
     history: ChatHistory
     """Earlier requests of the agent and their completions."""
+    markers: CallMarkers
+    """Texts around a call of a tool."""
     num_ignored_settings: int = 0
     """Number of sampling parameters that the agent set, and the run has replaced."""
     num_responses: int = 0
 
     async def complete(
         self, prompt: EncodedPrompt, options: CompletionOptions
-    ) -> tuple[Completion, str]:
-        """Return a completion, and its text without special tokens and stop text."""
+    ) -> tuple[Completion, SampledText]:
+        """Return a completion and its text, whose plain form has no stop text."""
         self.num_ignored_settings += options.num_ignored
         completion = await self.sample(
             prompt.tokens, max_tokens=options.max_tokens, stop=options.stop
@@ -60,7 +64,7 @@ class GatewaySession:
         self.num_responses += 1
         text = self.history.add(prompt, completion)
         if completion.finish_reason == FinishReason.STOP_TEXT:
-            text = cut_at_stop(text, options.stop)
+            text = replace(text, plain=cut_at_stop(text.plain, options.stop))
         return completion, text
 
 
@@ -72,17 +76,24 @@ class GatewayServer:
     """
 
     def __init__(
-        self, *, tokenizer: PreTrainedTokenizerBase, chat_template: str | None, address: str
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None,
+        markers: CallMarkers,
+        address: str,
     ) -> None:
         """Listen with the first session.
 
         Args:
             tokenizer: Tokenizer of the policy.
             chat_template: Replaces the tokenizer's own template; None keeps it.
+            markers: Texts around a call of a tool.
             address: IPv4 address to listen on.
         """
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._markers = markers
         self._address = address
         self._sessions: dict[str, GatewaySession] = {}
         self._num_sessions = 0
@@ -104,6 +115,7 @@ class GatewayServer:
             api_key=token,
             sample=sample,
             history=ChatHistory(tokenizer=self._tokenizer, template=self._chat_template),
+            markers=self._markers,
         )
         try:
             yield self._sessions[token]
@@ -175,10 +187,15 @@ async def _read_body(request: web.Request) -> object:
 
 async def _complete_chat(session: GatewaySession, request: web.Request) -> web.StreamResponse:
     chat = parse_chat_request(await _read_body(request))
-    prompt = session.history.encode_chat(chat.messages)
+    prompt = session.history.encode_chat(chat.messages, tools=chat.tools)
     completion, text = await session.complete(prompt, chat.options)
-    message = {"role": "assistant", "content": text}
-    session.history.add_message(message, prompt=prompt, completion=completion)
+    message = make_message(
+        # The markers may be special tokens.
+        text.full if chat.tools and session.markers.start in text.full else text.plain,
+        markers=session.markers if chat.tools else None,
+        call_id=f"call_{session.num_responses}",
+    )
+    session.history.add_message(message, sampled=text.full)
     response = make_chat_response(
         message,
         response_id=f"chatcmpl-{session.num_responses}",

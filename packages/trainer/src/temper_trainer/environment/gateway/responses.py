@@ -1,11 +1,13 @@
 """Write responses in the format of OpenAI's API."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from temper_trainer.environment.tool_calls import CallMarkers
 from temper_trainer.types import Completion, FinishReason
 
 MODEL = "policy"
@@ -24,7 +26,7 @@ def make_chat_response(
     choice = {
         "index": 0,
         "message": message,
-        "finish_reason": get_finish_reason(completion),
+        "finish_reason": "tool_calls" if "tool_calls" in message else get_finish_reason(completion),
         "logprobs": logprobs,
     }
     return {
@@ -46,6 +48,9 @@ def make_chat_events(response: Mapping[str, Any], *, has_usage: bool) -> list[di
     beginning = {name: response[name] for name in ("id", "created", "model")}
     beginning |= {"object": "chat.completion.chunk"}
     delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        calls = enumerate(delta["tool_calls"])
+        delta["tool_calls"] = [{"index": i, **call} for i, call in calls]
 
     def make_event(delta: Mapping[str, Any], **fields: object) -> dict[str, Any]:
         return {
@@ -61,6 +66,39 @@ def make_chat_events(response: Mapping[str, Any], *, has_usage: bool) -> list[di
     if has_usage:
         events.append({**beginning, "choices": [], "usage": response["usage"]})
     return events
+
+
+def make_message(text: str, *, markers: CallMarkers | None, call_id: str) -> dict[str, Any]:
+    """Return the message of a completion, with the calls of tools that its text has.
+
+    A text with a malformed call is returned as it is, so that the agent can answer it.
+
+    Args:
+        text: Text of the completion.
+        markers: Texts around a call; None if the policy may call no tool.
+        call_id: Beginning of the ids of calls.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if markers is None:
+        return message
+    try:
+        content, calls = markers.split_calls(text)
+    except ValueError:
+        return message
+    if not calls:
+        return message
+    return {
+        "role": "assistant",
+        "content": content.strip() or None,
+        "tool_calls": [
+            {
+                "id": f"{call_id}_{i}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(arguments)},
+            }
+            for i, (name, arguments) in enumerate(calls)
+        ],
+    }
 
 
 def get_finish_reason(completion: Completion) -> str:
