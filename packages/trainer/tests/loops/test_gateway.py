@@ -239,6 +239,45 @@ def test_changed_call_of_a_tool_is_written_by_the_chat_template() -> None:
     assert texts == [f"{tools}<user>hi<assistant>7<eos><assistant>" for tools in ("[add]", "")]
 
 
+def test_text_and_tokens_are_completed_without_a_template() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        first = await client.completions.create(
+            model="gpt-x", prompt="6*7=", logprobs=0, extra_body={"return_token_ids": True}
+        )
+        (choice,) = first.choices
+        assert (choice.text, choice.finish_reason) == ("ab", "stop")
+        assert choice.logprobs is not None
+        assert choice.logprobs.text_offset == [0, 1, 2]
+        fields = choice.model_dump()
+        assert fields["prompt_token_ids"] == ids("6*7=")
+        assert fields["token_ids"] == [*apart("ab"), END]
+        tokens = [*fields["prompt_token_ids"], *fields["token_ids"], *ids("!")]
+        chunks = [
+            chunk
+            async for chunk in await client.completions.create(
+                model="gpt-x",
+                prompt=tokens,
+                stream=True,
+                stream_options={"include_usage": True},
+                logprobs=1,
+            )
+        ]
+        assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "cd"
+        logprobs = chunks[0].choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens == ["c", "d", "<eos>"]
+        assert logprobs.token_logprobs == [-1.0] * 3
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.prompt_tokens == len(tokens)
+        for wrong in ("", [], ["a", "b"], [10_000]):
+            with pytest.raises(BadRequestError):
+                await client.completions.create(model="gpt-x", prompt=wrong)
+
+    conversation, _ = use_client(use, answers=[[*apart("ab"), END], [*ids("cd"), END]])
+    assert TOKENIZER.decode(conversation.full_tokens) == "6*7=ab<eos>!cd<eos>"
+    assert len(conversation.turns) == 1
+
+
 def test_streamed_response_has_the_same_text_and_is_recorded() -> None:
     async def use(client: AsyncOpenAI) -> None:
         stream = await ask(

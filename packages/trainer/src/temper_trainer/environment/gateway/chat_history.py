@@ -31,9 +31,9 @@ class SampledText:
     """Text of a completion without its end token."""
 
     full: str
-    """With special tokens, as the policy reads it again."""
+    """Text with special tokens, as the policy reads it again."""
     plain: str
-    """Without special tokens."""
+    """Text without special tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +81,18 @@ class ChatHistory:
         )
         rest = self.tokenizer(text[len(read.text) :], add_special_tokens=False)["input_ids"]
         return EncodedPrompt(text=text, tokens=(*read.tokens, *rest))
+
+    def encode_prompt(self, prompt: str | tuple[int, ...]) -> EncodedPrompt:
+        """Return the tokens of a text, or those that are given.
+
+        Raises:
+            RequestError: If a token does not exist.
+        """
+        if isinstance(prompt, str):
+            return self.encode_text(prompt)
+        if not all(0 <= token < len(self.tokenizer) for token in prompt):
+            raise RequestError(f"token ids must be at least 0 and below {len(self.tokenizer)}")
+        return EncodedPrompt(text=str(self.tokenizer.decode(list(prompt))), tokens=prompt)
 
     def add(self, prompt: EncodedPrompt, completion: Completion) -> SampledText:
         """Add a completion, and return its text."""

@@ -74,6 +74,41 @@ def parse_chat_request(body: object) -> ChatRequest:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """The body of ``/v1/completions``."""
+
+    prompt: str | tuple[int, ...]
+    """Text or token ids to complete."""
+    has_token_ids: bool
+    """True if the response has the token ids of prompt and completion."""
+    options: CompletionOptions
+
+
+def parse_text_request(body: object) -> TextRequest:
+    """Return a request for the completion of a text.
+
+    Raises:
+        RequestError: If a field is missing, wrong or not supported.
+
+    Example:
+        >>> parse_text_request({"prompt": [6, 14, 7, 15]}).prompt
+        (6, 14, 7, 15)
+    """
+    fields = _check_object(body, name="the body")
+    options = _parse_options(fields, known=("prompt", "return_token_ids"))
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        prompt = tuple(prompt)
+    if not prompt or not isinstance(prompt, str | tuple):
+        raise RequestError("prompt must be one text or one list of token ids, and not be empty")
+    return TextRequest(
+        prompt=prompt, has_token_ids=bool(fields.get("return_token_ids")), options=options
+    )
+
+
 def parse_messages(messages: object) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates take.
 
@@ -109,7 +144,8 @@ def _parse_options(fields: JsonObject, *, known: Sequence[str]) -> CompletionOpt
     return CompletionOptions(
         max_tokens=min(limits, default=None),
         stop=tuple(stop),
-        has_logprobs=bool(fields.get("logprobs")),
+        # 0 asks for the log-probs of the sampled tokens, without alternatives.
+        has_logprobs=fields.get("logprobs") is not None and fields["logprobs"] is not False,
         num_ignored=sum(fields.get(name) is not None for name in _SET_BY_RUN),
         is_streamed=bool(fields.get("stream")),
         has_usage=bool(

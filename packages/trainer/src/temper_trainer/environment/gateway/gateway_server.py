@@ -17,6 +17,7 @@ from temper_trainer.environment.gateway.chat_request import (
     CompletionOptions,
     RequestError,
     parse_chat_request,
+    parse_text_request,
 )
 from temper_trainer.environment.gateway.responses import (
     MODEL,
@@ -26,6 +27,9 @@ from temper_trainer.environment.gateway.responses import (
     make_chat_response,
     make_error,
     make_message,
+    make_text_events,
+    make_text_logprobs,
+    make_text_response,
 )
 from temper_trainer.environment.protocol import RolloutLimitError, SampleFunction
 from temper_trainer.environment.tool_calls import CallMarkers
@@ -131,6 +135,7 @@ class GatewayServer:
     async def _listen(self) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._serve(_complete_chat))
+        app.router.add_post("/v1/completions", self._serve(_complete_text))
         app.router.add_get("/v1/models", self._serve(_list_models))
         # A request whose client has gone is cancelled: the agent would not read the completion.
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
@@ -208,6 +213,25 @@ async def _complete_chat(session: GatewaySession, request: web.Request) -> web.S
     if not chat.options.is_streamed:
         return web.json_response(response)
     return await _stream(request, make_chat_events(response, has_usage=chat.options.has_usage))
+
+
+async def _complete_text(session: GatewaySession, request: web.Request) -> web.StreamResponse:
+    body = parse_text_request(await _read_body(request))
+    prompt = session.history.encode_prompt(body.prompt)
+    completion, text = await session.complete(prompt, body.options)
+    response = make_text_response(
+        text.plain,
+        response_id=f"cmpl-{session.num_responses}",
+        prompt_tokens=prompt.tokens,
+        completion=completion,
+        logprobs=make_text_logprobs(completion, session.history.tokenizer)
+        if body.options.has_logprobs
+        else None,
+        has_token_ids=body.has_token_ids,
+    )
+    if not body.options.is_streamed:
+        return web.json_response(response)
+    return await _stream(request, make_text_events(response, has_usage=body.options.has_usage))
 
 
 async def _stream(

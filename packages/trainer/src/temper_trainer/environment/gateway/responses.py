@@ -1,5 +1,6 @@
 """Write responses in the format of OpenAI's API."""
 
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,55 @@ def make_chat_response(
         "model": MODEL,
         "choices": [choice],
         "usage": make_usage(num_prompt_tokens, completion=completion),
+    }
+
+
+def make_text_response(
+    text: str,
+    *,
+    response_id: str,
+    prompt_tokens: Sequence[int],
+    completion: Completion,
+    logprobs: Mapping[str, Any] | None,
+    has_token_ids: bool,
+) -> dict[str, Any]:
+    """Return the body of a completion of a text."""
+    choice: dict[str, Any] = {
+        "index": 0,
+        "text": text,
+        "finish_reason": get_finish_reason(completion),
+        "logprobs": logprobs,
+    }
+    if has_token_ids:
+        choice |= {"prompt_token_ids": prompt_tokens, "token_ids": completion.tokens}
+    return {
+        "id": response_id,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [choice],
+        "usage": make_usage(len(prompt_tokens), completion=completion),
+    }
+
+
+def make_text_events(response: Mapping[str, Any], *, has_usage: bool) -> list[dict[str, Any]]:
+    """Return a completion of a text as the events of a stream, like `make_chat_events`."""
+    beginning = {name: value for name, value in response.items() if name != "usage"}
+    if not has_usage:
+        return [beginning]
+    return [beginning, {**beginning, "choices": [], "usage": response["usage"]}]
+
+
+def make_text_logprobs(
+    completion: Completion, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Sequence[object] | None]:
+    """Return the log-prob of each token in the form of completions of a text."""
+    tokens = [tokenizer.decode([token]) for token in completion.tokens]
+    return {
+        "tokens": tokens,
+        "token_logprobs": completion.rollout_logprobs,
+        "top_logprobs": None,
+        "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=0)),
     }
 
 
