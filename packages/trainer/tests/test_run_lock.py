@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -202,18 +203,26 @@ def test_killed_container_with_the_same_host_name_is_replaced_after_the_lease(
     assert "running since" not in caplog.text
 
 
-@pytest.mark.parametrize("content", ["", "\0" * 64, "not a lock"], ids=["empty", "zeros", "text"])
 def test_lock_file_without_an_owner_is_replaced_after_the_lease(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / LOCK_FILE).write_text(content)
-    begin = time.monotonic()
-    with RunLock(tmp_path, lease_s=3.0) as lock:
-        assert 3.0 <= time.monotonic() - begin < 30
-        lock.check()
-        assert f"pid={os.getpid()}" in (tmp_path / LOCK_FILE).read_text()
-    assert "names no owner: waiting up to 3 s to see whether it is being written" in caplog.text
-    assert list(tmp_path.iterdir()) == []
+    def replace_lock(name: str, content: str) -> None:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / LOCK_FILE).write_text(content)
+        begin = time.monotonic()
+        with RunLock(folder, lease_s=3.0) as lock:
+            assert 3.0 <= time.monotonic() - begin < 30
+            lock.check()
+            assert f"pid={os.getpid()}" in (folder / LOCK_FILE).read_text()
+        assert list(folder.iterdir()) == []
+
+    contents = {"empty": "", "zeros": "\0" * 64, "text": "not a lock"}
+    # At the same time, because each waits for its lease.
+    with ThreadPoolExecutor(len(contents)) as pool:
+        list(pool.map(replace_lock, contents, contents.values()))
+    waiting = "names no owner: waiting up to 3 s to see whether it is being written"
+    assert caplog.text.count(waiting) == len(contents)
 
 
 def test_unreadable_lock_file_with_a_heartbeat_is_kept(tmp_path: Path) -> None:
