@@ -47,6 +47,14 @@ def test_weights_of_files_are_loaded_bit_for_bit(family: str, pairs: Pairs) -> N
     assert all(tensor.equal(expected[name]) for name, tensor in model.state_dict().items())
 
 
+def test_lists_of_an_architecture_reach_the_config() -> None:
+    kinds = ("sliding_attention", "full_attention")
+    fields = {**SHAPE, "model_type": "gemma3_text", "head_dim": 8, "layer_types": kinds}
+    spec = ModelSpec(architecture=fields)
+    model = build_model(spec, dtype=torch.float32, device=torch.device("cpu"))
+    assert model.config.layer_types == list(kinds)
+
+
 def test_model_with_chunked_attention_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama4_text", **SHAPE, num_local_experts=2, head_dim=8)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

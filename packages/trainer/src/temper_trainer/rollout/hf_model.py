@@ -40,7 +40,13 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
                 trust_remote_code=spec.trust_remote_code,
             )
         else:
-            config = AutoConfig.for_model(**spec.architecture)
+            # The config classes of transformers accept lists, but no tuples.
+            config = AutoConfig.for_model(
+                **{
+                    name: list(value) if isinstance(value, tuple) else value
+                    for name, value in spec.architecture.items()
+                }
+            )
             # The global generator stays as it is: an engine in this process may draw from it.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.seed)

@@ -37,7 +37,12 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
             model.path, trust_remote_code=model.trust_remote_code
         ).get_text_config()
     else:
-        text_config = AutoConfig.for_model(**model.architecture)
+        # The config classes of transformers accept lists, but no tuples.
+        fields = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in model.architecture.items()
+        }
+        text_config = AutoConfig.for_model(**fields)
     max_length = vllm.max_model_len or min(
         _count_max_tokens(config), text_config.max_position_embeddings
     )
