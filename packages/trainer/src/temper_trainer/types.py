@@ -145,6 +145,10 @@ class Completion:
     """True if it is the row's completion, which no sampler has sampled."""
     token_versions: tuple[int, ...] = ()
     """Version of each token's weights, if they differ; otherwise empty."""
+    routed_experts: "Tensor | None" = field(default=None, compare=False)
+    """[tokens of prompt and completion - 1, layers, K] int16, the experts that the sampler chose
+    for each token but the last, which it never processed; None unless ``rollout.routing_replay``.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

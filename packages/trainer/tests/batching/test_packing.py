@@ -105,6 +105,22 @@ def test_workers_get_only_the_columns_that_their_objective_reads() -> None:
     assert not pack_mini_batch(samples, mini_batch, "actor")[0].columns
 
 
+def test_only_the_actor_gets_the_experts_that_the_sampler_chose() -> None:
+    samples = samples_with_weight()
+    experts = torch.zeros(samples.num_tokens, 2, 3, dtype=torch.int16)
+    samples = samples.with_columns({"routed_experts": experts})
+    layouts = {role: RoleLayout() for role in ("actor", "critic")}
+    (mini_batch,) = plan_step(
+        samples, BatchingConfig(max_tokens=8), layouts=layouts, seed=3
+    ).mini_batches
+    for objective in (None, Centered()):
+        (actor,), (critic,) = (
+            pack_mini_batch(samples, mini_batch, role, objective=objective) for role in layouts
+        )
+        assert actor.columns["routed_experts"].shape[1:] == (2, 3)
+        assert "routed_experts" not in critic.columns
+
+
 def test_missing_column_is_named() -> None:
     samples = from_sequences(
         [torch.arange(3)], loss_masks=[torch.arange(3) >= 1], columns={"other": [torch.zeros(3)]}

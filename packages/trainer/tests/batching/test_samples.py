@@ -144,6 +144,32 @@ def test_observations_are_not_trained_and_turns_are_counted_from_the_end() -> No
     assert samples.columns["turns_after"].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_experts_of_a_token_are_those_of_the_first_completion_that_processed_it() -> None:
+    def record(*experts: int) -> torch.Tensor:
+        return torch.tensor(experts, dtype=torch.int16)[:, None, None]
+
+    second = Completion(
+        request_id=1,
+        tokens=(6, 7),
+        rollout_logprobs=(-0.6, -0.7),
+        finish_reason=FinishReason.END_TOKEN,
+        weight_version=1,
+        routed_experts=record(8, 8, 8, 13, 14, 15),
+    )
+    first = make_rollout((1, 2), (3,), (-0.3,), sample=0, group=0)
+    rollout = replace(
+        first,
+        completion=replace(first.completion, routed_experts=record(11, 12)),
+        turns=(Turn(observation=(4, 5), completion=second),),
+    )
+    without = make_rollout((1,), (2, 3), (-0.1, -0.1), sample=1, group=1)
+    samples = to_samples([rollout, without], temperature=1.0)
+    column = samples.columns["routed_experts"]
+    assert column[:, 0, 0].tolist() == [11, 12, 8, 13, 14, 15, -1, -1, -1, -1]
+    assert (column.shape, column.dtype) == ((10, 1, 1), torch.int16)
+    assert "routed_experts" not in to_samples([without], temperature=1.0).columns
+
+
 def test_rewards_of_turns_stand_at_the_last_token_of_their_completion() -> None:
     rollout = replace(
         make_rollout((1, 2), (3, 4), (-0.3, -0.4), sample=0, group=0),

@@ -138,10 +138,16 @@ class Pair:
     """Folder with its weights and configuration."""
 
     def sampler(
-        self, *, max_concurrent: int = 256, dtype: Literal["bf16", "fp32"] = "fp32"
+        self,
+        *,
+        max_concurrent: int = 256,
+        dtype: Literal["bf16", "fp32"] = "fp32",
+        routing_replay: bool = False,
     ) -> HfSampler:
         """Build a sampler with the same weights."""
-        config = RolloutConfig(max_concurrent=max_concurrent, dtype=dtype)
+        config = RolloutConfig(
+            max_concurrent=max_concurrent, dtype=dtype, routing_replay=routing_replay
+        )
         return HfSampler(
             model=ModelSpec(path=str(self.directory)),
             tokenizer=make_tokenizer(),

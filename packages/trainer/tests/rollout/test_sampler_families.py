@@ -36,6 +36,41 @@ def test_rollout_logprobs_equal_those_of_full_forward_passes(family: str, pairs:
             assert completion.rollout_logprobs[i] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
+def test_recorded_experts_are_those_of_a_full_forward_pass(family: str, pairs: Pairs) -> None:
+    pair, prompts = pairs.get(family), [*make_prompts(4, seed=1), (7,)]
+    sampler = pair.sampler(max_concurrent=3, routing_replay=True)
+    # Two completions of each prompt, which is prefilled once for both; one prompt has one token.
+    twice = [prompt for prompt in prompts for _ in range(2)]
+    completions = sampler.sample(make_requests(twice, SAMPLED))
+    chosen: list[torch.Tensor] = []
+    routers = [m for m in pair.model.modules() if type(m).__name__.endswith("Router")]
+    hooks = [
+        router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+        for router in routers
+    ]
+    for prompt, completion in zip(twice, completions, strict=True):
+        chosen.clear()
+        pair.next_logits([*prompt, *completion.tokens[:-1]])
+        assert completion.routed_experts is not None
+        # Without order, which has no meaning.
+        expected = torch.stack(chosen, dim=1).sort().values
+        assert completion.routed_experts.long().sort().values.equal(expected)
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("gemma2", "has no routers of experts"), ("qwen3_next", "has layers with a state")],
+)
+def test_replay_of_a_model_without_recorded_experts_is_refused(
+    family: str, reason: str, pairs: Pairs
+) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.routing_replay is true, but .* {reason}"):
+        pairs.get(family).sampler(routing_replay=True)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_of_files_are_loaded_bit_for_bit(family: str, pairs: Pairs) -> None:
     pair = pairs.get(family)

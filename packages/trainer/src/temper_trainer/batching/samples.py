@@ -14,6 +14,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
+from temper_engine_api.objective import ROUTED_EXPERTS
 from temper_trainer.types import (
     IS_CHOSEN,
     LOSS_WEIGHTS,
@@ -47,8 +48,8 @@ def to_samples(
     Returns:
         [B] samples in the order of the rollouts, then of their branches, with column
         ``rollout_logprobs`` [T] float32 (0 at untrained tokens), with ``turns_after`` [T] float32
-        if a rollout has several turns, and with ``turn_rewards`` [T] float32 if an environment gave
-        a reward.
+        if a rollout has several turns, with ``turn_rewards`` [T] float32 if an environment gave a
+        reward, and with ``routed_experts`` [T, layers, K] int16 if the sampler recorded them.
 
     Raises:
         BatchError: If there is no rollout, a sample_id is repeated, the temperature is not above 0,
@@ -107,6 +108,9 @@ def to_samples(
         rewards = torch.tensor([segment.reward for segment in segments])
         columns[TURN_REWARDS][last] = rewards[has_tokens]
     sample_lengths = [sum(len(segment.tokens) for segment in sample) for sample in by_rollout]
+    experts = _concatenate_experts(rollouts, lengths=sample_lengths)
+    if experts is not None:
+        columns[ROUTED_EXPERTS] = experts
 
     def split(column: Tensor) -> Sequence[Tensor]:
         parts: tuple[Tensor, ...] = column.split(sample_lengths)
@@ -196,6 +200,29 @@ def _concatenate_logprobs(segments: "Sequence[_Segment]", *, num_tokens: int) ->
         struct.pack_into(f"{count}f", logprobs.data, start * logprobs.itemsize, *segment.logprobs)
         start += len(segment.tokens)
     return torch.from_numpy(logprobs)
+
+
+def _concatenate_experts(rollouts: Sequence[Rollout], *, lengths: Sequence[int]) -> Tensor | None:
+    """Return the [T, layers, K] experts of all tokens, -1 where the sampler recorded none.
+
+    Each completion records its full context. The experts of a token are those of the first
+    completion that includes it, whose log-probs were computed with them.
+    """
+    recorded = [c.routed_experts for rollout in rollouts for c in rollout.completions]
+    example = next((experts for experts in recorded if experts is not None), None)
+    if example is None:
+        return None
+    columns = []
+    for rollout, length in zip(rollouts, lengths, strict=True):
+        column = example.new_full((length, *example.shape[1:]), -1)
+        first = 0
+        for completion in rollout.completions:
+            if completion.routed_experts is not None:
+                end = len(completion.routed_experts)
+                column[first:end] = completion.routed_experts[first:]
+                first = end
+        columns.append(column)
+    return torch.cat(columns)
 
 
 def _check_rollouts(rollouts: Sequence[Rollout], *, temperature: float) -> None:

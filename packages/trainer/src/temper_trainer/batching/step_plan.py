@@ -14,7 +14,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch
 from temper_engine_api.errors import BatchError
-from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput, Objective
+from temper_engine_api.objective import LOGPROB_AT_IDS, ROUTED_EXPERTS, HeadOutput, Objective
 from temper_engine_api.plan import (
     MiniBatchPlan,
     RankPlan,
@@ -245,7 +245,7 @@ def pack_mini_batch(
 
     With an objective, this calls ``Objective.prepare`` once for the full mini-batch and sends the
     workers only the columns that the objective reads. Without an objective (a forward pass), the
-    workers get no columns.
+    workers get no columns. The actor also gets the experts that the sampler chose, if any.
 
     Args:
         samples: Samples of the step, with every column that the objective reads.
@@ -264,6 +264,9 @@ def pack_mini_batch(
     if objective is not None and HeadOutput.LOGPROB_AT in objective.required_outputs:
         # No column of the objective, but the head needs it to know which tokens to look up.
         required |= {LOGPROB_AT_IDS}
+    if role == "actor":
+        # The sampler has chosen experts of the actor's model; other roles have other weights.
+        required |= selected.columns.keys() & {ROUTED_EXPERTS}
     missing = (
         required - selected.columns.keys() - selected.sequence_columns.keys() - prepared.keys()
     )

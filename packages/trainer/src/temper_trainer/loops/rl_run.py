@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from temper_engine_api.capabilities import Capability
 from temper_engine_api.errors import TemperError
 from temper_engine_api.objective import Objective
 from temper_trainer.algorithms.adaptive_coefficients import (
@@ -101,6 +102,8 @@ def run_rl(
             runtime=runtime,
         )
     ) as components:
+        if config.rollout.routing_replay:
+            components.roles["actor"].require(Capability.ROUTING_REPLAY)
         _load_roles(components.roles, checkpointer=checkpointer, resume_from=resume_from)
         if resume_from is not None:
             log.print_line(f"continuing from step {state.step} ({resume_from})")

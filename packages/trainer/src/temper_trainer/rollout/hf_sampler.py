@@ -23,6 +23,7 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.progress import advance_progress
+from temper_trainer.rollout.expert_recorder import ExpertRecorder
 from temper_trainer.rollout.full_pass import (
     check_layers,
     compute_last_logits,
@@ -52,6 +53,8 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     """Token ids that were sampled so far."""
     logprobs: list[float] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+    """Experts [n, layers, K] of the tokens that were processed so far, if they are recorded."""
 
     @property
     def current(self) -> int:
@@ -77,6 +80,7 @@ class ContinuousBatchDecoder:
         max_concurrent: int,
         weight_version: int,
         uses_cache: bool = True,
+        recorder: ExpertRecorder | None = None,
         is_interrupted: Callable[[], bool] = lambda: False,
         compute_lock: AbstractContextManager[object] | None = None,
     ) -> None:
@@ -85,6 +89,7 @@ class ContinuousBatchDecoder:
         self._end_token_ids = end_token_ids
         self._version = weight_version
         self._uses_cache = uses_cache
+        self._recorder = recorder
         self._is_interrupted = is_interrupted
         self._compute_lock = compute_lock or nullcontext()
         self._device = model.device
@@ -160,6 +165,11 @@ class ContinuousBatchDecoder:
             use_cache=False,
             slots=attention,
         )
+        if self._recorder is not None:
+            experts = self._recorder.take(len(prefixes))
+            for prefix, of_prefix, prefix_slots in zip(prefixes, experts, slots, strict=True):
+                for slot in prefix_slots:
+                    self._active[slot].experts.append(of_prefix[: len(prefix)])
 
     def _reserve(self, *, num_slots: int) -> None:
         longest = max(sequence.position for sequence in self._active) + 1
@@ -207,6 +217,10 @@ class ContinuousBatchDecoder:
             use_cache=False,
             slots=attention,
         ).logits
+        if self._recorder is not None:
+            experts = self._recorder.take(len(self._active))
+            for sequence, of_token in zip(self._active, experts, strict=True):
+                sequence.experts.append(of_token)
         return logits[:, 0]
 
     def _finish_reason(self, sequence: _Sequence) -> FinishReason | None:
@@ -234,6 +248,7 @@ class ContinuousBatchDecoder:
             rollout_logprobs=tuple(sequence.logprobs),
             finish_reason=reason,
             weight_version=self._version,
+            routed_experts=torch.cat(sequence.experts) if sequence.experts else None,
         )
 
     def _free(self, finished: Sequence[int]) -> None:
@@ -287,6 +302,7 @@ class HfSampler:
         self._end_token_ids = find_end_token_ids(
             self._model, model, tokenizer_end=tokenizer.eos_token_id
         )
+        self._recorder = self._make_recorder() if config.routing_replay else None
         self._tokenizer = tokenizer
         self._config = config
         self._version = 0
@@ -311,6 +327,7 @@ class HfSampler:
             max_concurrent=self._config.max_concurrent,
             weight_version=self._version,
             uses_cache=self._uses_cache,
+            recorder=self._recorder,
             is_interrupted=self._interrupted.is_set,
             compute_lock=self._compute_lock,
         )
@@ -388,6 +405,15 @@ class HfSampler:
                     f"{config.max_position_embeddings}: lower data.max_prompt_tokens or "
                     "sampling.max_tokens."
                 )
+
+    def _make_recorder(self) -> ExpertRecorder:
+        model = self._require_model()
+        if not self._uses_cache:
+            raise ConfigError(
+                f"rollout.routing_replay is true, but {type(model).__name__} has layers with a "
+                "state, for which the hf sampler records no choices of experts: set it to false."
+            )
+        return ExpertRecorder(model)
 
     def _require_targets(self) -> WeightTargets:
         self._require_model()
