@@ -18,6 +18,7 @@ from temper_trainer.loops.run.interrupts import (
     WorkAbandoned,
     allow_stop_after_half_grace,
 )
+from temper_trainer.loops.run.stop_watcher import describe_saved_step
 
 GRACE_S = 60.0
 
@@ -188,7 +189,7 @@ def test_handlers_of_another_library_are_replaced_and_restored() -> None:
 PROGRAM = """
 import time
 from temper_trainer.loops.run.interrupts import StopRequest
-with StopRequest(grace_s=1.0) as stop, stop.defer():
+with StopRequest(grace_s=1.0, run_dir={run_dir!r}) as stop, stop.defer():
     print("ready", flush=True)
     {work}
 """
@@ -211,10 +212,13 @@ with StopRequest(grace_s=1.0) as stop, stop.defer():
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)],
 )
 def test_process_that_does_not_stop_is_ended_after_the_grace_period(
-    work: str, number: signal.Signals
+    work: str, number: signal.Signals, tmp_path: Path
 ) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step_00000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(work=work)],
+        [sys.executable, "-c", PROGRAM.format(work=work, run_dir=str(tmp_path))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -231,7 +235,36 @@ def test_process_that_does_not_stop_is_ended_after_the_grace_period(
         assert time.monotonic() - begin < 10
         (message,) = (line for line in process.stderr if "not stopped within" in line)
     assert f"{number.name}: not stopped within run.stop_grace_s = 1 s" in message
-    assert "run.resume=auto continues" in message
+    assert "The last checkpoint is that of step 3: run.resume=auto continues" in message
+
+
+@pytest.mark.parametrize(
+    ("saved", "sentence"),
+    [
+        ([], "No checkpoint of this run was saved: run.resume=auto starts at step 1."),
+        (
+            ["warm_start/checkpoints/step_00000009/manifest.json"],
+            "The last checkpoint is that of step 9 of the warm start: run.resume=auto continues",
+        ),
+        (
+            [
+                "warm_start/checkpoints/step_00000009/manifest.json",
+                "checkpoints/step_00000002/manifest.json",
+                "checkpoints/step_00000003/manifest.json",
+                "checkpoints/step_00000004/actor/weights",
+                "checkpoints/step_00000005.damaged-1/manifest.json",
+            ],
+            "The last checkpoint is that of step 3: run.resume=auto continues from it.",
+        ),
+    ],
+)
+def test_process_that_does_not_stop_names_the_step_that_is_saved(
+    tmp_path: Path, saved: list[str], sentence: str
+) -> None:
+    for name in saved:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    assert describe_saved_step(str(tmp_path)).startswith(sentence)
 
 
 HANGING_EXIT = """
@@ -267,7 +300,7 @@ def test_process_whose_exit_hangs_is_ended_at_the_deadline(handler: str) -> None
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose /proc lists children")
 def test_watcher_of_a_stop_request_ends_with_its_process() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(work="time.sleep(60)")],
+        [sys.executable, "-c", PROGRAM.format(work="time.sleep(60)", run_dir=".")],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:

@@ -147,6 +147,7 @@ def test_sigterm_in_a_step_that_holds_the_gil_keeps_the_last_checkpoint(
     assert stopped.returncode == 143, stopped.stderr
     assert 3 <= time.monotonic() - begin < 10
     assert "SIGTERM: not stopped within run.stop_grace_s = 3 s" in stopped.stderr
+    assert "The last checkpoint is that of step 1: run.resume=auto" in stopped.stderr
     assert steps_of(run) == ["step_00000001"]
     marker.unlink()
     again = finish(

@@ -15,7 +15,12 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.loops.run.stop_watcher import SIGNALS, StopWatcher, find_signal
+from temper_trainer.loops.run.stop_watcher import (
+    SIGNALS,
+    StopWatcher,
+    describe_saved_step,
+    find_signal,
+)
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -25,10 +30,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.1
 """Longest time until a stop that a finalizer has swallowed is repeated."""
-_NOT_STOPPED = (
-    "{signal}: not stopped within {grace}, so this process ends now. Steps after the last "
-    "checkpoint are lost; run.resume=auto continues from it, or starts at step 1 if there is none."
-)
+_NOT_STOPPED = "{signal}: not stopped within {grace}, so this process ends now. {saved}"
 
 
 class RunInterrupted(TemperError):
@@ -81,10 +83,14 @@ class StopRequest:
         grace_s: Time from the first signal until the process must have ended.
         ends_process: True if the process ends after this context. SIGTERM is then ignored after
             the context too, if the run was interrupted.
+        run_dir: Run folder whose last checkpoint is named if the process has to be ended.
     """
 
-    def __init__(self, *, grace_s: float, ends_process: bool = False) -> None:
+    def __init__(
+        self, *, grace_s: float, ends_process: bool = False, run_dir: str | None = None
+    ) -> None:
         self.grace_s = grace_s
+        self._run_dir = "" if run_dir is None else os.path.abspath(run_dir)
         self._ends_process = ends_process
         self.requested: signal.Signals | None = None
         """The first signal received."""
@@ -129,6 +135,7 @@ class StopRequest:
                 reader,
                 grace_s=self.grace_s,
                 message=f"ERROR: {_NOT_STOPPED.replace('{grace}', self._grace)}",
+                run_dir=self._run_dir,
             )
             self.install()
             # `set_wakeup_fd` refuses a blocking descriptor, because a handler must never wait for a
@@ -303,7 +310,8 @@ class StopRequest:
         self._wake_main_thread()
         self.on_late()
         if not self._closes_until(self.deadline):
-            logger.error(_NOT_STOPPED.format(signal=name, grace=self._grace))
+            saved = describe_saved_step(self._run_dir)
+            logger.error(_NOT_STOPPED.format(signal=name, grace=self._grace, saved=saved))
             end_process(128 + self.requested)
 
     def _closes_until(self, deadline: float) -> bool:

@@ -9,11 +9,13 @@ import ctypes
 import functools
 import logging
 import os
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +30,13 @@ _AFTER_DEADLINE_S = 0.5
 """Time in which the first process can still end itself, which flushes its output."""
 _KILL_AFTER_S = 1.0
 """Time after which a process that has not ended with its exit code is killed."""
+
+_LIST_WITHIN_S = 0.5
+"""Longest time to list checkpoints: the disk may be the reason why the process does not stop."""
+_UNKNOWN_STEP = (
+    "Steps after the last checkpoint are lost; run.resume=auto continues from it, or starts at "
+    "step 1 if there is none."
+)
 
 _SIGEV_THREAD = 2
 """Constant of POSIX: notify by calling a function in a new thread."""
@@ -67,15 +76,19 @@ class StopWatcher:
         wakeup: Receives the numbers of signals from `signal.set_wakeup_fd`, which needs no GIL.
             SIGNALS must be left in it, because the second process peeks at it.
         grace_s: Time between the signal and the end.
-        message: Written before this process is ended; `{signal}` is the name of the signal.
+        message: Written before this process is ended; `{signal}` is the name of the signal, and
+            `{saved}` a sentence on the last checkpoint.
+        run_dir: The run folder; empty if there is none.
     """
 
-    def __init__(self, wakeup: socket.socket, *, grace_s: float, message: str) -> None:
+    def __init__(
+        self, wakeup: socket.socket, *, grace_s: float, message: str, run_dir: str = ""
+    ) -> None:
         triggers = [_open_trigger(os.getpid(), 128 + number).descriptor for number in SIGNALS]
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", __file__),
-                *(str(os.getpid()), str(wakeup.fileno()), str(grace_s), message),
+                *(str(os.getpid()), str(wakeup.fileno()), str(grace_s), message, run_dir),
                 *map(str, triggers),
             ],
             stdin=subprocess.DEVNULL,
@@ -135,13 +148,14 @@ def main(arguments: Sequence[str]) -> None:
     for number in (*SIGNALS, signal.SIGHUP):
         # Launchers signal all processes of a job.
         signal.signal(number, signal.SIG_IGN)
-    process, descriptor, grace_s, message, *triggers = arguments
+    process, descriptor, grace_s, message, run_dir, *triggers = arguments
     parent = _Parent(int(process))
     with socket.socket(fileno=int(descriptor)) as wakeup:
         signal_number = parent.wait_for_signal(wakeup)
     if signal_number is None or parent.ends_within(float(grace_s) + _AFTER_DEADLINE_S):
         return
     text = message.replace("{signal}", signal.Signals(signal_number).name)
+    text = text.replace("{saved}", describe_saved_step(run_dir))
     # A pipe that no one reads must not block this process.
     if select.select([], [2], [], 0)[1]:
         os.write(2, f"{text}\n".encode())
@@ -181,6 +195,37 @@ class _Parent:
                 return number
             time.sleep(_POLL_S)  # until the parent has read the number of another signal
         return None
+
+
+def describe_saved_step(run_dir: str) -> str:
+    """Return a sentence on the newest complete checkpoint in a run folder."""
+    sentences: list[str] = []
+    listing = threading.Thread(
+        target=lambda: sentences.append(_list_saved_step(run_dir)), daemon=True
+    )
+    listing.start()
+    listing.join(_LIST_WITHIN_S)
+    return sentences[0] if sentences else _UNKNOWN_STEP
+
+
+def _list_saved_step(run_dir: str) -> str:
+    if not run_dir:
+        return _UNKNOWN_STEP
+    for folder, phase in (("checkpoints", ""), ("warm_start/checkpoints", " of the warm start")):
+        root = os.path.join(run_dir, folder)
+        names = os.listdir(root) if os.path.isdir(root) else []
+        steps = [
+            int(match[1])
+            for name in names
+            if (match := re.fullmatch(r"step_(\d{8,})", name))
+            and os.path.isfile(os.path.join(root, name, "manifest.json"))
+        ]
+        if steps:
+            return (
+                f"The last checkpoint is that of step {max(steps)}{phase}: run.resume=auto "
+                "continues from it."
+            )
+    return "No checkpoint of this run was saved: run.resume=auto starts at step 1."
 
 
 def find_signal(received: bytes) -> int | None:

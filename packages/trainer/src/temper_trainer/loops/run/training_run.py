@@ -102,7 +102,9 @@ def train(
     # A killed process leaves its temporary folders behind, so each start removes the folders of
     # processes that no longer exist.
     remove_leftovers()
-    with StopRequest(grace_s=config.run.stop_grace_s, ends_process=ends_process) as stop:
+    with StopRequest(
+        grace_s=config.run.stop_grace_s, ends_process=ends_process, run_dir=config.run.dir
+    ) as stop:
         checkpoint, completed_steps = None, 0
         try:
             # Check this first, because open_run_folder renames the files that a failed start left.
