@@ -93,7 +93,11 @@ SUITES: dict[str, Suite] = {
     ),
     "skyrl": Suite(
         repository="https://github.com/NovaSky-AI/SkyRL",
-        files=(_SKYRL_TESTS,),
+        files=(
+            _SKYRL_TESTS,
+            "tests/train/algorithms/test_losses.py",
+            "tests/train/algorithms/test_off_policy_correction.py",
+        ),
         stubs=(
             *("skyrl_gym", "skyrl_gym.envs", "skyrl_gym.envs.search", "skyrl_gym.envs.search.env"),
             *("skyrl_gym.envs.sql", "skyrl_gym.envs.sql.env"),
@@ -112,6 +116,15 @@ SUITES: dict[str, Suite] = {
                 "compute_rloo_outcome_advantage",
                 "reduce_loss",
             )
+            | _adapt("skyrl_losses", "PolicyLossRegistry"),
+            "skyrl.backends.skyrl_train.utils.off_policy_correction_utils": _adapt(
+                "skyrl_losses",
+                "compute_off_policy_correction",
+                "compute_outlier_token_mask",
+                "compute_sequence_mask",
+                "compute_tis_ratio",
+                "compute_token_mask",
+            ),
         },
         deselected=tuple(
             f"{_SKYRL_TESTS}::test_{name}"
