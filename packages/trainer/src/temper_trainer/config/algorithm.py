@@ -1,6 +1,6 @@
 """Settings of the RL algorithm and of the batches that it trains on."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
@@ -14,12 +14,11 @@ from temper_trainer.settings.ranges import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    check_ranges,
 )
-from temper_trainer.settings.variants import Custom, list_variants
+from temper_trainer.settings.variants import Custom, list_variants, settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class EntropyControllerConfig:
     """A controller that raises entropy_coef after each step below the target, and lowers it above.
 
@@ -33,11 +32,8 @@ class EntropyControllerConfig:
     coef_max: PositiveFloat = 1.0
     """Upper bound on entropy_coef."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class KlControllerConfig:
     """A controller that steers the KL in the reward to a target, by scaling kl_reward_coef.
 
@@ -49,11 +45,8 @@ class KlControllerConfig:
     horizon_completions: PositiveInt = 10_000
     """Completions over which a lasting error of 20 % or more scales the weight by about e^0.2."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class DynamicSamplingConfig:
     """DAPO's dynamic sampling: discard groups with equal rewards, and sample more prompts."""
 
@@ -70,11 +63,8 @@ class DynamicSamplingConfig:
     (at least one).
     """
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ReweightConfig:
     """PF-PPO: resample a step's completions by their rewards, with replacement.
 
@@ -88,9 +78,6 @@ class ReweightConfig:
     exponent: NonNegativeFloat = 2.0
     """Exponent of method power."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
 
 AggregationName = Literal[
     "token_mean",
@@ -102,7 +89,7 @@ AggregationName = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class AlgorithmConfig:
     """Settings of the RL algorithm: advantages, policy loss, KL, entropy and aggregation."""
 
@@ -168,7 +155,6 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         # Ranges first, because the checks below compare values that must be valid.
-        check_ranges(self)
         self._check_advantage()
         self._check_entropy()
         self._check_kl()
@@ -252,7 +238,7 @@ class AlgorithmConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class BatchingConfig:
     """Batch sizes in prompts, sequences and tokens; no size needs to divide another."""
 
@@ -271,7 +257,6 @@ class BatchingConfig:
     """
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         # Group statistics need complete groups, so a mini-batch consists of prompts.
         if self.num_mini_batches > self.prompts_per_step:
             raise ConfigError(

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import RL_TASKS
-from temper_trainer.settings.ranges import PositiveFloat, PositiveInt, UnitFloat, check_ranges
+from temper_trainer.settings.ranges import PositiveFloat, PositiveInt, UnitFloat
 from temper_trainer.settings.variants import Variant, settings, variant
 
 PreferenceKind = Literal["pairs", "labels"]
@@ -233,7 +233,7 @@ class TokenizerConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class DataConfig:
     """Training and evaluation data, and how prompts are tokenized."""
 
@@ -287,7 +287,6 @@ class DataConfig:
     """Assistant turns of a conversation that are trained; only with messages_key."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         for name in self.eval_sets:
             if name in RESERVED_SET_NAMES or not re.fullmatch(r"[\w.-]+", name):
                 raise ConfigError(

@@ -1,7 +1,7 @@
 """Settings of on-policy distillation: the teachers, and the loss or reward from their log-probs."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from temper_engine_api.errors import ConfigError
@@ -16,12 +16,11 @@ from temper_trainer.settings.ranges import (
     PositiveFloat,
     PositiveInt,
     Range,
-    check_ranges,
 )
-from temper_trainer.settings.variants import Custom, Variant, variant
+from temper_trainer.settings.variants import Custom, Variant, settings, variant
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class TeacherConfig:
     """One frozen teacher on its own resource pool; it cannot be colocated."""
 
@@ -45,9 +44,6 @@ class TeacherConfig:
     """Value of data.train.route_key that selects this teacher; None takes the teacher's name."""
     weight: NonNegativeFloat = 1.0
     """Factor on the loss or reward from this teacher."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 class SelfTeacher(Variant):
@@ -85,7 +81,7 @@ class EmaPolicy(SelfTeacher):
     """Fraction of the average that each step keeps. 0 is the policy after the last step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class DistillationConfig:
     """Loss or reward from the teachers' log-probs at the policy's own tokens."""
 
@@ -110,9 +106,6 @@ class DistillationConfig:
     """Behavior if a teacher's tokenizer differs from the policy's. refuse: stop the run; map:
     translate token ids by text, and use only completions whose tokens all have a counterpart.
     """
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
     @property
     def loss(self) -> DistillationLoss:

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from temper_engine_api.errors import ConfigError, format_install
@@ -13,8 +13,8 @@ from temper_trainer.settings.ranges import (
     PositiveInt,
     Range,
     UnitFloat,
-    check_ranges,
 )
+from temper_trainer.settings.variants import settings
 
 BUILT_IN_ENVIRONMENTS = ("calculator", "python")
 """Environments that the trainer provides."""
@@ -30,7 +30,7 @@ SandboxName = Literal["bubblewrap", "none"]
 """Isolation of the programs that the environment python runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class EnvironmentConfig:
     """Multi-turn rollouts, in which the environment answers the policy's completions."""
 
@@ -82,7 +82,6 @@ class EnvironmentConfig:
     """Multiply the advantages of a turn by turn_discount ** (number of later turns); in [0, 1]."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         names = (*BUILT_IN_ENVIRONMENTS, *ADAPTERS)
         if self.name not in names and not is_import_path(self.name):
             raise ConfigError(

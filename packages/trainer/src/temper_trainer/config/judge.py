@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import Scalar
@@ -13,8 +13,8 @@ from temper_trainer.settings.ranges import (
     PositiveFloat,
     PositiveInt,
     check_range,
-    check_ranges,
 )
+from temper_trainer.settings.variants import settings
 
 TEMPLATE_FIELD = re.compile(r"\{([a-z_]+)(?:\.([\w.-]+))?\}")
 """A field of a judge's template: {question}, or {extra.NAME}. Other braces, such as those of a JSON
@@ -23,7 +23,7 @@ _TEMPLATE_FIELDS = ("question", "completion", "reference", "extra")
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class JudgeConfig:
     """A language model that scores completions, such as a general one or a generative reward model.
 
@@ -77,7 +77,6 @@ class JudgeConfig:
     """Price of the answer's tokens, for the metric of the cost."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"base_url is {self.base_url!r}, but must start with http:// or https://."

@@ -16,11 +16,11 @@ from temper_trainer.settings.ranges import (
     PositiveInt,
     UnitFloat,
     check_range,
-    check_ranges,
 )
+from temper_trainer.settings.variants import settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class OverlongConfig:
     """DAPO's soft penalty on long completions.
 
@@ -33,11 +33,8 @@ class OverlongConfig:
     penalty: PositiveFloat = 1.0
     """Penalty at the maximum length."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class ShapingConfig:
     """Steps from a score to a reward, in order: scale, overlong penalty, bounds, normalization."""
 
@@ -55,7 +52,6 @@ class ShapingConfig:
     """
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         if self.scale == 0:
             raise ConfigError(
                 "reward.shaping.scale is 0, which would make all scores equal: set it to another "
@@ -85,7 +81,7 @@ class RewardFunctionConfig:
     """Keyword arguments of the function."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RewardModelConfig:
     """A frozen model with a score head, such as task rm trains."""
 
@@ -96,11 +92,8 @@ class RewardModelConfig:
     pool: str = "train"
     """ray only: resource pool; it shares the pool's devices with the other roles in it."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RewardConfig:
     """Scoring of completions."""
 
@@ -146,7 +139,6 @@ class RewardConfig:
     """
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         self._check_names()
         if self.num_workers and self.num_threads is not None:
             raise ConfigError(

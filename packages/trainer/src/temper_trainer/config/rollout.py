@@ -1,7 +1,7 @@
 """Settings of sampling: the sampler, vLLM servers, weight sync and asynchrony."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from temper_engine_api.errors import ConfigError
@@ -12,8 +12,8 @@ from temper_trainer.settings.ranges import (
     PositiveInt,
     Range,
     UnitFloat,
-    check_ranges,
 )
+from temper_trainer.settings.variants import settings
 
 RESERVED_ENGINE_KWARGS = {
     "model": "actor.engine.model",
@@ -41,7 +41,7 @@ RESERVED_ENGINE_KWARGS = {
 """vLLM arguments that have their own configuration key, and the key to set in their place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class VllmConfig:
     """One vLLM server; see also rollout.num_replicas and rollout.max_concurrent (max_num_seqs)."""
 
@@ -90,7 +90,6 @@ class VllmConfig:
     """Maximum number of server restarts in a run; after that the run stops."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         key = "rollout.vllm"
         if self.kv_cache_bytes is not None and self.gpu_memory_utilization is not None:
             raise ConfigError(
@@ -107,7 +106,7 @@ class VllmConfig:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class SamplingConfig:
     """Sampling parameters of training rollouts; run.eval_sampling has the same for evaluation."""
 
@@ -125,7 +124,6 @@ class SamplingConfig:
     """Strings that end a completion in addition to the end token; they stay part of it."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         if "" in self.stop:
             raise ConfigError(
                 f"stop is {list(self.stop)}, but an empty string would end every completion "
@@ -133,7 +131,7 @@ class SamplingConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RolloutConfig:
     """The sampler of the run."""
 
@@ -170,7 +168,6 @@ class RolloutConfig:
     """Settings of the servers; sampler vllm only."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         if self.sampler == "hf" and self.num_replicas > 1:
             raise ConfigError(
                 f"rollout.num_replicas is {self.num_replicas}, but rollout.sampler hf runs in one "
@@ -191,7 +188,7 @@ TransportName = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class WeightSyncConfig:
     """Settings for sending the actor's weights to the sampler."""
 
@@ -215,11 +212,8 @@ class WeightSyncConfig:
     checksum: bool = True
     """Verify a checksum of every bucket after its transfer."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class AsynchronyConfig:
     """Settings of loop async; one_step_off always has a staleness of 1."""
 
@@ -231,9 +225,6 @@ class AsynchronyConfig:
     """Pause unfinished completions at a weight sync and continue them with the new weights,
     recording the version of each token. False waits for them to finish.
     """
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 def find_rollout_conflicts(

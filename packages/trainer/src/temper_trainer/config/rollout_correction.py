@@ -3,11 +3,11 @@
 import difflib
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.settings.ranges import PositiveFloat, check_ranges
+from temper_trainer.settings.ranges import PositiveFloat
 from temper_trainer.settings.variants import Variant, settings, variant
 
 REJECTION_RULES = tuple(
@@ -18,7 +18,7 @@ REJECTION_RULES = tuple(
 """Names of the rules in algorithm.rollout_correction.reject."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RejectionBounds:
     """Bounds of one rule; what is outside them gets weight 0."""
 
@@ -26,9 +26,6 @@ class RejectionBounds:
     """Lower bound on p_old / p_rollout; only for the rules by ratio. None is none."""
     high: PositiveFloat | None = None
     """Upper bound: on p_old / p_rollout, or on the KL(sampler, trainer) in nats. None is none."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 class RolloutCorrection(Variant):

@@ -1,7 +1,7 @@
 """Settings of the run, of its roles and of the processes that they run in."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from ipaddress import IPv4Address
 from typing import Annotated, Literal
 
@@ -16,8 +16,8 @@ from temper_trainer.settings.ranges import (
     PositiveInt,
     Range,
     check_range,
-    check_ranges,
 )
+from temper_trainer.settings.variants import settings
 
 LOOPBACK = "127.0.0.1"
 """Reachable only from processes on the same host."""
@@ -47,7 +47,7 @@ def check_listen_address(key: str, value: str, *, may_be_any: bool = False) -> N
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RunConfig:
     """Run length, output directory, checkpointing, evaluation and logging."""
 
@@ -144,7 +144,6 @@ class RunConfig:
     """IP address of the driver's host on which the port is opened."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         if "://" in self.dir:
             raise ConfigError(
                 f"run.dir is {self.dir!r}, a URL: give a folder that all nodes can access, and "
@@ -178,7 +177,7 @@ class RunConfig:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RuntimeConfig:
     """Processes, resources and addresses."""
 
@@ -210,7 +209,6 @@ class RuntimeConfig:
     """
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         check_listen_address("runtime.bind_address", self.bind_address)
         if self.address is not None and self.bind_address != LOOPBACK:
             raise ConfigError(
@@ -245,7 +243,7 @@ ROLES = ("actor", "critic", "ref")
 """Models of a run that have settings of their own: keys of the configuration."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RoleConfig:
     """One model of a run: its engine, and the resources it runs on."""
 
@@ -257,5 +255,4 @@ class RoleConfig:
     """ray only: resource pool; roles with the same pool share its devices."""
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         check_range("engine.collective_timeout_s", self.engine.collective_timeout_s, above=0)

@@ -1,6 +1,6 @@
 """Settings of single tasks and of the warm start."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated
 
 from temper_engine_api.specs import OptimizerSpec, ScheduleSpec
@@ -10,11 +10,11 @@ from temper_trainer.settings.ranges import (
     NonNegativeFloat,
     PositiveInt,
     Range,
-    check_ranges,
 )
+from temper_trainer.settings.variants import settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class WarmStartConfig:
     """Supervised fine-tuning of the actor before RL.
 
@@ -37,11 +37,8 @@ class WarmStartConfig:
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """Learning-rate schedule of the warm start; the actor's own starts at step 0 afterwards."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class RewardModelTaskConfig:
     """Settings of task rm, which trains with the Bradley-Terry loss."""
 
@@ -50,11 +47,8 @@ class RewardModelTaskConfig:
     center_coef: NonNegativeFloat = 0.0
     """Weight of the squared sum of a pair's scores, which keeps scores near 0; at least 0."""
 
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class GenerateConfig:
     """Settings of task generate, which completes held-out prompts, or data.train without any."""
 
@@ -63,6 +57,3 @@ class GenerateConfig:
     file: str = "completions.jsonl"
     """File in the run folder with one line per completion: prompt, completion, log-probs and score.
     """
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
