@@ -205,14 +205,14 @@ def test_a_loss_on_the_samplers_own_log_probs_is_a_question() -> None:
 def test_completions_are_drawn_again_by_their_rewards_as_they_were() -> None:
     block = "algorithm.pf_ppo"
     power = values(translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.weight_pow=3.0"))
-    assert (power["algorithm.reweight.method"], power["algorithm.reweight.exponent"]) == (
+    assert (power["algorithm.reweight.name"], power["algorithm.reweight.exponent"]) == (
         "power",
         3.0,
     )
     most = values(
         translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.reweight_method=max_min")
     )
-    assert most["algorithm.reweight.method"] == "max_min"
+    assert most["algorithm.reweight.name"] == "max_min"
     assert "pf-ppo" in rules_found(
         translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.reweight_method=best"), "person"
     )

@@ -159,6 +159,10 @@ def test_named_source_is_read_like_any_other(overrides: list[str], expected: Dat
             ["data.train=datasets", "data.train.paths=[name]"],
             "but data.train is datasets, which has data.train.path: remove it, or set",
         ),
+        (
+            ["algorithm.reweight=max_min", "algorithm.reweight.exponent=3"],
+            "exponent is a setting of power, but algorithm.reweight is max_min: remove it, or set",
+        ),
         ([KIND, "data.train.paths=[a]", "data.train.seed=3"], "seed is a setting of arithmetic,"),
         ([KIND, "data.train.paths=[]"], "data.train: paths is empty"),
         (["data.train_sets.more.seed=1"], "but data.train_sets.more is jsonl: remove it, or"),

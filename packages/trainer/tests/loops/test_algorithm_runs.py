@@ -104,9 +104,7 @@ def test_log_probs_of_the_sampler_can_be_the_old_ones(run: Run, rows: Rows, tmp_
 
 
 def test_completions_resampled_by_reward_are_trained(run: Run, rows: Rows, tmp_path: Path) -> None:
-    run(
-        tmp_path / "run", *SHORT, "algorithm.reweight.method=max_min", "batching.num_mini_batches=2"
-    )
+    run(tmp_path / "run", *SHORT, "algorithm.reweight=max_min", "batching.num_mini_batches=2")
     step_rows = rows(tmp_path / "run")
     # Of 4 completions of a prompt at most two are the best and the worst, unless several are.
     assert all(0.0 < row["reweight/distinct_fraction"] < 1.0 for row in step_rows)

@@ -3,61 +3,102 @@
 Completions with informative rewards are trained on more often.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
 
-from temper_trainer.config.algorithm import ReweightConfig
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from temper_trainer.settings.lazy_torch import torch
+from temper_trainer.settings.ranges import NonNegativeFloat
+from temper_trainer.settings.variants import Variant, variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Reweighting(Variant):
+    """PF-PPO: resample a step's completions by their rewards, with replacement.
+
+    The number of completions stays the same. An alternative of ``algorithm.reweight`` is a class
+    with the decorator ``variant(name)``; its fields are its settings.
+
+    Source: Shen and Zhang 2024, arXiv:2409.06957, section 3 (best-worst and best-random filters).
+    """
+
+    __slots__ = ()
+    default_name: ClassVar[str | None] = "power"
+    draws_by_group: ClassVar[bool] = True
+    """True to draw as many completions from each group as it has, False to draw from the step."""
+
+    @abstractmethod
+    def weigh(self, rewards: Tensor) -> Tensor:
+        """Return weights to draw with, from the float64 rewards of a group or of the step."""
+
+
+@variant("power")
+class Power(Reweighting):
+    """Probability proportional to |reward| ** exponent, over the step."""
+
+    draws_by_group: ClassVar[bool] = False
+
+    exponent: NonNegativeFloat = 2.0
+    """Exponent of the absolute reward."""
+
+    def weigh(self, rewards: Tensor) -> Tensor:
+        """Return |r|^exponent."""
+        return rewards.abs() ** self.exponent
+
+
+@variant("max_min")
+class MaxMin(Reweighting):
+    """Half of each group's probability on its best completion, half on its worst."""
+
+    def weigh(self, rewards: Tensor) -> Tensor:
+        """Return the probabilities; ties divide theirs equally."""
+        return _halve(rewards == rewards.max(), rewards == rewards.min())
+
+
+@variant("max_random")
+class MaxRandom(Reweighting):
+    """Half of each group's probability on its best completion, half on all."""
+
+    def weigh(self, rewards: Tensor) -> Tensor:
+        """Return the probabilities; ties divide theirs equally."""
+        return _halve(rewards == rewards.max(), torch.ones_like(rewards))
+
+
+def _halve(*parts: Tensor) -> Tensor:
+    """Return the mean of uniform distributions over two parts, given as masks."""
+    first, second = (part.double() / part.sum() / 2 for part in parts)
+    return first + second
 
 
 def resample_by_reward(
-    rewards: Tensor, *, group_ids: Tensor, config: ReweightConfig, seed: int
+    rewards: Tensor, *, group_ids: Tensor, config: Reweighting, seed: int
 ) -> Tensor:
     """Draw as many completions as there are, with replacement, and return their indices.
 
-        power:       P(i) proportional to |r_i|^exponent over the step
-        max_min:     within each group, half of the probability on the best, half on the worst
-        max_random:  within each group, half of the probability on the best, half on all
-
-    With power and only zero rewards the completions are kept as they are. Ties divide their
-    probability equally. max_min and max_random draw as many completions from each group as it has.
+    Where all weights are 0, the completions are kept as they are.
 
     Args:
         rewards: [B] of each completion.
         group_ids: [B] equal for the completions of one prompt.
-        config: Method and exponent.
+        config: Gives the weights.
         seed: Seed of the draw.
 
     Returns:
         [B] int64 indices, ascending.
-
-    Source: Shen and Zhang 2024, arXiv:2409.06957, section 3 (best-worst and best-random filters).
     """
     # Its own generator: a draw from the global one would shift all later random numbers of the
     # process.
     generator = torch.Generator().manual_seed(seed)
-    rewards = rewards.double()
-    if config.method == "power":
-        weights = rewards.abs() ** config.exponent
-        if not bool(weights.sum() > 0):
-            return torch.arange(len(rewards))
-        return (
-            torch.multinomial(weights, len(rewards), replacement=True, generator=generator)
-            .sort()
-            .values
-        )
+    pools = group_ids if config.draws_by_group else torch.zeros_like(group_ids)
     indices = []
-    for group in torch.unique(group_ids):
-        members = torch.nonzero(group_ids == group)[:, 0]
-        weights = _group_probabilities(rewards[members], includes_all=config.method == "max_random")
-        indices.append(
-            members[torch.multinomial(weights, len(members), replacement=True, generator=generator)]
-        )
+    for pool in torch.unique(pools):
+        members = torch.nonzero(pools == pool)[:, 0]
+        weights = config.weigh(rewards[members].double())
+        if bool(weights.sum() > 0):
+            drawn = torch.multinomial(weights, len(members), replacement=True, generator=generator)
+            members = members[drawn]
+        indices.append(members)
     return torch.cat(indices).sort().values
-
-
-def _group_probabilities(rewards: Tensor, *, includes_all: bool) -> Tensor:
-    """Return [G] the sampling probabilities within one group."""
-    # In a group of equal rewards all completions are best and worst, so the draw is uniform.
-    best = (rewards == rewards.max()).double()
-    other = torch.ones_like(rewards) if includes_all else (rewards == rewards.min()).double()
-    return best / best.sum() / 2 + other / other.sum() / 2

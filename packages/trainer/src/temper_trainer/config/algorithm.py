@@ -8,6 +8,7 @@ from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageE
 from temper_trainer.algorithms.advantages.estimators.group_estimators import Grpo
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
+from temper_trainer.algorithms.resampling import Reweighting
 from temper_trainer.config.rollout_correction import RolloutCorrection
 from temper_trainer.settings.ranges import (
     FiniteFloat,
@@ -62,21 +63,6 @@ class DynamicSamplingConfig:
     """If max_rounds gave too few groups. error: stop the run; train: train on the groups there are
     (at least one).
     """
-
-
-@settings
-class ReweightConfig:
-    """PF-PPO: resample a step's completions by their rewards, with replacement.
-
-    The number of completions stays the same.
-    """
-
-    method: Literal["power", "max_min", "max_random"] = "power"
-    """power: probability proportional to |reward| ** exponent; max_min: the best and the worst of
-    each group; max_random: the best and a random one.
-    """
-    exponent: NonNegativeFloat = 2.0
-    """Exponent of method power."""
 
 
 AggregationName = Literal[
@@ -150,7 +136,7 @@ class AlgorithmConfig:
     """Train no token of rollouts that reached the token limit, whose reward says little about them.
     They keep counting in the statistics of their group.
     """
-    reweight: ReweightConfig | None = None
+    reweight: Reweighting | None = None
     """PF-PPO: resample a step's completions by their rewards. None trains on each once."""
 
     def __post_init__(self) -> None:

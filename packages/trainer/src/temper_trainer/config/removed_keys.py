@@ -11,6 +11,7 @@ from temper_trainer.algorithms.distillation_losses.distillation_loss import Dist
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKlReward
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
+from temper_trainer.algorithms.resampling import Reweighting
 from temper_trainer.config.data import DatasetsSource, DataSource
 from temper_trainer.config.rollout_correction import RolloutCorrection, RolloutRatio
 from temper_trainer.settings.variants import Custom, Variant, list_variants
@@ -153,6 +154,7 @@ RENAMED_KEYS = {
     "algorithm.gamma": "algorithm.advantage.gamma",
     "algorithm.gae_lambda": "algorithm.advantage.gae_lambda",
     "algorithm.value_clip": "algorithm.advantage.value_clip",
+    "algorithm.reweight.method": "algorithm.reweight.name",
     "algorithm.policy_loss_arguments": "algorithm.policy_loss.arguments",
     "algorithm.clip_low": "algorithm.policy_loss.clip_low",
     "algorithm.clip_high": "algorithm.policy_loss.clip_high",
@@ -324,11 +326,12 @@ _SOURCE_KIND = re.compile(
 UNIONS: Mapping[str, type[Variant]] = {
     "algorithm.advantage": AdvantageEstimator,
     "algorithm.policy_loss": PolicyLoss,
+    "algorithm.reweight": Reweighting,
     "algorithm.rollout_correction": RolloutCorrection,
     "distillation.objective": DistillationLoss,
     "preference": PreferenceLoss,
 }
-"""Settings that were a name in 0.1, with those of all names next to it."""
+"""Settings that were a name in 0.1, with those of all names next to it, or one block for all."""
 
 
 OPTIONAL_BLOCKS = {"algorithm.kl_controller": "target", "algorithm.entropy_controller": "target"}

@@ -21,7 +21,7 @@ from temper_trainer.algorithms.objectives.value_loss import (
     ValueObjective,
     compute_explained_variance,
 )
-from temper_trainer.algorithms.resampling import resample_by_reward
+from temper_trainer.algorithms.resampling import Reweighting, resample_by_reward
 from temper_trainer.batching.samples import split_branches, to_samples
 from temper_trainer.batching.step_plan import (
     RoleLayout,
@@ -32,7 +32,7 @@ from temper_trainer.batching.step_plan import (
     pack_mini_batch,
     plan_step,
 )
-from temper_trainer.config.algorithm import AlgorithmConfig, ReweightConfig
+from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.distillation import EmaPolicy
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.advantage_columns import add_advantages, replace_squares
@@ -294,7 +294,7 @@ def run_forward(
 
 
 def _resample(
-    samples: SequenceBatch, rollouts: Sequence[Rollout], *, config: ReweightConfig, seed: int
+    samples: SequenceBatch, rollouts: Sequence[Rollout], *, config: Reweighting, seed: int
 ) -> tuple[SequenceBatch, dict[str, float]]:
     """Resample by reward (``algorithm.reweight``) and assign new sample ids."""
     indices = resample_by_reward(

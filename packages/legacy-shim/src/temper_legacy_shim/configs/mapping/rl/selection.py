@@ -101,7 +101,7 @@ def _reweight(draft: Draft) -> None:
         draft.find("pf-ppo", f"{block}.reweight_method", block=block, method=method)
         return
     draft.put(
-        f"{new}.method",
+        f"{new}.name",
         target,
         rule="pf-ppo",
         old=[f"{block}.reweight_method", "algorithm.use_pf_ppo"],
