@@ -33,9 +33,9 @@ from temper_engine_api.conformance.harness.tolerances import (
 )
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, TinyModel
-from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
-from temper_engine_api.objective import HeadOutput
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.engine import MegatronEngine
 
@@ -306,6 +306,54 @@ def test_router_losses_and_loads_match_transformers(engine_in_layout, oracle, la
         for name, value in merge_update_metrics([expected]).items():
             if name.startswith("router/"):
                 assert_close(metrics[name], value, LOSS, quantity=name)
+
+
+def prescribe_experts(batch, *, num_layers=4):
+    noise = torch.rand(batch.num_tokens, num_layers, 8, generator=torch.Generator().manual_seed(5))
+    experts = noise.topk(3).indices.to(torch.int16)
+    # The router chooses for the last tokens, which a sampler never processes.
+    experts[batch.sequence_starts[1:].long() - 1] = -1
+    return batch.with_columns({ROUTED_EXPERTS: experts})
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"remove_padding": False, "recompute": "layers"}], ids=["default", "rows"]
+)
+@pytest.mark.parametrize(
+    "layout", select_layouts(["tp2-sp-ep2"], nightly=["cp2-ep2", "pp2", "pp2-vpp2"])
+)
+def test_gradient_with_prescribed_experts_matches_transformers(
+    engine_in_layout, oracle, layout, changes
+):
+    fields = (("router_aux_loss", 0.1),)
+    batch = prescribe_experts(oracle.get_batch(model=EXPERTS))
+    expected = oracle.get_update(
+        oracle.make_setup(EXPERTS, engine_fields=fields), ClippedPpoProbe(), batch
+    )
+    updates = engine_in_layout(layout).run(
+        measure_update,
+        setup=oracle.make_setup(EXPERTS, engine_fields=(*fields, *changes.items())),
+        objective=ClippedPpoProbe(),
+        batch=batch,
+        split=FIVE_MICRO_BATCHES,
+    )
+    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
+
+
+@pytest.mark.parametrize(
+    ("has_experts", "num_layers", "message"),
+    [
+        (True, 3, r"has shape \(\d+, 3, 3\), but must be \[tokens, layers, experts per token\]"),
+        (False, 2, "the model has no experts: remove it"),
+    ],
+)
+def test_prescribed_experts_that_do_not_fit_are_refused(
+    config, start, batch, has_experts, num_layers, message
+):
+    engine = start(model=(with_experts(config) if has_experts else config).model)
+    packed = engine.shard_data(prescribe_experts(batch, num_layers=num_layers), max_tokens=64)
+    with engine.eval_mode(), pytest.raises(BatchError, match=message):
+        engine.forward_backward_batch(packed, forward_only=True, outputs=[HeadOutput.LOGPROB])
 
 
 def with_experts(config, **changes):

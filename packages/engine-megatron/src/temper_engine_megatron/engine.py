@@ -51,6 +51,7 @@ class MegatronEngine(BaseEngine):
             Capability.VALUE_MODEL,
             Capability.REWARD_MODEL,
             Capability.LOGPROB_AT,
+            Capability.ROUTING_REPLAY,
             Capability.DATA_PARALLEL,
             Capability.TENSOR_PARALLEL,
             Capability.PIPELINE_PARALLEL,

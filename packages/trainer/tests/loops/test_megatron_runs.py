@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from temper_engine_api.errors import CapabilityError
 from temper_trainer.loops import RunResult
 
 pytest.importorskip("megatron.core", reason="needs temper-engine-megatron with Megatron-Bridge")
@@ -52,17 +51,6 @@ def assert_same(actual: list[dict[str, float]], expected: list[dict[str, float]]
         assert row.keys() == want.keys()
         for name, value in want.items():
             assert row[name] == pytest.approx(value, **CLOSE), name
-
-
-def test_routing_replay_without_the_capability_is_refused_before_sampling(
-    run: Run, tmp_path: Path
-) -> None:
-    sizes = ("num_experts=4", "num_experts_per_tok=2", "moe_intermediate_size=32", "head_dim=8")
-    architecture = "actor.engine.model.architecture"
-    mixture = [f"{architecture}.{each}" for each in ("model_type=qwen3_moe", *sizes)]
-    replay = ("rollout.routing_replay=true", "warm_start=null", "data.eval=null")
-    with pytest.raises(CapabilityError, match="routing_replay"):
-        run(tmp_path, *MEGATRON, *mixture, *replay)
 
 
 @pytest.mark.nightly

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.objective import ROUTED_EXPERTS
 from temper_engine_megatron.model.packed_attention import (
     PackLayout,
     RouterTokens,
@@ -75,19 +76,25 @@ def build_local_micro_batch(
     is_local = (column >= local.start) & (column < local.stop)
 
     def to_local_rows(values: Tensor, fill: float) -> Tensor:
-        grid = values.new_full((num_rows, padded_length), fill)
+        grid = values.new_full((num_rows, padded_length, *values.shape[1:]), fill)
         grid[row, column] = values
         return grid[:, local]
 
     index = on_device.sequence_index
     trained = torch.zeros(len(lengths), device=layout.device)
     trained = trained.index_add(0, index, on_device.loss_mask.float())
+    prescribed = on_device.columns.get(ROUTED_EXPERTS)
+    if prescribed is not None:
+        # Dummies choose for themselves, so that they are spread over experts.
+        is_dummy = on_device.is_dummy[index][:, None, None]
+        prescribed = torch.where(is_dummy, -1, prescribed.long())
     router_tokens = RouterTokens(
         sequence_index=to_local_rows(index, len(lengths)),
         # max() makes the weights 0 in a mini-batch without any trained token.
         weights=to_local_rows((trained / max(trained_tokens, 1) / on_device.lengths)[index], 0),
         lengths=torch.cat([on_device.lengths.float(), trained.new_ones(1)]),
         is_real=to_local_rows(~on_device.is_dummy[index], False),
+        choices=None if prescribed is None else to_local_rows(prescribed, -1),
     )
     attention: PackLayout | RowLayout
     if layout.is_packed:

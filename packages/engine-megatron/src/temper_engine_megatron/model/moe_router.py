@@ -1,7 +1,7 @@
 """Routers of mixtures of experts, whose losses are weighted by the sequences' trained tokens."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,31 @@ from temper_engine_megatron.model.packed_attention import RouterTokens
 
 LOAD_BALANCING_LOSS, Z_LOSS = "load_balancing_loss", "z_loss"
 """Names of the router losses in metrics, after `router/`."""
+
+
+class PrescribedChoice:
+    """The choice of prescribed experts, which Megatron's top-k function calls.
+
+    It has the interface of Megatron's `RouterReplay`, which keeps its instances and their state in
+    globals of the process.
+    """
+
+    def __init__(self, experts: Tensor) -> None:
+        self.experts = experts
+        """[T, K] int64, -1 where the router chooses; after the choice, the experts in use."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return scores and indices [T, K] of the prescribed experts."""
+        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.experts = torch.where(self.experts >= 0, self.experts, own)
+        return scores.gather(1, self.experts), self.experts
 
 
 class SequenceLossRouter(TopKRouter):
@@ -43,7 +68,14 @@ class SequenceLossRouter(TopKRouter):
         """[E] choices of each expert by this rank's tokens, one per micro-batch."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Choose experts, and count the choices in a training pass."""
+        """Choose experts, or take the prescribed ones; count them in a training pass."""
+        choices = self._get_tokens().choices
+        # Megatron passes it on to the function that chooses.
+        self.router_replay: PrescribedChoice | None = (
+            None
+            if choices is None
+            else PrescribedChoice(self._flatten(choices[:, :, self.layer_number - 1]))
+        )
         probabilities, routing_map = super().routing(logits, padding_mask=padding_mask)
         # A recomputed layer runs without gradients at first.
         if self.training and torch.is_grad_enabled():
@@ -66,6 +98,9 @@ class SequenceLossRouter(TopKRouter):
         tokens = self._get_tokens()
         index = self._flatten(tokens.sequence_index)
         hits = routing_map.float()
+        if self.router_replay is not None:
+            # Megatron passes the experts that the router would have chosen.
+            hits = torch.zeros_like(hits).scatter_(1, self.router_replay.experts, 1.0)
         counts = hits.new_zeros(len(tokens.lengths), hits.shape[1]).index_add(0, index, hits)
         # A sequence may be divided over these ranks.
         dist.all_reduce(counts, group=self.tp_cp_group)
@@ -88,11 +123,11 @@ class SequenceLossRouter(TopKRouter):
         return self.tokens
 
     def _flatten(self, column: Tensor) -> Tensor:
-        """Return [R, S] of this rank in the order of the logits, [S * R]."""
+        """Return [R, S, ...] of this rank in the order of the logits, [S * R, ...]."""
         if self.config.sequence_parallel:
             tp = self.tp_group
             column = column.chunk(tp.size(), dim=1)[tp.rank()]
-        return column.t().flatten()
+        return column.transpose(0, 1).flatten(0, 1)
 
     def _attach(self, activation: Tensor, loss: Tensor, *, coefficient: float, name: str) -> Tensor:
         self.losses[name].append(loss.detach())

@@ -37,6 +37,8 @@ class RouterTokens:
     """[B + 1] float32 numbers of tokens of the sequences on all ranks; 1 for the padding."""
     is_real: Tensor
     """[R, S] bool; False at dummies and padding."""
+    choices: Tensor | None
+    """[R, S, layers, K] int64 prescribed experts, -1 where the router chooses; None without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

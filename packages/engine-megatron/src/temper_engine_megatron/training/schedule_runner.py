@@ -17,8 +17,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from temper_engine_api.batch import PackedBatch
+from temper_engine_api.errors import BatchError
 from temper_engine_api.metrics import Metric, compute_load_metrics
-from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_megatron.model.gpt_chunks import ModelChunks
 from temper_engine_megatron.model.micro_batch_layout import (
     LocalMicroBatch,
@@ -80,6 +81,7 @@ class ScheduleRunner:
         )
         if self._chunks.head is not None:
             self._chunks.head.check_outputs(requested_outputs)
+        self._check_prescribed_experts(batch)
         trained_tokens = batch.denominators.tokens
         local_batches = [
             build_local_micro_batch(micro, self._layout, trained_tokens=trained_tokens)
@@ -91,6 +93,22 @@ class ScheduleRunner:
         with self._run_pass(trains=not forward_only), support_missing_cuda():
             outputs = self._run_micro_batches(local_batches, options)
         return outputs if self._membership.is_last_stage else None
+
+    def _check_prescribed_experts(self, batch: PackedBatch) -> None:
+        column, config = batch.columns.get(ROUTED_EXPERTS), self._chunks.transformer_config
+        if column is None:
+            return
+        if not config.num_moe_experts:
+            raise BatchError(
+                f"the batch has column {ROUTED_EXPERTS!r}, but the model has no experts: remove it."
+            )
+        expected = (batch.num_tokens, config.num_layers, config.moe_router_topk)
+        if column.shape != expected:
+            raise BatchError(
+                f"column {ROUTED_EXPERTS!r} has shape {tuple(column.shape)}, but must be [tokens, "
+                f"layers, experts per token], here {expected}: record the choices with the same "
+                "model."
+            )
 
     def _run_micro_batches(
         self, local_batches: list[LocalMicroBatch], options: _CallOptions
