@@ -536,7 +536,7 @@ class BaseEngine(ABC):
                 loaded then.
         """
         self._require_adapter()
-        with self._load_to_change("eval"):
+        with self._report_failure("load_adapter()"), self._load_to_change("eval"):
             self._load_adapter(config, tensors)
 
     def gather_objects(self, item: ObjectT) -> list[ObjectT]:
@@ -554,9 +554,13 @@ class BaseEngine(ABC):
 
         Use it as `with engine.export_weights() as stream`. Tensors are gathered one by one while
         the stream is read. Collective.
+
+        If the body of one rank raises before the end of the stream, the other ranks, which wait for
+        it to gather the rest, raise RankFailedError.
         """
         return WeightStream(
-            self._iterate_unchanged(self._iterate_weights(), mode="eval", call="export_weights")
+            self._iterate_unchanged(self._iterate_weights(), mode="eval", call="export_weights"),
+            scope=self._report_failure("export_weights()"),
         )
 
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
@@ -565,20 +569,21 @@ class BaseEngine(ABC):
         Raises:
             WeightError: If a name is missing, unexpected or repeated, or a shape differs.
         """
-        with self._load_to_change("eval"):
+        with self._report_failure("load_weights()"), self._load_to_change("eval"):
             self._load_weights(stream)
 
     def export_state(self) -> Iterator[TrainingState]:
         """Iterate over the portable training state, one parameter at a time. Collective."""
         self.require(Capability.PORTABLE_STATE)
-        yield from self._iterate_unchanged(
-            self._iterate_state(), mode="update", call="export_state"
-        )
+        with self._report_failure("export_state()"):
+            yield from self._iterate_unchanged(
+                self._iterate_state(), mode="update", call="export_state"
+            )
 
     def load_state(self, stream: Iterable[TrainingState]) -> None:
         """Load the portable training state. Collective."""
         self.require(Capability.PORTABLE_STATE)
-        with self._load_to_change("update"):
+        with self._report_failure("load_state()"), self._load_to_change("update"):
             self._load_state(stream)
         self._update_cycle.parameters_loaded()
 

@@ -119,7 +119,6 @@ class RankFailures:
         self._declaration_key = _next_declaration_key(store)
         self._num_calls = 0
         self._num_survived = 0
-        self._where = ""
         self._position = ""
         self._may_have_messages = False
         self._broken: str | None = None
@@ -174,7 +173,7 @@ class RankFailures:
         """
         self.check()
         self._num_calls += 1
-        self._where, self._position, self._may_have_messages = call, "", False
+        self._position, self._may_have_messages = "", False
         try:
             yield
             # An aborted collective returns without a result and without an error. The watching
@@ -183,9 +182,15 @@ class RankFailures:
             if self._watches:
                 self._learn_of_declaration()
             self.check()
-        except BaseException as error:
-            self._handle(error, reports=True)
+        except GeneratorExit:
+            # An iterator that is not read to its end, which is no failure.
             raise
+        except BaseException as error:
+            self._handle(error, where=call + self._position)
+            raise
+        finally:
+            # The call may be inside another one, such as a stream of weights.
+            self._position = ""
 
     @contextmanager
     def explain_lost_connection(self) -> Iterator[None]:
@@ -199,27 +204,31 @@ class RankFailures:
             yield
         except RuntimeError as error:
             if has_lost_connection(error):
-                self._handle(error, reports=False)
+                self._handle(error, where=None)
             raise
 
-    def _handle(self, error: BaseException, *, reports: bool) -> None:
+    def _handle(self, error: BaseException, *, where: str | None) -> None:
         """Find out whether the error breaks the group, and leave the group if so.
 
         Raises RankFailedError if another rank's failure caused the error. Otherwise, an error that
         breaks the group gets a note that says so.
+
+        Args:
+            error: The exception of this rank.
+            where: Call and position to report; None reports nothing.
         """
         if isinstance(error, RankFailedError):
             return
         try:
             failure = self._read_declaration()
-            if failure is None and reports:
-                failure = self._agree(self._make_report(error))
+            if failure is None and where is not None:
+                failure = self._agree(self._make_report(error, where=where))
         except dist.DistError as store_error:
             # The process that serves the store has ended. Ranks can't exchange reports without it,
             # so each one leaves the group.
             failure = f"rank {self._rank} lost the connection to the store: {store_error}"
         except BaseException:
-            self._leave_broken_group(f"rank {self._rank} was interrupted in {self._where}")
+            self._leave_broken_group(f"rank {self._rank} was interrupted in {where}")
             raise
         if failure is None:
             return
@@ -228,11 +237,11 @@ class RankFailures:
             raise RankFailedError(self._broken) from error
         error.add_note(str(self._broken))
 
-    def _make_report(self, error: BaseException) -> FailureReport:
+    def _make_report(self, error: BaseException, *, where: str) -> FailureReport:
         return FailureReport(
             rank=self._rank,
             call_number=self._num_calls,
-            where=self._where + self._position,
+            where=where,
             message=f"{type(error).__name__}: {error}"[:MAX_MESSAGE],
             num_collectives=_count_collectives(),
             may_have_messages=self._may_have_messages,

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -86,15 +87,26 @@ class WeightStream:
     Iterating outside the context raises EngineStateError, because weights may be offloaded there.
     """
 
-    def __init__(self, source: Iterator[NamedWeight]) -> None:
+    def __init__(
+        self, source: Iterator[NamedWeight], *, scope: AbstractContextManager[object] | None = None
+    ) -> None:
+        """Make a stream that can be entered once.
+
+        Args:
+            source: The weights.
+            scope: Context that the stream enters with its own. It sees an exception of the body if
+                the stream was not read to its end: other ranks then wait for the rest of it.
+        """
         self._source: Iterator[NamedWeight] | None = source
-        self._is_open = False
+        self._scope: AbstractContextManager[object] = nullcontext() if scope is None else scope
+        self._is_open = self._is_complete = False
 
     def __enter__(self) -> "WeightStream":
         if self._source is None:
             raise EngineStateError(
                 "this weight stream was already used: call export_weights() again."
             )
+        self._scope.__enter__()
         self._is_open = True
         return self
 
@@ -105,6 +117,10 @@ class WeightStream:
         trace: TracebackType | None,
     ) -> None:
         self._is_open, self._source = False, None
+        if self._is_complete:
+            self._scope.__exit__(None, None, None)
+        else:
+            self._scope.__exit__(kind, error, trace)
 
     def __iter__(self) -> Iterator[NamedWeight]:
         return self
@@ -114,7 +130,11 @@ class WeightStream:
             raise EngineStateError(
                 "weights can be read only inside `with engine.export_weights() as stream`."
             )
-        return next(self._source)
+        try:
+            return next(self._source)
+        except StopIteration:
+            self._is_complete = True
+            raise
 
 
 def check_weight_entries(expected: Iterable[WeightEntry], arrived: Sequence[WeightEntry]) -> None:

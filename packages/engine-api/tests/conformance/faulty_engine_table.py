@@ -486,6 +486,11 @@ FAULTY_ENGINES = (
     FaultyEngine(failures.WaitsForFailedRanks, (REPORTED,), 2),
     FaultyEngine(failures.HidesTheFailedRank, (REPORTED,), 2),
     FaultyEngine(
+        failures.ReportsNoFailureInStreams,
+        ("test_failed_call::test_other_ranks_report_a_rank_that_stops_a_stream",),
+        2,
+    ),
+    FaultyEngine(
         failures.AcceptsCallsInABrokenGroup,
         (REPORTED, "test_failed_call::test_lost_connection_ends_the_call_on_every_rank"),
         2,

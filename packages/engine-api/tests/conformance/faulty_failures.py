@@ -1,6 +1,6 @@
 """Faulty engines that continue wrongly after an exception. Each has one bug."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -144,6 +144,17 @@ class HidesTheFailedRank(DataParallelOracle):
                 yield
         except RankFailedError as error:
             raise RuntimeError("a rank was lost") from error
+
+
+class ReportsNoFailureInStreams(DataParallelOracle):
+    """Reports no exception that one rank raises while it reads or loads a stream of weights."""
+
+    def _report_failure(self, call):
+        if call not in ("export_weights()", "load_weights()"):
+            return super()._report_failure(call)
+        # The other ranks wait for it in the next collective; a test need not.
+        _set_pg_timeout(timedelta(seconds=2))
+        return nullcontext()
 
 
 class AcceptsCallsInABrokenGroup(DataParallelOracle):

@@ -7,7 +7,7 @@ With pipeline stages only the last one computes losses, so there the group alway
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn, get_args
@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from temper_engine_api import rank_failures
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
@@ -23,6 +24,7 @@ from temper_engine_api.conformance.harness.measurements import (
     THREE_MICRO_BATCHES,
     Update,
     collect_state,
+    collect_weights,
     rank_slice,
     run_update,
 )
@@ -39,6 +41,7 @@ from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError, RankFailedError
+from temper_engine_api.weights import NamedWeight
 
 EXCEPTIONS = (InjectedError, KeyboardInterrupt, torch.OutOfMemoryError, RankFailedError)
 """Exceptions of a call with a FailingProbe."""
@@ -51,6 +54,8 @@ LAST_METHODS: Mapping[TrainingCall, str] = {
 """Methods of the engine that a training call calls last."""
 REPORT_LIMIT_S = 10.0
 """Time within which the other ranks must report the failure of one."""
+SHORT_AGREEMENT_S = 1.0
+"""AGREEMENT_S of all tests but one in which the other ranks do not raise: they need not wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,20 +421,25 @@ def test_other_ranks_report_the_rank_that_failed(
         setup=oracle.make_setup(QWEN2_GROUPED),
         batch=oracle.get_batch(),
         probe=FailingProbe(fails_at=1, kind=kind, fails_on=(culprit,)),
+        agreement_s=rank_failures.AGREEMENT_S if kind == "loss" else SHORT_AGREEMENT_S,
     )
     engine_under_test.rank_pool.replace_group()
     message = "injected in the backward pass" if kind == "memory_in_backward" else describe(1)
     assert message in failures[culprit].error
     for failure in failures:
         # Ranks that share the loss of the failed one raise by themselves.
-        reported = [failure.error, *failure.later_errors]
-        assert failure.later_errors, "a rank still accepts calls although the group is broken"
-        for text in reported[1:]:
-            assert message in text, f"does not contain the message of the failed rank: {text}"
-            assert f"rank {culprit}" in text, f"does not name the failed rank: {text}"
-            assert "build a new engine" in text, f"does not say what to do: {text}"
-        assert message in reported[0]
+        assert message in failure.error
+        assert_later_calls_name(culprit, message, failure)
         assert_reported_in_time(failure, failures[culprit])
+
+
+def assert_later_calls_name(culprit: int, message: str, failure: FailedCall) -> None:
+    """Check that every later call of a rank names the failed rank and its message."""
+    assert failure.later_errors, "a rank still accepts calls although the group is broken"
+    for text in failure.later_errors:
+        assert message in text, f"does not contain the message of the failed rank: {text}"
+        assert f"rank {culprit}" in text, f"does not name the failed rank: {text}"
+        assert "build a new engine" in text, f"does not say what to do: {text}"
 
 
 def assert_reported_in_time(failure: FailedCall, culprit: FailedCall) -> None:
@@ -440,7 +450,12 @@ def assert_reported_in_time(failure: FailedCall, culprit: FailedCall) -> None:
 
 
 def fail_on_one_rank(
-    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, probe: FailingProbe
+    rank: Rank,
+    *,
+    setup: EngineSetup,
+    batch: SequenceBatch,
+    probe: FailingProbe,
+    agreement_s: float,
 ) -> FailedCall:
     """Fail, try later calls, and close the engine."""
     engine = rank.temporary_engine(setup)
@@ -450,8 +465,73 @@ def fail_on_one_rank(
     local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
     # A copy, which has counted no micro-batch and not failed yet.
     probe = replace(probe, seen=[], injected_s=[])
-    failed = fail(engine, local_batch, probe=probe, steps=rank.index not in (probe.fails_on or ()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_failures, "AGREEMENT_S", agreement_s)
+        failed = fail(
+            engine, local_batch, probe=probe, steps=rank.index not in (probe.fails_on or ())
+        )
     return replace(failed, later_errors=collect_later_errors(engine, batch))
+
+
+@pytest.mark.parametrize("call", ["export_weights", "load_weights"])
+def test_other_ranks_report_a_rank_that_stops_a_stream(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, call: str
+) -> None:
+    """If one rank raises halfway through a stream of weights, every other one names it within 10 s.
+
+    A rank that gathers or sends weights would wait for the rest of the stream. One that does not
+    may end the call, and raises in the next one.
+    """
+    if engine_under_test.world_size == 1:
+        return
+    culprit = engine_under_test.world_size - 1
+    failures = engine_under_test.run(
+        stop_stream,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        batch=oracle.get_batch(),
+        call=call,
+        culprit=culprit,
+    )
+    engine_under_test.rank_pool.replace_group()
+    for failure in failures:
+        assert_later_calls_name(culprit, "injected in the stream", failure)
+        assert_reported_in_time(failure, failures[culprit])
+
+
+def stop_stream(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, call: str, culprit: int
+) -> FailedCall:
+    """Raise on one rank at the second tensor of a stream, then try later calls."""
+    engine = rank.temporary_engine(setup)
+    weights = collect_weights(engine)
+    injected_s: list[float] = []
+
+    def stop(stream: Iterable[NamedWeight]) -> Iterator[NamedWeight]:
+        for index, weight in enumerate(stream):
+            if index == 1 and rank.index == culprit:
+                injected_s.append(time.time())
+                raise InjectedError("injected in the stream")
+            yield weight
+
+    error = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_failures, "AGREEMENT_S", SHORT_AGREEMENT_S)
+        try:
+            if call == "export_weights":
+                with engine.export_weights() as exported:
+                    list(stop(exported))
+            else:
+                engine.load_weights(stop(NamedWeight(*each) for each in weights.items()))
+            # At the latest this call waits for the failed rank.
+            engine.gather_objects(rank.index)
+        except (InjectedError, RankFailedError) as caught:
+            error = str(caught)
+    return FailedCall(
+        error=error,
+        time_s=time.time(),
+        injected_s=tuple(injected_s),
+        later_errors=collect_later_errors(engine, batch),
+    )
 
 
 def test_lost_connection_ends_the_call_on_every_rank(
