@@ -84,7 +84,11 @@ class FailingProbe(SftProbe):
 
 
 def raise_halfway_through_backward(column: Tensor) -> None:
-    """Make the backward pass of a column raise when about half of its nodes have run."""
+    """Make the backward pass of a column raise when about half of the parameters have gradients.
+
+    Parameters are the same on ranks that have parts of a sequence, although the rest of their
+    graphs differs. So all ranks raise after the same collectives.
+    """
     assert column.grad_fn is not None, "the column has a gradient in a training call"
     # Breadth first: nodes near the loss, which run first, come first.
     nodes = [column.grad_fn]
@@ -93,11 +97,17 @@ def raise_halfway_through_backward(column: Tensor) -> None:
         following = [following for following, _ in node.next_functions if following is not None]
         nodes += [each for each in dict.fromkeys(following) if each not in seen]
         seen.update(following)
-    nodes[len(nodes) // 2].register_prehook(_raise_out_of_memory)
+    parameters = [node for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
+    # Layers that are computed again in the backward pass are not in the graph.
+    candidates = parameters if len(parameters) > 1 else nodes
+    chosen = candidates[len(candidates) // 2]
 
+    def raise_out_of_memory(_gradients: tuple[Tensor, ...]) -> None:
+        # Some engines keep this node, so a later pass would meet the hook again.
+        hook.remove()
+        raise torch.OutOfMemoryError("injected in a layer")
 
-def _raise_out_of_memory(_gradients: tuple[Tensor, ...]) -> None:
-    raise torch.OutOfMemoryError("injected in a layer")
+    hook = chosen.register_prehook(raise_out_of_memory)
 
 
 def describe(micro_batch: int) -> str:
