@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from temper_legacy_shim.checkpoints import Options, convert, find_roles, plan_jobs
+from temper_legacy_shim.checkpoints.conversion import finished
 from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 from temper_legacy_shim.checkpoints.model import OldModel, Sources, read_model
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
@@ -448,3 +449,20 @@ def test_files_of_two_layouts_are_refused(tmp_path: Path, other: str) -> None:
     (role / other / ".metadata").write_bytes(b"")
     with pytest.raises(LayoutError, match=rf"holds weights in model/mp_rank_\* and {other}"):
         _read(role)
+
+
+@pytest.mark.parametrize(
+    "changed", ["optim_world_size_2_rank_1.pt", "huggingface/tokenizer.json", "../data.pt"]
+)
+def test_output_is_not_taken_for_finished_after_any_file_was_replaced(
+    changed: str, copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    role = copied("v0.7.1_fsdp2-actor-untied_ws2")
+    (job,) = plan_jobs(role, tmp_path / "out")
+    options = Options(target="temper", checks_names=False)
+    receipt = convert(job, options, Sources())
+    assert finished(job, options, Sources()) == receipt
+    content = (role / changed).read_bytes()
+    (role / changed).unlink()
+    (role / changed).write_bytes(content)
+    assert finished(job, options, Sources()) is None

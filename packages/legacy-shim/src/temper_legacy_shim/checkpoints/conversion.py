@@ -60,8 +60,12 @@ def finished(job: Job, options: Options, sources: Sources) -> Receipt | None:
         options.target,
         recorded(options, sources),
     )
-    # A source that is newer than the receipt was changed after the conversion.
-    newest = max((path.stat().st_mtime_ns for path in source_files(job.role)), default=0)
+    # A file that is newer than the receipt was changed after the conversion. The optimizer's files
+    # count too, for --to temper, and so do config and tokenizer.
+    folders = [job.role.path.rglob("*")]
+    folders += [job.role.step_directory.glob("*")] if job.role.step_directory else []
+    files = (path for folder in folders for path in folder if path.is_file())
+    newest = max((path.stat().st_mtime_ns for path in files), default=0)
     if not is_same or newest > (job.out / receipts.NAME).stat().st_mtime_ns:
         return None
     # Sizes only: reading all bytes again would take as long as the conversion.
