@@ -109,6 +109,7 @@ class _Match:
 def _with_overrides(result: list[_Match]) -> list[_Match]:
     """Return names without those that only stand for variables without overrides."""
     holding = {each.name for each in result if not each.alias}
+    # Repeated, because an alias may stand for another alias.
     while more := {each.name for each in result if each.alias in holding} - holding:
         holding |= more
     return [each for each in result if not each.alias or each.alias in holding]
@@ -118,6 +119,8 @@ def _read_by_none_but(
     names: set[str], result: list[_Match], text: str, rewritten: list[Span]
 ) -> set[str]:
     """Find names that only rewritten commands, or assignments to such names, use."""
+    # Each removed name may keep another one alive, so the search continues until no name
+    # drops out.
     while True:
         own = [each.span for each in result if each.name in names]
         left = {name for name in names if not _is_read(name, text, rewritten + own)}
@@ -127,6 +130,7 @@ def _read_by_none_but(
 
 
 def _is_read(name: str, text: str, but: list[Span]) -> bool:
+    # By text and not by the tree: quoted text for another shell counts as a use too.
     pattern = re.compile(rf"\$\{{[#!]?{name}\b|\${name}\b")
     return any(
         not any(span.start <= match.start() < span.end for span in but)

@@ -154,6 +154,7 @@ def _cluster(launch: Launch) -> Cluster | None:
     numbers = [launch.processes.get(name) for name in _TORCHRUN_NUMBERS]
     if "nproc_per_node" not in launch.processes:
         return None
+    # torchrun's own default.
     nodes = "1" if numbers[0] is None else numbers[0].known
     gpus = None if numbers[1] is None else numbers[1].known
     if (
@@ -234,6 +235,7 @@ def _shown(text: Text, unknowns: dict[str, str]) -> str:
             match[1] if match else f"SHELL_{sum(key.startswith('SHELL_') for key in unknowns) + 1}"
         )
         source = piece.source or piece.value
+        # The same expression keeps its name, so that equal values stay equal.
         name = next((key for key, value in unknowns.items() if value == source), name)
         unknowns[name] = source
         out.append(f"${{{name}}}")
@@ -275,6 +277,7 @@ def _argument(
 ) -> NewArgument:
     origins = [overrides[index] for index in setting.sources if index < len(overrides)]
     at = origins[0].at if origins else -1
+    # The user's own text keeps variables, quotes and units readable.
     if setting.is_verbatim and len(origins) == 1 and setting.key not in literal_keys:
         old = origins[0]
         text = literal(f"{setting.key}=") + old.value()
@@ -386,6 +389,7 @@ def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
     )
     tail = "/".join(parts[unknown + 1 :])
     name = launch.config_name.removesuffix(".yaml") + ".yaml"
+    # Projects keep scripts a few levels below the root, and paths in them start at the root.
     for base in (folder, *folder.resolve().parents[:6]):
         path = (
             base / tail / name

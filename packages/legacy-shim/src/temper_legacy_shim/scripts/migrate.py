@@ -162,6 +162,8 @@ def _different(
     text: str, reading: ScriptReading, launches: list[TranslatedLaunch], settings: dict[str, str]
 ) -> list[str]:
     """Find keys that the new script, read like the old one, sets to other values."""
+    # The new script is read in the same way, so that quoting mistakes of the rewriting show as
+    # other values.
     events = [
         event
         for event in reread(text, reading, settings)
@@ -169,6 +171,7 @@ def _different(
     ]
     written = [each for each in launches if each.is_writable and not each.launch.is_inner]
     out: list[str] = []
+    # Lengths differ if the new script starts fewer commands, which `_still_there` reports.
     for event, each in zip(events, written, strict=False):
         position = next(
             number for number, field in enumerate(event.fields) if field.text.known == COMMAND

@@ -41,6 +41,7 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
     edits: list[_Edit] = []
     rewritten: list[Span] = []
     kept: list[str] = []
+    # One array per command site; a script may start several trainers.
     names = _array_names(reading.text)
     for span, launches in _group_by_site(translated).items():
         problem = _problem(launches)
@@ -56,6 +57,7 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
             continue
         edits += (replacement := _replacement(reading.text, launches[0], name=next(names)))
         rewritten.append(_from_starter(launches[0].launch))
+        # The replacement may still read variables of the script, whose assignments must stay.
         kept += [edit.text for edit in replacement]
     tokens = {
         override.at for each in translated for override in each.launch.overrides if override.at >= 0
@@ -178,11 +180,13 @@ def _wrappers(text: str, launch: Launch) -> list[str]:
 
     It is, for example, ``srun ...`` or ``ray job submit ... --``.
     """
+    # No srun, ray or nohup before Python.
     if launch.starter == 0:
         return []
     start = launch.command[launch.starter].at
     if launch.arguments.start <= start <= launch.arguments.end:
         return [text[launch.arguments.start : start].rstrip().removesuffix("\\").rstrip()]
+    # The wrapper comes from a variable, so the command's own text does not contain it.
     return [field.source for field in launch.command[: launch.starter]]
 
 
@@ -211,6 +215,7 @@ def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:
         "its report."
     )
     lines = [head, *_findings(each), f"{name}=("]
+    # A token that sets several new keys keeps its comments at the first of them only.
     seen: set[int] = set()
     requested = [
         argument
@@ -318,6 +323,7 @@ def _commented(text: str, array: DeadArray) -> _Edit:
     """
     indent = _indent(text, array.span.start)
     command = ":" if array.is_executed else _STOP
+    # Comments would swallow the rest of the line.
     if not array.is_own_line:
         return _Edit(array.span, command)
     lines = text[array.span.start : array.span.end].split("\n")
@@ -355,6 +361,7 @@ def comments_at(text: str, start: int, length: int) -> Comments:
     above: list[str] = []
     if not text[line_start:start].strip():
         end = line_start - 1
+        # Comment lines directly above the token belong to it, as in the old array.
         while end > 0:
             begin = text.rfind("\n", 0, end) + 1
             line = text[begin:end].strip()

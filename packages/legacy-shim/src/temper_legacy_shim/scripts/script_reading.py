@@ -142,9 +142,11 @@ def _first_that_launches(
     if find_launches(main.events):
         return main, 1
     waiting, seen, passes = [main], {tuple(decision.taken for decision in main.decisions)}, 1
+    # Breadth first: the fewest changed decisions are the most plausible way to the launch.
     while waiting and passes < MAX_PASSES:
         current = waiting.pop(0)
         taken = [decision.taken for decision in current.decisions]
+        # Late decisions first, because a guard that ends the script is the last one that was read.
         for position in reversed(range(len(taken))):
             for other in range(current.decisions[position].num_choices):
                 choices = (*taken[:position], other)

@@ -63,6 +63,7 @@ class SplitSettings:
         Its share of the nominal mini-batch, also where that was cut short.
         """
         if self.use_dynamic_bsz:
+            # The old workers divided by the nominal size, also for a shorter last mini-batch.
             return num_rows / self.ppo_mini_batch_size
         assert self.ppo_micro_batch_size_per_gpu is not None
         return 1 / max(1, self.ppo_mini_batch_size // self.ppo_micro_batch_size_per_gpu)
@@ -74,6 +75,7 @@ def mini_batches(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -
     Raises:
         BatchError: ranks would make different numbers of updates and wait for each other for ever.
     """
+    # Consecutive rows: the old workers did not shuffle by default.
     parts = data.split(split.ppo_mini_batch_size)
     counts = engine.gather_objects(len(parts))
     if len(set(counts)) != 1 or not parts:
@@ -98,6 +100,7 @@ def scheduled(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list
     """Pad micro-batches as ``matched`` does, to a number that the engine's schedule accepts."""
     result, constraints = matched(micro_batches, engine=engine), engine.topology.plan_constraints
     expected = max(len(result), constraints.min_micro_batches)
+    # Interleaved pipelines need a multiple of their stages.
     expected += -expected % constraints.micro_batch_multiple
     return [*result, *([] for _ in range(expected - len(result)))]
 
@@ -149,6 +152,7 @@ class OldSchedule:
 
     def rate(self, step: int) -> float:
         """Return the rate of the update after ``step`` scheduler steps."""
+        # The first update of a warm-up has rate 0 with a zero-indexed step.
         at = step if self.zero_indexed_step else step + 1
         if at < self.warmup:
             return self.lr * at / max(1, self.warmup)

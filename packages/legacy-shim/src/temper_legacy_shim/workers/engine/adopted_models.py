@@ -70,6 +70,7 @@ class Adopted:
             yield
         if self._module is not None:
             own = dict(_weights(self._module))
+            # In place, so that references of the user's code to these tensors stay valid.
             with torch.no_grad(), self.engine.export_weights() as stream:
                 for name, tensor in stream:
                     own[name].copy_(tensor)
@@ -119,6 +120,7 @@ def adopt(
                 f"{model_type}."
             )
         return Adopted(module)
+    # The engine loads from files and shards by itself; a wrapped model has only local shards.
     if not isinstance(module, PreTrainedModel) or any(
         _is_sharded(part) for part in module.modules()
     ):
@@ -189,6 +191,7 @@ def _is_sharded(part: nn.Module) -> bool:
 
 def _weights(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters, tied ones once, and persistent buffers."""
+    # Non-persistent buffers, such as rotary frequencies, are computed again at load.
     persistent = module.state_dict().keys()
     yield from ((name, parameter.data) for name, parameter in module.named_parameters())
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)

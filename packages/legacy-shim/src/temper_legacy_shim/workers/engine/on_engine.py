@@ -104,6 +104,8 @@ class OnEngine(ABC):
         """Yield rows, their weight in the loss, and True for rows that only fill up a rank."""
         split = self.split
         for chosen in matched(split.micro_batches(mini_batch), engine=self.engine):
+            # A rank without rows runs one real row that does not count, because the passes are
+            # collective.
             part = mini_batch.select_idxs(chosen) if chosen else mini_batch[:1]
             yield part, split.scale(len(chosen)), not chosen
 
@@ -163,6 +165,7 @@ def compute_outputs(
     with engine.eval_mode():
         result = engine.forward_backward_batch(packed, forward_only=True, outputs=requested_outputs)
     outputs: ForwardOutputs = from_replica(engine, result.outputs)
+    # Engines return sequences in the order of micro-batches.
     ordered = outputs.reorder(rows.sequences.sample_ids)
     return {
         head_output: rows.grid(ordered.columns[head_output]) for head_output in requested_outputs
@@ -182,6 +185,7 @@ def single_forward(
     Raises:
         ConfigError: a gradient is wanted, which only the engine has.
     """
+    # Gradients of a pass outside the engine would never reach its sharded parameters.
     if torch.is_grad_enabled():
         raise ConfigError(
             "_forward_micro_batch() answers without gradient here: call it under torch.no_grad(), "
@@ -202,6 +206,7 @@ def refuse_own_forward(cls: type) -> None:
     Raises:
         ConfigError: it overrides ``_forward_micro_batch``.
     """
+    # vars() and not hasattr(): only the subclass's own definition counts.
     if "_forward_micro_batch" in vars(cls):
         raise ConfigError(
             f"{cls.__name__} overrides _forward_micro_batch, which training no longer calls: the "
@@ -237,6 +242,7 @@ T = TypeVar("T")
 def from_replica(engine: BaseEngine, item: T | None) -> T:
     """Share the item of the rank that returns outputs with all ranks of its replica. Collective."""
     topology = engine.topology
+    # Each rank is a replica of its own.
     if topology.world_size == topology.dp.size:
         return cast("T", item)
     gathered = engine.gather_objects(
@@ -361,6 +367,7 @@ def _aggregation(mode: str, *, width: int) -> Aggregation:
     chosen = _MODES[mode]
     return Aggregation(
         mode=chosen,
+        # The old loss divided by the padded width of the batch.
         horizon=width if chosen == AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM else None,
     )
 

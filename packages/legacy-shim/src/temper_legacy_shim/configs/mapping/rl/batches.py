@@ -29,6 +29,7 @@ ACTOR_MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 def build_batches(draft: Draft) -> None:
     """Set prompts, updates and passes of a step, and the cap of a micro-batch."""
     prompts, keys = prompts_of_step(draft)
+    # A question about the batch size exists already, and all sizes below follow from it.
     if prompts is None:
         return
     draft.put(
@@ -127,6 +128,7 @@ def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
     key, both = f"{role.block}.ppo_micro_batch_size", f"{role.block}.ppo_micro_batch_size_per_gpu"
     if full is None:
         return own
+    # From v0.5.0 on, the size per GPU is an interpolation of this key in the trees.
     follows = both not in draft.old.origin
     if own is not None and draft.old.is_set(key) and follows:
         release = draft.old.version
@@ -151,6 +153,7 @@ def _check_critic(draft: Draft) -> None:
         return
     # Since v0.4.0 the critic's workers multiply it by rollout.n, as the actor's always did.
     counted = mini if draft.since("v0.4.0") else mini / n
+    # Temper's plan is shared by all roles of a step.
     if counted != actor:
         note = (
             ""

@@ -92,6 +92,7 @@ def _advantage(draft: Draft) -> str:
         return "grpo"
     if new_word == "grpo" and draft.old.get("algorithm.norm_adv_by_std_in_grpo") is False:
         new_word = "dr_grpo"
+    # A group of one has no spread: its normalized advantage would always be 0.
     if new_word in _IN_GROUPS and n < 2:
         new_word = _single_estimator(draft, new_word, old=old, key=key)
     norm = ["algorithm.norm_adv_by_std_in_grpo"] if old.startswith("grpo") else []
@@ -188,6 +189,7 @@ def _dual_clip(draft: Draft) -> None:
     bound = draft.number(key)
     if bound is None:
         return
+    # The old loss asserted a bound above 1 at the first update.
     if bound <= 1:
         draft.find("dual-clip", key, bound=bound)
         return
@@ -234,6 +236,7 @@ def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
             return
         if word.endswith("+") and not draft.since("v0.8.0"):
             draft.find("kl-estimator.plus", key, word=word)
+    # Temper estimates the KL once, for the loss and for the reward.
     if len(set(values.values())) > 1:
         draft.find("kl-estimator.two", *keys, detail=words[keys[0]], detail_2=words[keys[1]])
         return
@@ -241,6 +244,7 @@ def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
     # A "+" changes the gradient of a loss, and k2 has the gradient that it would get.
     if in_loss and words[keys[0]].endswith("+") and result != "k2":
         result = f"{result}+"
+    # The gradient of k1 as a loss is 0 in expectation, so the old term only added noise.
     if in_loss and result == "k1":
         draft.find("kl-estimator.zero-gradient", keys[0], detail=words[keys[0]])
         return

@@ -48,6 +48,7 @@ def _eval_sampling(draft: Draft) -> None:
     block, new = f"{BLOCK}.val_kwargs", "run.eval_sampling"
     samples = draft.switch(f"{block}.do_sample")
     old = [f"{block}.do_sample", f"{block}.temperature"]
+    # do_sample=false overrides the temperature.
     temperature = draft.number(f"{block}.temperature") if samples else 0.0
     if not draft.old.has(f"{block}.temperature"):  # before v0.3 evaluation was greedy
         temperature = 0.0
@@ -140,6 +141,7 @@ def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
         draft.integer(key) or 1,
         draft.integer(f"{BLOCK}.pipeline_model_parallel_size") or 1,
     )
+    # Separate sampler GPUs keep servers of any size.
     if size * pipeline == 1 or is_async(draft) or is_one_step_off(draft):
         return size, pipeline
     draft.find("rollout-tp", key, size=size, detail=world or "as many", detail_2=size * pipeline)
@@ -148,6 +150,7 @@ def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
 
 def _rollout_world(draft: Draft) -> tuple[int | None, list[str]]:
     """Return the sampler's GPUs: separate ones if the trainer uses different GPUs."""
+    # Asynchronous entries state the sampler's GPUs in a block of their own.
     if draft.old.has("rollout.n_gpus_per_node"):
         nodes, gpus = (
             draft.integer("rollout.nnodes") or 1,

@@ -89,6 +89,7 @@ def build_habits(draft: Draft) -> None:
     # The old trainer saved by steps alone; ours also saves by time, which the row turns off.
     apply_rules(draft, "save-freq")
     keeps = draft.integer("trainer.max_actor_ckpt_to_keep")
+    # The older switch, which deleted all but the newest checkpoint.
     if keeps is None and draft.switch("trainer.remove_previous_ckpt_in_save"):
         keeps = 1
     # The old trainer kept every checkpoint unless it was told otherwise; ours keeps two.
@@ -108,6 +109,7 @@ def build_habits(draft: Draft) -> None:
 
 def _resume(draft: Draft) -> None:
     mode, path = draft.text("trainer.resume_mode") or "auto", draft.text("trainer.resume_from_path")
+    # Old scripts wrote False to switch the path off.
     if mode == "resume_path" and path and path.lower() not in ("false", "null"):
         draft.find("resume-path", "trainer.resume_from_path", path=path)
         return
@@ -125,6 +127,7 @@ def _resume(draft: Draft) -> None:
 
 def _trackers(draft: Draft) -> None:
     value = draft.old.get("trainer.logger")
+    # Quoted lists come through shells as text.
     if isinstance(value, str) and value.strip().startswith("["):
         value = parse_value(value)[0]
     words = [

@@ -27,6 +27,7 @@ def build_selection(draft: Draft) -> None:
         draft.explain_drop(FILTER, "filter_groups is not enabled")
     if draft.switch("algorithm.use_pf_ppo"):
         _reweight(draft)
+    # The block replaced the plain keys of v0.6.0; a release reads only one of the forms.
     if draft.old.has(f"{CORRECTION}.rollout_is") or takes_sampler_logprobs(draft):
         _correction(draft)
     elif draft.switch("algorithm.rollout_is"):
@@ -64,6 +65,7 @@ def _filter(draft: Draft) -> None:
             verbatim=True,
         )
     metric = draft.text(f"{FILTER}.metric")
+    # The first trainer took acc as its default; the second one stopped with an error.
     if not metric and is_second_trainer(draft):
         draft.find("filter-groups.no-metric", f"{FILTER}.metric")
         return
@@ -166,7 +168,9 @@ def _weights(draft: Draft, level: str) -> None:
     key = f"{CORRECTION}.rollout_is_threshold"
     _put(draft, "name", level, f"{CORRECTION}.rollout_is")
     pair = _pair(draft.old.get(key))
+    # Two bounds zero the weight outside, which is a rejection in Temper's words.
     if pair is not None:
+        # The default truncates at 2, which a rejection by both bounds replaces.
         _put(draft, "truncate_at", None, key)
         _reject(draft, RATIO_RULES[level], pair, key)
     else:
@@ -224,6 +228,7 @@ def _rejection(draft: Draft, *, rejects: str) -> None:
     names = [name.strip() for name in rejects.split(",") if name.strip()]
     for name, (low, high) in zip(names, _bounds(draft, count=len(names)), strict=True):
         rule = _rule(name)
+        # Temper takes one pair of bounds for each rule, so a second use of a rule is reported.
         if rule is None or high is None or f"{REJECT}{rule}.high" in draft.settings:
             _no_counterpart(draft, keys[0], name)
             continue
