@@ -45,7 +45,7 @@ def test_report_begins_with_what_the_user_can_act_on(tmp_path: Path) -> None:
     )
     old, new = _script(tmp_path, more), tmp_path / "new.sh"
     lines = [line.strip() for line in _run(str(old))[1].splitlines()]
-    assert lines[1].startswith("translated: 7 of 9 settings; 1 have no effect here")
+    assert lines[1].startswith("translated: 7 of 9 settings; 1 has no effect here")
     assert lines[2].startswith("written out: ")
     assert lines[3].startswith("will behave differently: ")
     assert lines[4] == "unknown: 1 key that no release has (below)"

@@ -102,9 +102,10 @@ def summary_lines(translations: Sequence[Translation], *, next_step: str) -> lis
     findings = [finding for each in translations for finding in each.findings]
     unmapped = sum(finding.rule == "unmapped" for finding in findings)
     levels = [finding.level for finding in findings if finding.rule != "unmapped"]
+    has = "has" if dropped == 1 else "have"
     lines = [
         f"translated: {translated} of {len(tokens)} settings"
-        + (f"; {dropped} have no effect here (--table gives the reasons)" * bool(dropped))
+        + (f"; {dropped} {has} no effect here (--table gives the reasons)" * bool(dropped))
     ]
     lines += (
         [
