@@ -221,22 +221,26 @@ class Assembled:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Selected rows of a tensor, in any order."""
+class View:
+    """A selection or another form of a source's elements, with the source's dtype."""
 
     source: LazyTensor
-    """[R, ...]."""
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.source.dtype
+
+
+@dataclass(frozen=True)
+class Rows(View):
+    """Selected rows of a tensor [R, ...], in any order."""
+
     spans: tuple[tuple[int, int], ...]
     """(start, stop) of rows of the source, laid end to end."""
 
     @cached_property
     def shape(self) -> Shape:
         return (sum(stop - start for start, stop in self.spans), *self.source.shape[1:])
-
-    @property
-    def dtype(self) -> Dtype:
-        """The source's."""
-        return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
         parts, at = [], 0
@@ -253,11 +257,9 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Some columns of a matrix."""
+class Columns(View):
+    """Some columns of a matrix [R, C]."""
 
-    source: LazyTensor
-    """[R, C]."""
     start: int
     stop: int
 
@@ -266,31 +268,19 @@ class Columns:
         """[R, stop - start]."""
         return (self.source.shape[0], self.stop - self.start)
 
-    @property
-    def dtype(self) -> Dtype:
-        """The source's."""
-        return self.source.dtype
-
     def read(self, start: int, stop: int) -> Block:
         return np.ascontiguousarray(self.source.read(start, stop)[:, self.start : self.stop])
 
 
 @dataclass(frozen=True)
-class Element:
-    """An entry of a tensor along dimension 0, such as a layer of stacked layers."""
+class Element(View):
+    """An entry of a tensor [N, ...] along dimension 0, such as a layer of stacked layers."""
 
-    source: LazyTensor
-    """[N, ...]."""
     index: int
 
     @property
     def shape(self) -> Shape:
         return self.source.shape[1:]
-
-    @property
-    def dtype(self) -> Dtype:
-        """The source's."""
-        return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
         """Return the rows of this entry; the full entry is loaded as a row of the source."""
@@ -330,40 +320,26 @@ class Element:
 
 
 @dataclass(frozen=True)
-class Reshaped:
+class Reshaped(View):
     """Another shape of the same elements; both shapes have the same first dimension."""
 
-    source: LazyTensor
     shape: Shape
-
-    @property
-    def dtype(self) -> Dtype:
-        """The source's."""
-        return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
         return self.source.read(start, stop).reshape(stop - start, *self.shape[1:])
 
 
 @dataclass(frozen=True)
-class Transposed:
-    """The transpose of a matrix, read column block by column block.
+class Transposed(View):
+    """The transpose of a matrix [R, C], read column block by column block.
 
     The source is read whole for each, so it should be small.
     """
-
-    source: LazyTensor
-    """[R, C]."""
 
     @property
     def shape(self) -> Shape:
         """[C, R]."""
         return (self.source.shape[1], self.source.shape[0])
-
-    @property
-    def dtype(self) -> Dtype:
-        """The source's."""
-        return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
         return np.ascontiguousarray(
@@ -458,17 +434,10 @@ def concatenated(tensors: Sequence[LazyTensor], *, dim: int) -> LazyTensor:
 
 
 @dataclass(frozen=True)
-class Unflattened:
-    """A vector in another shape."""
+class Unflattened(View):
+    """A vector [prod(shape)] in another shape."""
 
-    source: LazyTensor
-    """[prod(shape)]."""
     shape: Shape
-
-    @property
-    def dtype(self) -> Dtype:
-        """The source's."""
-        return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
         inner = math.prod(self.shape[1:])

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from temper_legacy_shim.checkpoints.files.archive import Archive
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.files.dtypes import Block, Dtype
-from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Rows, Unflattened
+from temper_legacy_shim.checkpoints.files.dtypes import Block
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Rows, Unflattened, View
 from temper_legacy_shim.checkpoints.megatron import ranks
 from temper_legacy_shim.checkpoints.megatron.flat_moments import ALIGNMENT, KINDS, is_master
 from temper_legacy_shim.checkpoints.megatron.parameter_names import (
@@ -299,19 +299,14 @@ def _take(
 
 
 @dataclass(frozen=True)
-class _WithPadding:
+class _WithPadding(View):
     """A table with unknown entries at the end."""
 
-    source: LazyTensor
     num_rows: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.source.shape[0] + self.num_rows, *self.source.shape[1:])
-
-    @property
-    def dtype(self) -> Dtype:
-        return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
         """Return the entries of the table alone."""
