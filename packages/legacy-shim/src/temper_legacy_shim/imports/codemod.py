@@ -19,6 +19,8 @@ from temper_legacy_shim.old_paths import PACKAGE
 
 _OLD_NAME = re.compile(rf"{PACKAGE}(\.\w+)+")
 _ANNOTATION = re.compile(r"[\w.\[\], |'\"]+")
+# Not str.splitlines(), which also splits at form feeds and Unicode separators, unlike Python's
+# parser.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _COMMENT = re.compile(r"#[^\r\n]*")
 
@@ -70,9 +72,11 @@ def change_imports(content: bytes, *, keeps_legacy: bool, is_package: bool = Fal
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the user's own code
             tree = ast.parse(text)
+    # ast.parse raises MemoryError for deeply nested code.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise NotPythonError(" ".join(str(error).split())[:200]) from error
     names = names_in(tree)
+    # Quoted annotations and __all__ refer to names by text, which no edit reaches.
     staying = names.all if is_package else names.fixed | _words_in_texts(names.texts)
     changer = _Changer(_Text(text), names, keeps_legacy=keeps_legacy, staying=staying)
     changer.change(tree)
@@ -134,6 +138,7 @@ class _Text:
     def result(self) -> str:
         """Return the text with all replacements."""
         out, at = [], 0
+        # In one pass from the start: each edit refers to positions of the old text.
         for start, end, new in sorted(self._edits):
             out += [self.text[at:start], new]
             at = end

@@ -182,6 +182,7 @@ class _Collector:
     def _comprehension(self, node: ast.AST, scope: _Scope) -> None:
         own = _Scope(parent=scope)
         generators: list[ast.comprehension] = node.generators  # type: ignore[attr-defined]
+        # Python evaluates only the first iterable outside of the comprehension's own scope.
         self.visit(generators[0].iter, scope)
         for child in ast.iter_child_nodes(node):
             for part in (
@@ -192,6 +193,7 @@ class _Collector:
 
     def _declaration(self, node: ast.Global | ast.Nonlocal, scope: _Scope) -> None:
         target = scope.parent or scope
+        # global jumps to the module, nonlocal to the next function.
         while isinstance(node, ast.Global) and target.parent is not None:
             target = target.parent
         for name in node.names:

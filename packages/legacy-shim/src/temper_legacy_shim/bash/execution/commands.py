@@ -38,12 +38,15 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
         for redirect in command.redirects:
             stdin_of(shell, (redirect,))
         return
+    # Before the redirections, in bash's order: a substitution in the words may read the outer
+    # input.
     fields = expansion.expand_words(shell, words)
     stdin = stdin_of(shell, command.redirects)
     if not fields:
         shell.status = 0
         return
     name = fields[0].text.known
+    # Functions come before builtins in bash, except after `command` and `builtin`.
     if name in shell.functions:
         _run_function(shell, command, name, fields)
         return
@@ -95,6 +98,7 @@ def _bracket_status(
     shell: Shell, name: str, fields: list[Field], span: Span, *, is_decided: bool
 ) -> int | None:
     if name == "[":
+        # bash prints an error, and the status is 2.
         if not fields or fields[-1].text.known != "]":
             return 2
         fields = fields[:-1]
@@ -106,6 +110,7 @@ def _bracket_status(
 
 
 def _run_function(shell: Shell, command: Simple, name: str, fields: list[Field]) -> None:
+    # bash itself would recurse until memory ends; launch scripts call a few levels.
     if len(shell.scopes) > 40:
         raise ScriptError(f"the function {name!r} calls itself more than 40 levels deep.")
     for assignment in command.assignments:
@@ -176,8 +181,10 @@ def _run_builtin(
                 stdin=stdin,
                 is_tested=is_tested,
             )
+            # exec replaces the shell, so the rest of the script does not run.
             if name == "exec":
                 raise Exit
+        # `command -v x` asks whether a program exists, which depends on the machine.
         case "command":
             shell.status = None
         case "read" | "mapfile" | "readarray":

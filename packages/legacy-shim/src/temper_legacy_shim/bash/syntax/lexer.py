@@ -104,6 +104,7 @@ class Words:
                 parts.append(Literal(run[0], is_quoted=in_quotes))
                 continue
             char = self.text[self.at]
+            # A process substitution starts with a character that ends a word elsewhere.
             if is_end(char) and not (char in "<>" and self.peek(2) in ("<(", ">(")):
                 break
             if char == "\\":
@@ -129,12 +130,14 @@ class Words:
         if char == "\n":
             self.at += 1
             return Literal("", is_quoted=in_quotes)
+        # Inside double quotes a backslash before a plain character is literal.
         if in_quotes and char not in ('$`"\\' if escapes_quote else "$`\\"):
             return Literal("\\", is_quoted=True)
         self.at += len(char)
         return Literal(char, is_quoted=bool(char))
 
     def _single_quoted(self) -> Literal:
+        # No escapes exist inside single quotes.
         end = self.text.find("'", self.at + 1)
         if end < 0:
             raise self.error("a single quote is opened here and never closed.")
@@ -240,6 +243,8 @@ class Words:
         start = self.at
         self.at += 3
         expression = self.calculation()
+        # `$((` also starts a substitution with a subshell; bash decides by the closing parentheses
+        # too.
         if expression is None:
             self.at = start
             return None

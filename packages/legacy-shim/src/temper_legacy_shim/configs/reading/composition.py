@@ -246,6 +246,7 @@ def compose(old: OldConfig, overrides: Sequence[Override]) -> None:
             _delete(old, override)
             continue
         key = override.key
+        # Hydra applies overrides in order, so the last one wins without a warning.
         if key in last and override.index != last[key]:
             old.superseded[last[key]] = override.index
         last[key] = override.index
@@ -264,6 +265,7 @@ def assign(old: OldConfig, key: str, value: Plain, index: int) -> None:
         for name, item in flatten(value).items():
             assign(old, f"{key}.{name}", item, index)
         return
+    # A block that is replaced by one value loses its leaves.
     if not isinstance(value, dict):
         for name in old.below(key):
             old.remove(name)
@@ -326,10 +328,12 @@ def _delete(old: OldConfig, override: Override) -> None:
 def _complaint(old: OldConfig, override: Override) -> str | None:
     """Return why Hydra's struct mode refuses an override; None if it does not."""
     key = override.key
+    # Hydra accepts these in every tree: a forced value, config groups, and its own settings.
     if override.prefix == "++" or "@" in key or "/" in key or key.startswith("hydra."):
         return None
     is_there = old.has(key)
     if override.prefix == "+":
+        # Hydra lets + replace a null, and merge a mapping into a block.
         if is_there and old.tree.get(key, "") is not None and not isinstance(override.value, dict):
             return f"{old.version} has {key} already, and + only adds: drop the +"
         return None

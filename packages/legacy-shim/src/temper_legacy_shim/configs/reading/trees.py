@@ -164,6 +164,7 @@ def _tree(version: str, family: Family) -> dict[str, Plain]:
     for key, history in _keys(family).items():
         value: Plain = GONE  # type: ignore[assignment]
         for since, default in history:
+            # Histories are in the order of releases.
             if since > number:
                 break
             value = default
@@ -210,6 +211,7 @@ def composed_tree(version: str, family: Family, configs: tuple[str, ...] = ()) -
     tree = default_tree(version, family)
     for config in configs:
         changes = _config_changes(version, config)
+        # A leaf in the base, such as a null, that the further configuration opens to a block.
         for block in {key for key in tree for changed in changes if changed.startswith(f"{key}.")}:
             del tree[block]
         tree |= changes
