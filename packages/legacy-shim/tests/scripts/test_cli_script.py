@@ -109,6 +109,15 @@ def test_what_is_no_script_is_one_sentence_with_its_line(tmp_path: Path) -> None
         _run(str(_script(tmp_path)), "--set", "NNODES")
 
 
+@pytest.mark.parametrize(("name", "command"), [("a.py", "imports"), ("a.yaml", "config")])
+def test_file_of_another_kind_is_refused_with_its_command(
+    tmp_path: Path, name: str, command: str
+) -> None:
+    (tmp_path / name).write_text("x = f(1)\n")
+    with pytest.raises(UsageError, match=rf"`temper-migrate {command} .*{name}`"):
+        _run(str(tmp_path / name))
+
+
 def test_the_report_says_whether_the_release_was_given_or_inferred_and_from_what(
     tmp_path: Path,
 ) -> None:

@@ -124,7 +124,15 @@ def _settings(given: list[str]) -> dict[str, str]:
     return out
 
 
+_OTHER_COMMANDS = {".py": "imports", ".yaml": "config", ".yml": "config"}
+
+
 def _text(path: Path) -> str:
+    other = _OTHER_COMMANDS.get(path.suffix)
+    if other is not None:
+        raise UsageError(
+            f"{path} is no launch script by its name: `temper-migrate {other} {path}` reads it."
+        )
     try:
         content = path.read_bytes()
     except OSError as error:
