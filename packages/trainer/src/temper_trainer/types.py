@@ -77,6 +77,8 @@ class Prompt:
     """Value of the routing key, which selects a teacher."""
     reward: str = ""
     """Name of its completions' reward; empty for reward.function or reward.components."""
+    environment: str = ""
+    """Name of its environment among ``environments``; empty for ``environment``."""
     source: str = ""
     """Key of its training source, such as `data.train`; set if there are several."""
     category: str = ""

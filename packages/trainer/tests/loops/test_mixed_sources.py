@@ -75,3 +75,54 @@ def test_row_selects_its_reward_by_a_field(
         return
     with pytest.raises((ConfigError, DataError), match=message):
         run(tmp_path / "run", *SHORT, source)
+
+
+ENVIRONMENTS = (
+    (
+        "+environments.tool={name: calculator, call_start: '', call_end: '=', answer_start: '', "
+        "answer_end: '', max_turns: 3, max_observation_tokens: 8}"
+    ),
+    "+environments.short={name: calculator, call_end: '=', max_turns: 1}",
+)
+IN_ENVIRONMENTS = (
+    "data.train.weight=1",
+    "data.train.environment=tool",
+    "+data.train_sets.short={name: arithmetic, max_rows: 8, weight: 1, environment: short}",
+    "+data.train_sets.plain={name: arithmetic, max_rows: 8, seed: 5, weight: 2}",
+)
+
+
+def test_each_source_has_its_environment_with_its_limits_and_metrics(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(tmp_path / "run", *SHORT, *ENVIRONMENTS, *IN_ENVIRONMENTS, "sampling.max_tokens=24")
+    for row in rows(tmp_path / "run"):
+        # Of four prompts with four completions, one has each environment, and two have none.
+        assert row["environment/tool/rollouts"] == row["environment/short/rollouts"] == 4
+        assert row["environment/short/turns_mean"] == 1
+        assert 1 <= row["environment/tool/turns_mean"] <= 3
+        assert row["rollout/turns_mean"] == (row["environment/tool/turns_mean"] + 3) / 4
+        assert row["environment/tool/failed"] == 0
+        assert row["batch/trained_tokens"] == row["rollout/tokens"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("data.train.environment=tol",), r"tol, which is not in environments \(there are none\)"),
+        (ENVIRONMENTS, "environments.tool is used by no data source"),
+        (
+            (*ENVIRONMENTS, *IN_ENVIRONMENTS[:3], "+environment.name=calculator"),
+            "environment is set, but every data source names one",
+        ),
+        (
+            ("+warm_start.data.environment=tool", *ENVIRONMENTS, *IN_ENVIRONMENTS),
+            "data that is not sampled",
+        ),
+    ],
+)
+def test_environment_without_effect_is_refused(
+    run: Run, tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path / "run", "data.eval=null", *overrides)

@@ -53,6 +53,10 @@ class DataSource(Variant):
     reward.judges or reward.sums, or that of a registered function. An empty text or null stands
     for reward.function or reward.components.
     """
+    environment: str | None = None
+    """Name in ``environments`` of the environment of the source's rollouts; None uses
+    ``environment``.
+    """
     weight: PositiveFloat | None = None
     """Weight of a training source with data.train_sets: its fraction of the prompts of every step,
     relative to the other sources. None, for all of them, mixes all rows in one order.

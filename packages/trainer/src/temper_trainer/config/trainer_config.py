@@ -94,6 +94,8 @@ class TrainerConfig:
     """Loss or reward from the teachers."""
     environment: EnvironmentConfig | None = None
     """Tools and turns; None samples one completion per rollout."""
+    environments: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
+    """Environments by name, for data sources with the setting ``environment``."""
     sft: SftLoss = field(default_factory=CrossEntropy)
     """Loss of task sft; that of a warm start is warm_start.loss."""
     preference: PreferenceLoss = field(default_factory=Dpo)
@@ -119,8 +121,32 @@ class TrainerConfig:
     @property
     def max_completion_tokens(self) -> int:
         """Maximum number of tokens after the prompt of a training rollout."""
-        length = self.sampling.max_tokens
-        return length if self.environment is None else self.environment.max_rollout_tokens(length)
+        return self.max_rollout_tokens(self.sampling.max_tokens)
+
+    def max_rollout_tokens(self, length: int) -> int:
+        """Return the maximum number of tokens after a prompt, given the maximum per completion."""
+        sources = (self.data.train_sources | self.data.eval_sources).values()
+        environments = [
+            self.environment
+            if source.environment is None
+            # An unknown name is reported as a conflict.
+            else self.environments.get(source.environment)
+            for source in sources
+        ]
+        return max(
+            length if each is None else each.max_rollout_tokens(length)
+            for each in environments or [self.environment]
+        )
+
+    @property
+    def all_environments(self) -> Mapping[str, EnvironmentConfig]:
+        """All environments by their keys."""
+        default = {} if self.environment is None else {"environment": self.environment}
+        return default | {f"environments.{name}": each for name, each in self.environments.items()}
+
+    def get_environment(self, name: str) -> EnvironmentConfig | None:
+        """Return the environment of a prompt; None if it has a single turn."""
+        return self.environments[name] if name else self.environment
 
     @property
     def phase(self) -> str:
@@ -223,6 +249,7 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
         for key, source in sources.items()
         if source.reward is not None
     }
+    conflicts += _find_environment_conflicts(config, sources=sources)
     has_reward_key = any(source.reward_key is not None for source in sources.values())
     conflicts += find_reward_conflicts(
         config.reward,
@@ -239,6 +266,31 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
         generates_completions=config.generates_completions,
     )
     return conflicts
+
+
+def _find_environment_conflicts(
+    config: TrainerConfig, *, sources: Mapping[str, DataSource]
+) -> Iterator[str]:
+    """Yield environments that do not exist or that no source uses."""
+    used = {source.environment for source in sources.values()}
+    for key, source in sources.items():
+        if source.environment is not None and source.environment not in config.environments:
+            known = ", ".join(config.environments) or "none"
+            yield (
+                f"{key}.environment is {source.environment}, which is not in environments (there "
+                f"are {known}): define environments.{source.environment}, or correct the name."
+            )
+    for name in config.environments:
+        if name not in used:
+            yield (
+                f"environments.{name} is used by no data source: set the environment of a source "
+                "to its name, or remove it."
+            )
+    if config.environment is not None and config.environments and None not in used:
+        yield (
+            "environment is set, but every data source names one of environments: remove "
+            "environment."
+        )
 
 
 def _has_kl_term(config: TrainerConfig) -> bool:
@@ -362,7 +414,8 @@ def _find_size_conflicts(config: TrainerConfig) -> list[str]:
             for cap in caps.values()
             if prompt > cap
         ]
-    name = "sampling.max_tokens" if config.environment is None else "the turns of environment"
+    has_environment = bool(config.all_environments)
+    name = "the turns of environment" if has_environment else "sampling.max_tokens"
     completion = {name: config.max_completion_tokens}
     conflicts = _find_overlong(
         {"batching.max_tokens": config.batching.max_tokens} | caps,
@@ -370,10 +423,7 @@ def _find_size_conflicts(config: TrainerConfig) -> list[str]:
         completion=completion,
     )
     if config.data.eval_sources:
-        length = config.run.eval_sampling.max_tokens
-        longest = (
-            length if config.environment is None else config.environment.max_rollout_tokens(length)
-        )
+        longest = config.max_rollout_tokens(config.run.eval_sampling.max_tokens)
         conflicts += _find_overlong(
             caps, prompt=prompt, completion={"run.eval_sampling.max_tokens": longest}
         )
@@ -408,7 +458,7 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
         algorithm=config.algorithm,
         train_sources=config.data.train_sources,
         prompts_per_step=config.batching.prompts_per_step,
-        has_environment=config.environment is not None,
+        has_environment=bool(config.all_environments),
         has_legacy_workers=config.use_legacy_worker_impl == "enable",
     )
     if config.preference_kind == "labels" and config.batching.prompts_per_step == 1:

@@ -148,6 +148,7 @@ RULES = (
             "sampling",
             "rollout",
             "reward",
+            "environments",
             "run.table_every",
             "run.num_table_rows",
         ),
@@ -390,7 +391,7 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             reason="without data.shuffle: remove it, or set it to true",
         )
     if all(isinstance(source, ArithmeticSource) for source in sources.values()):
-        has_agent = config.environment is not None and config.environment.name == "agent"
+        has_agent = any(each.name == "agent" for each in config.all_environments.values())
         yield Rule(
             # An agent writes chat messages itself.
             keys=("data.tools_path",) if has_agent else ("data.chat_template", "data.tools_path"),
@@ -449,6 +450,11 @@ def _iterate_source_rules(
         not config.generates_completions or name == "warm_start.data",
         ("reward", "reward_key"),
         "with data whose completions are not scored: remove it",
+    )
+    yield (
+        not config.generates_completions or name == "warm_start.data",
+        ("environment",),
+        "with data that is not sampled: remove it",
     )
     yield not is_trained, ("weight",), "with data that is not mixed with other sources: remove it"
     yield (

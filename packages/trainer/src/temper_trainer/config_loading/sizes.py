@@ -76,10 +76,12 @@ def _rl_sizes(config: TrainerConfig) -> list[str]:
 def _describe_additional_sampling(config: TrainerConfig, *, completions: int) -> list[str]:
     """Return lines about turns, and about completions that are not trained on."""
     lines, prompts, group_size = [], config.batching.prompts_per_step, config.algorithm.group_size
-    environment, dynamic = config.environment, config.algorithm.dynamic_sampling
-    if environment is not None:
+    dynamic = config.algorithm.dynamic_sampling
+    for key, environment in config.all_environments.items():
+        name = key.partition(".")[2]
         lines.append(
-            f"a rollout: at most {environment.max_turns} completions of "
+            f"a rollout{f' in {name}' if name else ''}: at most {environment.max_turns} "
+            f"completions of "
             f"{config.sampling.max_tokens:,} tokens each, with observations of "
             f"{environment.max_observation_tokens:,} tokens between them"
         )
@@ -102,9 +104,7 @@ def _inference_line(config: TrainerConfig) -> str:
     is_eval = config.task == "eval"
     # Task eval samples as evaluations during training do, so that their results can be compared.
     longest = (config.run.eval_sampling if is_eval else config.sampling).max_tokens
-    longest = (
-        longest if config.environment is None else config.environment.max_rollout_tokens(longest)
-    )
+    longest = config.max_rollout_tokens(longest)
     # A greedy evaluation takes one completion.
     num_evaluated = config.run.eval_num_completions if config.run.eval_sampling.temperature else 1
     count = num_evaluated if is_eval else config.generate.num_completions

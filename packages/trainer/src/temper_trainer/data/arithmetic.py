@@ -146,6 +146,7 @@ def generate_arithmetic_rows(config: ArithmeticSource) -> list[Row]:
                 reward=config.reward or ""
                 if config.reward_key is None
                 else _count_operations(problem),
+                environment=config.environment or "",
             )
         )
     return rows

@@ -219,6 +219,7 @@ def _encode(
             route=row.route,
             category=row.category,
             reward=row.reward,
+            environment=row.environment,
             source=row.source,
         )
         if _fits(prompt, config=config):

@@ -53,6 +53,8 @@ class Row:
     """Value of the field that the source's `category_key` names; evaluations report each one."""
     reward: str = ""
     """Name of the reward; empty for the main one."""
+    environment: str = ""
+    """Name of the environment; empty for the main one."""
     source: str = ""
     """Key of its training source, such as `data.train`; set if there are several."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
@@ -185,6 +187,7 @@ def build_row(record: object, *, config: RecordSource, row_id: int, location: st
         reward=config.reward or ""
         if config.reward_key is None
         else _parse_reward(record, key=config.reward_key, location=location),
+        environment=config.environment or "",
         extra=extra,
     )
 

@@ -19,7 +19,6 @@ from temper_trainer.algorithms.importance_weights import (
 from temper_trainer.algorithms.kl import compute_mean_sequence_kl, estimate_kl, get_value_estimator
 from temper_trainer.algorithms.objectives.distillation_objective import compute_teacher_reward
 from temper_trainer.algorithms.objectives.policy_objective import CORRECTION_WEIGHTS
-from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout_correction import RolloutCorrection
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.teacher.teacher_client import TEACHER_LOGPROBS, TEACHER_WEIGHTS
@@ -88,7 +87,7 @@ def add_advantages(
         if has_branches
         else estimated.advantages,
         samples=samples,
-        environment=config.environment,
+        discounts=[_get_turn_discount(rollouts[parent], config=config) for parent in parents],
     )
     advantages, teacher_metrics = _add_teacher_reward(advantages, samples=samples, config=config)
     added = {"advantages": advantages}
@@ -117,18 +116,24 @@ def _copy_to_branches(
     return torch.where(samples.loss_mask, by_sample[samples.sequence_index], 0.0)
 
 
+def _get_turn_discount(rollout: Rollout, *, config: TrainerConfig) -> float:
+    environment = config.get_environment(rollout.prompt.environment)
+    return 1.0 if environment is None else environment.turn_discount
+
+
 def _discount_turns(
-    advantages: Tensor, *, samples: SequenceBatch, environment: EnvironmentConfig | None
+    advantages: Tensor, *, samples: SequenceBatch, discounts: Sequence[float]
 ) -> Tensor:
-    """Reduce the advantages of earlier turns by the discount, if rollouts have several turns."""
-    if (
-        environment is None
-        or environment.turn_discount == 1.0
-        or TURNS_AFTER not in samples.columns
-    ):
+    """Reduce the advantages of earlier turns by the discount of each sample."""
+    if set(discounts) == {1.0} or TURNS_AFTER not in samples.columns:
         return advantages
+    has_one_discount = len(set(discounts)) == 1
     return discount_by_turn(
-        advantages, turns_after=samples.columns[TURNS_AFTER], discount=environment.turn_discount
+        advantages,
+        turns_after=samples.columns[TURNS_AFTER],
+        discount=discounts[0]
+        if has_one_discount
+        else torch.tensor(discounts)[samples.sequence_index],
     )
 
 

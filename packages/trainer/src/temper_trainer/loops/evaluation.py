@@ -348,7 +348,7 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
         "generate/reward": mean_reward,
         "generate/failed": float(len(lines) - num_scored),
     }
-    if config.environment is not None:
+    if config.all_environments:
         metrics |= measure_turns([each.conversation for each in completions])
     log.log_metrics(0, metrics, phase="generate")
     log.print_line(

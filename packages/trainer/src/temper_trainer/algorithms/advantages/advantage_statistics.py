@@ -107,14 +107,17 @@ def whiten(column: Tensor, *, mask: Tensor) -> Tensor:
     return torch.zeros_like(column, dtype=torch.float64).masked_scatter(mask, scaled)
 
 
-def discount_by_turn(advantages: Tensor, *, turns_after: Tensor, discount: float) -> Tensor:
+def discount_by_turn(
+    advantages: Tensor, *, turns_after: Tensor, discount: float | Tensor
+) -> Tensor:
     """Scale down the advantages of earlier turns: A_t * discount ** (number of later turns).
 
     Args:
         advantages: [T].
         turns_after: [T] float32: completions of the rollout after the token's own; 0 in the last
             one.
-        discount: In [0, 1]. 0 credits only the last turn, 1 credits all turns equally.
+        discount: In [0, 1], or [T] of these. 0 credits only the last turn, 1 credits all turns
+            equally.
 
     Returns:
         [T].

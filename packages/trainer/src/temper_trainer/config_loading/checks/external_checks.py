@@ -83,10 +83,11 @@ def check_external_objects(config: TrainerConfig) -> None:
         raise ConfigError("\n".join(problems))
     if config.generates_completions:
         check_rewards(config.reward, iterate_selected_rewards(config.data, config.reward))
-    if config.environment is not None and config.environment.name not in BUILT_IN_ENVIRONMENTS:
-        _check_custom_environment(config.environment)
-    elif config.environment is not None and config.environment.name == "python":
-        open_sandbox(config.environment.sandbox)
+    for environment in config.all_environments.values():
+        if environment.name not in BUILT_IN_ENVIRONMENTS:
+            _check_custom_environment(environment)
+        elif environment.name == "python":
+            open_sandbox(environment.sandbox)
     if config.rollout.replay is not None:
         CompletionReplay(Path(config.rollout.replay))
     if config.task == "rl":

@@ -12,9 +12,11 @@ import asyncio
 import inspect
 import logging
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from temper_engine_api.errors import TemperError
@@ -65,6 +67,19 @@ class EnvironmentFailureError(TemperError, RuntimeError):
     """So many environments failed that training on the other rollouts would be misleading."""
 
 
+NamedEnvironment = tuple[EnvironmentConfig, EnvironmentFactory]
+"""Configuration and factory of the environments with one name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentPool:
+    """Environments with the same settings, and the limit that they share."""
+
+    config: EnvironmentConfig
+    make: EnvironmentFactory
+    limit: PriorityLimit
+
+
 class RolloutScheduler:
     """Runs the rollouts of a run; a context manager, because it has threads."""
 
@@ -74,6 +89,7 @@ class RolloutScheduler:
         *,
         environment: EnvironmentConfig | None = None,
         make_environment: EnvironmentFactory | None = None,
+        named_environments: Mapping[str, NamedEnvironment] | None = None,
         max_sampling: int | None = None,
         interrupts: bool = False,
         recorder: CompletionRecorder | None = None,
@@ -85,14 +101,26 @@ class RolloutScheduler:
             sampler: Samples completions.
             environment: Configuration of the environments; None for single-turn rollouts.
             make_environment: Makes the environment of a rollout; None for single-turn rollouts.
+            named_environments: Configuration and factory of other environments, by the name in
+                `Prompt.environment`.
             max_sampling: Maximum number of open requests at a sampler with streaming. Others wait
                 here, so that they start with newer weights.
             interrupts: True if a pause interrupts open requests; False if it waits for them.
             recorder: Records completions; closed with the scheduler.
             replay: Returns recorded completions, so that nothing is sampled.
         """
-        self._config = environment
-        self._make_environment = make_environment
+        self._pools = {
+            name: EnvironmentPool(
+                config=config, make=make, limit=PriorityLimit(config.max_concurrent)
+            )
+            for name, (config, make) in (named_environments or {}).items()
+        }
+        if environment is not None and make_environment is not None:
+            self._pools[""] = EnvironmentPool(
+                config=environment,
+                make=make_environment,
+                limit=PriorityLimit(environment.max_concurrent),
+            )
         self.recorder = recorder
         """Records completions; None if they are not recorded."""
         self.replay = replay
@@ -103,9 +131,6 @@ class RolloutScheduler:
             interrupts=interrupts,
             recorder=recorder,
             replay=replay,
-        )
-        self._environments = PriorityLimit(
-            None if environment is None else environment.max_concurrent
         )
         self._environment_threads = DaemonThreads("environment")
         self._loop = asyncio.new_event_loop()
@@ -162,7 +187,7 @@ class RolloutScheduler:
         if self._loop.is_closed():
             return
         self.cancel()
-        self._close_factory()
+        self._close_factories()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._sampler.close(timeout_s=CLOSE_TIMEOUT_S)
@@ -172,11 +197,12 @@ class RolloutScheduler:
         if self.recorder is not None:
             self.recorder.close()
 
-    def _close_factory(self) -> None:
+    def _close_factories(self) -> None:
         """End what the environments share, such as a server."""
-        close = getattr(self._make_environment, "close", None)
-        if close is not None:
-            self.start(close()).result(timeout=CLOSE_TIMEOUT_S)
+        for pool in self._pools.values():
+            close = getattr(pool.make, "close", None)
+            if close is not None:
+                self.start(close()).result(timeout=CLOSE_TIMEOUT_S)
 
     async def run_rollouts(
         self,
@@ -214,9 +240,7 @@ class RolloutScheduler:
             prompts=prompts,
             priority=priority,
             sampler=self._sampler,
-            environment=self._config,
-            make_environment=self._make_environment,
-            limit=self._environments,
+            pools=self._pools,
             threads=self._environment_threads,
             given=given or {},
             on_start=on_start,
@@ -230,7 +254,7 @@ class RolloutScheduler:
 
         conversations = await gather_or_cancel(map(run_to_end, range(len(requests))))
         sampled = [each for i, each in enumerate(conversations) if i not in rollouts.given]
-        return conversations, {} if self._config is None else measure_turns(sampled)
+        return conversations, measure_turns(sampled) if self._pools else {}
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -259,9 +283,7 @@ class _Round:
         prompts: Sequence[Prompt],
         priority: int,
         sampler: AsyncSampler,
-        environment: EnvironmentConfig | None,
-        make_environment: EnvironmentFactory | None,
-        limit: PriorityLimit,
+        pools: Mapping[str, EnvironmentPool],
         threads: DaemonThreads,
         given: Mapping[int, Conversation],
         on_start: Callable[[int], None] | None,
@@ -273,27 +295,24 @@ class _Round:
             num_open=len(requests) - len(given), priority=priority, on_start=on_start
         )
         self._sampler = sampler
-        self._config = environment
-        self._make_environment = make_environment
-        self._limit = limit
+        self._pools = pools
         self._threads = threads
-        self._num_failures = 0
+        self._num_failures: Counter[str] = Counter()
 
     async def run_rollout(self, index: int) -> Conversation:
         """Run one rollout to its end, again if its environment fails and retries are left."""
         if index in self.given:
             return self.given[index]
         try:
-            if self._config is None or self._make_environment is None:
+            pool = self._find_pool(index)
+            if pool is None:
                 conversation = Conversation(request=self._requests[index], environment=None)
                 conversation.add(await self._sample(self._requests[index], index=index))
                 return conversation
-            limits = RolloutLimits.from_config(self._config, self._requests)
-            num_retries = self._config.max_retries
+            limits = RolloutLimits.from_config(pool.config, self._requests)
+            num_retries = pool.config.max_retries
             while True:
-                conversation = Conversation(
-                    request=self._requests[index], environment=self._make_environment()
-                )
+                conversation = Conversation(request=self._requests[index], environment=pool.make())
                 try:
                     try:
                         if isinstance(conversation.environment, AgentEnvironment):
@@ -301,10 +320,10 @@ class _Round:
                         else:
                             await self._converse(conversation, index=index, limits=limits)
                     finally:
-                        await self._close(conversation.environment)
+                        await self._close(conversation.environment, index=index)
                 except _RolloutFailedError as failed:
                     if num_retries == 0:
-                        conversation.failure = self._count_failure(failed.__cause__)
+                        conversation.failure = self._count_failure(failed.__cause__, index=index)
                         return conversation
                     num_retries -= 1
                 else:
@@ -345,12 +364,12 @@ class _Round:
         Raises:
             _RolloutFailedError: If it raises, takes too long, or requests nothing.
         """
-        assert self._config is not None
         assert isinstance(conversation.environment, AgentEnvironment)
-        timeout_s = self._config.step_timeout_s
+        pool = self._get_pool(index)
+        timeout_s = pool.config.step_timeout_s
         # While an agent waits for its turn, those that run must not wait for its request.
         self._sampler.leave(self._cohort)
-        async with self._limit.acquire((self._cohort.priority, index)):
+        async with pool.limit.acquire((self._cohort.priority, index)):
             self._sampler.join(self._cohort)
             outcome = AgentOutcome()
             try:
@@ -388,11 +407,10 @@ class _Round:
         calls.fill(conversation, outcome=outcome)
 
     def _make_timeout_error(self, index: int) -> EnvironmentTimeoutError:
-        assert self._config is not None
-        prompt = self._prompts[index]
+        prompt, config = self._prompts[index], self._get_pool(index).config
         return EnvironmentTimeoutError(
             f"the environment of prompt {prompt.prompt_id} ({prompt.location}) did not answer "
-            f"within environment.step_timeout_s = {self._config.step_timeout_s:g} s: raise it, or "
+            f"within environment.step_timeout_s = {config.step_timeout_s:g} s: raise it, or "
             "allow failures with environment.max_failure_fraction."
         )
 
@@ -409,9 +427,9 @@ class _Round:
             _RolloutFailedError: If it raises or takes too long. A coroutine is then cancelled. A
                 thread cannot be ended and is not used again.
         """
-        assert self._config is not None
-        timeout_s = self._config.step_timeout_s
-        async with self._limit.acquire((self._cohort.priority, index)):
+        pool = self._get_pool(index)
+        timeout_s = pool.config.step_timeout_s
+        async with pool.limit.acquire((self._cohort.priority, index)):
             try:
                 async with asyncio.timeout(timeout_s):
                     if inspect.iscoroutinefunction(function):
@@ -428,7 +446,9 @@ class _Round:
             except Exception as error:
                 raise _RolloutFailedError from error
 
-    async def _close(self, environment: Environment | AgentEnvironment | None) -> None:
+    async def _close(
+        self, environment: Environment | AgentEnvironment | None, *, index: int
+    ) -> None:
         """Close the environment of a rollout if it can be closed.
 
         Raises:
@@ -437,9 +457,8 @@ class _Round:
         close = getattr(environment, "close", None)
         if close is None:
             return
-        assert self._config is not None
         try:
-            async with asyncio.timeout(self._config.step_timeout_s):
+            async with asyncio.timeout(self._get_pool(index).config.step_timeout_s):
                 if inspect.iscoroutinefunction(close):
                     await close()
                 else:
@@ -448,23 +467,32 @@ class _Round:
         except Exception as error:
             raise _RolloutFailedError from error
 
-    def _count_failure(self, error: BaseException | None) -> str:
+    def _find_pool(self, index: int) -> EnvironmentPool | None:
+        """Return the environments of a rollout; None if it has a single turn."""
+        return self._pools.get(self._prompts[index].environment)
+
+    def _get_pool(self, index: int) -> EnvironmentPool:
+        return self._pools[self._prompts[index].environment]
+
+    def _count_failure(self, error: BaseException | None, *, index: int) -> str:
         """Count a failed rollout and return its reason.
 
         Raises:
             EnvironmentFailureError: See `RolloutScheduler.run_rollouts`.
         """
-        assert self._config is not None
         assert error is not None
-        self._num_failures += 1
-        fraction, num_rollouts = self._config.max_failure_fraction, len(self._requests)
+        name = self._prompts[index].environment
+        self._num_failures[name] += 1
+        fraction = self._pools[name].config.max_failure_fraction
+        num_rollouts = sum(prompt.environment == name for prompt in self._prompts)
         if fraction == 0:
             raise error
         reason = f"environment: {type(error).__name__}: {error}"
-        if self._num_failures > fraction * num_rollouts:
+        if self._num_failures[name] > fraction * num_rollouts:
             raise EnvironmentFailureError(
-                f"the environments of {self._num_failures} of {num_rollouts} rollouts failed: more "
-                f"than environment.max_failure_fraction = {fraction:g}. The last: {reason}"
+                f"the environments of {self._num_failures[name]} of {num_rollouts} rollouts "
+                f"failed: more than environment.max_failure_fraction = {fraction:g}. The last: "
+                f"{reason}"
             ) from error
         logger.warning("a rollout is left out, because its environment failed: %s", reason)
         return reason

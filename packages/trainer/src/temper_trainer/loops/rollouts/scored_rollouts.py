@@ -76,7 +76,7 @@ async def run_scored_rollouts(
         if on_scored is not None:
             on_scored(index, scored[index])
 
-    is_single_turn = components.config.environment is None
+    is_single_turn = not components.config.all_environments
     num_sampled = len(requests) - len(given)
     with (
         track_progress("rewards", total=len(requests)),
@@ -124,7 +124,29 @@ def measure_scoring(
     """
     items = [each.item for each in rollouts if each.item is not None]
     metrics = components.scorer.measure(items)
-    if components.config.environment is None:
+    if not components.config.all_environments:
         return metrics
-    sampled = [each.conversation for each in rollouts if not each.conversation.is_given]
-    return measure_turns(sampled) | metrics
+    sampled = [each for each in rollouts if not each.conversation.is_given]
+    metrics |= measure_turns([each.conversation for each in sampled])
+    for name in components.config.environments:
+        metrics |= _measure_environment(
+            name, [each for each in sampled if each.prompt.environment == name]
+        )
+    return metrics
+
+
+def _measure_environment(name: str, rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
+    """Return the metrics of the rollouts of one of several environments; none if it had none."""
+    if not rollouts:
+        return {}
+    rewards = [each.reward for each in rollouts if each.reward is not None]
+    num_turns = sum(len(each.conversation.completions) for each in rollouts)
+    num_failed = sum(each.conversation.failure is not None for each in rollouts)
+    metrics = {
+        f"environment/{name}/rollouts": float(len(rollouts)),
+        f"environment/{name}/turns_mean": num_turns / len(rollouts),
+        f"environment/{name}/failed": float(num_failed),
+    }
+    if rewards:
+        metrics[f"environment/{name}/reward_mean"] = sum(rewards) / len(rewards)
+    return metrics

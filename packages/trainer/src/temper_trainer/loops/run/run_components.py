@@ -18,9 +18,11 @@ from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.data import DataConfig
+from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.streams import Curriculum, InMemoryStream, MixedStream, get_difficulty
+from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops.rollouts.prompt_feed import PromptFeed
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
@@ -265,17 +267,22 @@ def _open_scheduler(
 ) -> RolloutScheduler:
     """Open the scheduler of the rollouts, with the environments of the configuration."""
     environment, rollout = config.environment, config.rollout
-    return RolloutScheduler(
-        sampler,
-        environment=environment,
-        make_environment=None
-        if environment is None
-        else make_environment_factory(
+
+    def make_factory(environment: EnvironmentConfig) -> EnvironmentFactory:
+        return make_environment_factory(
             environment,
             tokenizer=tokenizer,
             chat_template=config.data.chat_template,
             address=config.runtime.bind_address,
-        ),
+        )
+
+    return RolloutScheduler(
+        sampler,
+        environment=environment,
+        make_environment=None if environment is None else make_factory(environment),
+        named_environments={
+            name: (each, make_factory(each)) for name, each in config.environments.items()
+        },
         # A second request for each place of a server waits there, so that none stays empty.
         max_sampling=2 * rollout.num_replicas * rollout.max_concurrent,
         interrupts=config.loop == "async" and config.asynchrony.partial_rollouts,
