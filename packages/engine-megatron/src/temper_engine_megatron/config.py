@@ -44,6 +44,11 @@ class MegatronConfig(EngineConfig):
     These are the data-, context- and tensor-parallel ranks, so no further ranks are needed."""
     expert_tensor_parallel: int | None = None
     """Number of ranks that split the matrices of an expert; null is tensor_parallel."""
+    expert_products: Literal["auto", "grouped", "sequential"] = "auto"
+    """Matrix products of the experts of a layer.
+
+    `grouped` computes all experts in one product, which needs bf16 on CUDA and no adapter on
+    experts; `sequential` computes one expert after another; `auto` is grouped where possible."""
     router_aux_loss: float = 0.0
     """Coefficient of the load-balancing loss of experts, which is added to the objective.
 

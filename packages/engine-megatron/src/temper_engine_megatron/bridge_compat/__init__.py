@@ -14,6 +14,7 @@ from temper_engine_megatron.bridge_compat.supported_versions import (
     VersionPair,
     find_installed_pair,
     get_expert_submodules,
+    replace_experts,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "WeightMapping",
     "find_installed_pair",
     "get_expert_submodules",
+    "replace_experts",
 ]

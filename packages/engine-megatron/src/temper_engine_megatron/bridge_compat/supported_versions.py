@@ -1,5 +1,6 @@
 """Pairs of Megatron-Core and Megatron-Bridge versions that work together, and how they differ."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import platform
@@ -107,6 +108,15 @@ def get_expert_submodules(layer_spec: Any) -> Any:
         if find_installed_pair().wraps_expert_submodules
         else experts.submodules
     )
+
+
+def replace_experts(layer_spec: Any, experts: type) -> None:
+    """Replace the module of a layer spec's sequential experts, in place."""
+    submodules = get_expert_submodules(layer_spec)
+    if find_installed_pair().wraps_expert_submodules:
+        submodules.experts = functools.partial(experts, **submodules.experts.keywords)
+    else:
+        submodules.experts.module = experts
 
 
 def _closest_pair(*, core: str | None, bridge: str | None) -> VersionPair:

@@ -138,7 +138,13 @@ def build_chunks(
     frequencies = _rotary_frequencies(hf_config)
     num_chunks = config.virtual_pipeline or 1
     unwrapped = tuple(
-        _build_chunk(transformer_config, index=i, num_chunks=num_chunks, membership=membership)
+        _build_chunk(
+            transformer_config,
+            index=i,
+            num_chunks=num_chunks,
+            membership=membership,
+            groups_experts=config.expert_products != "sequential",
+        )
         for i in range(num_chunks)
     )
     for chunk in unwrapped:
@@ -208,7 +214,12 @@ def _rotary_frequencies(hf_config: PretrainedConfig) -> Tensor:
 
 
 def _build_chunk(
-    transformer_config: Any, *, index: int, num_chunks: int, membership: Membership
+    transformer_config: Any,
+    *,
+    index: int,
+    num_chunks: int,
+    membership: Membership,
+    groups_experts: bool,
 ) -> PackedGPTModel:
     pp = membership.topology.pp
     table = transformer_config.pipeline_model_parallel_layout
@@ -219,7 +230,9 @@ def _build_chunk(
     )
     return PackedGPTModel(
         transformer_config,
-        transformer_layer_spec=build_block_spec(transformer_config, num_layers=num_layers),
+        transformer_layer_spec=build_block_spec(
+            transformer_config, num_layers=num_layers, groups_experts=groups_experts
+        ),
         vocab_size=transformer_config.vocab_size,
         max_sequence_length=transformer_config.seq_length,
         pre_process=pp.rank == 0 and index == 0,

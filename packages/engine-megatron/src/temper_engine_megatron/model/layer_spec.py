@@ -16,7 +16,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from temper_engine_megatron.bridge_compat import get_expert_submodules
+from temper_engine_megatron.bridge_compat import get_expert_submodules, replace_experts
+from temper_engine_megatron.model.grouped_experts import GroupedExperts
 from temper_engine_megatron.model.moe_router import MoETransformerLayer, SequenceLossRouter
 from temper_engine_megatron.model.packed_attention import PackLayout, RowLayout, compute_attention
 
@@ -95,11 +96,11 @@ def gather_sequence(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def build_block_spec(transformer_config: Any, *, num_layers: int) -> Any:
+def build_block_spec(transformer_config: Any, *, num_layers: int, groups_experts: bool) -> Any:
     """Build Megatron's spec of one chunk of the decoder: its layers and the norm after the last."""
     # Megatron's "local" spec is the one without TransformerEngine.
     layer = get_gpt_layer_local_spec(
-        # Grouped matmuls over experts need TransformerEngine, so experts run one after another.
+        # Megatron's own grouped products need TransformerEngine.
         num_experts=transformer_config.num_moe_experts,
         moe_grouped_gemm=False,
         qk_layernorm=transformer_config.qk_layernorm,
@@ -108,6 +109,8 @@ def build_block_spec(transformer_config: Any, *, num_layers: int) -> Any:
     if transformer_config.num_moe_experts:
         layer.module = MoETransformerLayer
         get_expert_submodules(layer).router = SequenceLossRouter
+        if groups_experts:
+            replace_experts(layer, GroupedExperts)
     # Every norm and the attention are replaced; the linear layers remain Megatron's.
     submodules = layer.submodules
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm

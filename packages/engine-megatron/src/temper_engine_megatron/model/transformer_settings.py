@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.process_group import choose_device
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.model.config_overrides import to_megatron_values
 
@@ -159,6 +160,11 @@ def _check_no_expert_settings(config: MegatronConfig) -> None:
                 f"{name} is {getattr(config, name)}, but the model has no experts and so no "
                 "router: set it to 0."
             )
+    if config.expert_products != "auto":
+        raise ConfigError(
+            f"expert_products is {config.expert_products!r}, but the model has no experts: set it "
+            "to auto."
+        )
 
 
 def check_divisible_sizes(transformer_config: Any, config: MegatronConfig) -> None:
@@ -231,10 +237,12 @@ def _expert_fields(
             "a mixture of experts with tensor_parallel above 1 would send each token to its "
             "experts once per rank: set sequence_parallel."
         )
+    _check_expert_products(config)
     return {
         "expert_model_parallel_size": config.expert_parallel,
         "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
-        # Grouped matmuls and the fused permutation need TransformerEngine.
+        # Megatron's grouped products and fused permutation need TransformerEngine; see
+        # GroupedExperts for ours.
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
         "moe_router_load_balancing_type": "aux_loss",
@@ -244,6 +252,22 @@ def _expert_fields(
         # are. False computes the softmax over the chosen experts only.
         "moe_router_pre_softmax": not hf_fields.get("norm_topk_prob", True),
     }
+
+
+def _check_expert_products(config: MegatronConfig) -> None:
+    if config.expert_products != "grouped":
+        return
+    device = choose_device(config.device).type
+    if device != "cuda" or config.precision.compute != "bf16":
+        raise CapabilityError(
+            f"expert_products is 'grouped', which needs bf16 on CUDA, but the device is {device} "
+            f"and precision.compute {config.precision.compute}: set it to auto."
+        )
+    if config.lora.is_enabled and config.lora.target_parameters:
+        raise CapabilityError(
+            "expert_products is 'grouped', but lora.target_parameters adapts experts, which then "
+            "run one after another: set it to auto."
+        )
 
 
 def _check_supported(transformer_config: Any, hf_config: PretrainedConfig) -> None:

@@ -1,0 +1,110 @@
+"""Experts whose matrices are multiplied in one grouped product per layer on CUDA.
+
+Megatron's own grouped experts need TransformerEngine or the package grouped_gemm. Here each expert
+keeps its own parameters, so names, checkpoints and optimizer are those of Megatron's sequential
+experts; the weights of a layer are copied to one tensor for the product.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+from torch.nn import functional as F
+
+from temper_engine_megatron.huggingface.weight_names import ADAPTER_MODULE
+
+
+class GroupedExperts(SequentialMLP):
+    """Megatron's sequential experts with grouped products in bf16 on CUDA."""
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the experts of this rank; same arguments as Megatron's.
+
+        Args:
+            permuted_local_hidden_states: [N, H], sorted by expert.
+            tokens_per_expert: [E] number of rows of each expert of this rank.
+            permuted_probs: [N] router weight of each row.
+
+        Returns:
+            [N, H] and no bias.
+        """
+        rows = permuted_local_hidden_states
+        if not self._can_group(rows):
+            output: tuple[Tensor, Tensor | None] = super().forward(
+                rows, tokens_per_expert, permuted_probs
+            )
+            return output
+        first, second = (
+            [expert.get_submodule(name).weight for expert in self.local_experts]
+            for name in ("linear_fc1", "linear_fc2")
+        )
+        grouped = compute_grouped_experts(
+            rows,
+            permuted_probs,
+            tokens_per_expert=tokens_per_expert,
+            first=first,
+            second=second,
+            activation=self.config.activation_func,
+        )
+        return grouped, None
+
+    def _can_group(self, rows: Tensor) -> bool:
+        config = self.config
+        # An adapter adds its update in hooks of the experts' linear layers, which do not run here.
+        is_plain = ADAPTER_MODULE not in self._modules and not config.add_bias_linear
+        is_gated = config.gated_linear_unit and not config.moe_apply_probs_on_input
+        has_own_activation = (
+            config.activation_func_clamp_value is not None or config.glu_linear_offset
+        )
+        # Rows of each operand have to start at multiples of 16 bytes.
+        is_aligned = all(
+            expert_weight.shape[1] % 8 == 0 for expert_weight in self.local_experts[0].parameters()
+        )
+        # PyTorch has grouped kernels for bf16; in other dtypes it runs a loop as well.
+        has_kernel = rows.is_cuda and rows.dtype is torch.bfloat16
+        return bool(has_kernel and is_plain and is_gated and is_aligned and not has_own_activation)
+
+
+def compute_grouped_experts(
+    rows: Tensor,
+    probs: Tensor,
+    *,
+    tokens_per_expert: Tensor,
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Compute p W2 (f(g) * u) with [g, u] = W1 x for the rows x of each expert.
+
+    Args:
+        rows: [N, H], sorted by expert.
+        probs: [N] router weight p of each row.
+        tokens_per_expert: [E] number of rows of each expert, on any device.
+        first: W1 of each expert, [2 F, H] with the gate g before u.
+        second: W2 of each expert, [H, F].
+        activation: f.
+
+    Returns:
+        [N, H] in the dtype of the rows.
+    """
+    ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+    hidden = _multiply_grouped(rows, first, ends)
+    gate, up = hidden.chunk(2, dim=-1)
+    # Megatron weights the input of the second product, in the router's float32.
+    weighted = (activation(gate) * up * probs[:, None]).to(rows.dtype)
+    return _multiply_grouped(weighted, second, ends)
+
+
+def _multiply_grouped(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Return x W^T for the rows x of each expert; `ends` [E] is where its rows end."""
+    stacked = torch.stack(list(weights)).transpose(-2, -1)
+    product: Any = F.grouped_mm(rows, stacked, offs=ends)
+    assert isinstance(product, Tensor)
+    return product
