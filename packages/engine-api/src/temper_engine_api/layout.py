@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from temper_engine_api.capabilities import Capability
 from temper_engine_api.errors import ConfigError
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
@@ -32,6 +33,10 @@ class Layout:
     fields: Mapping[str, object] = field(default_factory=dict, hash=False)
     """Fields of the engine's configuration class that differ from the tests' defaults, for example
     `{"tensor_parallel": 2}`."""
+    without: frozenset[Capability] = frozenset()
+    """Capabilities that the engine claims, but refuses in this layout by naming one of its fields.
+
+    Their tests do not run in it."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name == "all":
@@ -46,9 +51,12 @@ class Layout:
 
     @property
     def has_experts(self) -> bool:
-        """True with expert parallelism; such a layout is tested with MoE models, not dense ones."""
+        """True with expert parallelism; such a layout is tested with MoE models, not dense ones.
+
+        The field is a number of ranks, or true for all of them.
+        """
         ranks = self.fields.get("expert_parallel", 1)
-        return isinstance(ranks, int) and ranks > 1
+        return ranks is True or (isinstance(ranks, int) and ranks > 1)
 
 
 def default_layout(world_size: int) -> Layout:

@@ -166,6 +166,11 @@ FAULTY_ENGINES = (
         ),
         layout="stages2",
     ),
+    FaultyEngine(
+        replicas.AcceptsWhatItsLayoutRefuses,
+        ("test_capability::test_capability_that_a_layout_refuses_is_rejected_with_the_setting",),
+        layout="on-device1",
+    ),
     FaultyEngine(state.IgnoresClip, ("test_update::test_gradient_is_clipped",)),
     FaultyEngine(state.ReportsClippedNorm, ("test_update::test_gradient_is_clipped",)),
     FaultyEngine(

@@ -5,6 +5,7 @@ from staged_oracle import CONFORMANCE_LAYOUTS, StagedOracle
 
 __all__ = [
     "CONFORMANCE_LAYOUTS",
+    "AcceptsWhatItsLayoutRefuses",
     "DividesByMicroBatchesTwice",
     "FloorsTokenCounts",
     "KeepsLossOnLastStage",
@@ -49,3 +50,10 @@ class KeepsLossOnLastStage(StagedOracle):
     def _sum_over_data_parallel(self, value):
         total = super()._sum_over_data_parallel(value)
         return total if self.is_last else torch.zeros_like(total)
+
+
+class AcceptsWhatItsLayoutRefuses(StagedOracle):
+    """Offloads in a layout that is declared to refuse it."""
+
+    def _check_offload(self):
+        pass

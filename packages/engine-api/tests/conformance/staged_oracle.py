@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from data_parallel_oracle import DataParallelOracle
 
+from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.oracle.oracle_routers import OracleConfig
+from temper_engine_api.errors import CapabilityError
 from temper_engine_api.layout import Layout
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.topology import Axis, Topology
@@ -21,12 +23,20 @@ from temper_engine_api.topology import Axis, Topology
 class StagedConfig(OracleConfig):
     num_stages: int = 1
     num_contexts: int = 1
+    keeps_on_device: bool = False
+    """Refuse to offload."""
 
 
 CONFORMANCE_LAYOUTS = (
     Layout(name="stages2", world_size=2, fields={"num_stages": 2}),
     Layout(name="contexts2", world_size=2, fields={"num_contexts": 2}),
     Layout(name="stages1", world_size=1),
+    Layout(
+        name="on-device1",
+        world_size=1,
+        fields={"keeps_on_device": True},
+        without=frozenset({Capability.OFFLOAD}),
+    ),
 )
 
 
@@ -36,6 +46,7 @@ class StagedOracle(DataParallelOracle):
     config_class = StagedConfig
 
     def _build(self):
+        self._check_offload()
         plain = super()._build()
         stages, contexts, rank = self.config.num_stages, self.config.num_contexts, plain.global_rank
         stage, context = rank // contexts % stages, rank % contexts
@@ -48,6 +59,10 @@ class StagedOracle(DataParallelOracle):
             cp=Axis(size=contexts, rank=context),
             returns_outputs=self.is_last and context == 0,
         )
+
+    def _check_offload(self):
+        if self.config.keeps_on_device and self.config.offload.offloads_anything:
+            raise CapabilityError("offload is on, but so is keeps_on_device: turn one off.")
 
     def _run_micro_batches(self, batch, *, reduce_gradients, **arguments):
         head_outputs = None

@@ -25,7 +25,8 @@ def usage_error(kit, capsys, *arguments, engine=STAGED, **options):
 def test_a_test_runs_in_every_requested_layout(kit):
     outcomes = kit.run(STAGED, tests=[TEST], layouts="all", status=pytest.ExitCode.OK)
     assert outcomes.passed == [
-        f"test_topologies_are_consistent[{name}]" for name in ("stages1", "stages2", "contexts2")
+        f"test_topologies_are_consistent[{name}]"
+        for name in ("stages1", "on-device1", "stages2", "contexts2")
     ]
     outcomes = kit.run(
         STAGED, "--world-sizes", "2", tests=[TEST], layouts="stages2", status=pytest.ExitCode.OK
@@ -74,7 +75,12 @@ def test_layouts_are_found_by_entry_point(monkeypatch):
         return points if group == "temper.conformance_layouts" else []
 
     monkeypatch.setattr("temper_engine_api.registry.entry_points", installed)
-    assert [layout.name for layout in load_layouts("mine")] == ["stages2", "contexts2", "stages1"]
+    assert [layout.name for layout in load_layouts("mine")] == [
+        "stages2",
+        "contexts2",
+        "stages1",
+        "on-device1",
+    ]
     assert load_layouts("other") == ()
     with pytest.raises(EngineNotFoundError, match="not a tuple of Layout"):
         load_layouts("odd")

@@ -63,6 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "if_claimed(*capabilities): run if the engine claims all of them"
     )
     config.addinivalue_line(
+        "markers", "if_refused_in_layout: runs in layouts that refuse a claimed capability"
+    )
+    config.addinivalue_line(
         "markers", "if_not_claimed(*capabilities): run if the engine claims none of them"
     )
     config.addinivalue_line(
@@ -129,7 +132,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unclaimed = {
         test
         for test in tests
-        if not _get_marked_capabilities(test, "if_claimed") <= options.capabilities
+        if not _get_marked_capabilities(test, "if_claimed")
+        <= options.capabilities - _get_layout(test).without
         or not {name for mark in test.iter_markers("if_configurable") for name in mark.args}
         <= options.config_fields
     }
@@ -140,6 +144,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _get_marked_capabilities(test, "if_not_claimed") & options.capabilities
     }
     _expect_failures(options.expected, tests)
+    inapplicable |= {
+        test
+        for test in tests
+        if test.get_closest_marker("if_refused_in_layout") and not _get_layout(test).without
+    }
     inapplicable |= {
         test
         for test in tests

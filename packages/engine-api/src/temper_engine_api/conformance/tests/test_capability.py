@@ -91,17 +91,40 @@ def call_adapter(rank: Rank, *, setup: EngineSetup) -> None:
         engine.load_adapter({}, {})
 
 
+def make_expert_adapter_setup(oracle: OracleCache) -> EngineSetup:
+    """Return a setup that needs ADAPTER_ON_EXPERTS."""
+    inside = replace(oracle.make_lora_spec(rank=2), target_parameters=("mlp.experts.down_proj",))
+    return oracle.make_setup(QWEN2_GROUPED, lora=inside)
+
+
 @pytest.mark.if_claimed(Capability.ADAPTER)
 @pytest.mark.if_not_claimed(Capability.ADAPTER_ON_EXPERTS)
 def test_unclaimed_expert_adapters_are_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     """A LoRA on experts raises CapabilityError by name if the engine does not claim it."""
-    inside = replace(oracle.make_lora_spec(rank=2), target_parameters=("mlp.experts.down_proj",))
-    for message in engine_under_test.run(
-        read_init_error, setup=oracle.make_setup(QWEN2_GROUPED, lora=inside)
-    ):
+    for message in engine_under_test.run(read_init_error, setup=make_expert_adapter_setup(oracle)):
         assert repr(Capability.ADAPTER_ON_EXPERTS.value) in message
+
+
+@pytest.mark.if_refused_in_layout
+def test_capability_that_a_layout_refuses_is_rejected_with_the_setting(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """A capability that a layout is declared without raises CapabilityError naming its setting.
+
+    All ranks must raise the same error, otherwise some would wait for the others.
+    """
+    setups = {**SETUPS, Capability.ADAPTER_ON_EXPERTS: make_expert_adapter_setup}
+    layout = engine_under_test.layout
+    for capability in layout.without:
+        messages = set(engine_under_test.run(read_init_error, setup=setups[capability](oracle)))
+        assert len(messages) == 1, f"ranks raise different errors: {messages}"
+        message = messages.pop()
+        assert any(name in message for name in layout.fields), (
+            f"layout {layout.name} is declared without {capability}, but the engine "
+            + (f"says: {message}" if message else "accepts it")
+        )
 
 
 @pytest.mark.if_not_claimed(Capability.LOGPROB_AT)
