@@ -61,6 +61,7 @@ from temper_engine_fsdp.runtime.performance import (
     count_training_flops,
 )
 from temper_engine_fsdp.runtime.process_group import DataGroups, Membership
+from temper_engine_fsdp.sharding.expert_parallel import check_divisible_experts
 from temper_engine_fsdp.sharding.sharded_module import ShardedModule, shard_model
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.micro_batch_runner import MicroBatchRunner
@@ -278,6 +279,9 @@ def check_model(config: FSDPConfig) -> None:
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     check_no_sequence_parallel(hf, size=config.sequence_parallel)
     _build_routers(config, hf, sequence_group=None)
+    if config.expert_parallel:
+        # The number of ranks is known only when they start.
+        check_divisible_experts(hf, num_shards=1)
     if config.optimizer is not None and not config.optimizer.is_adamw:
         check_optimizer(
             config.optimizer, parameters=hf.parameters(), is_flat=config.strategy == "fsdp1"
@@ -319,6 +323,11 @@ def _attach_adapter(config: FSDPConfig, hf: PreTrainedModel) -> "LoraAdapter | N
     adapter: LoraAdapter = _import_lora_adapter().attach_adapter(
         hf, spec=config.lora, model=config.model
     )
+    if adapter.targets_experts and config.expert_parallel:
+        raise CapabilityError(
+            "lora.target_parameters names expert tensors, which PEFT replaces as a whole, but "
+            "expert_parallel divides them over the ranks: set it to false."
+        )
     if adapter.targets_experts and config.strategy == "fsdp1":
         raise ConfigError(
             "lora.target_parameters names expert tensors, which PEFT replaces during the forward "

@@ -26,6 +26,12 @@ class FSDPConfig(EngineConfig):
     fsdp_size: int | None = None
     """Ranks over which one copy of the parameters is sharded; None means all, fewer is hybrid
     sharding."""
+    expert_parallel: bool = False
+    """Compute each expert on the rank that has its shard, and send tokens there.
+
+    The parameters of experts are then never gathered. Needs fsdp2, all ranks in one shard group,
+    and a number of experts that the ranks divide evenly.
+    """
     reshard_after_forward: bool | int = True
     """Free gathered parameters of a layer after its forward pass and gather them again for
     backward.
@@ -242,6 +248,11 @@ class FSDPConfig(EngineConfig):
             )
 
     def _check_fsdp1(self) -> None:
+        if self.expert_parallel:
+            raise ConfigError(
+                "expert_parallel is on, but strategy fsdp1 shards flattened tensors, which are not "
+                "complete experts: use strategy fsdp2."
+            )
         if self.reshard_after_forward is not True:
             raise ConfigError(
                 f"reshard_after_forward is {self.reshard_after_forward}, but strategy fsdp1 always "

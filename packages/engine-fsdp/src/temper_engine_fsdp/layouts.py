@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from temper_engine_api.capabilities import Capability
 from temper_engine_api.layout import Layout
 from temper_engine_api.specs import OffloadSpec
 
@@ -34,6 +35,18 @@ LAYOUTS = (
         name="reshard-to-2.4",
         world_size=4,
         fields={"reshard_after_forward": 2, "forward_prefetch": 1},
+    ),
+    Layout(
+        name="ep.2",
+        world_size=2,
+        fields={"expert_parallel": True},
+        without=frozenset({Capability.ADAPTER_ON_EXPERTS}),
+    ),
+    Layout(
+        name="ep-sp2-checkpointed.4",
+        world_size=4,
+        fields={"expert_parallel": True, "sequence_parallel": 2, "activation_checkpointing": True},
+        without=frozenset({Capability.ADAPTER_ON_EXPERTS}),
     ),
     Layout(name="sp2.2", world_size=2, fields={"sequence_parallel": 2}),
     Layout(name="sp2.4", world_size=4, fields={"sequence_parallel": 2}),

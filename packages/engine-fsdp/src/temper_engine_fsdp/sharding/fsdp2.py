@@ -12,6 +12,7 @@ from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, find_layers
 from temper_engine_fsdp.runtime.numerics import torch_dtype
+from temper_engine_fsdp.sharding.expert_parallel import ExpertDivider
 from temper_engine_fsdp.sharding.sharded_parameter import FSDP2Parameter, ShardedParameters
 
 # Older versions keep stale state after an exception in a pass and offer no way to reset it.
@@ -46,17 +47,39 @@ class FSDP2Module:
         reshards = _resolve_reshard(
             config.reshard_after_forward, num_shards=mesh.size(mesh.ndim - 1)
         )
+        divider = (
+            ExpertDivider(
+                model.hf, mesh=_take_shard_axis(mesh), compute=torch_dtype(precision.compute)
+            )
+            if config.expert_parallel and mesh.size() > 1
+            else None
+        )
+        ignored = set[nn.Parameter]() if divider is None else divider.parameters
         wrapped = []
         for group in _group_layers(
             find_layers(model.hf, names=config.wrap_modules), size=config.wrap_together
         ):
             for layer in group:
                 materialize(layer)
-            fully_shard(group, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+                if divider is not None:
+                    divider.divide(layer)
+            fully_shard(
+                group,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=reshards,
+                ignored_params=ignored,
+            )
             wrapped.append(_first_module(group))
         materialize(model)
         # The root holds the embedding and the head, which the backward pass needs first.
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(
+            model,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=False,
+            ignored_params=ignored,
+        )
         self.root: nn.Module = model
         self.loss_factor = 1.0
         self.eval_needs_gradients = False
@@ -127,6 +150,20 @@ class FSDP2Module:
                     # Exists after the first pass.
                     if hasattr(parameter, "_unsharded_param"):
                         parameter.unsharded_param.grad = None
+
+
+def _take_shard_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh, which must have a single axis.
+
+    Raises:
+        ConfigError: If parameters are replicated.
+    """
+    if mesh.ndim > 1:
+        raise ConfigError(
+            "expert_parallel is on, but fsdp_size replicates the parameters, and gradients of "
+            "divided experts are not summed over copies: leave fsdp_size at null."
+        )
+    return mesh
 
 
 def _group_layers(layers: Sequence[nn.Module], *, size: int) -> list[list[nn.Module]]:
