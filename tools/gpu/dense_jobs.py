@@ -71,9 +71,11 @@ class Row:
     layout: str = ""
     """Options of the contender, joined with `+`.
 
-    Engines: `recompute`, `eager`, `chunked` (head), `reshard`, `cudnn` (`sdpa_varlen`), `fa4`,
-    a Megatron layout such as `tp2-sp`; `profile`, `checkpoint` and `export` measure more. TRL:
-    `kept` (no gradient checkpointing). All: `x4` (four GPUs).
+    Engines: `recompute`, `eager`, `chunked` (head), `reshard`, `ep` (`expert_parallel`), `cudnn`
+    (`sdpa_varlen`), `fa4`,
+    `sequential` (Megatron's experts one after another), a Megatron layout such as `tp2-sp`;
+    `profile`, `checkpoint` and `export` measure more. TRL: `kept` (no gradient checkpointing).
+    All: `x2`, `x4` (GPUs).
     """
 
     @property
@@ -164,6 +166,7 @@ def make_fsdp_config(row: Row, context: RankContext, folder: Path) -> FSDPConfig
         head_keeps_logits="chunked" not in options,
         activation_checkpointing="recompute" in options,
         attention="sdpa_varlen" if "cudnn" in options or not on_cuda else "auto",
+        expert_parallel="ep" in options,
     )
 
 
@@ -228,6 +231,7 @@ def measure_megatron(row: Row, context: RankContext) -> Measurement:
         device=context.scale.device,
         compile_head=context.scale.compiles,
         recompute="layers" if "recompute" in row.options else "none",
+        expert_products="sequential" if "sequential" in row.options else "auto",
         **layout,  # type: ignore[arg-type]
     )
     num_replicas = context.world_size // config.replica_size

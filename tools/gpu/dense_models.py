@@ -1,8 +1,8 @@
-r"""Compare RL updates of dense models: FSDPEngine, MegatronEngine, a plain loop and TRL.
+r"""Compare RL updates of language models: FSDPEngine, MegatronEngine, a plain loop and TRL.
 
     PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:packages/engine-megatron/src:. \
-        python -m tools.gpu.dense_models --out FOLDER [--set one|two|four] [--rows NAME,...] \
-        [--done FILE]
+        python -m tools.gpu.dense_models --out FOLDER [--set one|two|four|experts] \
+        [--rows NAME,...] [--done FILE]
 
 Each row runs in its own processes on as many GPUs as it needs; rows run in parallel while GPUs are
 free. Results are appended to FOLDER/rows.jsonl, and the output of rows to FOLDER/log.txt. To
@@ -106,7 +106,30 @@ FOUR_GPUS = (
     "8B/8k/engine+reshard+recompute+x4+checkpoint",
 )
 """Rows on four GPUs with 80 GB each, most important first."""
-SETS: Mapping[str, Sequence[str]] = {"one": ONE_GPU, "two": TWO_GPUS, "four": FOUR_GPUS}
+EXPERTS = (
+    "30B-A3B-12L/16k/engine+reshard+recompute+x4",
+    "30B-A3B-4L/16k/engine",
+    "30B-A3B-4L/16k/megatron",
+    "30B-A3B-4L/16k/plain",
+    "30B-A3B-4L/16k/megatron+sequential",
+    "30B-A3B-4L/16k/engine+eager",
+    "30B-A3B-12L/16k/engine+ep+recompute+x4",
+    "30B-A3B-12L/16k/megatron+recompute+ep4+x4",
+    "30B-A3B-12L/16k/plain+reshard+recompute+x4",
+    "30B-A3B-4L/16k/engine+ep+x2",
+    "30B-A3B-4L/16k/engine+reshard+x2",
+    "30B-A3B-4L/16k/megatron+ep2+x2",
+    "30B-A3B-4L/4k/engine",
+    "30B-A3B-4L/4k/megatron",
+    "30B-A3B-4L/4k/plain",
+)
+"""Rows of mixtures of experts on one, two and four GPUs with 80 GB each, most important first."""
+SETS: Mapping[str, Sequence[str]] = {
+    "one": ONE_GPU,
+    "two": TWO_GPUS,
+    "four": FOUR_GPUS,
+    "experts": EXPERTS,
+}
 LIMIT_S = 240.0
 """Time limit of one row, in seconds."""
 SHORTEST_S = 30.0
@@ -128,6 +151,8 @@ def count_gpus(row: Row) -> int:
     """Return the number of GPUs that a row runs on."""
     if "x4" in row.options:
         return 4
+    if "x2" in row.options:
+        return 2
     return 2 if row.model == "8B" and row.contender != "attention" else 1
 
 

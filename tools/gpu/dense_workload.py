@@ -19,6 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.weights import list_file_shapes
 from tools.gpu.fsdp_workload import Scale
 from tools.gpu.workload import CARDS
 
@@ -34,6 +35,12 @@ TINY: Mapping[str, object] = {
     "head_dim": 8,
 }
 """Sizes for a rehearsal on a CPU; the model type is that of the card."""
+TINY_EXPERTS: Mapping[str, object] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+"""Further sizes of a mixture of experts."""
 SHRINK_FACTOR = 128
 """Divisor of sequence lengths and micro-batches in a rehearsal."""
 
@@ -97,7 +104,10 @@ MIX = tuple(
 
 def get_architecture(model: str, scale: Scale) -> Mapping[str, object]:
     """Return the architecture of a model, or its tiny version for a rehearsal."""
-    return CARDS[model] if scale.device == "cuda" else {**CARDS[model], **TINY}
+    card = CARDS[model]
+    if scale.device == "cuda":
+        return card
+    return {**card, **TINY, **(TINY_EXPERTS if "num_experts" in card else {})}
 
 
 def get_shape(model: str, scale: Scale) -> dict[str, int]:
@@ -138,14 +148,18 @@ def write_weights(card: Mapping[str, object], folder: Path, *, device: str) -> N
     generator = torch.Generator(device=device).manual_seed(0)
     shard: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
-    parameters = list(model.named_parameters())
-    for i, (name, parameter) in enumerate(parameters):
-        tensor = torch.ones(parameter.shape, device=device, dtype=torch.bfloat16)
-        if parameter.ndim > 1:
+    shapes = [
+        file_shape
+        for name, parameter in model.named_parameters()
+        for file_shape in list_file_shapes(name, parameter.shape)
+    ]
+    for i, (name, shape) in enumerate(shapes):
+        tensor = torch.ones(tuple(shape), device=device, dtype=torch.bfloat16)
+        if tensor.ndim > 1:
             tensor.normal_(std=0.02, generator=generator)
         shard[name] = tensor.cpu()
         is_full = sum(t.nbytes for t in shard.values()) >= SHARD_BYTES
-        if is_full or i == len(parameters) - 1:
+        if is_full or i == len(shapes) - 1:
             file = f"model-{len(set(weight_map.values())):05}.safetensors"
             save_file(shard, part / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(shard, file)

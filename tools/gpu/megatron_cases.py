@@ -16,6 +16,7 @@ LAYOUTS: Mapping[str, Mapping[str, object]] = {
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
     "dp4-distopt": {"distributed_optimizer": True},
     "ep2": {"expert_parallel": 2, "distributed_optimizer": True},
+    "ep4": {"expert_parallel": 4, "distributed_optimizer": True},
     "tp2-sp-ep2": {
         "tensor_parallel": 2,
         "sequence_parallel": True,

@@ -79,6 +79,19 @@ _LLAMA_8B: Mapping[str, object] = {
     },
     "tie_word_embeddings": False,
 }
+_QWEN3_30B_A3B: Mapping[str, object] = {
+    **_QWEN3,
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 CARDS: Mapping[str, Mapping[str, object]] = {
     "0.6B": {
         **_QWEN3,
@@ -101,11 +114,14 @@ CARDS: Mapping[str, Mapping[str, object]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
     },
+    "30B-A3B-4L": {**_QWEN3_30B_A3B, "num_hidden_layers": 4},
+    "30B-A3B-12L": {**_QWEN3_30B_A3B, "num_hidden_layers": 12},
     "8B": _LLAMA_8B,
     "8B-half": {**_LLAMA_8B, "num_hidden_layers": 16},
 }
 """Fields of `config.json` on the public model cards of Qwen/Qwen3-0.6B, Qwen/Qwen3-1.7B,
-Qwen/Qwen3-4B and meta-llama/Llama-3.1-8B; `8B-half` is the latter with half of its layers."""
+Qwen/Qwen3-4B, Qwen/Qwen3-30B-A3B and meta-llama/Llama-3.1-8B. `30B-A3B-4L` and
+`30B-A3B-12L` have 4 and 12 of its 48 layers, `8B-half` half of the layers."""
 PEAK_FLOPS = 989e12
 """Dense bf16 FLOP/s of an H100 or H200 SXM, from the vendor's data sheet."""
 
@@ -227,7 +243,12 @@ def flops_per_token_and_square(shape: Mapping[str, int]) -> tuple[float, float]:
     )
     head_dim = shape.get("head_dim", hidden // heads)
     attention = 2 * hidden * head_dim * (heads + shape["num_key_value_heads"])
-    layer = attention + 3 * hidden * shape["intermediate_size"]
+    if "num_experts" in shape:
+        # A token's chosen experts and the router.
+        width = shape["moe_intermediate_size"] * shape["num_experts_per_tok"]
+        layer = attention + hidden * (3 * width + shape["num_experts"])
+    else:
+        layer = attention + 3 * hidden * shape["intermediate_size"]
     weights = layers * layer + shape["vocab_size"] * hidden
     return 6.0 * weights, 6.0 * heads * head_dim * layers
 

@@ -19,12 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("model", CARDS)
 def test_flops_per_token_are_six_for_every_weight_in_a_product(model: str) -> None:
+    sizes = {name: size for name, size in CARDS[model].items() if type(size) is int}
     with torch.device("meta"):
         model_on_meta = AutoModelForCausalLM.from_config(make_config(CARDS[model]))
-    weights = {name: p.numel() for name, p in model_on_meta.named_parameters() if p.ndim == 2}
+    weights = {
+        # A token uses some of the experts, which are the first dimension of their tensors.
+        name: p.numel() if p.ndim == 2 else p[0].numel() * sizes["num_experts_per_tok"]
+        for name, p in model_on_meta.named_parameters()
+        if p.ndim > 1
+    }
     if not CARDS[model]["tie_word_embeddings"]:
         weights.pop("model.embed_tokens.weight")
-    sizes = {name: size for name, size in CARDS[model].items() if type(size) is int}
     assert flops_per_token_and_square(sizes)[0] == 6 * sum(weights.values())
 
 
