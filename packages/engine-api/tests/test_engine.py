@@ -1,8 +1,9 @@
 """Test the methods that BaseEngine implements, on an engine whose model is one table."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -293,6 +294,26 @@ def test_exception_after_the_passes_fails_the_update(
         engine.optimizer_step()
     with pytest.raises(EngineStateError, match="optimizer_zero_grad"), engine.train_mode():
         engine.forward_backward_batch(batch, forward_only=False)
+
+
+def test_update_counts_if_the_state_cannot_be_offloaded_after_it(
+    engine: BaseEngine, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def fail_on_exit(_mode: str) -> Iterator[None]:
+        yield
+        raise KeyboardInterrupt
+
+    batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
+    with engine.train_mode():
+        engine.forward_backward_batch(batch, forward_only=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_loaded", fail_on_exit)
+        with pytest.raises(KeyboardInterrupt):
+            engine.optimizer_step()
+    assert engine.num_updates == 1
+    assert engine.last_update is not None
+    assert engine.last_update.outcome == "stepped"
 
 
 def test_exception_after_a_forward_pass_keeps_the_update(

@@ -379,7 +379,8 @@ class BaseEngine(ABC):
             # A call of its own: only after an exception in here parameters may have changed.
             with cycle.record_training_call(result=GradientState.APPLIED):
                 norm = self._apply_gradients(lr=self.current_lr) if cycle.trains_something else 0.0
-        cycle.finish(norm, max_consecutive_skips=optimizer.max_consecutive_skips)
+            # Before the state is offloaded: if that raises, the parameters have changed already.
+            cycle.finish(norm, max_consecutive_skips=optimizer.max_consecutive_skips)
         return norm
 
     def lr_scheduler_step(self) -> float:
