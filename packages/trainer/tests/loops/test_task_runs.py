@@ -1,6 +1,9 @@
 """Run tasks other than RL: preferences, reward models, conversations, streams, evaluation."""
 
+import io
 import json
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from transformers import AutoModelForTokenClassification
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.loops import RunResult
+from temper_trainer.loops.run.interrupts import RunInterrupted
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
@@ -246,6 +250,29 @@ def test_held_out_pairs_are_evaluated_as_an_update_would_measure_them(
     assert len(evaluated) == 4, "before the first step, twice between steps, after the last"
     assert result.evaluation["eval/preference/accuracy"] > 0.9
     assert result.evaluation["eval/preference/accuracy_ci95"] < 0.2
+
+
+def test_stop_before_a_held_out_evaluation_abandons_it_and_saves_the_step(
+    run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            # The line of the step's metrics is printed before its evaluation.
+            if text.startswith("dpo 2/4"):
+                signal.raise_signal(signal.SIGTERM)
+            return super().write(text)
+
+    held_out = f"data.eval.paths=[{tmp_path / 'pairs.jsonl'}]"
+    options = (held_out, "ref=frozen", "run.eval_every=2", "run.total_steps=4")
+    shared = ("task=dpo", pairs(tmp_path), *options, "run.save_model=false")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Output())
+        with pytest.raises(RunInterrupted) as caught:
+            run(tmp_path / "run", *shared, base=TINY)
+    assert caught.value.step == 2
+    assert len(rows(tmp_path / "run", phase="eval")) == 1, "the one before the first step"
+    run(tmp_path / "run", *shared, "run.resume=auto", base=TINY)
+    assert len(rows(tmp_path / "run", phase="eval")) == 2, "and the one after the last"
 
 
 def test_held_out_labels_have_an_accuracy(run: Run, rows: Rows, tmp_path: Path) -> None:
