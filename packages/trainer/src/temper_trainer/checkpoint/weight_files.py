@@ -1,9 +1,12 @@
 """Find damage in the files of a model directory without importing torch."""
 
 import json
+import zipfile
 from pathlib import Path
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_PICKLE_PROTOCOL = b"\x80"
+"""First byte of a pickle."""
 
 
 def find_damaged_model(folder: Path) -> str | None:
@@ -28,8 +31,10 @@ def find_damaged_model(folder: Path) -> str | None:
 def find_damaged_weights(folder: Path) -> str | None:
     """Return a message about the first damaged weight file of a model or adapter, or None.
 
-    No file may be empty. A safetensors file starts with the length of its header in 8 bytes; the
-    header has the end offset of each tensor. Only the headers are read.
+    No file may be empty. Files of torch.save are zip archives, whose directory is at the end, or
+    pickles as older versions wrote them, of which only the start is checked. A safetensors file
+    starts with the length of its header in 8 bytes; the header has the end offset of each tensor.
+    Only the headers are read.
     """
     weights = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
     if not weights:
@@ -37,6 +42,10 @@ def find_damaged_weights(folder: Path) -> str | None:
     for path in weights:
         if path.is_file() and path.stat().st_size == 0:
             return f"{path} is empty: copy or download it again."
+        if path.suffix != ".safetensors" and not _is_saved_by_torch(path):
+            return (
+                f"{path} is truncated, or was not written by torch.save: copy or download it again."
+            )
     for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -67,3 +76,8 @@ def find_damaged_weights(folder: Path) -> str | None:
         if end != size:
             return f"{path} has {size} bytes, but must have {end} by its header: copy it again."
     return None
+
+
+def _is_saved_by_torch(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1) == _PICKLE_PROTOCOL or zipfile.is_zipfile(file)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import parquet
 
 from temper_engine_api.checkpoint import PartReport, report_part
@@ -595,6 +596,17 @@ def test_empty_weights_of_any_format_are_named(there: list[str], tmp_path: Path)
     weights = tmp_path / "model" / "pytorch_model.bin"
     weights.write_bytes(b"")
     assert f"actor.engine.model.path: {weights} is empty" in refusal(there)
+
+
+def test_truncated_weights_of_torch_are_named(there: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "model.safetensors").unlink()
+    weights = tmp_path / "model" / "pytorch_model.bin"
+    torch.save({"weight": torch.ones(64)}, weights)
+    check_external_objects(load(there).config)
+    complete = weights.read_bytes()
+    for content in (complete[:-1000], bytes(range(256))):
+        weights.write_bytes(content)
+        assert f"{weights} is truncated, or was not written by torch.save" in refusal(there)
 
 
 @pytest.mark.parametrize("size", [0, 20, len(WEIGHTS) - 1])
