@@ -39,3 +39,14 @@ def test_supervised_run_has_its_result_on_held_out_data() -> None:
     for step, accuracy in ((0, 0.5), (2, 0.875)):
         rows.append(make_row(step, "eval", eval__preference__accuracy=accuracy))
     assert describe_result(rows) == "held-out accuracy 0.500 -> 0.875 (+0.375)"
+
+
+def test_result_of_a_run_without_gradients_says_so() -> None:
+    rows = [
+        make_row(step, "rl", reward__mean=reward, actor__grad_norm=0.0)
+        for step, reward in ((1, 0.25), (2, 0.5))
+    ]
+    gain = "reward/mean 0.250 -> 0.500 (+0.250)"
+    assert describe_result(rows) == f"{gain}, but the gradient was 0 in every step"
+    rows.append(make_row(3, "rl", reward__mean=0.5, actor__grad_norm=0.125))
+    assert describe_result(rows) == gain

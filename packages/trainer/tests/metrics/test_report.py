@@ -1,5 +1,6 @@
 import base64
 import io
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from temper_trainer.config_loading import load, write_resolved
+from temper_trainer.metrics.report import write_report
 from temper_trainer.metrics.run_files import read_last_lines, record_start
 from temper_trainer.metrics.run_log import RunLog, SampleRow
 
@@ -34,6 +36,7 @@ def page(tmp_path: Path) -> tuple[Path, str]:
                     prompt="2 < 3", completion="<script>alert(1)</script>", answer="&", reward=0.125
                 )
             ],
+            kind="held-out",
         )
         path = log.report()
     assert path == folder / "report.html"
@@ -59,7 +62,8 @@ def test_report_is_self_contained(page: tuple[Path, str]) -> None:
 
 def test_completions_are_escaped_in_the_report(page: tuple[Path, str]) -> None:
     _, text = page
-    assert row("#3", "2 &lt; 3", "&lt;script&gt;alert(1)&lt;/script&gt;", "&amp;", "#0.125") in text
+    script = "&lt;script&gt;alert(1)&lt;/script&gt;"
+    assert row("#3", "held-out", "2 &lt; 3", script, "&amp;", "#0.125") in text
     assert "<script>alert" not in text
     assert "<h1>my &lt;run&gt;</h1>" in text
 
@@ -80,6 +84,17 @@ def test_report_shows_settings_with_origin_evaluations_and_versions(
     assert row("#3", "data.eval", "greedy", "0.625") in text
     assert row("rl", "reward/mean", "#1", "#0.250", "#3", "#0.750") in text
     assert "<td class=text><div>torch</div></td>" in text
+
+
+def test_report_shows_the_versions_of_the_run(page: tuple[Path, str]) -> None:
+    folder, _ = page
+    starts = folder / "starts.jsonl"
+    fields = json.loads(starts.read_text().splitlines()[-1])
+    fields["versions"]["torch"] = "9.9.9"
+    starts.write_text(json.dumps(fields) + "\n")
+    path = write_report(folder)
+    assert path is not None
+    assert row("torch", "9.9.9") in path.read_text(encoding="utf-8")
 
 
 def test_run_without_logged_steps_has_no_report(tmp_path: Path) -> None:
@@ -114,7 +129,8 @@ def test_report_begins_with_result_command_and_duration(page: tuple[Path, str]) 
     assert '<p class="result">greedy 0.625</p>' in headline
     assert row("command", "temper-train run.seed=7") in summary
     assert re.search(
-        r"last metrics</div></td><td class=text><div>20\d\d-.* UTC, after [\d.e-]+ s", summary
+        r"duration</div></td><td class=text><div>[\d.e-]+ s, until the last metrics at 20\d\d-",
+        summary,
     )
     assert row("steps", "rl 3") in summary
     assert row("reward", "gsm8k_strict") in summary
@@ -132,7 +148,11 @@ def test_long_completions_are_shortened_and_name_the_file(tmp_path: Path) -> Non
         tmp_path, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())
     ) as log:
         log.log_metrics(1, {"reward/mean": 0.5}, phase="rl")
-        log.show_samples(1, [SampleRow(prompt="?", completion="y" * 5000, answer="", reward=0.0)])
+        log.show_samples(
+            1,
+            [SampleRow(prompt="?", completion="y" * 5000, answer="", reward=0.0)],
+            kind="training",
+        )
         path = log.report()
     assert path is not None
     text = path.read_text(encoding="utf-8")

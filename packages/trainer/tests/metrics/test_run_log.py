@@ -73,7 +73,11 @@ def test_resumed_run_moves_rows_of_later_steps(tmp_path: Path) -> None:
         log.log_metrics(1, {"actor/loss": 1.0}, phase="warm_start")
         for step in (1, 2, 3):
             log.log_metrics(step, {"actor/loss": 1.0}, phase="rl")
-            log.show_samples(step, [SampleRow(prompt="p", completion="c", answer="a", reward=1.0)])
+            log.show_samples(
+                step,
+                [SampleRow(prompt="p", completion="c", answer="a", reward=1.0)],
+                kind="training",
+            )
     log, _ = open_log(tmp_path, resume_step=2)
     with log:
         log.log_metrics(3, {"actor/loss": 2.0}, phase="rl")
@@ -134,7 +138,7 @@ def test_secrets_in_samples_are_neither_printed_nor_written(
     log, text = open_log(tmp_path)
     with log:
         row = SampleRow(prompt="value of the token", completion=encoded, answer=encoded, reward=1.0)
-        log.show_samples(1, [row])
+        log.show_samples(1, [row], kind="training")
     written = (tmp_path / "samples.jsonl").read_text()
     for shown in (text.getvalue(), written):
         assert "value of the token" not in shown
@@ -152,12 +156,14 @@ def test_samples_are_printed_and_saved(tmp_path: Path) -> None:
                     prompt="Tom has [3] pens.\n", completion="3+4=7\n#### 7", answer="7", reward=1.0
                 )
             ],
+            kind="held-out",
         )
-    assert "samples of step 7" in text.getvalue()
+    assert "held-out samples of step 7" in text.getvalue()
     assert "Tom has [3] pens." in text.getvalue()
     row = json.loads((tmp_path / "samples.jsonl").read_text())
     assert row == {
         "step": 7,
+        "kind": "held-out",
         "prompt": "Tom has [3] pens.\n",
         "completion": "3+4=7\n#### 7",
         "answer": "7",
@@ -262,7 +268,9 @@ def test_control_characters_of_completions_and_messages_are_escaped(tmp_path: Pa
     text = io.StringIO()
     terminal = Console(file=text, force_terminal=True, width=200, color_system=None)
     log = RunLog(tmp_path, trackers=(), progress=False, console=terminal)
-    log.show_samples(1, [SampleRow(prompt=HOSTILE, completion=HOSTILE, answer="", reward=1.0)])
+    log.show_samples(
+        1, [SampleRow(prompt=HOSTILE, completion=HOSTILE, answer="", reward=1.0)], kind="training"
+    )
     log.print_line(HOSTILE)
     assert text.getvalue().count(SHOWN) == 3
     assert not set(text.getvalue()) & set("\x1b\x07\r\x9b\u202e")

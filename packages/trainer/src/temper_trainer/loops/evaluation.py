@@ -212,7 +212,7 @@ def _evaluate_set(
             if not category:
                 results.append(f"{kind} {_describe_result(measured, evaluation=evaluation)}")
         if i == 0 and table_step is not None:
-            components.log.show_samples(table_step, evaluation.rows)
+            components.log.show_samples(table_step, evaluation.rows, kind="held-out")
     problems_text = _describe_problems(
         components.config.reward.function,
         num_problems=len(eval_set.prompts),

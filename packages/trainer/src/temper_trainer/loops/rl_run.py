@@ -241,7 +241,8 @@ def _run_steps(
                 log.print_line(warning)
             # Before the report of the first step, which shows them.
             if run.table_every and (step == 1 or step % run.table_every == 0 or is_last):
-                log.show_samples(step, _pick_samples(result, count=run.num_table_rows))
+                rows = _pick_samples(result, count=run.num_table_rows)
+                log.show_samples(step, rows, kind="training")
             # Before a save is decided: a process that has lost the lock of the folder must save
             # nothing.
             boundary.end_step()

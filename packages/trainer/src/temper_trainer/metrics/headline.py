@@ -12,6 +12,7 @@ from temper_trainer.metrics.run_files import WARM_START_PHASE, Row
 
 _METRICS = ("reward/mean", "preference/accuracy", "sft/nll", "actor/loss")
 """Metrics that stand for a run without evaluations; the first one that it has."""
+NORM = "actor/grad_norm"
 _MAX_STEPS = 10
 """Number of steps over which the first and the last values are averaged."""
 
@@ -20,7 +21,7 @@ def describe_result(rows: Sequence[Row]) -> str:
     """Return the first and the last result of a run, and their difference.
 
     Evaluations come first; without them, the mean reward, the accuracy on pairs or the loss of the
-    first and last steps.
+    first and last steps. A run whose gradients were all 0 has not learned, and the result says so.
 
     Example:
         >>> rows = [
@@ -35,7 +36,11 @@ def describe_result(rows: Sequence[Row]) -> str:
         for each in list_evaluations(rows)
         if not each.category and math.isfinite(each.main_value)
     ]
-    return _describe_evaluations(evaluations) or _describe_steps(rows)
+    result = _describe_evaluations(evaluations) or _describe_steps(rows)
+    norms = [row.values[NORM] for row in rows if NORM in row.values]
+    if norms and not any(norms):
+        result += f"{', but ' if result else ''}the gradient was 0 in every step"
+    return result
 
 
 def _describe_evaluations(evaluations: Sequence[EvaluationRow]) -> str:

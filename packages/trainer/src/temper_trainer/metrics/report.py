@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -97,7 +97,7 @@ def write_report(directory: Path) -> Path | None:
         "Time": _format_times(rows),
         "First and last step": _first_and_last(rows),
         "Configuration": _configuration(directory),
-        "Environment": _environment(),
+        "Environment": _environment(read_starts(directory)),
     }
     body = "".join(f"<h2>{title}</h2>{text}" for title, text in sections.items() if text)
     title = escape(directory.resolve().name)
@@ -119,12 +119,10 @@ def _summary(directory: Path, rows: Sequence[Row]) -> str:
     if starts:
         times.append(float(str(starts[0]["time_s"])))
     steps = [f"{phase} {step}" for phase, step in _count_steps(rows).items()]
+    duration, end = format_duration(max(times) - min(times)), _format_time(max(times))
     lines: list[Cells] = [
         ("started", _format_time(min(times))),
-        (
-            "last metrics",
-            f"{_format_time(max(times))}, after {format_duration(max(times) - min(times))}",
-        ),
+        ("duration", f"{duration}, until the last metrics at {end}"),
         ("steps", ", ".join(steps)),
     ]
     if len(starts) > 1:
@@ -217,8 +215,8 @@ def _samples(path: Path) -> str:
         return ""
     parsed = [parse_line(line) for line in read_last_lines(path, NUM_SAMPLES)]
     rows = [fields for fields in parsed if fields is not None]
-    names = ("step", "prompt", "completion", "answer", "reward")
-    lines = [tuple(_shorten(row[name]) for name in names) for row in reversed(rows)]
+    names = ("step", "kind", "prompt", "completion", "answer", "reward")
+    lines = [tuple(_shorten(row.get(name)) for name in names) for row in reversed(rows)]
     field = '<input id="search" type="search" placeholder="search these samples">'
     table = f'<div id="samples">{_table(names, lines)}</div>'
     return f"{field}{table}<script>{SEARCH}</script>"
@@ -248,7 +246,8 @@ def _to_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _environment() -> str:
+def _environment(starts: Sequence[Mapping[str, object]]) -> str:
+    """Return a table of this machine and of the versions that the last start recorded."""
     import torch  # slow to import: only when a report is written
 
     lines: list[Cells] = [
@@ -258,7 +257,9 @@ def _environment() -> str:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         lines.append(("GPUs of the driver", ", ".join(names)))
-    lines += list_installed_versions().items()
+    recorded = starts[-1].get("versions") if starts else None
+    versions = recorded if isinstance(recorded, dict) else list_installed_versions()
+    lines += [(str(name), str(version)) for name, version in versions.items()]
     return _table(("component", "version"), lines)
 
 

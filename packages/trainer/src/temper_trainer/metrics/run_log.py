@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -199,8 +199,16 @@ class RunLog(AbstractContextManager["RunLog"]):
             finally:
                 self._dashboard = None
 
-    def show_samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Print a table of completions, and append them to ``samples.jsonl``, without secrets."""
+    def show_samples(
+        self, step: int, rows: Sequence[SampleRow], *, kind: Literal["training", "held-out"]
+    ) -> None:
+        """Print a table of completions, and append them to ``samples.jsonl``, without secrets.
+
+        Args:
+            step: Step in which they were sampled.
+            rows: The completions.
+            kind: What their prompts are for.
+        """
         rows = [
             replace(
                 row,
@@ -212,9 +220,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         ]
         with (self._directory / SAMPLES_FILE).open("a", encoding="utf-8") as file:
             file.writelines(
-                json.dumps({"step": step} | asdict(row), ensure_ascii=False) + "\n" for row in rows
+                json.dumps({"step": step, "kind": kind} | asdict(row), ensure_ascii=False) + "\n"
+                for row in rows
             )
-        table = Table(title=f"samples of step {step}", show_lines=True, title_justify="left")
+        table = Table(title=f"{kind} samples of step {step}", show_lines=True, title_justify="left")
         for heading in ("prompt", "completion", "answer", "reward"):
             table.add_column(
                 heading, justify="right" if heading == "reward" else "left", overflow="fold"
