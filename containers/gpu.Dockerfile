@@ -17,11 +17,11 @@ RUN apt-get update \
 WORKDIR /opt/temper
 RUN python -m venv /opt/rollout-env \
     && /opt/rollout-env/bin/pip install --no-cache-dir "vllm==0.26.0"
-RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cu130 \
-        torch==2.11.0
+COPY constraints constraints
+RUN pip install --no-cache-dir -c constraints/gpu.txt torch
 
 COPY packages packages
-RUN pip install --no-cache-dir torch==2.11.0 transformers==5.17.0 ./packages/engine-api \
+RUN pip install --no-cache-dir -c constraints/gpu.txt ./packages/engine-api \
         "./packages/engine-fsdp[lora,liger]" "./packages/trainer[fsdp,lora,ray]" \
     && /opt/rollout-env/bin/pip install --no-cache-dir --no-deps \
         ./packages/engine-api ./packages/trainer
