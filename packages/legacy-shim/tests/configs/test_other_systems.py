@@ -68,7 +68,6 @@ FOREIGN = {
     "one common key among others": (
         "trainer: {project_name: p, precision: bf16, devices: 8}\nnetwork: {layers: 2}\n"
     ),
-    "nothing": "{}\n",
 }
 
 
@@ -77,6 +76,13 @@ def test_file_with_hardly_a_key_of_verl_is_refused(kind: str, tmp_path: Path) ->
     path = tmp_path / "run.yaml"
     path.write_text(FOREIGN[kind])
     with pytest.raises(UsageError, match="of any verl release"):
+        translate_file(read_old_file(path))
+
+
+def test_file_without_settings_is_refused_as_empty(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("{}\n")
+    with pytest.raises(UsageError, match="is empty: give the configuration"):
         translate_file(read_old_file(path))
 
 
