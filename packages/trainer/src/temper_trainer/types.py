@@ -7,7 +7,7 @@ a `SequenceBatch`: see `temper_trainer.batching.samples`.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from temper_trainer.config.rollout import SamplingConfig
 
@@ -147,7 +147,8 @@ class Completion:
     """True if it is the row's completion, which no sampler has sampled."""
     token_versions: tuple[int, ...] = ()
     """Version of each token's weights, if they differ; otherwise empty."""
-    routed_experts: "Tensor | None" = field(default=None, compare=False)
+    # A tensor or None. A server's client evaluates this type, but torch is not imported here.
+    routed_experts: Any = field(default=None, compare=False)
     """[tokens of prompt and completion - 1, layers, K] int16, the experts that the sampler chose
     for each token but the last, which it never processed; None unless ``rollout.routing_replay``.
     """
