@@ -18,9 +18,10 @@ from temper_engine_api.conformance.harness.rank import READ_GRADIENTS
 from temper_engine_api.conformance.harness.tolerances import GRADIENT, assert_all_close
 from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
+from temper_engine_api.conformance.oracle.oracle_routers import OracleConfig
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.objective import HeadOutput
-from temper_engine_api.specs import EngineConfig, ModelSpec, OffloadSpec, PrecisionSpec
+from temper_engine_api.specs import ModelSpec, OffloadSpec, PrecisionSpec
 from temper_engine_megatron.engine import MegatronEngine
 
 
@@ -120,7 +121,7 @@ def test_sliding_window_is_refused_in_both_forms_of_a_config(config, fields):
 def check_gradients(config, start, batch, *, model):
     """Compare the gradients of one update with the oracle's, and return these."""
     oracle = OracleEngine(
-        EngineConfig(
+        OracleConfig(
             model=model, optimizer=READ_GRADIENTS, precision=config.precision, device="cpu"
         )
     )
