@@ -303,6 +303,8 @@ def test_held_out_demonstrations_have_weighted_loss_and_likelihood(
     assert before["eval/sft/loss"] == pytest.approx(step["actor/loss"], rel=1e-4)
     assert before["eval/sft/loss"] != pytest.approx(before["eval/sft/nll"], rel=1e-4)
     assert after["eval/sft/nll"] < before["eval/sft/nll"]
+    # A new model is nearly uniform, so its entropy is about its expected negative log-likelihood.
+    assert step["policy/entropy"] == pytest.approx(step["sft/nll"], rel=0.05)
 
 
 def test_held_out_conversations_have_their_own_key(run: Run, rows: Rows, tmp_path: Path) -> None:

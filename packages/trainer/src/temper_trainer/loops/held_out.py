@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from temper_engine_api.objective import HeadOutputs, Objective
+from temper_engine_api.objective import HeadOutput, HeadOutputs, Objective
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.preference_losses.preference_loss import ReferenceSource
 from temper_trainer.config.data import name_eval_set
@@ -130,7 +130,8 @@ class HeldOutEvaluator:
             before_part=check_stop,
         )
         samples = samples.with_columns(self.objective.prepare(samples, seed=0))
-        (output,) = self.objective.required_outputs
+        # The entropy is a metric of updates, and would need another forward pass here.
+        (output,) = self.objective.required_outputs - {HeadOutput.ENTROPY}
         column = run_forward(
             samples,
             plan,

@@ -83,6 +83,10 @@ PANELS = (
     Panel(title="sft: loss", phase="sft", metrics=("actor/loss",), evaluations=("eval/sft/loss",)),
     Panel(title="sft: gradient norm", phase="sft", metrics=("actor/grad_norm",), is_log=True),
     *(
+        Panel(title=f"{phase}: entropy, nats per token", phase=phase, metrics=("policy/entropy",))
+        for phase in ("sft", "dpo")
+    ),
+    *(
         panel
         for phase, kind in (("dpo", "reward"), ("rm", "score"))
         for panel in (

@@ -17,6 +17,7 @@ from temper_engine_api.objective import (
     register_objective,
 )
 from temper_engine_api.reduction import sum_per_sequence
+from temper_trainer.algorithms.objectives.policy_objective import measure_entropy
 from temper_trainer.algorithms.preference_losses.preference_loss import (
     CompletionLogprobs,
     PreferenceLoss,
@@ -54,7 +55,8 @@ class PreferenceObjective(Objective):
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        return frozenset({HeadOutput.LOGPROB})
+        """Log-probs, and the entropy as a metric."""
+        return frozenset({HeadOutput.LOGPROB, HeadOutput.ENTROPY})
 
     @property
     def columns(self) -> frozenset[str]:
@@ -79,6 +81,7 @@ class PreferenceObjective(Objective):
         )
         loss = self.loss.compute_losses(logprobs, batch)
         metrics = self._measure_rewards(logprobs, batch) | self.loss.measure(batch)
+        metrics |= measure_entropy(head_outputs, mask=mask)
         return LossTerms(loss=loss, level="sequence", metrics=metrics)
 
     def _measure_rewards(

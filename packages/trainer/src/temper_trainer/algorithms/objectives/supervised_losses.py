@@ -19,6 +19,7 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
+from temper_trainer.algorithms.objectives.policy_objective import measure_entropy
 from temper_trainer.algorithms.objectives.preference_objective import make_group_mean
 from temper_trainer.algorithms.preference_losses.preference_loss import (
     compute_pair_difference,
@@ -51,7 +52,8 @@ class SftObjective(Objective):
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        return frozenset({HeadOutput.LOGPROB})
+        """Log-probs, and the entropy as a metric."""
+        return frozenset({HeadOutput.LOGPROB, HeadOutput.ENTROPY})
 
     @property
     def columns(self) -> frozenset[str]:
@@ -76,6 +78,7 @@ class SftObjective(Objective):
         logprobs = torch.where(batch.loss_mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         # The likelihood also with another loss, so that curves can be compared.
         metrics = {"sft/nll": weighted_mean(-logprobs, batch.loss_mask)}
+        metrics |= measure_entropy(head_outputs, mask=batch.loss_mask)
         weight = batch.columns[SCALED_LOSS_WEIGHTS] if self.has_weights else None
         return LossTerms(loss=self.loss.compute_losses(logprobs), weight=weight, metrics=metrics)
 
