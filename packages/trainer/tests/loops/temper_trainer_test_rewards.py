@@ -103,7 +103,7 @@ class Fee:
     def reset(self, prompt: Prompt) -> None: ...
 
     def step(self, tokens: Sequence[int]) -> Observation:
-        return Observation(is_done=True, reward=self._fee)
+        return Observation(is_done=True, reward=self._fee, metrics={"fee/steps": 1.0})
 
 
 def judged(prompt: Prompt, completion: str, *, api_key: str) -> float:

@@ -130,6 +130,26 @@ def test_dynamic_sampling_fills_a_step_with_groups_of_different_rewards(
     assert sum(row["dynamic_sampling/zero_std_groups"] for row in step_rows) > 0
 
 
+def test_counts_of_an_environment_are_summed_over_the_rounds_of_a_step(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(
+        tmp_path / "run",
+        *SHORT,
+        "algorithm=dapo",
+        "algorithm.group_size=4",
+        "reward.function=temper_trainer_test_rewards:often_equal",
+        "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1}",
+        "environment.arguments.fee=0.0",
+    )
+    step_rows = rows(tmp_path / "run")
+    assert max(row["dynamic_sampling/rounds"] for row in step_rows) > 1
+    for row in step_rows:
+        num_rollouts = 4 * 4 * row["dynamic_sampling/rounds"]
+        assert row["fee/steps"] == num_rollouts
+        assert row["rollout/turns_mean"] == 1.0
+
+
 def test_dynamic_sampling_with_too_few_groups_is_an_error(run: Run, tmp_path: Path) -> None:
     overrides = (
         "algorithm=dapo",

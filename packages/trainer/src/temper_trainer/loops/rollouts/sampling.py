@@ -222,24 +222,23 @@ def _renumber_groups(rollouts: list[Rollout]) -> list[Rollout]:
 
 
 def _merge_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of rounds: sum counts, take maxima, and average the others.
+    """Merge the metrics of rounds: sum counts, take maxima, and average means and fractions.
 
-    The average is not weighted, because all rounds request equally many completions.
+    The average is not weighted, because all rounds request equally many completions. A round
+    without a metric, such as one without prompts of an environment, does not count.
     """
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in rounds for name in metrics):
-        values = [metrics.get(name, 0.0) for metrics in rounds]
-        # All other metrics of rewards and judges are counts, such as time-outs.
-        is_count = name.startswith(("reward/", "judge/")) and not name.endswith(
-            ("/mean", "/std", "_mean_s")
-        )
-        if name.endswith(("_max", "_max_s", "/total_cost_usd")):
+        values = [metrics[name] for metrics in rounds if name in metrics]
+        if _is_builtin(name) and name.endswith(("_max", "_max_s", "/total_cost_usd")):
             merged[name] = max(values)
+        elif _is_builtin(name) and name.endswith(("mean", "/std", "_fraction", "_mean_s")):
+            merged[name] = sum(values) / len(values)
         else:
-            is_sum = (
-                is_count
-                or name in ("rollout/tokens", "rollout/failed")
-                or name.startswith(("tool/", "agent/"))
-            )
-            merged[name] = sum(values) if is_sum else sum(values) / len(values)
+            merged[name] = sum(values)
     return merged
+
+
+def _is_builtin(name: str) -> bool:
+    """Return False if an environment of the user gave the metric, which is always a count."""
+    return name.startswith(("reward/", "judge/", "rollout/", "environment/"))
