@@ -23,15 +23,6 @@ def test_configured_canary_tolerance_applies_to_every_dtype() -> None:
     assert config.resolve_canary_tolerance("bf16") == 1e-3
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["rollout=vllm"], "rollout.sampler is vllm, whose choices of experts are not recorded"),
-        (["rollout.record=true"], "completions.jsonl has no choices of experts"),
-    ],
-)
-def test_routing_replay_without_recorded_experts_is_refused(
-    overrides: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(["experiment=quickstart", "rollout.routing_replay=true", *overrides])
+def test_routing_replay_without_recorded_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"completions.jsonl has no choices of experts"):
+        load(["experiment=quickstart", "rollout.routing_replay=true", "rollout.record=true"])

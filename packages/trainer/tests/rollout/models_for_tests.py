@@ -114,6 +114,18 @@ WIDE = {
         **SHAPE,
         "head_dim": 32,
     },
+    # A dense layer below two with experts.
+    "qwen3_moe_wide": {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        **SHAPE,
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [0],
+    },
 }
 """Head size that vLLM's attention on CPUs supports."""
 

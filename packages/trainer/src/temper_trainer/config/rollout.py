@@ -161,8 +161,8 @@ class RolloutConfig:
     """
     routing_replay: bool = False
     """Mixtures of experts: the actor sends each token to the experts that the sampler chose, in the
-    pass for old log-probs and in training (R3; Ma et al. 2025, arXiv:2510.11370). Sampler hf, and
-    models with attention only.
+    pass for old log-probs and in training (R3; Ma et al. 2025, arXiv:2510.11370). Sampler hf only
+    for models without layers that have a state.
     """
     vllm: VllmConfig = field(default_factory=VllmConfig)
     """Settings of the servers; sampler vllm only."""
@@ -275,11 +275,6 @@ def find_rollout_conflicts(
             "rollout.vllm.sleep_level is 2, which drops the server's weights, but "
             "weight_sync.content is adapter, which never sends the base weights again: use "
             "sleep_level 1 or content full."
-        )
-    if rollout.routing_replay and sampler == "vllm":
-        yield (
-            "rollout.routing_replay is true, but rollout.sampler is vllm, whose choices of experts "
-            "are not recorded: set it to false, or use rollout=hf."
         )
     if rollout.routing_replay and (rollout.record or rollout.replay is not None):
         yield (

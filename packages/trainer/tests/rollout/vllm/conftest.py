@@ -88,11 +88,15 @@ def serve(rollout_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     started: list[VllmSampler] = []
 
     def start(
-        pair: Pair, *, num_replicas: int = 1, more: Mapping[str, Argument] | None = None
+        pair: Pair,
+        *,
+        num_replicas: int = 1,
+        more: Mapping[str, Argument] | None = None,
+        has_expert_choices: bool = False,
     ) -> Served:
         folder = tmp_path_factory.mktemp("served")
         make_tokenizer().save_pretrained(pair.directory)
-        spec = server_spec_for_tests(pair, more=more)
+        spec = server_spec_for_tests(pair, more=more, has_expert_choices=has_expert_choices)
         replicas = [
             server_for_tests(spec, number=i, python=rollout_python, folder=folder)
             for i in range(num_replicas)
@@ -105,7 +109,12 @@ def serve(rollout_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
         sampler.close()
 
 
-def server_spec_for_tests(pair: Pair, *, more: Mapping[str, Argument] | None = None) -> ServerSpec:
+def server_spec_for_tests(
+    pair: Pair,
+    *,
+    more: Mapping[str, Argument] | None = None,
+    has_expert_choices: bool = False,
+) -> ServerSpec:
     arguments: dict[str, Argument] = {
         "model": str(pair.directory),
         "dtype": "float32",
@@ -122,6 +131,7 @@ def server_spec_for_tests(pair: Pair, *, more: Mapping[str, Argument] | None = N
         end_token_ids=(END,),
         max_length=256,
         vocab_size=VOCAB_SIZE,
+        has_expert_choices=has_expert_choices,
         environment=ENVIRONMENT,
     )
 

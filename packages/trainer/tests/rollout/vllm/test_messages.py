@@ -1,12 +1,15 @@
 """Messages between a server and its client: what is decoded, and what is refused."""
 
 import pickle
+import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from packages.trainer.tests.rollout.models_for_tests import make_requests
 from temper_trainer.config.rollout import SamplingConfig
@@ -36,6 +39,14 @@ CHANGES = PackedDelta(
     counts=(-1, 5), num_bytes=64, digest=None, updated_digest=2**63, path="/dev/shm/y"
 )
 REQUESTS = make_requests([[2], [3, 4]], SamplingConfig(max_tokens=4, top_p=0.9, stop=("ab",)))
+
+COMPLETION = Completion(
+    request_id=1,
+    tokens=(1, 2**31),
+    rollout_logprobs=(-0.1, float("-inf")),
+    finish_reason=FinishReason.STOP_TEXT,
+    weight_version=4,
+)
 
 
 class Evil:
@@ -78,21 +89,32 @@ def test_arguments_arrive_equal_and_of_their_own_types() -> None:
 
 
 def test_results_arrive_equal_bit_by_bit() -> None:
-    completion = Completion(
-        request_id=1,
-        tokens=(1, 2**31),
-        rollout_logprobs=(-0.1, float("-inf")),
-        finish_reason=FinishReason.STOP_TEXT,
-        weight_version=4,
-    )
-    value = encode_value([completion])
+    value = encode_value([COMPLETION])
     answer = decode(encode(CallResult(number=1, method="sample", value=value)))
     assert isinstance(answer, CallResult)
-    assert decode_result(answer) == [completion]
+    assert decode_result(answer) == [COMPLETION]
     locations = CallResult(
         number=1, method="device_locations", value=encode_value([("host", None)])
     )
     assert decode_result(locations) == [("host", None)]
+
+
+def test_experts_of_a_completion_arrive_equal() -> None:
+    experts = torch.arange(12, dtype=torch.int16).reshape(2, 3, 2) + 300
+    value = encode_value([replace(COMPLETION, routed_experts=experts)])
+    (arrived,) = decode_result(CallResult(number=1, method="sample", value=value))
+    assert arrived.routed_experts.dtype == torch.int16
+    assert arrived.routed_experts.equal(experts)
+
+
+def test_experts_of_another_size_than_announced_are_refused() -> None:
+    experts = torch.zeros(2, 3, 2, dtype=torch.int16)
+    value = encode_value([replace(COMPLETION, routed_experts=experts)])
+    shape = struct.pack("<3I", 2, 3, 2)
+    damaged = value.replace(shape, struct.pack("<3I", 2, 3, 1))
+    assert damaged != value
+    with pytest.raises(MessageError, match=r"24 bytes for experts of shape \(2, 3, 1\)"):
+        decode_result(CallResult(number=1, method="sample", value=damaged))
 
 
 def test_spec_arrives_equal() -> None:

@@ -6,12 +6,17 @@ other process can reach. Both sides need temper-trainer and msgspec; only the se
 """
 
 import inspect
+import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Argument = str | int | float | bool | None
 
@@ -42,6 +47,8 @@ class ServerSpec:
     """Token ids are below it."""
     sleep_level: int = 0
     """See rollout.vllm.sleep_level."""
+    has_expert_choices: bool = False
+    """See rollout.routing_replay."""
     directory: str = ""
     """A temporary directory of this server, which the trainer creates and removes."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -112,6 +119,9 @@ _KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (Hello, ServerSpec, Call, CallResult, CallError, Progress, Heartbeat, Ready)
 }
+_EXPERTS_CODE = 1
+"""MessagePack extension type of `Completion.routed_experts`."""
+_EXPERTS_SHAPE = struct.Struct("<3I")
 _FRAME = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 
@@ -135,7 +145,7 @@ def decode(data: bytes) -> Message:
 
 def encode_value(value: object) -> bytes:
     """Encode the arguments of a call, as a tuple, or its result."""
-    return msgspec.msgpack.encode(value)
+    return msgspec.msgpack.encode(value, enc_hook=_encode_experts)
 
 
 def decode_arguments(call: Call) -> list[Any]:
@@ -161,7 +171,29 @@ def decode_result(result: CallResult) -> Any:
         MessageError: If the result has another type than the method declares.
     """
     _, _, kind = _signature(result.method)
-    return msgspec.msgpack.decode(result.value, type=kind)
+    return msgspec.msgpack.decode(result.value, type=kind, ext_hook=_decode_experts)
+
+
+def _encode_experts(value: object) -> msgspec.msgpack.Ext:
+    """Encode a [tokens, layers, K] int16 tensor, the only other type in a message."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.int16 or value.dim() != 3:
+        raise TypeError(f"a message cannot hold a value of type {type(value).__name__}")
+    data = value.numpy().astype("<i2", copy=False).tobytes()
+    return msgspec.msgpack.Ext(_EXPERTS_CODE, _EXPERTS_SHAPE.pack(*value.shape) + data)
+
+
+def _decode_experts(code: int, data: memoryview) -> "Tensor":
+    import torch
+
+    if code != _EXPERTS_CODE or len(data) < _EXPERTS_SHAPE.size:
+        raise msgspec.ValidationError(f"unknown extension {code} of {len(data)} bytes")
+    shape = _EXPERTS_SHAPE.unpack(data[: _EXPERTS_SHAPE.size])
+    values = bytearray(data[_EXPERTS_SHAPE.size :])  # a tensor needs memory that can be written
+    if not values or len(values) != 2 * math.prod(shape):
+        raise msgspec.ValidationError(f"{len(values)} bytes for experts of shape {shape}")
+    return torch.frombuffer(values, dtype=torch.int16).reshape(shape)
 
 
 @cache

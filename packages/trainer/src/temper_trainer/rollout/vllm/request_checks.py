@@ -35,13 +35,13 @@ def check_requests(requests: Sequence[SamplingRequest], spec: ServerSpec) -> Non
 
 
 def check_completion(
-    request: SamplingRequest, completion: Completion, *, name: str, version: int
+    request: SamplingRequest, completion: Completion, spec: ServerSpec, *, name: str, version: int
 ) -> None:
     """Check a completion that replica `name` returned; it must come from weights `version`.
 
     Raises:
-        WeightError: If the completion has too few tokens, a log-prob that is not finite, or was
-            sampled with other weights.
+        WeightError: If the completion has too few tokens, a log-prob that is not finite, no expert
+            choices for all of its tokens, or was sampled with other weights.
     """
     message_start = f"{name} answered request {request.request_id} with"
     num_tokens, reason = len(completion.tokens), completion.finish_reason
@@ -64,6 +64,14 @@ def check_completion(
             f"{message_start} {num_tokens} tokens and finish reason {reason}, but "
             f"{request.sampling.max_tokens} tokens were requested: report this as a bug."
         )
+    experts = completion.routed_experts
+    if spec.has_expert_choices and reason != FinishReason.INTERRUPTED:
+        num_processed = len(request.prompt_tokens) + num_tokens - 1
+        if experts is None or len(experts) != num_processed:
+            raise WeightError(
+                f"{message_start} expert choices for {0 if experts is None else len(experts)} "
+                f"tokens, but it processed {num_processed}: report this as a bug."
+            )
     if completion.weight_version != version:
         raise WeightError(
             f"{name} sampled request {request.request_id} with weights "

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -31,6 +33,8 @@ class _OpenRequest:
     tokens: list[int] = field(default_factory=list)
     """Token ids that were sampled so far."""
     logprobs: list[float] = field(default_factory=list)
+    experts: Tensor | None = None
+    """See `Completion.routed_experts`; set when it has finished."""
 
 
 class VllmEngine:
@@ -43,6 +47,8 @@ class VllmEngine:
             for name, content in spec.files.items():
                 (Path(spec.directory) / name).write_bytes(content)
             arguments["model"] = spec.directory
+        if spec.has_expert_choices:
+            arguments["enable_return_routed_experts"] = True
         self._is_cpu: bool = current_platform.is_cpu()
         if self._is_cpu:
             if spec.sleep_level:
@@ -63,6 +69,7 @@ class VllmEngine:
         )
         self._engine = self._llm.llm_engine
         self._llm.init_weight_transfer_engine({"init_info": {}})
+        self._expert_layers = self._find_expert_layers() if spec.has_expert_choices else []
         self._open: dict[str, tuple[RequestKey, _OpenRequest]] = {}
         self._adapter: LoRARequest | None = None
         self._is_asleep = False
@@ -131,6 +138,8 @@ class VllmEngine:
         for output in self._engine.step():
             key, state = self._open[output.request_id]
             reason = _append_output(state, output)
+            if reason is not None and self._spec.has_expert_choices:
+                state.experts = self._select_experts(output)
             if reason is not None:
                 del self._open[output.request_id]
                 finished.append((key, self._completion(state, reason)))
@@ -358,7 +367,18 @@ class VllmEngine:
             rollout_logprobs=tuple(state.logprobs),
             finish_reason=reason,
             weight_version=self.version(),
+            routed_experts=state.experts,
         )
+
+    def _find_expert_layers(self) -> list[int]:
+        layers: list[int] = self._llm.collective_rpc("temper_expert_layers")[0]
+        return layers
+
+    def _select_experts(self, output: RequestOutput) -> Tensor:
+        """Return the experts of a finished request in the layers that have some."""
+        (part,) = output.outputs
+        # vLLM has rows for all layers, in the narrowest type.
+        return torch.from_numpy(part.routed_experts[:, self._expert_layers].astype("int16"))
 
 
 def _append_output(state: _OpenRequest, output: RequestOutput) -> FinishReason | None:

@@ -115,7 +115,8 @@ class VllmSampler:
             try:
                 with track_wait(f"{call.replica.name}: 1 completion"):
                     (completion,) = await asyncio.wrap_future(call.future)
-                check_completion(request, completion, name=call.replica.name, version=self._version)
+                name, version = call.replica.name, self._version
+                check_completion(request, completion, self._spec, name=name, version=version)
                 return completion
             except ReplicaError as error:
                 await self._threads.call(
@@ -333,6 +334,7 @@ class VllmSampler:
                     check_completion(
                         requests[index],
                         completion,
+                        self._spec,
                         name=self._replicas[number].name,
                         version=self._version,
                     )

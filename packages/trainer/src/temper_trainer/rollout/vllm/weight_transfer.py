@@ -4,6 +4,7 @@ It loads buckets from files in shared memory or receives them through a WeightCh
 process imports this module, because vLLM mixes WorkerExtension into its workers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,7 @@ from temper_trainer.rollout.packed_bucket import (
     open_weight_file,
     unpack_tensors,
 )
+from temper_trainer.rollout.vllm.expert_capture import capture_experts_on_cpu, find_expert_layers
 from temper_trainer.rollout.weight_channel import WeightChannel, join_channel, locate_device
 from temper_trainer.rollout.weight_delta import (
     PackedDelta,
@@ -210,6 +212,8 @@ class WorkerExtension:
     """Attribute of vLLM's worker."""
     weight_transfer_engine: object
     """Attribute of vLLM's worker."""
+    get_model: Callable[[], torch.nn.Module]
+    """Method of vLLM's worker."""
 
     def temper_weight_version(self) -> int:
         """Return the version of this worker's weights."""
@@ -226,6 +230,10 @@ class WorkerExtension:
         location = locate_device(self.device)
         return location.host, location.gpu
 
+    def temper_expert_layers(self) -> list[int]:
+        """Return the indices of the layers with experts."""
+        return find_expert_layers(self.get_model())
+
     def set_temper_weight_version(self, version: int) -> None:
         """Set the version after an update."""
         self._temper_weight_version = version
@@ -234,3 +242,4 @@ class WorkerExtension:
 # vLLM has no public way to ask whether a name is registered, and refuses to register it twice.
 if BACKEND_NAME not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND_NAME, TemperTransferEngine)
+capture_experts_on_cpu()
