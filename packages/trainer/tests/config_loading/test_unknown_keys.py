@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,23 @@ def test_right_name_in_the_wrong_block_names_the_right_blocks() -> None:
     assert "did you mean sampling.temperature or run.eval_sampling.temperature" in refusal(
         "algorithm.temperature=1"
     )
+
+
+def test_key_of_another_engine_names_that_engine(install: Callable[[str, str], None]) -> None:
+    install(
+        "[temper.engines]\nthird = third_party_engine:Engine\n"
+        "[temper.engine_configs]\nthird = third_party_engine:Config\n",
+        "from dataclasses import dataclass\n"
+        "from temper_engine_api.specs import EngineConfig\n"
+        "@dataclass(frozen=True, slots=True, kw_only=True)\n"
+        "class Config(EngineConfig):\n"
+        "    num_lanes: int = 1\n",
+    )
+    assert refusal("critic=value_model", "critic.engine.num_lanes=2") == (
+        "critic.engine.num_lanes is a setting of the engine third, but model_engine is fsdp: "
+        "remove it, or set model_engine=third. (set by: command line)"
+    )
+    assert refusal("critic=value_model", "critic.engine.num_lane=2").startswith("there is no key")
 
 
 def test_key_that_resembles_nothing_points_to_the_help() -> None:

@@ -3,14 +3,16 @@
 import difflib
 from collections.abc import Mapping, Sequence
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, EngineNotFoundError
+from temper_engine_api.registry import list_engines, load_engine_config_class
+from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.removed_keys import (
     describe_refused_teacher_key,
     describe_removed_key,
     describe_renamed_key,
 )
-from temper_trainer.config_loading.composition import Layer
-from temper_trainer.config_loading.schema import ANY_NAME, Entry, Plain
+from temper_trainer.config_loading.composition import ENGINE_GROUP, Layer
+from temper_trainer.config_loading.schema import ANY_NAME, Entry, Plain, collect_keys
 from temper_trainer.config_loading.variant_choice import TYPO_SIMILARITY, describe_foreign_key
 
 MAX_LISTED_PROBLEMS = 25
@@ -35,7 +37,7 @@ def check_keys(
     described = {
         key: describe_foreign_key(key, values=values, choices=choices)
         if is_known_key(key, known=known)
-        else _describe_problem(key, known=known)
+        else _describe_problem(key, known=known, engine=str(values.get(ENGINE_GROUP)))
         for key in origins
     }
     problems = [
@@ -47,13 +49,51 @@ def check_keys(
         raise ConfigError("\n".join(problems))
 
 
-def _describe_problem(key: str, *, known: Mapping[str, Entry]) -> str:
+def _describe_problem(key: str, *, known: Mapping[str, Entry], engine: str) -> str:
     return (
         describe_removed_key(key)
         or describe_renamed_key(key)
         or describe_refused_teacher_key(key)
+        or _describe_key_of_other_engine(key, known=known, engine=engine)
         or f"there is no key {key}: {suggest_keys(key, known=known)}"
     )
+
+
+def _describe_key_of_other_engine(key: str, *, known: Mapping[str, Entry], engine: str) -> str:
+    """Return a sentence for a setting that only another installed engine has, else nothing."""
+    block = next((name for name in _list_engine_blocks(known) if key.startswith(f"{name}.")), None)
+    if block is None:
+        return ""
+    setting = key.removeprefix(f"{block}.")
+    owners = [
+        entry.name
+        for entry in list_engines()
+        if entry.name != engine and setting in _collect_engine_settings(entry.name)
+    ]
+    return (
+        f"{key} is a setting of the engine {' and '.join(owners)}, but {ENGINE_GROUP} is {engine}: "
+        f"remove it, or set {ENGINE_GROUP}={owners[0]}."
+        if owners
+        else ""
+    )
+
+
+def _list_engine_blocks(known: Mapping[str, Entry]) -> list[str]:
+    """Return the blocks, such as actor.engine, whose keys are those of the chosen engine."""
+    return [
+        key
+        for key, entry in known.items()
+        if entry.block is not None and issubclass(entry.block, EngineConfig)
+    ]
+
+
+def _collect_engine_settings(name: str) -> Mapping[str, Entry]:
+    try:
+        cls = load_engine_config_class(name)
+    except EngineNotFoundError:
+        # An engine that cannot be chosen has no setting to suggest.
+        return {}
+    return collect_keys(cls, engine_class=cls)
 
 
 def is_known_key(key: str, *, known: Mapping[str, Entry]) -> bool:
