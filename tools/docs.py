@@ -3,7 +3,8 @@
 The Python blocks of a page are run as one program in an empty folder, so that a block may use names
 of earlier blocks. Its shell blocks form one program too: see tools/page_commands.py. A YAML block
 is composed as a configuration of `temper-train`; TOML and JSON are parsed. Printed output is marked
-`text`. The table of families in docs/models.md must be that of its record.
+`text`. Keys of settings in the prose must exist. The table of families in docs/models.md must be
+that of its record.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.family_table import PAGE as FAMILY_PAGE
 from tools.family_table import find_faults as find_family_faults
-from tools.page_commands import PAGES_WITH_CHECKPOINTS, check_commands, check_settings
+from tools.inline_settings import find_unknown_settings
+from tools.page_commands import (
+    PAGES_WITH_CHECKPOINTS,
+    PYTHON_INPUTS,
+    check_commands,
+    check_settings,
+)
 from tools.pages import PAGES, Block, join_blocks, split_page
 
 LIMIT_S = 120
@@ -139,12 +146,16 @@ def check_page(page: Path, *, name: str) -> list[str]:
             find_broken_links(page, prose)
             + find_broken_tables(page, prose)
             + find_placeholders(page, prose)
+            + find_unknown_settings(page, prose, name=name)
             + check_blocks(page, blocks, name=name, folder=Path(folder))
         )
+        needs_files = name in PAGES_WITH_CHECKPOINTS or name in PYTHON_INPUTS
+        if name in PYTHON_INPUTS:
+            PYTHON_INPUTS[name](Path(folder))
         return faults + run_blocks(
             page,
             join_blocks(blocks, "python"),
-            work=Path(folder) if name in PAGES_WITH_CHECKPOINTS else None,
+            work=Path(folder) if needs_files else None,
         )
 
 

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -183,6 +183,37 @@ PAGES_WITH_CHECKPOINTS = ("docs/migration/checkpoints.md", "packages/legacy-shim
 
 Their commands use these checkpoints, and their Python blocks run in the folder where the commands
 wrote their files.
+"""
+
+
+def _write_gsm8k(folder: Path) -> None:
+    """Write the files of GSM8K as the Hub has them, with one row each."""
+    (folder / "gsm8k" / "main").mkdir(parents=True)
+    for split in ("train", "test"):
+        rows = pa.Table.from_pylist([{"question": "1 + 1?", "answer": "#### 2"}])
+        parquet.write_table(rows, folder / "gsm8k" / "main" / f"{split}-00000-of-00001.parquet")
+
+
+def _write_trained_model(folder: Path) -> None:
+    """Write the model directory of a run `runs/mine`, with weights."""
+    # Imports torch, which the other pages do not need here.
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = folder / "runs" / "mine" / "huggingface"
+    config = {key: value for key, value in _TINY_CONFIG.items() if key != "model_type"}
+    Qwen2ForCausalLM(Qwen2Config(**config)).save_pretrained(model)
+    write_inputs(model, _TOKENIZER)
+
+
+PYTHON_INPUTS: Mapping[str, Callable[[Path], None]] = {
+    "docs/how-to/gpu.md": _write_gsm8k,
+    "docs/how-to/evaluate-and-export.md": _write_trained_model,
+}
+"""Pages whose Python blocks read files that the commands above them would have written.
+
+The function writes them into a folder, in which the blocks run.
 """
 
 # On a single line before the page's first line, so that line numbers stay correct.

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tools.docs import find_broken_links, find_broken_tables, find_placeholders, main, run_blocks
+from tools.inline_settings import find_unknown_settings
 from tools.pages import join_blocks, split_page
 
 PAGE = """# A page
@@ -118,3 +119,27 @@ def test_only_named_pages_are_checked(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert main([str(tmp_path), "docs/absent.md"]) == 1
     assert "docs/absent.md: no such page" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`run.save_model=false` and `~run.resume`",
+        "`actor.engine.fsdp_size=4`",  # only with the FSDP engine
+        "`model_engine=megatron actor.engine.tensor_parallel=4`",
+        "`rollout.vllm.sleep_level=2`",  # of one variant
+        "`teachers.math.engine.model.path=DIR`",  # a name that the reader chooses
+        "`run.lock` and `np.random.seed=1`",
+    ],
+)
+def test_settings_in_prose_that_exist(text: str) -> None:
+    assert find_unknown_settings(Path("page.md"), text, name="docs/page.md") == []
+
+
+def test_setting_in_prose_without_a_key_is_found() -> None:
+    prose = "Set `run.seed=1`,\nor `run.seed=1 actor.engine.optimizer_on_cpu=true`"
+    (error,) = find_unknown_settings(Path("page.md"), prose, name="docs/page.md")
+    assert error.startswith(
+        "page.md:2: `actor.engine.optimizer_on_cpu=true`: there is no key actor"
+    )
+    assert find_unknown_settings(Path("page.md"), prose, name="docs/migration/page.md") == []
