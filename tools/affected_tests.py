@@ -219,7 +219,12 @@ def describe(changes: Changes, selection: Selection, *, is_short: bool = False) 
 
 
 def read_durations(root: Path, tests: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Return the seconds of each test function in the reports of earlier runs, by test file."""
+    """Return the expected seconds of each test function, by test file.
+
+    They are those of earlier runs on a host that is not used otherwise: the times of a step that
+    took longer than its budget are scaled to the budget, because the clock also counts the time in
+    which other programs had the cores.
+    """
     by_module = {str(PurePosixPath(path).with_suffix("")).replace("/", "."): path for path in tests}
     durations: dict[str, dict[str, float]] = {}
     for step in STEPS:
@@ -228,6 +233,8 @@ def read_durations(root: Path, tests: Iterable[str]) -> dict[str, dict[str, floa
                 cases = list(ElementTree.parse(report).iter("testcase"))
             except ElementTree.ParseError:
                 continue  # a run that was killed while it wrote; times are only estimates
+            total_s = sum(float(case.get("time", "0")) for case in cases)
+            scale = min(1.0, step.budget_s / total_s) if total_s else 1.0
             for case in cases:
                 module, groups = case.get("classname", ""), list[str]()
                 while module not in by_module and "." in module:
@@ -236,7 +243,7 @@ def read_durations(root: Path, tests: Iterable[str]) -> dict[str, dict[str, floa
                 if path := by_module.get(module):
                     name = "::".join([*groups, case.get("name", "").partition("[")[0]])
                     seconds = durations.setdefault(path, {})
-                    seconds[name] = seconds.get(name, 0.0) + float(case.get("time", "0"))
+                    seconds[name] = seconds.get(name, 0.0) + scale * float(case.get("time", "0"))
     return durations
 
 

@@ -19,6 +19,7 @@ from tools.affected_tests import (
     select_tests,
 )
 from tools.git_changes import Changes, ChangesError, find_changes
+from tools.steps import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -229,6 +230,22 @@ def test_durations_are_read_from_the_reports_of_steps(tmp_path: Path) -> None:
     (reports / "trainer-0.xml").write_text("<cut off")
     path = "packages/engine-api/tests/test_a.py"
     assert read_durations(tmp_path, [path]) == {path: {"test_x": 3.5, "TestB::test_y": 4.0}}
+
+
+def test_durations_of_a_loaded_host_are_scaled_to_the_budget_of_the_step(tmp_path: Path) -> None:
+    (budget_s,) = (step.budget_s for step in STEPS if step.name == "trainer")
+    reports = tmp_path / ".temper" / "reports"
+    reports.mkdir(parents=True)
+    (reports / "trainer-0.xml").write_text(
+        '<testsuites><testsuite><testcase classname="packages.trainer.tests.test_a" name="test_x" '
+        f'time="{3 * budget_s}"/><testcase classname="packages.trainer.tests.test_a" name="test_y" '
+        f'time="{budget_s}"/></testsuite></testsuites>'
+    )
+    path = "packages/trainer/tests/test_a.py"
+    # 4 budgets were measured, so every time counts a quarter.
+    assert read_durations(tmp_path, [path]) == {
+        path: {"test_x": 0.75 * budget_s, "test_y": 0.25 * budget_s}
+    }
 
 
 def test_graph_of_this_repository() -> None:
