@@ -83,42 +83,25 @@ def to_samples(
     _check_rollouts(rollouts, temperature=temperature)
     is_kept = [not (overlong_filter and rollout.is_truncated) for rollout in rollouts]
     rollouts, parents = split_branches(rollouts)
-    by_rollout = [_split_segments(rollout) for rollout in rollouts]
-    segments = [segment for sample in by_rollout for segment in sample]
-    # One entry per segment, repeated for its tokens.
-    lengths = torch.tensor([len(segment.tokens) for segment in segments])
-    loss_mask = torch.tensor(
-        [
-            segment.is_trained and is_kept[parent]
-            for sample, parent in zip(by_rollout, parents, strict=True)
-            for segment in sample
-        ]
-    ).repeat_interleave(lengths)
-    columns = {"rollout_logprobs": _concatenate_logprobs(segments, num_tokens=len(loss_mask))}
-    # `turns` has the turns after the first. Without them the column would be all zeros, and nothing
-    # would read it.
-    if any(rollout.turns for rollout in rollouts):
-        turns_after = torch.tensor([float(segment.turns_after) for segment in segments])
-        columns[TURNS_AFTER] = turns_after.repeat_interleave(lengths)
-    if any(reward for rollout in rollouts for reward in rollout.turn_rewards):
-        columns[TURN_REWARDS] = torch.zeros(len(loss_mask))
-        # The reward is at the last token of its completion. A segment without tokens has none.
-        has_tokens = lengths > 0
-        last = (lengths.cumsum(0) - 1)[has_tokens]
-        rewards = torch.tensor([segment.reward for segment in segments])
-        columns[TURN_REWARDS][last] = rewards[has_tokens]
-    sample_lengths = [sum(len(segment.tokens) for segment in sample) for sample in by_rollout]
-    experts = _concatenate_experts(rollouts, lengths=sample_lengths)
+    by_sample = [
+        _split_segments(rollout, is_kept=is_kept[parent])
+        for rollout, parent in zip(rollouts, parents, strict=True)
+    ]
+    lengths = [sum(len(segment.tokens) for segment in sample) for sample in by_sample]
+    # Each column is made for all samples at once, and then split: a tensor per sample is slow.
+    segments = [segment for sample in by_sample for segment in sample]
+    columns = _make_segment_columns(segments)
+    experts = _concatenate_experts(rollouts, lengths=lengths)
     if experts is not None:
         columns[ROUTED_EXPERTS] = experts
 
     def split(column: Tensor) -> Sequence[Tensor]:
-        parts: tuple[Tensor, ...] = column.split(sample_lengths)
+        parts: tuple[Tensor, ...] = column.split(lengths)
         return parts
 
     return from_sequences(
-        split(_concatenate_tokens(segments, num_tokens=len(loss_mask))),
-        loss_masks=split(loss_mask),
+        split(_concatenate_tokens(segments, num_tokens=sum(lengths))),
+        loss_masks=split(_repeat_per_token([each.is_trained for each in segments], segments)),
         sample_ids=[rollout.sample_id for rollout in rollouts],
         group_ids=[rollout.group_id for rollout in rollouts],
         temperature=temperature,
@@ -175,6 +158,31 @@ def split_branches(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[int
             )
             parents.append(i)
     return samples, parents
+
+
+def _make_segment_columns(segments: "Sequence[_Segment]") -> dict[str, Tensor]:
+    """Return the columns of `to_samples` that follow from the segments, all samples in one."""
+    num_tokens = sum(len(segment.tokens) for segment in segments)
+    columns = {"rollout_logprobs": _concatenate_logprobs(segments, num_tokens=num_tokens)}
+    # Without a second turn the column would be all zeros, and nothing would read it.
+    if any(segment.turns_after for segment in segments):
+        turns_after = [float(segment.turns_after) for segment in segments]
+        columns[TURNS_AFTER] = _repeat_per_token(turns_after, segments)
+    if any(segment.reward for segment in segments):
+        columns[TURN_REWARDS] = torch.zeros(num_tokens)
+        # The reward is at the last token of its completion. A segment without tokens has none.
+        lengths = torch.tensor([len(segment.tokens) for segment in segments])
+        has_tokens = lengths > 0
+        last = (lengths.cumsum(0) - 1)[has_tokens]
+        rewards = torch.tensor([segment.reward for segment in segments])
+        columns[TURN_REWARDS][last] = rewards[has_tokens]
+    return columns
+
+
+def _repeat_per_token(values: Sequence[float], segments: "Sequence[_Segment]") -> Tensor:
+    """Return [T] values, those of each segment at all of its tokens."""
+    lengths = torch.tensor([len(segment.tokens) for segment in segments])
+    return torch.tensor(values).repeat_interleave(lengths)
 
 
 def _concatenate_tokens(segments: "Sequence[_Segment]", *, num_tokens: int) -> Tensor:
@@ -259,39 +267,42 @@ class _Segment:
     tokens: tuple[int, ...]
     is_trained: bool
     turns_after: int
+    """Number of turns that follow the turn of the segment."""
     logprobs: tuple[float, ...] = ()
     """One per token, or empty if they are 0."""
     reward: float = 0.0
     """The environment's reward of the completion."""
 
 
-def _split_segments(rollout: Rollout) -> list[_Segment]:
+def _split_segments(rollout: Rollout, *, is_kept: bool) -> list[_Segment]:
+    """Return the prompt, the completions and what the environment returned between them.
+
+    Args:
+        rollout: A rollout without branches.
+        is_kept: False to train none of its tokens.
+    """
     num_turns = len(rollout.turns)
     rewards = rollout.turn_rewards or (0.0,) * (num_turns + 1)
+
+    def make_trained(completion: Completion, *, index: int) -> _Segment:
+        return _Segment(
+            tokens=completion.tokens,
+            is_trained=is_kept,
+            turns_after=num_turns - index,
+            logprobs=completion.rollout_logprobs,
+            reward=rewards[index],
+        )
+
     segments = [
-        _untrained(rollout.prompt.tokens, turns_after=num_turns),
-        _trained(rollout.completion, turns_after=num_turns, reward=rewards[0]),
+        _Segment(tokens=rollout.prompt.tokens, is_trained=False, turns_after=num_turns),
+        make_trained(rollout.completion, index=0),
     ]
     for i, turn in enumerate(rollout.turns, start=1):
         segments += [
-            _untrained(turn.observation, turns_after=num_turns - i),
-            _trained(turn.completion, turns_after=num_turns - i, reward=rewards[i]),
+            _Segment(tokens=turn.observation, is_trained=False, turns_after=num_turns - i),
+            make_trained(turn.completion, index=i),
         ]
     return segments
-
-
-def _untrained(tokens: tuple[int, ...], *, turns_after: int) -> _Segment:
-    return _Segment(tokens=tokens, is_trained=False, turns_after=turns_after)
-
-
-def _trained(completion: Completion, *, turns_after: int, reward: float) -> _Segment:
-    return _Segment(
-        tokens=completion.tokens,
-        is_trained=True,
-        logprobs=completion.rollout_logprobs,
-        turns_after=turns_after,
-        reward=reward,
-    )
 
 
 def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> SequenceBatch:
