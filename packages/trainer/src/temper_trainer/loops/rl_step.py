@@ -73,6 +73,19 @@ class StepResult:
     """Controllers for the next step."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PreparedUpdates:
+    """Everything that the updates of a step read, complete before the first one."""
+
+    samples: SequenceBatch
+    """Samples with all columns that the objectives read."""
+    plan: StepPlan
+    metrics: Mapping[str, float]
+    """Metrics of samples, advantages and teachers."""
+    kl_controller: KlController
+    """Controller of the KL penalty for the next step."""
+
+
 def train_on_rollouts(
     rollouts: Sequence[Rollout],
     *,
@@ -101,9 +114,58 @@ def train_on_rollouts(
     Returns:
         The metrics of the step, and the controllers for the next one.
     """
-    overlong_filter = config.algorithm.overlong_filter
+    prepared = _prepare_updates(
+        rollouts,
+        config=config,
+        roles=roles,
+        teachers=teachers,
+        kl_controller=controllers.kl,
+        step=step,
+        timer=timer,
+        log=log,
+    )
+    with allow_stop_after_half_grace():
+        pass  # The last point at which a stop request may abandon the step: updates follow.
+    with timer.measure("update"):
+        update_metrics = update_roles(
+            prepared.samples,
+            prepared.plan,
+            roles=roles,
+            objectives=objectives,
+            step=step,
+            log=log,
+        )
+        if isinstance(self_teacher := config.distillation.self_teacher, EmaPolicy):
+            update_average(roles[AVERAGED_ROLE], actor=roles["actor"], decay=self_teacher.decay)
+    controllers = replace(controllers, kl=prepared.kl_controller)
+    entropy = update_metrics.get("policy/entropy", math.nan)
+    # NaN if the objective reports no entropy or no update measured one. The controller would lower
+    # its coefficient then, because NaN < target is False.
+    if not math.isnan(entropy):
+        controllers = replace(controllers, entropy=controllers.entropy.adapt(entropy=entropy))
+    return {**prepared.metrics, **update_metrics}, controllers
+
+
+def _prepare_updates(
+    rollouts: Sequence[Rollout],
+    *,
+    config: TrainerConfig,
+    roles: Mapping[str, WorkerGroup],
+    teachers: TeacherClient | None,
+    kl_controller: KlController,
+    step: int,
+    timer: StepTimer,
+    log: RunLog,
+) -> _PreparedUpdates:
+    """Measure log-probs, estimate advantages and plan the mini-batches; change no weights.
+
+    For the arguments see `train_on_rollouts`.
+    """
+    algorithm = config.algorithm
     samples = to_samples(
-        rollouts, temperature=config.sampling.temperature, overlong_filter=overlong_filter
+        rollouts,
+        temperature=config.sampling.temperature,
+        overlong_filter=algorithm.overlong_filter,
     )
     # One per sample: an agent that has changed its history has several samples in a rollout.
     split_rollouts, parents = split_branches(rollouts)
@@ -116,7 +178,7 @@ def train_on_rollouts(
         samples = add_forward_columns(
             samples,
             plan,
-            algorithm=config.algorithm,
+            algorithm=algorithm,
             with_old_logprobs=needs_old_logprob_pass(config),
             roles=roles,
         )
@@ -124,25 +186,18 @@ def train_on_rollouts(
     samples, teacher_metrics = _add_teacher_columns(
         samples, split_rollouts, teachers=teachers, timer=timer
     )
-    samples, advantage_metrics, kl_controller = add_advantages(
-        samples,
-        rollouts=rollouts,
-        parents=parents,
-        config=config,
-        kl_controller=controllers.kl,
+    samples, metrics, kl_controller = add_advantages(
+        samples, rollouts=rollouts, parents=parents, config=config, kl_controller=kl_controller
     )
-    controllers = replace(controllers, kl=kl_controller)
-    if config.algorithm.reweight is not None:
+    if algorithm.reweight is not None:
         # After the advantages, which are those of the groups as they were sampled.
+        seed = derive_seed(config.run.seed, "reweight", step)
         samples, resampling_metrics = _resample(
-            samples,
-            rollouts,
-            config=config.algorithm.reweight,
-            seed=derive_seed(config.run.seed, "reweight", step),
+            samples, rollouts, config=algorithm.reweight, seed=seed
         )
         # Lengths and denominators are now those of the drawn samples.
         plan = plan_step(samples, config.batching, layouts=layouts, seed=plan_seed)
-        advantage_metrics = advantage_metrics | resampling_metrics
+        metrics = metrics | resampling_metrics
     # Late in a run most groups are all right or all wrong, and their passes would cost as much as
     # those of the others: docs/decisions/0003.
     if can_drop_zero_advantage(config):
@@ -153,24 +208,13 @@ def train_on_rollouts(
             layout=layouts["actor"],
             max_tokens=config.batching.max_tokens,
         )
-    with allow_stop_after_half_grace():
-        pass  # The last point at which a stop request may abandon the step: updates follow.
-    with timer.measure("update"):
-        update_metrics = update_roles(
-            samples, plan, roles=roles, objectives=objectives, step=step, log=log
-        )
-        if isinstance(self_teacher := config.distillation.self_teacher, EmaPolicy):
-            update_average(roles[AVERAGED_ROLE], actor=roles["actor"], decay=self_teacher.decay)
-    entropy = update_metrics.get("policy/entropy", math.nan)
-    # NaN if the objective reports no entropy or no update measured one. The controller would lower
-    # its coefficient then, because NaN < target is False.
-    if not math.isnan(entropy):
-        controllers = replace(controllers, entropy=controllers.entropy.adapt(entropy=entropy))
-    metrics = measure_plan(plan, samples, role="actor") | advantage_metrics | teacher_metrics
-    if overlong_filter:
+    metrics = measure_plan(plan, samples, role="actor") | metrics | teacher_metrics
+    if algorithm.overlong_filter:
         num_truncated = sum(rollout.is_truncated for rollout in rollouts)
         metrics["batch/overlong_fraction"] = num_truncated / len(rollouts)
-    return metrics | update_metrics, controllers
+    return _PreparedUpdates(
+        samples=samples, plan=plan, metrics=metrics, kl_controller=kl_controller
+    )
 
 
 def needs_old_logprob_pass(config: TrainerConfig) -> bool:
