@@ -24,6 +24,7 @@ from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
 from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.config.run import RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.tokenizer import compute_tokenizer_digest
 from temper_trainer.loops.evaluation import evaluate_all
@@ -236,13 +237,7 @@ def _run_steps(
             writer.commit_before_log(
                 is_save_due=boundary.is_save_due(step, is_last=is_last or stop.is_set)
             )
-            log.log_metrics(step, result.metrics, phase="rl")
-            if warning := watch.observe(step, result.metrics):
-                log.print_line(warning)
-            # Before the report of the first step, which shows them.
-            if run.table_every and (step == 1 or step % run.table_every == 0 or is_last):
-                rows = _pick_samples(result, count=run.num_table_rows)
-                log.show_samples(step, rows, kind="training")
+            _log_step(step, result, run=run, log=log, watch=watch)
             # Before a save is decided: a process that has lost the lock of the folder must save
             # nothing.
             boundary.end_step()
@@ -257,6 +252,20 @@ def _run_steps(
                 boundary.set_saved(step, checkpoint)
             if stop.is_set and not is_last:
                 raise boundary.make_interrupted(stop)
+
+
+def _log_step(
+    step: int, result: StepResult, *, run: RunConfig, log: RunLog, watch: LearningWatch
+) -> None:
+    """Write the metrics of a step, a warning if the run does not learn, and some completions."""
+    log.log_metrics(step, result.metrics, phase="rl")
+    if warning := watch.observe(step, result.metrics):
+        log.print_line(warning)
+    is_last = step == run.total_steps
+    # Before the report of the first step, which shows them.
+    if run.table_every and (step == 1 or step % run.table_every == 0 or is_last):
+        rows = _pick_samples(result, count=run.num_table_rows)
+        log.show_samples(step, rows, kind="training")
 
 
 @contextmanager
