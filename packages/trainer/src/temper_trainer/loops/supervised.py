@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -293,13 +292,6 @@ def run_supervised(
         RunInterrupted: If a stop was requested; the last completed step is saved.
     """
     checkpointer = open_checkpointer(config, folder=stage.folder)
-    make_state = partial(
-        TrainerState,
-        phase=stage.phase,
-        weight_version=0,  # there is no sampler, so no weights are published
-        config_digest=digest,
-        tokenizer_digest=compute_tokenizer_digest(tokenizer),
-    )
     evaluator = HeldOutEvaluator(
         sets=stage.held_out,
         objective=stage.objective,
@@ -308,71 +300,103 @@ def run_supervised(
         max_tokens=config.batching.max_tokens,
         log=log,
     )
-
-    def check_stop() -> None:
-        """Raise WorkAbandoned if a stop was requested."""
-        with stop.allow_abandon():
-            pass
-
-    stream = stage.open_stream(DataCursor())
+    start = TrainerState(
+        phase=stage.phase,
+        step=0,
+        cursor=DataCursor(),
+        weight_version=0,  # there is no sampler, so no weights are published
+        config_digest=digest,
+        tokenizer_digest=compute_tokenizer_digest(tokenizer),
+    )
     with stop.protect_exit(
         _open_groups(stage, num_workers=config.actor.num_workers, ref=config.ref, runtime=runtime)
     ) as groups:
         actor = groups["actor"]
-        stream, done = _resume(stage, stream, actor=actor, checkpointer=checkpointer, log=log)
+        stream, done = _resume(stage, actor=actor, checkpointer=checkpointer, log=log)
         boundary.set_saved(done, stage.resume_from)
         if done < stage.total_steps:
             stage.folder.supersede_model()
         if done == 0:
             evaluator.evaluate(groups, step=0)
-        with (
-            # Outermost, so that a signal interrupts neither an update nor the wait for a
-            # background save when the body ends.
-            stop.defer(),
-            # Within the groups: a save in the background must end before the workers that write it
-            # are closed.
-            CheckpointWriter(
-                checkpointer, roles={"actor": actor}, in_background=config.run.save_in_background
-            ) as writer,
-            log.progress_bar(stage.phase, total=stage.total_steps, start=done) as bar,
-        ):
-            for step in range(done + 1, stage.total_steps + 1):
-                metrics = _run_update(
-                    stage,
-                    groups=groups,
-                    stream=stream,
-                    max_tokens=config.batching.max_tokens,
-                    seed=derive_seed(config.run.seed, stage.phase, step),
-                )
-                is_last = step == stage.total_steps
-                writer.commit_before_log(
-                    is_save_due=boundary.is_save_due(step, is_last=is_last or stop.is_set)
-                )
-                log.log_metrics(
-                    step,
-                    metrics,
-                    phase=stage.phase,
-                    prints_line=_is_printed(step, stage),
-                )
-                boundary.end_step()
-                bar.advance()
-                if stage.eval_every and step % stage.eval_every == 0 and not is_last:
-                    # An abandoned evaluation is not repeated: the step is saved below, and the run
-                    # ends.
-                    with suppress(WorkAbandoned):
-                        evaluator.evaluate(groups, step=step, check_stop=check_stop)
-                if boundary.is_save_due(step, is_last=is_last or stop.is_set):
-                    state = make_state(step=step, cursor=stream.cursor)
-                    checkpoint = writer.save(state, wait=is_last or stop.is_set)
-                    boundary.set_saved(step, checkpoint)
-                if stop.is_set:
-                    raise boundary.make_interrupted(stop)
+        _run_steps(
+            stage,
+            config=config,
+            groups=groups,
+            stream=stream,
+            state=replace(start, step=done),
+            checkpointer=checkpointer,
+            evaluator=evaluator,
+            stop=stop,
+            boundary=boundary,
+        )
         evaluation = evaluator.evaluate(groups, step=stage.total_steps)
         if stage.exports_model:
             export_model(
                 actor, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model
             )
         return evaluation
+
+
+def _run_steps(
+    stage: SupervisedStage,
+    *,
+    config: TrainerConfig,
+    groups: Mapping[str, WorkerGroup],
+    stream: ExampleStream,
+    state: TrainerState,
+    checkpointer: Checkpointer,
+    evaluator: HeldOutEvaluator,
+    stop: StopRequest,
+    boundary: StepBoundary,
+) -> None:
+    """Run the steps after that of `state`; evaluate and save between them."""
+    log = boundary.log
+
+    def check_stop() -> None:
+        """Raise WorkAbandoned if a stop was requested."""
+        with stop.allow_abandon():
+            pass
+
+    with (
+        # Outermost, so that a signal interrupts neither an update nor the wait for a background
+        # save when the body ends.
+        stop.defer(),
+        # Within the groups: a save in the background must end before the workers that write it are
+        # closed.
+        CheckpointWriter(
+            checkpointer,
+            roles={"actor": groups["actor"]},
+            in_background=config.run.save_in_background,
+        ) as writer,
+        log.progress_bar(stage.phase, total=stage.total_steps, start=state.step) as bar,
+    ):
+        for step in range(state.step + 1, stage.total_steps + 1):
+            metrics = _run_update(
+                stage,
+                groups=groups,
+                stream=stream,
+                max_tokens=config.batching.max_tokens,
+                seed=derive_seed(config.run.seed, stage.phase, step),
+            )
+            is_last = step == stage.total_steps
+            writer.commit_before_log(
+                is_save_due=boundary.is_save_due(step, is_last=is_last or stop.is_set)
+            )
+            log.log_metrics(step, metrics, phase=stage.phase, prints_line=_is_printed(step, stage))
+            boundary.end_step()
+            bar.advance()
+            if stage.eval_every and step % stage.eval_every == 0 and not is_last:
+                # An abandoned evaluation is not repeated: the step is saved below, and the run
+                # ends.
+                with suppress(WorkAbandoned):
+                    evaluator.evaluate(groups, step=step, check_stop=check_stop)
+            if boundary.is_save_due(step, is_last=is_last or stop.is_set):
+                checkpoint = writer.save(
+                    replace(state, step=step, cursor=stream.cursor), wait=is_last or stop.is_set
+                )
+                boundary.set_saved(step, checkpoint)
+            if stop.is_set:
+                raise boundary.make_interrupted(stop)
 
 
 @contextmanager
@@ -399,7 +423,6 @@ def _open_groups(
 
 def _resume(
     stage: SupervisedStage,
-    stream: ExampleStream,
     *,
     actor: WorkerGroup,
     checkpointer: Checkpointer,
@@ -410,6 +433,7 @@ def _resume(
     Returns:
         The remaining examples, and the number of completed steps.
     """
+    stream = stage.open_stream(DataCursor())
     checkpoint = stage.resume_from
     if checkpoint is None:
         return stream, 0
