@@ -42,11 +42,11 @@ from temper_trainer.loops.run.run_setup import (
     with_run_length,
 )
 from temper_trainer.loops.run.step_boundary import StepBoundary
-from temper_trainer.loops.supervised import (
+from temper_trainer.loops.supervised import run_supervised
+from temper_trainer.loops.supervised_stage import (
     SupervisedStage,
     build_demonstration_stage,
     build_preference_stage,
-    run_supervised,
 )
 from temper_trainer.metrics.evaluation_estimators import name_categories
 from temper_trainer.metrics.run_files import read_settings
