@@ -1,7 +1,8 @@
 r"""Run GRPO with vLLM through `temper-train`: colocated on one GPU, or on separate GPUs with NCCL.
 
     python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON \
-        [--shape 0.5B] [--jobs colocated,separate] [--gpus 2,3] [--check]
+        [--shape 0.5B] [--jobs colocated,separate] [--gpus 2,3] [--check] \
+        [--override SETTING]
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on
 PYTHONPATH are enough). This interpreter needs the trainer and the FSDP engine with their
@@ -11,6 +12,9 @@ can run in parallel; `--check` validates the settings of each job and runs nothi
 
 Each job is a `temper-train` run in its own process, on arithmetic problems with a random model of
 the given shape. The timings of all steps except the first become rows of FOLDER/rows.jsonl.
+`--override` adds a setting to every job, and may be given several times. The state of AdamW for 8B
+does not fit on the actor's GPU, which torch.optim.SGD without `betas` and `weight_decay` avoids.
+The jobs `experts` and `experts_replayed` need a shape with experts, such as `--shape 30B-A3B-4L`.
 
 The image needs, in addition to this checkout: vllm==0.26.0 (with its dependencies,
 apache-tvm-ffi==0.1.15.post2), hydra-core, omegaconf, antlr4-python3-runtime, cattrs, fsspec,
@@ -34,7 +38,7 @@ import torch
 from temper_trainer.config_loading import load
 from temper_trainer.rollout.vllm.server_process import SERVER_MODULE
 from tools.gpu.engine_fsdp import provide_entry_points
-from tools.gpu.workload import SHAPES, Rows
+from tools.gpu.workload import CARDS, SHAPES, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +127,8 @@ JOBS: dict[str, Job] = {
     "async_4": _make_separate_job(4, "loop=async", "asynchrony.max_staleness=2"),
     "killed": _with_killed_server(_make_separate_job(2), transport="collective"),
     "killed_colocated": _with_killed_server(_COLOCATED, transport="cuda_ipc"),
+    "experts": _make_separate_job(2),
+    "experts_replayed": _make_separate_job(2, "rollout.routing_replay=true"),
     "adapter": _with_adapter(_make_separate_job(2)),
     "adapter_colocated": _with_adapter(_COLOCATED),
 }
@@ -150,7 +156,7 @@ OTHERS = (
 
 def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> list[str]:
     """Return the overrides that all jobs have in common."""
-    sizes = SHAPES[shape]
+    sizes = CARDS.get(shape) or SHAPES[shape]
     architecture = "actor.engine.model.architecture"
     return [
         "experiment=quickstart",
@@ -161,8 +167,12 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
         "run.save_model=false",
         "run.table_every=0",
         "run.num_threads=8",
-        *(f"{architecture}.{name}={size}" for name, size in sizes.items() if name != "vocab_size"),
-        f"{architecture}.vocab_size={sizes['vocab_size']}",
+        *(
+            f"+{architecture}.{name}={json.dumps(size)}"
+            for name, size in sizes.items()
+            # Completions are shorter than the context from which Llama scales its angles.
+            if name not in ("max_position_embeddings", "rope_scaling")
+        ),
         f"{architecture}.max_position_embeddings=4096",
         "actor.engine.device=cuda",
         "actor.engine.precision.compute=bf16",
@@ -179,7 +189,14 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
 
 
 def list_overrides(
-    name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path
+    name: str,
+    gpus: Sequence[str],
+    *,
+    shape: str,
+    steps: int,
+    rollout_python: str,
+    out: Path,
+    more: Sequence[str] = (),
 ) -> list[str]:
     """Return the overrides of a job: the actor gets the first GPU, servers get the others."""
     shared = overrides(
@@ -202,6 +219,7 @@ def list_overrides(
         *warm,
         *job.overrides,
         *([f"runtime.rollout_devices=[{servers}]"] if servers else []),
+        *more,
     ]
 
 
@@ -215,6 +233,7 @@ def run_job(
     rollout_python: str,
     out: Path,
     limit_s: float,
+    more: Sequence[str] = (),
 ) -> None:
     """Run a job and add its row; the row of a failed job contains the end of its log."""
     job = JOBS[name]
@@ -223,7 +242,13 @@ def run_job(
         return
     folder = out / f"{name}-{shape}"
     settings = list_overrides(
-        name, gpus[: job.gpus], shape=shape, steps=steps, rollout_python=rollout_python, out=out
+        name,
+        gpus[: job.gpus],
+        shape=shape,
+        steps=steps,
+        rollout_python=rollout_python,
+        out=out,
+        more=more,
     )
     environment = os.environ | {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -241,6 +266,7 @@ def run_job(
         "shape": shape,
         "gpus": job.gpus,
         "exit": code,
+        "overrides": list(more),
         "wall_s": round(time.perf_counter() - begin, 1),
     }
     log_text = (out / f"{name}.log").read_text(errors="replace")
@@ -320,7 +346,15 @@ def _tail(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines()[-25:] if path.exists() else []
 
 
-def check_job(name: str, *, shape: str, steps: int, rollout_python: str, out: Path) -> None:
+def check_job(
+    name: str,
+    *,
+    shape: str,
+    steps: int,
+    rollout_python: str,
+    out: Path,
+    more: Sequence[str] = (),
+) -> None:
     """Compose and validate the settings of a job; needs no GPU.
 
     Raises:
@@ -328,7 +362,15 @@ def check_job(name: str, *, shape: str, steps: int, rollout_python: str, out: Pa
     """
     gpus = [str(gpu) for gpu in range(JOBS[name].gpus)]
     load(
-        list_overrides(name, gpus, shape=shape, steps=steps, rollout_python=rollout_python, out=out)
+        list_overrides(
+            name,
+            gpus,
+            shape=shape,
+            steps=steps,
+            rollout_python=rollout_python,
+            out=out,
+            more=more,
+        )
     )
     print(f"{name}: the settings are valid")
 
@@ -338,12 +380,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rollout-python", default=sys.executable)
-    parser.add_argument("--shape", choices=list(SHAPES), default="0.5B")
+    parser.add_argument("--shape", choices=[*SHAPES, *CARDS], default="0.5B")
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--gpus", help="GPUs to use, such as 2,3; default: all")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=Path, help="file of results; default: rows.jsonl in --out")
     parser.add_argument("--limit", type=float, default=540.0, help="time limit of a job in seconds")
+    parser.add_argument("--override", action="append", default=[], help="a setting of every job")
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
     with provide_entry_points():
@@ -360,6 +403,7 @@ def run_chosen(chosen: argparse.Namespace) -> None:
                 steps=chosen.steps,
                 rollout_python=chosen.rollout_python,
                 out=chosen.out,
+                more=chosen.override,
             )
         return
     chosen.out.mkdir(parents=True, exist_ok=True)
@@ -379,6 +423,7 @@ def run_chosen(chosen: argparse.Namespace) -> None:
             rollout_python=chosen.rollout_python,
             out=chosen.out.resolve(),
             limit_s=chosen.limit,
+            more=chosen.override,
         )
 
 
