@@ -171,6 +171,15 @@ def test_a_script_that_writes_one_which_launches_is_a_step(project: Path) -> Non
     assert "line 1: the launch stands inside a text that another shell runs" in step.blockers[0]
 
 
+def test_a_makefile_that_launches_is_a_step_and_stays(project: Path, tmp_path: Path) -> None:
+    command = RUN.replace("\\\n", " ").strip()
+    (project / "Makefile").write_text(f"all: train\n\nlint:\n\truff .\ntrain:\n\t{command}\n")
+    step = next(step for step in examine(project) if str(step.path) == "Makefile")
+    assert (step.effort, step.command) == (Effort.REWRITE, "make -C . -n train")
+    assert step.blockers[0].startswith("line 5: the rule train starts verl.trainer.main_ppo: save")
+    assert "nothing was written" in carry_out(step, project, tmp_path / "new")
+
+
 def test_a_folder_without_anything_old_says_so(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0

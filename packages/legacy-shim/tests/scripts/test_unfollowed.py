@@ -321,3 +321,87 @@ def test_launch_that_is_piped_into_a_shell_is_translated_and_left_to_the_user(sh
     migration = migrate_script(f"echo 'python3 -m verl.trainer.main_ppo {RUN}' | {shell}\n")
     assert entries(migration) == ["verl.trainer.main_ppo"]
     assert migration.outcome is Outcome.PERSON
+
+
+MAKEFILE = f"""\
+MODEL ?= /models/q
+RUN = python3 -m verl.trainer.main_ppo # the old trainer
+.PHONY: all train
+
+all: data train
+data:
+\tpython3 prepare.py
+
+train: data ; @echo start
+\t-@cd work && $(RUN) {RUN} \\
+\t    actor_rollout_ref.model.path=$(MODEL) trainer.experiment_name=$$USER
+lint:
+\truff check .
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make train MODEL=/models/r",
+        "make -j 4 -C . train",
+        "exec make",  # all, the first rule
+        "make lint train",
+        "gmake -f Makefile train",
+    ],
+)
+def test_rule_of_a_makefile_is_looked_into(tmp_path: Path, command: str) -> None:
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    migration = migrate_script(f"{command}\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PERSON
+    assert "of Makefile (line " in persons(migration)[0]
+    assert "which starts verl.trainer.main_ppo: save the commands" in persons(migration)[0]
+
+
+def test_rule_of_a_makefile_without_a_trainer_is_clean(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    assert migrate_script("make lint\n", folder=tmp_path).outcome is Outcome.CLEAN
+
+
+def test_rule_of_a_makefile_that_calls_a_script_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(f"python3 -m verl.trainer.main_ppo {RUN}\n")
+    (tmp_path / "Makefile").write_text("train:\n\tbash train.sh\n\tmake train\n")
+    migration = migrate_script("make train\n", folder=tmp_path)
+    assert "another script with an old trainer (train)" in persons(migration)[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("make train", "line 1: make train: no makefile was found next to this script"),
+        ("modal run jobs/train.py::main", "line 1: jobs/train.py was not found next to this"),
+    ],
+)
+def test_launch_by_a_missing_file_is_reported(tmp_path: Path, command: str, expected: str) -> None:
+    migration = migrate_script(f"{command}\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PINNED
+    assert remarks(migration)[0].startswith(expected)
+
+
+def test_missing_rule_of_a_makefile_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    migration = migrate_script("make evaluate\n", folder=tmp_path)
+    assert remarks(migration) == [
+        "line 1: Makefile has no rule evaluate, so what it starts is not known"
+    ]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "modal run train.py",
+        "modal run --detach --env dev train.py::main --epochs 3",
+        "python3 -m modal run -m train::main",
+        "uv run modal deploy train.py",
+    ],
+)
+def test_python_file_that_modal_runs_is_looked_into(tmp_path: Path, command: str) -> None:
+    (tmp_path / "train.py").write_text(PYTHON[1])
+    migration = migrate_script(f"{command}\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PERSON
+    assert "line 1: train.py uses verl.trainer.main_ppo" in persons(migration)[0]

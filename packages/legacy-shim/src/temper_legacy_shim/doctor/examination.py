@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.errors import ShimError, UsageError, format_extra_install
 from temper_legacy_shim.imports.source_files import SKIPPED, is_copy
+from temper_legacy_shim.scripts.makefiles import MAKEFILES
 
 if TYPE_CHECKING:
     from temper_legacy_shim.configs.reading.config_files import OldFile
@@ -89,6 +90,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
         known_version(version)
     configs: list[Path] = []
     scripts: list[Path] = []
+    makefiles: list[Path] = []
     checkpoints: list[Step] = []
     releases: dict[Path, str] = {}
     copies: list[Path] = []
@@ -107,6 +109,8 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
                 configs.append(path)
             elif path.suffix in SCRIPT_SUFFIXES:
                 scripts.append(path)
+            elif name in MAKEFILES:
+                makefiles.append(path)
     return [
         *_configs(folder, configs, version=version),
         *(
@@ -114,6 +118,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
             for path in scripts
             for step in _script(folder, path, version=version, releases=releases)
         ),
+        *(step for path in makefiles for step in _makefile(folder, path)),
         *checkpoints,
         *_imports(folder),
         *(_copy(folder, path) for path in copies),
@@ -301,6 +306,26 @@ def _script(
             blockers=blockers,
             command=command,
             version=version,
+        )
+    ]
+
+
+def _makefile(folder: Path, path: Path) -> list[Step]:
+    """Return a step if rules of a makefile start an old trainer; nothing is written for it."""
+    from temper_legacy_shim.scripts.unfollowed import find_launching_rules
+
+    sentences = find_launching_rules(path)
+    if not sentences:
+        return []
+    shown = path.relative_to(folder)
+    return [
+        Step(
+            kind=Kind.SCRIPT,
+            path=shown,
+            what="a makefile that starts an old trainer",
+            effort=Effort.REWRITE,
+            blockers=tuple(sentences.values()),
+            command=f"make -C {shown.parent} -n {next(iter(sentences))}",
         )
     ]
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +18,12 @@ from temper_legacy_shim.scripts.launches import (
     starts_unknown_program,
     takes_arguments_from_stdin,
 )
+from temper_legacy_shim.scripts.makefiles import (
+    MAKEFILES,
+    MakeCall,
+    parse_make_call,
+    read_makefile,
+)
 from temper_legacy_shim.scripts.script_reading import ScriptReading, read_script
 
 _SCRIPT = re.compile(r"[^\s=]*\.(?:sh|bash|slurm|sbatch)")
@@ -28,6 +34,11 @@ _PRINTS = ("echo", "printf", "temper-train", "tee", "cat", "grep", "sed", "awk")
 _OTHER_SHELL = re.compile(r"#!\s*\S*?(?:/env\s+(?:-S\s+)?)?\b(zsh|fish|t?csh|ksh)\b")
 _OLD_TRAINER = re.compile(
     r"\b(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)\b(?!\.py)"
+)
+_MODAL_RUNS = (["run"], ["deploy"], ["serve"])
+_HOW_TO_MOVE_RULE = (
+    "save the commands that `make -n {target}` prints as a script, translate that, and call it in "
+    "the rule"
 )
 _MOST_KEYS = 4
 _MOST_LEVELS = 3
@@ -91,8 +102,10 @@ def _open_launches(reading: ScriptReading) -> Iterator[str]:
 
 def _question(event: Event, folder: Path | None, level: int) -> str:
     """Return a question about a command that may start an old trainer; empty for others."""
+    if (make := _find_make_call(event)) is not None:
+        return _question_of_make(make, event, folder, level)
     called = _called_script(event)
-    program = "" if called else find_program(event.fields)
+    program = "" if called else _find_modal_file(event) or find_program(event.fields)
     path = _find_script(called or program, folder)
     entry = _entry_behind(path, level) if path is not None else ""
     keys = list(_known_keys(event.fields))
@@ -122,8 +135,85 @@ def _remark(event: Event, folder: Path | None) -> str:
     called = _called_script(event)
     if called and folder is not None and _find_script(called, folder) is None:
         return f"{called} was not found next to this script, so what it starts is not known"
+    if (make := _find_make_call(event)) is not None and folder is not None:
+        return _remark_of_make(make, event, folder)
+    modal = _find_modal_file(event)
+    if modal and folder is not None and _find_script(modal, folder) is None:
+        return f"{modal} was not found next to this script, so what modal starts is not known"
     if _runs_other_text(event):
         return f"{_shown(event)} runs commands that are not in this script"
+    return ""
+
+
+def _find_make_call(event: Event) -> MakeCall | None:
+    return parse_make_call([field.text.shown() for field in started(event.fields)])
+
+
+def _question_of_make(call: MakeCall, event: Event, folder: Path | None, level: int) -> str:
+    """Return a question about a makefile's target that starts an old trainer."""
+    path = _find_makefile(call, folder)
+    if path is None or level >= _MOST_LEVELS:
+        return ""
+    makefile = read_makefile(path)
+    for target in call.targets or (makefile.default_target(),):
+        commands = makefile.write_commands(target, variables=call.variables)
+        if entry := _entry_in_text(commands, path.parent, level, name=target):
+            line = makefile.rules[target].line
+            return (
+                f"{_shown(event)} runs the rule {target} of {path.name} (line {line}), which "
+                f"starts {entry}: {_HOW_TO_MOVE_RULE.format(target=target)}."
+            )
+    return ""
+
+
+def find_launching_rules(path: Path) -> dict[str, str]:
+    """Return a sentence for each rule of a makefile whose own commands start an old trainer."""
+    sentences = {}
+    makefile = read_makefile(path)
+    for target, rule in makefile.rules.items():
+        own = replace(makefile, rules={target: rule})
+        commands = own.write_commands(target, variables={})
+        if entry := _entry_in_text(commands, path.parent, 0, name=target):
+            sentences[target] = (
+                f"line {rule.line}: the rule {target} starts {entry}: "
+                f"{_HOW_TO_MOVE_RULE.format(target=target)}"
+            )
+    return sentences
+
+
+def _remark_of_make(call: MakeCall, event: Event, folder: Path) -> str:
+    """Return a sentence about targets that were not found; empty if their rules were read."""
+    path = _find_makefile(call, folder)
+    if path is None:
+        return (
+            f"{_shown(event)}: no makefile was found next to this script, so what it starts is "
+            "not known"
+        )
+    known = read_makefile(path).rules
+    unknown = ", ".join(target for target in call.targets if target not in known)
+    return f"{path.name} has no rule {unknown}, so what it starts is not known" if unknown else ""
+
+
+def _find_makefile(call: MakeCall, folder: Path | None) -> Path | None:
+    prefix = f"{call.folder}/" if call.folder else ""
+    names = (call.file,) if call.file else MAKEFILES
+    paths = (_find_script(prefix + name, folder) for name in names)
+    return next((path for path in paths if path is not None), None)
+
+
+def _find_modal_file(event: Event) -> str:
+    """Return the Python file that ``modal run`` or ``modal deploy`` gets; empty for others."""
+    words = [field.text.shown() for field in started(event.fields)]
+    if words[1:3] == ["-m", "modal"]:
+        words = words[2:]
+    if not words or words[0].rpartition("/")[2] != "modal" or words[1:2] not in _MODAL_RUNS:
+        return ""
+    for before, word in pairwise(words[1:]):
+        name = word.partition("::")[0]
+        if before == "-m":
+            return name.replace(".", "/") + ".py"
+        if name.endswith(".py"):
+            return name
     return ""
 
 
@@ -200,14 +290,30 @@ def _entry_behind(path: Path, level: int) -> str:
     if path.suffix == ".py":
         return _trainer_in(path)
     try:
-        reading = read_script(path.read_text(encoding="utf-8", errors="surrogateescape"))
-    except (ScriptError, OSError):
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""
+    return _entry_in_text(text, path.parent, level, name=path.name)
+
+
+def _entry_in_text(text: str, folder: Path, level: int, *, name: str) -> str:
+    """Return the old trainer that the text of a script starts; empty if none is seen.
+
+    Args:
+        text: The script.
+        folder: Folder in which scripts that it calls are looked for.
+        level: How many scripts led here.
+        name: Name of the script for the result.
+    """
+    try:
+        reading = read_script(text)
+    except ScriptError:
         return ""
     launches = reading.launches or reading.written
     if launches:
         return launches[0].entry
-    decisions, _ = find_unfollowed(reading, path.parent, level=level + 1)
-    return f"another script with an old trainer ({path.name})" if decisions else ""
+    decisions, _ = find_unfollowed(reading, folder, level=level + 1)
+    return f"another script with an old trainer ({name})" if decisions else ""
 
 
 def _trainer_in(path: Path) -> str:
