@@ -86,3 +86,20 @@ def test_learning_rate_of_zero_is_a_warning(
     warn_about_settings(load([*settings, "actor.engine.optimizer.lr=0"]).config)
     (message,) = caplog.messages
     assert message.startswith("actor.engine.optimizer.lr is 0, so its weights will not change")
+
+
+def test_agent_with_advantages_per_token_is_a_warning(
+    settings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = (
+        "data.chat_template=x",
+        "environment={name: agent, arguments: {command: a}, max_tokens: 99}",
+    )
+    warn_about_settings(load([*settings, *agent]).config)
+    assert not caplog.messages
+    per_token = [*settings, *agent, "algorithm=reinforce_plus_plus"]
+    warn_about_settings(load([*per_token, "environment.max_turns=1"]).config)
+    assert not caplog.messages
+    warn_about_settings(load(per_token).config)
+    (message,) = caplog.messages
+    assert message.startswith("environment is agent, whose rollouts are several samples if")

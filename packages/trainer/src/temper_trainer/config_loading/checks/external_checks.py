@@ -123,9 +123,11 @@ def warn_about_judges(config: TrainerConfig) -> None:
 
 
 def warn_about_settings(config: TrainerConfig) -> None:
-    """Log a warning for each trained model whose learning rate is 0."""
+    """Log a warning for models that do not learn, and for agents that may end the run."""
     if config.task in INFERENCE_TASKS:
         return
+    if config.task == "rl" and not config.algorithm.has_equal_token_advantages:
+        _warn_about_branches(config)
     for name, role in config.trained_roles.items():
         optimizer = role.engine.optimizer
         if optimizer is not None and optimizer.lr == 0:
@@ -134,6 +136,25 @@ def warn_about_settings(config: TrainerConfig) -> None:
                 "use task=eval to measure the model",
                 name,
             )
+
+
+def _warn_about_branches(config: TrainerConfig) -> None:
+    """Log a warning for each environment whose rollouts may be several samples."""
+    for key, environment in config.all_environments.items():
+        # One completion is one sample, whatever the agent does.
+        if environment.max_turns == 1 or environment.name in BUILT_IN_ENVIRONMENTS:
+            continue
+        if not hasattr(load_environment_class(environment), "run_agent"):
+            continue
+        logger.warning(
+            "%s is %s, whose rollouts are several samples if the agent changes what the policy "
+            "had read before: the run then stops, because the tokens of a rollout have different "
+            "advantages. Set algorithm.advantage to an estimator such as grpo, "
+            "algorithm.kl_reward_coef=0 and algorithm.reweight=null, or let the agent only append "
+            "to its conversation",
+            key,
+            environment.name,
+        )
 
 
 def check_models(loaded: LoadedConfig) -> None:
