@@ -101,7 +101,9 @@ class StoreServer:
     def _serve(self, client: socket.socket, origin: str) -> None:
         try:
             try:
-                connection = _authenticate(client, self._key, is_server=True, timeout_s=HANDSHAKE_S)
+                connection = authenticate_socket(
+                    client, self._key, is_server=True, timeout_s=HANDSHAKE_S
+                )
             finally:
                 # Released before the first request: the limit is for clients that have not proved
                 # that they know the token, and a rank stays connected until the run ends.
@@ -200,7 +202,7 @@ class TokenStore(Store):
         where = f"the store at {address}:{port}"
         try:
             client = _connect(address, port, timeout_s=timeout.total_seconds())
-            self._connection = _authenticate(
+            self._connection = authenticate_socket(
                 client, token.encode(), is_server=False, timeout_s=timeout.total_seconds()
             )
         except (AuthenticationError, EOFError) as error:
@@ -389,7 +391,7 @@ def _connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
             return client
 
 
-def _authenticate(
+def authenticate_socket(
     client: socket.socket, key: bytes, *, is_server: bool, timeout_s: float
 ) -> Connection:
     """Authenticate both sides of a socket and return it as a connection.
