@@ -10,14 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from temper_engine_api.rendezvous import get_run_token
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import RunResult, train
 from temper_trainer.loops.rl_loop import StepLoop
 from temper_trainer.loops.rl_step import StepResult
+from temper_trainer.rollout.sampler import Replica
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.rollout.weight_channel import WeightChannel
 from temper_trainer.runtime.ray.ray_replica import RayReplica
 from temper_trainer.runtime.vllm_teacher import VllmTeacher
 
@@ -141,6 +144,12 @@ def killing_in_step_two(
     return step_that_loses_a_server
 
 
+def kill_server(replica: Replica) -> None:
+    assert isinstance(replica, ServerProcess)
+    if replica.process_id is not None:
+        os.killpg(replica.process_id, signal.SIGKILL)
+
+
 def test_greedy_rollouts_give_the_losses_of_the_transformers_sampler(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
@@ -217,9 +226,7 @@ def test_server_killed_in_a_step_loses_no_completion(
 
     def kill(sampler: VllmSampler) -> None:
         (replica,) = sampler.replicas
-        assert isinstance(replica, ServerProcess)
-        assert replica.process_id is not None
-        os.killpg(replica.process_id, signal.SIGKILL)
+        kill_server(replica)
 
     run(tmp_path / "whole", *SHORT_RUN, *on_vllm)
     monkeypatch.setattr(StepLoop, "run_step", killing_in_step_two(restarts, kill))
@@ -232,6 +239,46 @@ def test_server_killed_in_a_step_loses_no_completion(
     )
     assert restarts == [0, 1, 1]
     assert drop_sizes(rows(tmp_path / "killed")) == drop_sizes(rows(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("moment", ["sampling", "sending"])
+def test_server_killed_without_stored_weights_leaves_its_work_to_the_others(
+    run: Run,
+    rows: Rows,
+    tmp_path: Path,
+    on_vllm: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+) -> None:
+    ahead = (*SHORT_RUN, *GREEDY, "loop=one_step_off", "run.total_steps=4")
+    samplers: list[VllmSampler] = []
+
+    def kill(sampler: VllmSampler) -> None:
+        samplers.append(sampler)
+        if moment == "sampling":
+            kill_server(sampler.replicas[0])
+
+    send = WeightChannel.send
+
+    def send_and_kill(channel: WeightChannel, data: Tensor) -> None:
+        send(channel, data)
+        if moment == "sending" and samplers and samplers[-1].num_restarts == 0:
+            kill_server(samplers[-1].replicas[0])
+
+    run(tmp_path / "hf", *ahead)
+    restarts: list[int] = []
+    monkeypatch.setattr(StepLoop, "run_step", killing_in_step_two(restarts, kill))
+    monkeypatch.setattr(WeightChannel, "send", send_and_kill)
+    run(
+        tmp_path / "killed",
+        *ahead,
+        *on_vllm,
+        "rollout.num_replicas=2",
+        "weight_sync.transport=collective",
+        "weight_sync.bucket_bytes=20000",
+    )
+    assert restarts[-1] == 1
+    assert_close(rows(tmp_path / "killed"), rows(tmp_path / "hf"))
 
 
 def test_ppo_with_a_critic_gives_the_losses_of_the_transformers_sampler(

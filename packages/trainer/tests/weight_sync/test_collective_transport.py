@@ -13,8 +13,14 @@ from temper_engine_api.rendezvous import get_run_token
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.rollout.packed_bucket import PackedBucket, unpack_tensors
 from temper_trainer.rollout.sampler import ReplicaError
+from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
-from temper_trainer.rollout.weight_channel import ChannelSpec, WeightChannel, join_channel
+from temper_trainer.rollout.weight_channel import (
+    ChannelError,
+    ChannelSpec,
+    WeightChannel,
+    join_channel,
+)
 from temper_trainer.rollout.weight_delta import apply_delta, check_updated_bucket
 from temper_trainer.weight_sync.collective_transport import CollectiveTransport, open_store
 
@@ -40,87 +46,127 @@ class Actor:
         return [call(self, *arguments)]
 
 
-class Worker:
-    """The other end, in a thread."""
+class Server:
+    """A server in a thread, with the receiving end of a channel."""
 
-    cached: list[list[Tensor]]
-    version = 0
+    can_restart = True
+    versions = {"vllm": "0.32.0"}
 
-    def __init__(self) -> None:
-        self.name = "rollout replica 0"
-        self.replicas, self._thread = [self], ThreadPoolExecutor(1)
-        self.received: dict[str, Tensor] = {}
+    def __init__(self, number: int = 0, *, dies_at_bucket: int | None = None) -> None:
+        self.name = f"rollout replica {number}"
+        self.num_starts = 0
+        self.dies_at_bucket = dies_at_bucket
+        self._thread = ThreadPoolExecutor(1)
         self.buffer_addresses: set[int] = set()
+
+    def start(self) -> None:
+        """Forget everything, as a new process does."""
+        self.num_starts += 1
+        self.is_dead = False
+        self.version, self.cached = -1, list[list[Tensor]]()
+        self.received: dict[str, Tensor] = {}
+        self.channel: WeightChannel | None = None
+
+    def close(self) -> None: ...
+
+    def sample(self, requests: object) -> "Future[Any]":
+        """Refuse; these tests sample nothing."""
+        raise NotImplementedError
 
     def call(self, method: str, *arguments: Any) -> "Future[object]":
         """Return the result of a server's method."""
-        return self._thread.submit(getattr(self, method), *arguments)
+        return self._thread.submit(self._run, method, *arguments)
+
+    def die(self) -> None:
+        """End without notice: connections close, and all calls fail from now on."""
+        self.is_dead = True
+        if self.channel is not None:
+            self.channel.close()
+
+    def _run(self, method: str, *arguments: Any) -> object:
+        try:
+            if not self.is_dead:
+                return getattr(self, method)(*arguments)
+        except ChannelError as error:
+            assert self.channel is not None
+            self.channel.close()
+            raise ReplicaError(f"{self.name}: {error}") from error
+        raise ReplicaError(f"{self.name} died")
 
     def join_channel(self, spec: ChannelSpec) -> None:
         """Open this end."""
-        self._channel: WeightChannel = join_channel(
-            spec.to_dict(), worker_rank=0, device=torch.device("cpu")
-        )
+        self.channel = join_channel(spec.to_dict(), worker_rank=0, device=torch.device("cpu"))
 
     def receive_weights(
         self, layout: list[PackedBucket], version: int, keep_copy: bool = False
-    ) -> None:
+    ) -> int:
         """Receive every bucket."""
-        self.cached, self.version = [], version
-        for bucket in layout:
-            data = self._channel.receive(bucket)
+        assert self.channel is not None
+        self.cached = []
+        for index, bucket in enumerate(layout):
+            if index == self.dies_at_bucket:
+                self.dies_at_bucket = None
+                self.die()
+                raise ReplicaError(f"{self.name} died")
+            data = self.channel.receive(bucket)
             self.buffer_addresses.add(data.data_ptr())
             own = {name: tensor.clone() for name, tensor in unpack_tensors(data, bucket)}
             self.received |= own
             self.cached.append(list(own.values()))
+        self.version = version
+        return version
 
     def cached_version(self) -> int:
         """Return the version of the cached weights."""
         return self.version
 
-    def receive_delta(self, layout: list[PackedBucket], base_version: int, version: int) -> None:
+    def receive_delta(self, layout: list[PackedBucket], base_version: int, version: int) -> int:
         """Receive and apply the delta of every bucket."""
         assert base_version == self.version
+        assert self.channel is not None
         for bucket, cached in zip(layout, self.cached, strict=True):
-            changes, data = self._channel.receive_delta(bucket.entries)
+            changes, data = self.channel.receive_delta(bucket.entries)
             apply_delta(cached, data, bucket.entries, changes.counts)
             check_updated_bucket(
                 cached, changes.updated_digest, version=version, base_version=base_version
             )
         self.version = version
+        return version
 
-    def load_while_sending(
-        self,
-        receive: Callable[["Worker"], "Future[object]"],
-        send: Callable[[], object],
-        *,
-        version: int,
-        reload: object,
-    ) -> None:
-        """Receive and send at the same time."""
-        self.reload = cast('Callable[[Worker], "Future[object]"]', reload)
-        answer = receive(self)
-        send()
-        answer.result()
+
+def sampler_of(*servers: Server) -> VllmSampler:
+    spec = ServerSpec(arguments={}, end_token_ids=(1,), max_length=64, vocab_size=41)
+    return VllmSampler(servers, spec=spec, max_restarts=3)
 
 
 def transport_between(
     actor: Actor,
-    worker: Worker,
-    *,
+    *servers: Server,
     bucket_bytes: int = 64,
     max_changed_fraction: float | None = None,
+    can_resend: bool = True,
 ) -> CollectiveTransport:
     return CollectiveTransport(
         actor=actor,
-        sampler=cast("VllmSampler", worker),
+        sampler=sampler_of(*servers),
         backend="gloo",
         workers_per_replica=1,
         bucket_bytes=bucket_bytes,
         with_digest=True,
-        can_resend=True,
+        can_resend=can_resend,
         max_changed_fraction=max_changed_fraction,
     )
+
+
+def notice_death(transport: CollectiveTransport) -> None:
+    """Call all servers, as a request would."""
+    sampler = transport._sampler
+    sampler.call_each("cached_version", [()] * len(sampler.replicas))
+
+
+def wait_for_restart(transport: CollectiveTransport) -> None:
+    (start,) = [each.start for each in transport._sampler._pool._members if each.start]
+    start.result(timeout=10)
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
@@ -129,7 +175,7 @@ def test_every_bucket_arrives_in_the_same_memory_also_a_tensor_larger_than_a_buc
 ) -> None:
     # The memory is agreed on when the channel is opened, and with cuda_ipc it can't be changed
     # afterwards.
-    worker = Worker()
+    worker = Server()
     transport = transport_between(Actor(), worker, bucket_bytes=bucket_bytes)
     for version in (1, 2):
         transport.send(version)
@@ -140,17 +186,71 @@ def test_every_bucket_arrives_in_the_same_memory_also_a_tensor_larger_than_a_buc
 
 
 def test_restarted_server_gets_the_weights_again_and_takes_part_in_the_next_publish() -> None:
-    actor, worker = Actor(), Worker()
-    transport = transport_between(actor, worker)
+    worker = Server()
+    transport = transport_between(Actor(), worker)
     transport.send(1)
-    again = Worker()
-    worker.replicas = [again]
-    worker.reload(again).result()
-    assert again.received.keys() == WEIGHTS.keys()
-    again.received.clear()
-    worker.call = again.call  # type: ignore[method-assign]
+    worker.die()
+    notice_death(transport)
+    assert (worker.num_starts, worker.received.keys()) == (2, WEIGHTS.keys())
+    worker.received.clear()
     transport.send(2)
-    assert all(again.received[name].equal(tensor) for name, tensor in WEIGHTS.items())
+    assert all(worker.received[name].equal(tensor) for name, tensor in WEIGHTS.items())
+    transport.close()
+
+
+def test_death_of_a_server_without_stored_weights_leaves_the_others_sampling() -> None:
+    first, second = Server(0), Server(1)
+    transport = transport_between(Actor(), first, second, can_resend=False)
+    transport.send(1)
+    first.die()
+    notice_death(transport)
+    sampler = transport._sampler
+    assert sampler.replicas == (second,), "the first one has no weights until the next publish"
+    wait_for_restart(transport)
+    transport.send(2)
+    assert (sampler.replicas, first.version, second.version) == ((first, second), 2, 2)
+    second.die()
+    notice_death(transport)
+    first.die()
+    with pytest.raises(ReplicaError, match="its weights are not stored anywhere"):
+        notice_death(transport)
+    transport.close()
+
+
+@pytest.mark.parametrize(("dead", "max_changed_fraction"), [(0, None), (1, 0.25), (2, None)])
+def test_server_that_dies_while_weights_are_sent_is_restarted_and_the_others_get_them(
+    dead: int, max_changed_fraction: float | None
+) -> None:
+    servers = [Server(i) for i in range(3)]
+    servers[dead].dies_at_bucket = 1
+    actor = Actor()
+    transport = transport_between(
+        actor, *servers, can_resend=False, max_changed_fraction=max_changed_fraction
+    )
+    assert transport.send(1).fraction == 1.0
+    others = [each for each in servers if each.num_starts == 1]
+    assert len(others) == 2
+    assert all(each.received["last"].equal(WEIGHTS["last"]) for each in others)
+    wait_for_restart(transport)
+    actor.weights["last"][0] = 8.0
+    transport.send(2)
+    assert [each.version for each in servers] == [2, 2, 2]
+    assert [each.cached[-1][0].tolist() for each in servers] == [[8.0]] * 3
+    transport.close()
+
+
+def test_server_that_joins_or_leaves_changes_the_receivers_of_the_next_weights() -> None:
+    first, second = Server(0), Server(1)
+    transport = transport_between(Actor(), first)
+    transport.send(1)
+    second.start()
+    transport._sampler.add(second)
+    assert second.version == -1
+    transport.send(2)
+    assert (first.version, second.version) == (2, 2)
+    transport._sampler.remove(first)
+    transport.send(3)
+    assert (first.version, second.version) == (2, 3)
     transport.close()
 
 
@@ -164,7 +264,8 @@ def test_channel_listens_only_on_the_configured_address() -> None:
 
 
 def test_channel_stops_listening_when_it_is_closed() -> None:
-    transport = transport_between(Actor(), Worker())
+    transport = transport_between(Actor(), Server())
+    assert transport._spec is not None
     listen_address = (transport._spec.address, transport._spec.port)
     transport.send(1)
     transport.close()
@@ -188,18 +289,19 @@ def test_repr_of_a_channel_spec_hides_token_and_nonce() -> None:
 
 
 def test_weights_that_have_changed_are_not_sent_under_their_old_version() -> None:
-    actor, worker = Actor(), Worker()
+    actor, worker = Actor(), Server()
     transport = transport_between(actor, worker)
     transport.send(1)
     actor.num_updates += 1
+    worker.die()
     with pytest.raises(ReplicaError, match="the actor's weights have changed since version 1"):
-        worker.reload(worker)
+        notice_death(transport)
     transport.close()
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
 def test_after_the_first_publish_only_the_delta_is_broadcast(bucket_bytes: int) -> None:
-    actor, worker = Actor(), Worker()
+    actor, worker = Actor(), Server()
     transport = transport_between(
         actor, worker, bucket_bytes=bucket_bytes, max_changed_fraction=0.25
     )
@@ -220,7 +322,7 @@ def test_after_the_first_publish_only_the_delta_is_broadcast(bucket_bytes: int) 
 def test_server_with_other_weights_gets_full_weights(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    actor, worker = Actor(), Worker()
+    actor, worker = Actor(), Server()
     transport = transport_between(actor, worker, max_changed_fraction=0.25)
     transport.send(1)
     worker.version = -1
@@ -230,14 +332,12 @@ def test_server_with_other_weights_gets_full_weights(
 
 
 def test_server_that_got_full_weights_again_accepts_deltas_afterwards() -> None:
-    actor, worker = Actor(), Worker()
+    actor, worker = Actor(), Server()
     transport = transport_between(actor, worker, max_changed_fraction=0.25)
     transport.send(1)
-    again = Worker()
-    worker.replicas = [again]
-    worker.reload(again).result()
-    worker.call = again.call  # type: ignore[method-assign]
+    worker.die()
+    notice_death(transport)
     actor.weights["wide"][3] = -1.0
     assert transport.send(2).num_bytes == 2 * 64
-    assert again.cached[1][0].equal(actor.weights["wide"])
+    assert worker.cached[1][0].equal(actor.weights["wide"])
     transport.close()

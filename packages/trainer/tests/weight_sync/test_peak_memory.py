@@ -25,7 +25,7 @@ from temper_trainer.weight_sync.sender_state import drop_cached_weights
 from temper_trainer.weight_sync.shared_memory_transport import write_weight_files
 from temper_trainer.weight_sync.stream_transport import cache_current_weights
 
-from .test_collective_transport import Actor, Worker, transport_between
+from .test_collective_transport import Actor, Server, transport_between
 
 BUCKET = 16 << 20
 """Bytes; above what a checksum computes at once, which is bounded however large a bucket is."""
@@ -136,7 +136,7 @@ def test_wide_tensor_is_written_once_into_shared_memory_and_read_from_there(
     assert same(source, target)
 
 
-class Receiver(Worker):
+class Receiver(Server):
     """The other end of a channel, which loads every bucket into its target as it comes."""
 
     def __init__(self, target: dict[str, Tensor]) -> None:
@@ -151,12 +151,14 @@ class Receiver(Worker):
 
     def receive_weights(
         self, layout: list[PackedBucket], version: int, keep_copy: bool = False
-    ) -> None:
+    ) -> int:
         """Receive every bucket."""
         self.version = version
+        assert self.channel is not None
         with self.live:
             for weight_file in layout:
-                load(unpack_tensors(self._channel.receive(weight_file), weight_file), self.target)
+                load(unpack_tensors(self.channel.receive(weight_file), weight_file), self.target)
+        return version
 
 
 def test_wide_tensor_is_copied_once_on_each_side_of_a_broadcast() -> None:

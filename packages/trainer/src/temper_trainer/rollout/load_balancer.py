@@ -13,14 +13,16 @@ MAX_SESSIONS = 65_536
 
 
 class LoadBalancer:
-    """Assigns requests to replicas and counts the load of each; from any thread.
+    """Assigns requests to enabled replicas and counts the load of each; from any thread.
 
     Requests of one session go to the replica whose prefix cache has their beginning, unless it has
     far more load than another one. Load is counted in tokens: prompt plus `max_tokens`.
     """
 
     def __init__(self, num_replicas: int) -> None:
+        """Enable this many replicas."""
         self._load = [0] * num_replicas
+        self._enabled = set(range(num_replicas))
         self._home: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -29,8 +31,26 @@ class LoadBalancer:
         """Tokens of open requests, by replica."""
         return tuple(self._load)
 
+    def add(self) -> int:
+        """Return the number of a further replica, which is not enabled yet."""
+        with self._lock:
+            self._load.append(0)
+            return len(self._load) - 1
+
+    def enable(self, replica: int) -> None:
+        """Assign requests to a replica from now on."""
+        self._enabled.add(replica)
+
+    def disable(self, replica: int) -> None:
+        """Assign no further requests to a replica."""
+        self._enabled.discard(replica)
+        self.forget(replica)
+
     def assign(self, requests: Sequence[SamplingRequest]) -> list[list[int]]:
-        """Return the indices of the requests of each replica; they count until `release`."""
+        """Return the indices of the requests of each replica; they count until `release`.
+
+        At least one replica must be enabled.
+        """
         chosen: list[list[int]] = [[] for _ in self._load]
         with self._lock:
             for index, request in enumerate(requests):
@@ -53,7 +73,7 @@ class LoadBalancer:
     def _choose(self, request: SamplingRequest) -> int:
         # Requests without a session: equal prompts, such as those of a group, stay together.
         session = hash(request.prompt_tokens) if request.session is None else request.session
-        least_loaded = min(range(len(self._load)), key=self._load.__getitem__)
+        least_loaded = min(sorted(self._enabled), key=self._load.__getitem__)
         home = self._home.get(session, least_loaded)
         cost = _count_tokens(request)
         if self._load[home] + cost > MAX_LOAD_RATIO * (self._load[least_loaded] + cost):

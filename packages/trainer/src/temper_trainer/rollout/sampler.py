@@ -87,6 +87,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def can_restart(self) -> bool:
+        """False if others have started the server; a dead one then leaves the sampler."""
+        ...
+
+    @property
     def versions(self) -> Mapping[str, str]:
         """Versions of vllm, torch and transformers in its environment; empty before `start`."""
         ...

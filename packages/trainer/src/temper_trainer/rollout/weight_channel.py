@@ -8,7 +8,8 @@ synchronizes.
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from temper_engine_api.errors import TemperError
 from temper_engine_api.rendezvous import StoreServer, TokenStore
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
@@ -36,6 +38,10 @@ from temper_trainer.rollout.weight_delta import (
 Backend = Literal["nccl", "gloo", "cuda_ipc"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class ChannelError(TemperError, RuntimeError):
+    """A member of a channel has died or left; the others must close it and open another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +241,7 @@ class WeightChannel:
         return self._buffer[:num_bytes]
 
     def close(self) -> None:
-        """Leave the channel."""
+        """Leave the channel; members that wait for this one get a ChannelError."""
         if self._server is not None:
             self._server.close()
         if self._spec.backend == "nccl":
@@ -243,6 +249,8 @@ class WeightChannel:
             self._group.abort()
         else:
             self._store.close()
+            # Gloo closes its connections when the group is destroyed.
+            del self._group
 
     @property
     def _control_device(self) -> torch.device:
@@ -252,13 +260,15 @@ class WeightChannel:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        self._group.broadcast([data], options).wait()
+        with _report_lost_member():
+            self._group.broadcast([data], options).wait()
 
     def _compute_digest(self, data: Tensor) -> int | None:
         return compute_digest(data) if self._spec.with_digest else None
 
     def _barrier(self) -> None:
-        self._group.barrier(dist.BarrierOptions()).wait()
+        with _report_lost_member():
+            self._group.barrier(dist.BarrierOptions()).wait()
 
     def _allocate_buffer(self) -> Tensor:
         return torch.empty(self._spec.buffer_bytes, dtype=torch.uint8, device=self._device)
@@ -274,6 +284,15 @@ class WeightChannel:
             self._store.get("buffer"), nonce=self._spec.nonce, num_bytes=num_bytes
         )
         return shared.map(num_bytes, device=self._device)
+
+
+@contextmanager
+def _report_lost_member() -> Iterator[None]:
+    """Raise a ChannelError if a collective of the body fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ChannelError(f"a member of the weight channel was lost: {error}") from error
 
 
 def join_channel(

@@ -7,14 +7,16 @@ buffer through CUDA IPC. No copy of the weights remains outside actor and server
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, get_run_token
+from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.run import LOOPBACK
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
@@ -26,6 +28,7 @@ from temper_trainer.rollout.sampler import Replica, ReplicaError
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import (
     Backend,
+    ChannelError,
     ChannelSpec,
     DeviceLocation,
     WeightChannel,
@@ -53,9 +56,12 @@ logger = logging.getLogger(__name__)
 class CollectiveTransport:
     """A channel between rank 0 of the actor and every worker of every server.
 
-    A restarted server gets the actor's weights again if no update has changed them since and
-    nothing else may call the actor at the same time (`loop=sync`). Otherwise its death ends the
-    run.
+    A channel cannot lose or get members. So when a server has died, joined or left, a new channel
+    is opened before the next publish, and a publish during which one dies is repeated.
+
+    A restarted server gets the actor's weights again at once if no update has changed them since
+    and nothing else may call the actor at the same time (`loop=sync`). Otherwise it gets the next
+    ones that are published, and the run ends if no other server has the last ones.
     """
 
     def __init__(
@@ -100,20 +106,39 @@ class CollectiveTransport:
         """The actor's number of updates at the last publish, and its version."""
         self._cached_version: int | None = None
         """Version that rank 0 has cached; None before the first publish and after a failed one."""
-        self._has_all_servers = True
-        """False after a server was restarted: it is not in the channel."""
-        self._spec = self._open(sampler.replicas)
+        self._num_changes = -1
+        """Number of changes of the sampler's servers when the channel was opened."""
+        self._spec: ChannelSpec | None = None
+        """Spec of the open channel; None if there is none."""
+        with sampler.hold_members():
+            self._open_current()
 
     def send(self, version: int) -> SentWeights:
         """Broadcast every bucket or its delta while every server receives it."""
-        # A broadcast needs every member, so a restarted server can only join a new channel.
-        if not self._has_all_servers:
-            self._close_channel(self._spec)
-            self._spec, self._has_all_servers = self._open(self._sampler.replicas), True
+        self._last_sent = (self._actor.num_updates, version)
+        problem = ""
+        with self._sampler.hold_members():
+            while True:
+                # Before the broadcast, because with NCCL a dead member is noticed only after
+                # minutes.
+                self._sampler.restart_dead(problem=problem)
+                try:
+                    self._open_current()
+                except ReplicaError as error:
+                    problem = str(error)
+                    continue
+                sent = self._send_once(version)
+                if not sent.problem:
+                    return sent
+                problem = sent.problem
+                logger.warning("weights %d are sent again: %s", version, problem)
+                self._num_changes = -1  # a channel is of no use after an error
+
+    def _send_once(self, version: int) -> SentWeights:
+        """Send to the members of the channel; the result names a problem if one was lost."""
         # None until all servers have loaded the weights: after a failed publish it is unknown which
         # weights they have, and no delta would fit.
         base_version, self._cached_version = self._find_base_version(), None
-        self._last_sent = (self._actor.num_updates, version)
         results: list[SentWeights] = []
 
         def receive(replica: Replica) -> "Future[object]":
@@ -121,21 +146,37 @@ class CollectiveTransport:
                 return self._start_receiving(replica, version)
             return replica.call("receive_delta", self._layout, base_version, version)
 
-        def send() -> None:
+        def send() -> str:
             results.append(
-                self._broadcast(self._spec, version)
+                self._broadcast(self._require_spec(), version)
                 if base_version is None
                 else self._broadcast_delta(base_version, version)
             )
+            return results[0].problem
 
         reload = self._resend if self._can_resend else None
-        self._sampler.load_while_sending(receive, send, version=version, reload=reload)
-        self._cached_version = None if self._max_changed_fraction is None else version
-        return results[0]
+        problem = self._sampler.load_while_sending(receive, send, version=version, reload=reload)
+        if not problem and self._max_changed_fraction is not None:
+            self._cached_version = version
+        return replace(results[0], problem=problem)
+
+    def _open_current(self) -> None:
+        """Open a channel to the servers that receive weights now, unless it is open."""
+        if self._num_changes == self._sampler.num_changes:
+            return
+        if self._spec is not None:
+            self._close_channel(self._spec)
+        self._spec = self._open(self._sampler.replicas)
+        self._num_changes = self._sampler.num_changes
+
+    def _require_spec(self) -> ChannelSpec:
+        assert self._spec is not None
+        return self._spec
 
     def close(self) -> None:
         """Close the channel and free the cached weights."""
-        self._close_channel(self._spec)
+        if self._spec is not None:
+            self._close_channel(self._spec)
         if self._max_changed_fraction is not None:
             self._actor.run_on_all(drop_cached_weights, self._key)
 
@@ -146,8 +187,8 @@ class CollectiveTransport:
             return None
         replicas = self._sampler.replicas
         answers = [replica.call("cached_version") for replica in replicas]
-        for replica, cached in zip(replicas, [each.result() for each in answers], strict=True):
-            if cached != version:
+        for replica, answer in zip(replicas, answers, strict=True):
+            if answer.result() != version:
                 logger.warning(
                     "%s does not have weights %d: sending all weights instead of a delta.",
                     replica.name,
@@ -194,11 +235,13 @@ class CollectiveTransport:
                 f"{replica.name} was restarted, but the actor's weights have changed since version "
                 f"{version}: resume the run from its last checkpoint."
             )
-        self._has_all_servers = False
+        self._num_changes = -1  # the server has left the channel of all
         spec = self._open([replica])
         received = self._start_receiving(replica, version)
-        self._broadcast(spec, version)
+        sent = self._broadcast(spec, version)
         self._close_channel(spec)
+        if sent.problem:
+            raise ReplicaError(f"{replica.name} did not get the weights: {sent.problem}")
         return received
 
     def _start_receiving(self, replica: Replica, version: int) -> "Future[object]":
@@ -215,7 +258,7 @@ class CollectiveTransport:
     def _broadcast_delta(self, base_version: int, version: int) -> SentWeights:
         return self._actor.run_on_all(
             send_delta,
-            self._spec,
+            self._require_spec(),
             self._bucket_bytes,
             self._key,
             base_version,
@@ -306,7 +349,7 @@ def send_weights(
     if key is not None:
         # Freed first: otherwise two copies of the model would be in memory.
         drop_cached_weights(worker, key)
-    with worker.export_weights() as stream:
+    with worker.export_weights() as stream, _close_on_error(worker, spec, stream) as problems:
         matched = iterate_checked_buckets(stream, entries, bucket_bytes=bucket_bytes)
         for (weights, expected), bucket in zip(matched, layout, strict=True):
             data = channel.bucket_buffer(bucket.num_bytes)
@@ -316,6 +359,8 @@ def send_weights(
                 # A copy, because the buffer is reused for the next bucket.
                 copy = data.to("cpu", copy=True)
                 cached.append(tuple(entry.read(copy) for entry in expected))
+    if problems:
+        return SentWeights(num_bytes=0, fraction=0.0, problem=problems[0])
     if key is not None:
         get_sender_state(worker).cached[key] = CachedWeights(
             version=version, entries=entries, tensors=tuple(cached)
@@ -343,7 +388,7 @@ def send_delta(
     channel = get_sender_state(worker).channels[f"{spec.address}:{spec.port}"]
     cached = take_cached_weights(worker, key, version=base_version)
     num_bytes, num_elements = 0, 0
-    with worker.export_weights() as stream:
+    with worker.export_weights() as stream, _close_on_error(worker, spec, stream) as problems:
         for index, (weights, entries) in enumerate(
             iterate_checked_buckets(stream, cached.entries, bucket_bytes=bucket_bytes)
         ):
@@ -359,9 +404,28 @@ def send_delta(
             num_elements += sum(tensor_delta.values.numel() for tensor_delta in delta)
             for target, tensor_delta in zip(cached.tensors[index], delta, strict=True):
                 apply_tensor_delta(target, tensor_delta)
+    if problems:
+        return SentWeights(num_bytes=0, fraction=0.0, problem=problems[0])
     # take_cached_weights removed the cache, so that no half-updated one stays if a bucket fails.
     get_sender_state(worker).cached[key] = replace(cached, version=version)
     return SentWeights(num_bytes=num_bytes, fraction=num_elements / cached.num_elements)
+
+
+@contextmanager
+def _close_on_error(
+    worker: WeightSender, spec: ChannelSpec, stream: Iterator[NamedWeight]
+) -> Iterator[list[str]]:
+    """Close the channel if it fails in the body; yield a list that then has the reason."""
+    problems: list[str] = []
+    try:
+        yield problems
+    except ChannelError as error:
+        problems.append(str(error))
+        # Members that wait for the rest would not notice that no more is sent.
+        close_sender_channel(worker, spec)
+        # Other ranks take part in gathering the remaining tensors; they would wait forever.
+        for _ in stream:
+            pass
 
 
 def close_sender_channel(worker: WeightSender, spec: ChannelSpec) -> None:

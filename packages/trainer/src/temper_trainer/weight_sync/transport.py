@@ -30,6 +30,8 @@ class SentWeights:
     """Bytes of weights, indices and padding, counted once for any number of receivers."""
     fraction: float
     """Fraction of all elements that were sent; 1 unless a delta was sent."""
+    problem: str = ""
+    """Reason why sending failed; empty if it did not. A transport repeats it with other members."""
 
 
 class Transport(Protocol):

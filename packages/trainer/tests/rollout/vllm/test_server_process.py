@@ -54,6 +54,7 @@ class FakeReplica:
         self._spoil = spoil
         self._dies_at = list(dies_at)
         self.num_calls = self.num_starts = 0
+        self.can_restart = True
         self.versions = {"vllm": "0.32.0"}
         self.loaded: list[int] = []
         self.requested: list[int] = []

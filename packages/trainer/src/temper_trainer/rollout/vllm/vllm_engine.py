@@ -1,7 +1,8 @@
 """The vLLM engine inside a server process."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -264,10 +265,11 @@ class VllmEngine:
             version: Version of the weights.
             keep_copy: Keep a CPU copy, so that `receive_delta` can follow.
         """
-        self.start_update()
-        for bucket in buckets:
-            self._update({"bucket": bucket, "keep_copy": keep_copy})
-        return self.finish_update(version)
+        with self._leave_channel_on_error():
+            self.start_update()
+            for bucket in buckets:
+                self._update({"bucket": bucket, "keep_copy": keep_copy})
+            return self.finish_update(version)
 
     def cached_version(self) -> int:
         """Return the version to which every worker can apply a delta; -1 if one cannot."""
@@ -282,23 +284,24 @@ class VllmEngine:
         Raises:
             StaleBaseError: If the workers have no copy of `base_version`.
         """
-        cached = self.cached_version()
-        if cached != base_version:
-            raise StaleBaseError(
-                f"a delta relative to weights {base_version} arrived, but the server has a copy of "
-                f"{'no weights' if cached < 0 else f'weights {cached}'}."
-            )
-        self.start_update()
-        for index, bucket in enumerate(buckets):
-            self._update(
-                {
-                    "bucket": bucket,
-                    "index": index,
-                    "is_delta": True,
-                    "versions": (version, base_version),
-                }
-            )
-        return self.finish_update(version)
+        with self._leave_channel_on_error():
+            cached = self.cached_version()
+            if cached != base_version:
+                raise StaleBaseError(
+                    f"a delta relative to weights {base_version} arrived, but the server has a "
+                    f"copy of {'no weights' if cached < 0 else f'weights {cached}'}."
+                )
+            self.start_update()
+            for index, bucket in enumerate(buckets):
+                self._update(
+                    {
+                        "bucket": bucket,
+                        "index": index,
+                        "is_delta": True,
+                        "versions": (version, base_version),
+                    }
+                )
+            return self.finish_update(version)
 
     def load_adapter(self, directory: str, version: int) -> int:
         """Load a LoRA adapter from a directory; return its version.
@@ -336,6 +339,18 @@ class VllmEngine:
         if self._is_asleep:
             self._engine.wake_up()
             self._is_asleep = False
+
+    @contextmanager
+    def _leave_channel_on_error(self) -> Iterator[None]:
+        """Leave the trainer's channel after an error in the body.
+
+        The sender and other servers may wait for this one, and would not notice that it failed.
+        """
+        try:
+            yield
+        except Exception:
+            self._llm.init_weight_transfer_engine({"init_info": {}})
+            raise
 
     def _update(self, info: Mapping[str, object]) -> None:
         """Load one bucket; `info` has the fields of UpdateInfo."""

@@ -1,76 +1,91 @@
-"""The `vllm` sampler: several servers behind a load balancer. A server that dies is restarted."""
+"""The `vllm` sampler: several servers behind a load balancer.
+
+A server that dies is restarted. If its weights cannot be loaded again, it is restarted while the
+others sample, and takes part again after the next publish, as do servers that join the run.
+"""
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.concurrency import DaemonThreads
 from temper_trainer.progress import track_wait
-from temper_trainer.rollout.load_balancer import LoadBalancer
 from temper_trainer.rollout.sampler import Replica, ReplicaError
 from temper_trainer.rollout.vllm.messages import ServerSpec
+from temper_trainer.rollout.vllm.replica_pool import Member, MemberState, ReplicaPool, StartLoad
 from temper_trainer.rollout.vllm.request_checks import check_completion, check_requests
 from temper_trainer.rollout.vllm.vllm_versions import describe_versions, find_untested_warning
 from temper_trainer.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
 
-StartLoad = Callable[[Replica], "Future[object]"]
-"""Starts to load weights into one replica; the result is the version that the replica then has."""
+
+_LEAVE_POLL_S = 0.2
+"""Time between two looks at the open requests of a server that leaves."""
+
+
+class MemberWatch(Protocol):
+    """Adds servers to a sampler, and removes them, while the sampler is used."""
+
+    def start(self, sampler: "VllmSampler") -> None:
+        """Begin to watch."""
+        ...
+
+    def stop(self) -> None:
+        """Stop watching."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """A request that was sent to a replica."""
+    """Requests that were sent to a server."""
 
-    number: int
-    """Number of the replica."""
-    replica: Replica
+    member: Member
     restarts_before: int
-    """Restarts of the replica before; see `_restart`."""
+    """Restarts of the server before; see `Member.num_restarts`."""
     future: "Future[list[Completion]]"
 
 
 class VllmSampler:
     """A StreamingSampler on vLLM servers. May be called from several threads."""
 
-    def __init__(self, replicas: Sequence[Replica], *, spec: ServerSpec, max_restarts: int) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        spec: ServerSpec,
+        max_restarts: int,
+        watch: MemberWatch | None = None,
+        join_timeout_s: float = 0.0,
+    ) -> None:
         """Start the replicas.
 
         Args:
             replicas: Not started yet.
             spec: Spec of their servers.
             max_restarts: Number of restarts of all replicas together before the run stops.
+            watch: Adds and removes servers later.
+            join_timeout_s: How long requests wait for a server if all have left.
 
         Raises:
             ReplicaError: If one does not start; the others are ended.
         """
-        self._replicas = list(replicas)
+        self._pool = ReplicaPool(replicas, max_restarts=max_restarts, join_timeout_s=join_timeout_s)
+        self._lock = self._pool.lock
         self._spec = spec
-        self._balancer = LoadBalancer(len(replicas))
-        self._num_restarts = [0] * len(replicas)
-        """Restarts of each replica so far.
-
-        A failed call restarts its replica only if this number has not changed since the call was
-        sent: another call may have noticed the same death first."""
-        self._restarts_left = max_restarts
-        # Reentrant: `load` restarts a dead replica while it holds the lock.
-        self._lock = threading.RLock()
-        self._version = 0
-        self._last_load: StartLoad | None = None
-        self._last_load_is_lost = False
-        self._is_closed = False
-        self._threads = DaemonThreads("replicas")
-        self.num_restarts = 0
-        """Number of restarts."""
+        self._watch = watch
+        self._threads = DaemonThreads("requests")
         try:
             # In parallel, because building a model takes minutes.
-            _run_in_parallel([replica.start for replica in self._replicas])
+            _run_in_parallel([replica.start for replica in replicas])
         except BaseException:
             self.close()
             raise
@@ -80,16 +95,28 @@ class VllmSampler:
         ):
             if warning:
                 logger.warning("%s", warning)
+        if watch is not None:
+            watch.start(self)
 
     @property
     def software(self) -> str:
         """Versions of the servers' software, for error messages."""
-        return "; ".join(sorted({describe_versions(each.versions) for each in self._replicas}))
+        return "; ".join(sorted({describe_versions(each.versions) for each in self.replicas}))
 
     @property
     def weight_version(self) -> int:
         """Version of the weights of every replica; 0 before the first publish."""
-        return self._version
+        return self._pool.version
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of restarts."""
+        return self._pool.num_restarts
+
+    @property
+    def num_changes(self) -> int:
+        """Number of times that a server was added, removed or replaced by a new process."""
+        return self._pool.num_changes
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one completion per request; requests of a dead replica are repeated."""
@@ -104,52 +131,60 @@ class VllmSampler:
         """Return the completion of one request; it is repeated if its replica dies."""
         check_requests([request], self._spec)
         while True:
-            # The lock is free, unless a replica is restarted or loads weights, which takes long.
-            if self._lock.acquire(blocking=False):
-                try:
-                    call = self._send(request)
-                finally:
-                    self._lock.release()
-            else:
-                call = await self._threads.call(self._send, request)
+            call = await self._send_without_blocking(request)
             try:
-                with track_wait(f"{call.replica.name}: 1 completion"):
+                with track_wait(f"{call.member.replica.name}: 1 completion"):
                     (completion,) = await asyncio.wrap_future(call.future)
-                name, version = call.replica.name, self._version
+                name, version = call.member.replica.name, self._pool.version
                 check_completion(request, completion, self._spec, name=name, version=version)
                 return completion
             except ReplicaError as error:
                 await self._threads.call(
-                    self._restart,
-                    call.number,
+                    self._replace_dead,
+                    call.member,
                     restarts_before=call.restarts_before,
                     cause=error,
                 )
             finally:
-                self._balancer.release(call.number, [request])
+                self._pool.release(call.member, [request])
 
-    def _send(self, request: SamplingRequest) -> "_Call":
-        """Send a request to a replica."""
+    async def _send_without_blocking(self, request: SamplingRequest) -> "_Call":
+        # The lock is free, unless a replica is restarted or loads weights, which takes long.
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._pool.ready:
+                    return self._send([request])[0][0]
+            finally:
+                self._lock.release()
+        return (await self._threads.call(self._send, [request]))[0][0]
+
+    def _send(self, requests: Sequence[SamplingRequest]) -> list[tuple["_Call", list[int]]]:
+        """Send requests to the servers; return each call with the indices of its requests."""
+        # Under one lock: the counts must belong to the processes that get the requests, so that a
+        # death is not counted for a process that was restarted in between.
         with self._lock:
-            # Under one lock, as in `_attempt`.
-            assigned = self._balancer.assign([request])
-            number = next(i for i, positions in enumerate(assigned) if positions)
-            replica = self._replicas[number]
-            return _Call(
-                number=number,
-                replica=replica,
-                restarts_before=self._num_restarts[number],
-                future=replica.sample([request]),
-            )
+            self._pool.wait_for_ready()
+            return [
+                (
+                    _Call(
+                        member=member,
+                        restarts_before=member.num_restarts,
+                        future=member.replica.sample([requests[i] for i in indices]),
+                    ),
+                    indices,
+                )
+                for member, indices in self._pool.assign(requests)
+            ]
 
     def interrupt(self) -> None:
         """Interrupt all open requests; see InterruptibleSampler."""
-        for number, replica in enumerate(self._replicas):
-            restarts_before = self._num_restarts[number]
+        with self._lock:
+            members = [(each, each.num_restarts) for each in self._pool.ready]
+        for member, restarts_before in members:
             try:
-                replica.call("interrupt").result()
+                member.replica.call("interrupt").result()
             except ReplicaError as error:
-                self._restart(number, restarts_before=restarts_before, cause=error)
+                self._replace_dead(member, restarts_before=restarts_before, cause=error)
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
         """Return the log-prob of every token but the first, after comparing all replicas.
@@ -166,10 +201,10 @@ class VllmSampler:
                 f"{temperature}: use rollout=hf."
             )
         rows = [tuple(row) for row in tokens]
-        answers = self._call_all("logprobs", rows)
-        first = answers[0]
+        answers = self._call_ready("logprobs", rows)
+        (first_name, first), *others = answers
         assert isinstance(first, list)
-        for replica, other in zip(self._replicas, answers, strict=True):
+        for name, other in others:
             assert isinstance(other, list)
             # `not <=` instead of `>`, so that a NaN fails.
             if not all(
@@ -180,8 +215,8 @@ class VllmSampler:
                 for a, b in zip(one, two, strict=True)
             ):
                 raise WeightError(
-                    f"{self._replicas[0].name} and {replica.name} return different log-probs, so "
-                    "they have different weights: report this as a bug."
+                    f"{first_name} and {name} return different log-probs, so they have different "
+                    "weights: report this as a bug."
                 )
         return first
 
@@ -195,39 +230,68 @@ class VllmSampler:
             "rollout=vllm loads weights through weight_sync.transport, not as a stream."
         )
 
+    @contextmanager
+    def hold_members(self) -> Iterator[None]:
+        """Let no server join or leave during the body."""
+        with self._lock:
+            yield
+
     def load_while_sending(
         self,
         receive: StartLoad,
-        send: Callable[[], object],
+        send: Callable[[], str],
         *,
         version: int,
         reload: StartLoad | None,
-    ) -> None:
-        """Load weights that all replicas receive while they are sent.
-
-        A replica that dies meanwhile ends the run, because the others wait for it in a collective.
+    ) -> str:
+        """Load weights that all servers receive while they are sent.
 
         Args:
             receive: Starts to receive in one replica.
-            send: Returns when all weights are sent.
+            send: Returns when all weights are sent, with the reason if that failed.
             version: Version of the weights.
             reload: Loads the weights into a replica that is restarted later; None if that is not
                 possible.
 
+        Returns:
+            The reason why a server did not get the weights; empty if all have them. Call
+            `restart_dead` and send again.
+
         Raises:
-            ReplicaError: If a replica died.
             WeightError: If a replica refused the weights.
         """
         with self._lock:
-            # A replica that dies now leaves the others waiting in a collective, so it is not
-            # restarted.
-            self._last_load, self._last_load_is_lost = None, True
-            futures = [receive(replica) for replica in self._replicas]
-            send()
-            for number, future in enumerate(futures):
-                self._check_version(number, future.result(), version=version)
-            self._version = version
-            self._last_load, self._last_load_is_lost = reload, reload is None
+            # Until all have the weights, those of a server that dies are nowhere.
+            self._pool.last_load, self._pool.weights_are_lost = None, True
+            receivers = self._pool.receivers
+            futures = [receive(member.replica) for member in receivers]
+            problem = send()
+            for member, future in zip(receivers, futures, strict=True):
+                try:
+                    self._pool.check_version(member, future.result(), version=version)
+                except ReplicaError as error:
+                    problem = problem or str(error)
+            if problem:
+                return problem
+            self._pool.version = version
+            self._pool.last_load, self._pool.weights_are_lost = reload, reload is None
+            for member in receivers:
+                self._pool.set_state(member, MemberState.READY)
+            return ""
+
+    def restart_dead(self, *, problem: str = "") -> None:
+        """Find servers that have died, before weights are sent to all.
+
+        A dead server is started while the others sample. If there is no other, it is waited for.
+
+        Args:
+            problem: Reason why sending has failed before; a dead server is then expected.
+
+        Raises:
+            ReplicaError: If no server has died in spite of a problem, or one cannot be restarted.
+        """
+        with self._lock:
+            self._pool.restart_dead(problem=problem)
 
     def load(self, start_load: StartLoad, *, version: int) -> None:
         """Load weights into every replica; a replica that is restarted later loads them too.
@@ -236,28 +300,31 @@ class VllmSampler:
             WeightError: If a replica refused them, or reports another version.
         """
         with self._lock:
+            self._pool.admit_started()
             # Set first: a replica that dies meanwhile is restarted with the new weights.
-            self._last_load, previous = start_load, self._last_load
-            num_restarts = list(self._num_restarts)
-            futures = [start_load(replica) for replica in self._replicas]
-            for number, future in enumerate(futures):
+            self._pool.last_load, previous = start_load, self._pool.last_load
+            receivers = [(each, each.num_restarts) for each in self._pool.receivers]
+            futures = [start_load(member.replica) for member, _ in receivers]
+            for (member, restarts_before), future in zip(receivers, futures, strict=True):
                 try:
-                    with track_wait(f"{self._replicas[number].name}: weights {version}"):
-                        self._check_version(number, future.result(), version=version)
+                    with track_wait(f"{member.replica.name}: weights {version}"):
+                        self._pool.check_version(member, future.result(), version=version)
                 except ReplicaError as error:
-                    self._version = version  # the restarted replica loads and reports it
-                    self._restart(number, restarts_before=num_restarts[number], cause=error)
+                    self._pool.version = version  # the restarted replica loads and reports it
+                    self._replace_dead(member, restarts_before=restarts_before, cause=error)
                 except WeightError:
                     # A replica that is restarted later must not load weights that were refused.
-                    self._last_load = previous
+                    self._pool.last_load = previous
                     raise
-            self._version = version
+            self._pool.version = version
+            for member in self._pool.receivers:
+                self._pool.set_state(member, MemberState.READY)
 
     def sleep(self) -> bool:
         """Free memory until the next weights arrive; return False if sleep_level is 0."""
         if not self._spec.sleep_level:
             return False
-        self._call_all("sleep")
+        self._call_ready("sleep")
         return True
 
     def call_each(
@@ -267,36 +334,73 @@ class VllmSampler:
 
         Args:
             method: A method of EngineMethods.
-            arguments: Arguments for each replica; None does not call it.
+            arguments: Arguments for each of `replicas`; None does not call it.
+
+        Returns:
+            The result of each replica; None for one that was not called, or has left meanwhile.
         """
-        results: list[object] = [None] * len(self._replicas)
-        pending = [number for number, given in enumerate(arguments) if given is not None]
+        return self._call_members(self._pool.receivers, method, arguments)
+
+    def _call_ready(self, method: str, *arguments: object) -> list[tuple[str, object]]:
+        """Call a method of the servers that have the current weights; return names and results."""
+        members = self._pool.ready
+        results = self._call_members(members, method, [arguments] * len(members))
+        return [
+            (member.replica.name, result)
+            for member, result in zip(members, results, strict=True)
+            if member.state == MemberState.READY
+        ]
+
+    def _call_members(
+        self,
+        members: Sequence[Member],
+        method: str,
+        arguments: Sequence[tuple[object, ...] | None],
+    ) -> list[object]:
+        results: list[object] = [None] * len(members)
+        pending = [i for i, given in enumerate(arguments) if given is not None]
         while pending:
-            num_restarts = list(self._num_restarts)
-            futures = {
-                number: self._replicas[number].call(method, *(arguments[number] or ()))
-                for number in pending
-            }
+            num_restarts = [member.num_restarts for member in members]
+            futures = {i: members[i].replica.call(method, *(arguments[i] or ())) for i in pending}
             pending = []
-            for number, future in futures.items():
+            for i, future in futures.items():
                 try:
-                    with track_wait(f"{self._replicas[number].name}: {method}"):
-                        results[number] = future.result()
+                    with track_wait(f"{members[i].replica.name}: {method}"):
+                        results[i] = future.result()
                 except ReplicaError as error:
-                    self._restart(number, restarts_before=num_restarts[number], cause=error)
-                    pending.append(number)
+                    self._replace_dead(members[i], restarts_before=num_restarts[i], cause=error)
+                    if members[i] in self._pool.receivers:
+                        pending.append(i)
         return results
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """All replicas, in the order of their numbers."""
-        return tuple(self._replicas)
+        """Replicas that get the next weights, in the order of their numbers."""
+        return tuple(member.replica for member in self._pool.receivers)
+
+    def add(self, replica: Replica) -> None:
+        """Add a running server; see `ReplicaPool.add`."""
+        with self._lock:
+            if self._pool.is_closed:
+                replica.close()
+            else:
+                self._pool.add(replica)
+
+    def remove(self, replica: Replica) -> None:
+        """Let a server leave: it finishes its requests, and is then disconnected."""
+        with self._lock:
+            member = self._pool.remove(replica)
+        if member is None:
+            return
+        while not self._pool.is_idle(member) and not self._pool.is_closed:
+            time.sleep(_LEAVE_POLL_S)
+        replica.close()
 
     def close(self) -> None:
         """End every server; open calls fail and no server is restarted."""
-        self._is_closed = True
-        for replica in self._replicas:
-            replica.close()
+        if self._watch is not None:
+            self._watch.stop()
+        self._pool.close()
         self._threads.close()
 
     def _attempt(
@@ -312,97 +416,33 @@ class VllmSampler:
             pending: Indices of those without a completion.
             completions: Completions by index; new ones are added.
         """
-        with self._lock:
-            # Under one lock: the counts must belong to the processes that get the requests, so that
-            # a death is not counted for a process that was restarted in between.
-            assigned = self._balancer.assign([requests[index] for index in pending])
-            num_restarts = list(self._num_restarts)
-            running = {
-                number: (
-                    [pending[i] for i in positions],
-                    self._replicas[number].sample([requests[pending[i]] for i in positions]),
-                )
-                for number, positions in enumerate(assigned)
-                if positions
-            }
         failed: list[int] = []
-        for number, (indices, future) in running.items():
+        for call, positions in self._send([requests[index] for index in pending]):
+            indices = [pending[i] for i in positions]
+            name = call.member.replica.name
             try:
-                with track_wait(f"{self._replicas[number].name}: {len(indices)} completions"):
-                    answers = future.result()
+                with track_wait(f"{name}: {len(indices)} completions"):
+                    answers = call.future.result()
                 for index, completion in zip(indices, answers, strict=True):
                     check_completion(
                         requests[index],
                         completion,
                         self._spec,
-                        name=self._replicas[number].name,
-                        version=self._version,
+                        name=name,
+                        version=self._pool.version,
                     )
                     completions[index] = completion
             except ReplicaError as error:
-                self._restart(number, restarts_before=num_restarts[number], cause=error)
+                self._replace_dead(call.member, restarts_before=call.restarts_before, cause=error)
                 failed += indices
             finally:
-                with self._lock:
-                    self._balancer.release(number, [requests[index] for index in indices])
+                self._pool.release(call.member, [requests[index] for index in indices])
         return failed
 
-    def _call_all(self, method: str, *arguments: object) -> list[object]:
-        return self.call_each(method, [arguments] * len(self._replicas))
-
-    def _restart(self, number: int, *, restarts_before: int, cause: ReplicaError) -> None:
-        """Restart a dead replica with the last weights, once per death.
-
-        Args:
-            number: Number of the replica.
-            restarts_before: Its number of restarts when the failed call was sent. Another call may
-                have noticed the death first.
-            cause: The error of the call.
-
-        Raises:
-            ReplicaError: If it cannot be restarted.
-        """
+    def _replace_dead(self, member: Member, *, restarts_before: int, cause: ReplicaError) -> None:
+        """Restart a dead server; see `ReplicaPool.replace`."""
         with self._lock:
-            # Another call has noticed the same death and restarted the replica.
-            if self._num_restarts[number] != restarts_before:
-                return
-            if self._is_closed:
-                raise cause
-            if self._last_load_is_lost:
-                raise ReplicaError(
-                    f"{cause}\n"
-                    "It cannot be restarted, because its weights are not stored anywhere: resume "
-                    "the run, or set weight_sync.transport=shared_memory."
-                ) from cause
-            if self._restarts_left == 0:
-                raise ReplicaError(
-                    f"{cause}\n"
-                    "rollout.vllm.max_restarts is used up: fix the cause above, or raise it."
-                ) from cause
-            self._restarts_left -= 1
-            self.num_restarts += 1
-            self._num_restarts[number] += 1
-            replica = self._replicas[number]
-            logger.warning(
-                "%s\n%s is restarted (%d restarts left)",
-                cause,
-                replica.name,
-                self._restarts_left,
-            )
-            replica.start()
-            # Its prefix cache is empty now, so sessions may move to other replicas.
-            self._balancer.forget(number)
-            if self._last_load is not None:
-                self._check_version(
-                    number, self._last_load(replica).result(), version=self._version
-                )
-
-    def _check_version(self, number: int, reported: object, *, version: int) -> None:
-        if reported != version:
-            raise WeightError(
-                f"weights {version} were published, but {self._replicas[number].name} has weights "
-                f"{reported}."
-            )
+            self._pool.replace(member, restarts_before=restarts_before, cause=cause)
 
 
 def _run_in_parallel(calls: Sequence[Callable[[], None]]) -> None:

@@ -84,11 +84,13 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """CPU copy of the current weights by bucket, if a delta may follow; None during an update."""
     _previous: list[list[Tensor]] | None = None
     """The CPU copy from before the current update."""
+    _is_updating = False
+    """True from the start of an update to its end; stays True if it fails."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the trainer's channel, if there is one, and leave an earlier channel."""
+        """Leave an earlier channel, and join the trainer's, if there is one."""
+        self.shutdown()
         if init_info.channel:
-            self.shutdown()
             rank = self.parallel_config.rank
             self._channel = join_channel(init_info.channel, worker_rank=rank, device=self.device)
 
@@ -102,6 +104,11 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         # None until the update is complete: after an error, no delta fits a half-updated copy.
         self._previous, self._cached = self._cached, None
         self._arrived: list[list[Tensor]] = []
+        if self._is_updating:
+            # The previous update has failed. Layers of which a part was loaded would count it
+            # twice, and be processed before they are complete.
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._is_updating = True
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -143,11 +150,13 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.device.type == "cpu":
             _repack_tied_heads(self.model)
         self._cached, self._previous, self._arrived = self._arrived, None, []
+        self._is_updating = False
 
     def shutdown(self) -> None:
         """Leave the channel."""
-        if self._channel is not None:
-            self._channel.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     @staticmethod
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:

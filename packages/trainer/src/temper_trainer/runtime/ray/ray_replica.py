@@ -80,6 +80,11 @@ class RayReplica:
         """Name for messages; see Replica."""
         return self._name
 
+    @property
+    def can_restart(self) -> bool:
+        """True: the server belongs to the run; see Replica."""
+        return True
+
     def start(self) -> None:
         """End the old actor and server, if any, and start new ones."""
         self.close()

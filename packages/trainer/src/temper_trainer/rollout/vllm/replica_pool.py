@@ -1,0 +1,287 @@
+"""The servers of a sampler: which of them have the current weights, and what replaces dead ones.
+
+A dead server is restarted with the last weights. If these cannot be loaded again, it is restarted
+while the others sample, and waits for the next weights, as do servers that join.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+
+from temper_engine_api.errors import WeightError
+from temper_trainer.concurrency import DaemonThreads
+from temper_trainer.rollout.load_balancer import LoadBalancer
+from temper_trainer.rollout.sampler import Replica, ReplicaError
+from temper_trainer.types import SamplingRequest
+
+logger = logging.getLogger(__name__)
+
+StartLoad = Callable[[Replica], "Future[object]"]
+"""Starts to load weights into one replica; the result is the version that the replica then has."""
+
+
+class MemberState(StrEnum):
+    """Condition of one server."""
+
+    READY = "ready"
+    """Has the current weights and gets requests."""
+    STARTING = "starting"
+    """Was dead and is started again, while the others sample."""
+    WAITING = "waiting"
+    """Runs without the current weights; gets the next ones that are published."""
+    LEFT = "left"
+    """Gets neither requests nor weights any more."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """One server of a pool."""
+
+    number: int
+    """Position in the pool, which is never used again for another server."""
+    replica: Replica
+    state: MemberState
+    num_restarts: int = 0
+    """Restarts so far.
+
+    A failed call is the first that notices a death only if this number is the same as when the call
+    was sent."""
+    start: "Future[None] | None" = None
+    """Start in another thread, if the state is STARTING."""
+
+
+class ReplicaPool:
+    """Servers with their states. Callers hold `lock` while they use it."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], *, max_restarts: int, join_timeout_s: float
+    ) -> None:
+        """Create a pool whose servers are all ready.
+
+        Args:
+            replicas: Servers, which the caller starts.
+            max_restarts: Number of restarts of all servers together.
+            join_timeout_s: How long `wait_for_ready` waits for a server to join.
+        """
+        # Reentrant: a publish restarts a dead server while it holds the lock.
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._balancer = LoadBalancer(len(replicas))
+        self._members = [
+            Member(number=i, replica=replica, state=MemberState.READY)
+            for i, replica in enumerate(replicas)
+        ]
+        self._restarts_left = max_restarts
+        self._join_timeout_s = join_timeout_s
+        self._threads = DaemonThreads("replicas")
+        self.version = 0
+        """Version of the weights of ready servers."""
+        self.last_load: StartLoad | None = None
+        """Loads the last weights; None before the first publish, and if they are lost."""
+        self.weights_are_lost = False
+        """True if the last weights cannot be loaded again."""
+        self.is_closed = False
+        self.num_restarts = 0
+        """Number of restarts."""
+        self.num_changes = 0
+        """Raised whenever a server is added, removed or replaced by a new process."""
+
+    @property
+    def ready(self) -> list[Member]:
+        """Servers that get requests."""
+        return [each for each in self._members if each.state == MemberState.READY]
+
+    @property
+    def receivers(self) -> list[Member]:
+        """Servers that get the next weights."""
+        states = (MemberState.READY, MemberState.WAITING)
+        return [each for each in self._members if each.state in states]
+
+    def assign(self, requests: Sequence[SamplingRequest]) -> list[tuple[Member, list[int]]]:
+        """Assign requests to ready servers; return each server with the indices of its requests."""
+        assigned = self._balancer.assign(requests)
+        return [(self._members[i], indices) for i, indices in enumerate(assigned) if indices]
+
+    def release(self, member: Member, requests: Sequence[SamplingRequest]) -> None:
+        """Record that requests of a server are finished or failed; needs no lock."""
+        self._balancer.release(member.number, requests)
+
+    def wait_for_ready(self) -> None:
+        """Return when a server is ready.
+
+        Raises:
+            ReplicaError: If there is none, and none joins in time.
+        """
+        deadline = time.monotonic() + self._join_timeout_s
+        while not self.ready:
+            left_s = deadline - time.monotonic()
+            if self.is_closed or left_s <= 0 or self.weights_are_lost:
+                raise ReplicaError(
+                    "no server with the current weights is left: see the log for the reasons, and "
+                    "resume the run."
+                )
+            self._changed.wait(left_s)
+
+    def add(self, replica: Replica) -> None:
+        """Add a running server, which waits for the next weights.
+
+        If no other server is left, it loads the last weights at once.
+        """
+        member = Member(number=self._balancer.add(), replica=replica, state=MemberState.WAITING)
+        self._members.append(member)
+        self.num_changes += 1
+        logger.info("%s has joined the run", replica.name)
+        if self.ready or self.weights_are_lost:
+            return
+        if self.last_load is not None:
+            self._reload(member)
+        self.set_state(member, MemberState.READY)
+
+    def remove(self, replica: Replica) -> Member | None:
+        """Give no further requests and weights to a server; return None if it has left before."""
+        for member in self._members:
+            if member.replica is replica and member.state != MemberState.LEFT:
+                self.set_state(member, MemberState.LEFT)
+                logger.info("%s leaves the run", replica.name)
+                return member
+        return None
+
+    def is_idle(self, member: Member) -> bool:
+        """Return True if a server has no open request."""
+        return self._balancer.load[member.number] == 0
+
+    def set_state(self, member: Member, state: MemberState) -> None:
+        """Change the state of a server."""
+        member.state = state
+        if state == MemberState.READY:
+            self._balancer.enable(member.number)
+            self._changed.notify_all()
+        else:
+            self._balancer.disable(member.number)
+            self.num_changes += 1
+
+    def replace(self, member: Member, *, restarts_before: int, cause: ReplicaError) -> None:
+        """Restart a dead server with the last weights, once per death.
+
+        Args:
+            member: The server.
+            restarts_before: Its number of restarts when the failed call was sent. Another call may
+                have noticed the death first.
+            cause: The error of the call.
+
+        Raises:
+            ReplicaError: If it cannot be restarted, and no other server has the weights.
+        """
+        # Another call has noticed the same death.
+        if member.num_restarts != restarts_before or member not in self.receivers:
+            return
+        if self.is_closed:
+            raise cause
+        if self.weights_are_lost and not [each for each in self.ready if each is not member]:
+            raise ReplicaError(
+                f"{cause}\n"
+                "It cannot be restarted, because its weights are not stored anywhere: resume "
+                "the run, or set weight_sync.transport=shared_memory."
+            ) from cause
+        if self.weights_are_lost or not member.replica.can_restart:
+            self._suspend(member, cause=cause)
+            return
+        self._count_restart(member, cause=cause)
+        member.replica.start()
+        if self.last_load is not None:
+            self._reload(member)
+
+    def restart_dead(self, *, problem: str) -> None:
+        """Find servers that have died; see `VllmSampler.restart_dead`."""
+        self.admit_started()
+        receivers = self.receivers
+        dead: list[tuple[Member, ReplicaError]] = []
+        answers = [member.replica.call("cached_version") for member in receivers]
+        for member, answer in zip(receivers, answers, strict=True):
+            try:
+                answer.result()
+            except ReplicaError as error:
+                dead.append((member, error))
+        if problem and not dead:
+            raise ReplicaError(problem)
+        for member, cause in dead:
+            self._suspend(member, cause=cause)
+        if not self.receivers:
+            self.admit_started(waits=True)
+
+    def admit_started(self, *, waits: bool = False) -> None:
+        """Let servers that were started again get the next weights.
+
+        Args:
+            waits: Wait for those that are still starting.
+
+        Raises:
+            ReplicaError: If one did not start, and no restart is left.
+        """
+        for member in self._members:
+            while member.state == MemberState.STARTING:
+                assert member.start is not None
+                if not member.start.done() and not waits:
+                    break
+                try:
+                    member.start.result()
+                    self.set_state(member, MemberState.WAITING)
+                except ReplicaError as error:
+                    self._suspend(member, cause=error)
+
+    def check_version(self, member: Member, reported: object, *, version: int) -> None:
+        """Raise WeightError if a server reports another version than was published."""
+        if reported != version:
+            raise WeightError(
+                f"weights {version} were published, but {member.replica.name} has weights "
+                f"{reported}."
+            )
+
+    def close(self) -> None:
+        """End every server; none is restarted. Needs no lock."""
+        self.is_closed = True
+        for member in self._members:
+            member.replica.close()
+        self._threads.close()
+
+    def _suspend(self, member: Member, *, cause: ReplicaError) -> None:
+        """Assign no requests to a dead server, and start it again in a thread."""
+        if not member.replica.can_restart:
+            logger.warning("%s\n%s has left the run", cause, member.replica.name)
+            self.set_state(member, MemberState.LEFT)
+            return
+        self._count_restart(member, cause=cause)
+        self.set_state(member, MemberState.STARTING)
+        member.start = self._threads.start(member.replica.start)
+
+    def _count_restart(self, member: Member, *, cause: ReplicaError) -> None:
+        """Count a restart of a server.
+
+        Raises:
+            ReplicaError: If there were as many as are allowed.
+        """
+        if self._restarts_left == 0:
+            raise ReplicaError(
+                f"{cause}\nrollout.vllm.max_restarts is used up: fix the cause above, or raise it."
+            ) from cause
+        self._restarts_left -= 1
+        self.num_restarts += 1
+        self.num_changes += 1
+        member.num_restarts += 1
+        # Its prefix cache is empty, so sessions may move to other servers.
+        self._balancer.forget(member.number)
+        logger.warning(
+            "%s\n%s is restarted (%d restarts left)",
+            cause,
+            member.replica.name,
+            self._restarts_left,
+        )
+
+    def _reload(self, member: Member) -> None:
+        """Load the last weights into a server."""
+        assert self.last_load is not None
+        self.check_version(member, self.last_load(member.replica).result(), version=self.version)
