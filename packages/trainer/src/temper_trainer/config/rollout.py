@@ -76,8 +76,18 @@ class VllmConfig:
     engine_kwargs: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """More arguments of vLLM's ``EngineArgs``; a string that starts with { or [ is parsed as JSON.
     """
+    servers: tuple[str, ...] = ()
+    """Addresses ``HOST:PORT`` of servers that run already, in place of starting some. Needs the
+    environment variable TEMPER_SERVER_TOKEN.
+    """
+    servers_file: str | None = None
+    """File with such addresses, one a line, which is read again every few seconds: a server joins
+    or leaves the run when its line is added or removed.
+    """
     start_timeout_s: PositiveFloat = 600.0
-    """Maximum time in seconds for the start of a server."""
+    """Maximum time in seconds for the start of a server, and for another one to join if all have
+    left.
+    """
     stall_timeout_s: PositiveFloat = 120.0
     """Restart a server with open requests if neither a token nor a heartbeat arrives within this
     many seconds.
@@ -96,6 +106,15 @@ class VllmConfig:
                 f"{key}.gpu_memory_utilization has no effect with {key}.kv_cache_bytes: remove "
                 "one of them."
             )
+        if self.servers and self.servers_file is not None:
+            raise ConfigError(
+                f"{key}.servers has no effect with {key}.servers_file: remove one of them."
+            )
+        if wrong := [each for each in self.servers if not _is_address(each)]:
+            raise ConfigError(
+                f"{key}.servers has {wrong[0]!r}, but must have addresses HOST:PORT, such as "
+                "10.0.0.5:8100."
+            )
         # One setting, one key: otherwise the value in config.yaml might not be the one that is
         # used.
         for name in self.engine_kwargs:
@@ -104,6 +123,16 @@ class VllmConfig:
                     f"{key}.engine_kwargs.{name} cannot be set here: set "
                     f"{RESERVED_ENGINE_KWARGS[name]} instead."
                 )
+
+    @property
+    def has_remote_servers(self) -> bool:
+        """True if the run connects to servers in place of starting some."""
+        return bool(self.servers) or self.servers_file is not None
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal()
 
 
 @settings
@@ -196,7 +225,7 @@ class WeightSyncConfig:
     """auto chooses. Sampler hf: in_process (runtime inline) or object_store (runtime ray). Sampler
     vllm: cuda_ipc on a shared GPU, collective (NCCL) to other GPUs, shared_memory between CPUs of
     one host, collective (gloo) across hosts. In loops that sample ahead, only shared_memory can
-    restart a dead server.
+    restart the only server.
     """
     content: Literal["full", "adapter", "delta"] = "full"
     """full: all weights, an adapter merged; adapter: only the LoRA adapter; delta: the elements
@@ -281,7 +310,9 @@ def find_rollout_conflicts(
             "rollout.routing_replay is true, but completions.jsonl has no choices of experts: set "
             "it to false, or remove rollout.record and rollout.replay."
         )
-    if devices and len(devices) != rollout.num_replicas:
+    if rollout.vllm.has_remote_servers:
+        yield from _find_remote_conflicts(rollout, sync=sync, devices=devices)
+    elif devices and len(devices) != rollout.num_replicas:
         yield (
             f"runtime.rollout_devices has {len(devices)} entries, but rollout.num_replicas is "
             f"{rollout.num_replicas}: give one entry per replica."
@@ -299,4 +330,25 @@ def find_rollout_conflicts(
             f"{sampling.top_p} and sampling.top_k {sampling.top_k}: training needs log-probs "
             "after temperature and before truncation, which vLLM does not report. Use temperature "
             "1, or top_p 1 and top_k 0, or rollout=hf."
+        )
+
+
+def _find_remote_conflicts(
+    rollout: RolloutConfig, *, sync: WeightSyncConfig, devices: Sequence[str]
+) -> Iterator[str]:
+    """Yield settings that have no effect on servers that others have started."""
+    key = "rollout.vllm.servers" if rollout.vllm.servers else "rollout.vllm.servers_file"
+    if rollout.sampler != "vllm":
+        yield f"{key} is set, but rollout.sampler is {rollout.sampler}: use rollout=vllm."
+    if rollout.num_replicas != 1:
+        yield (
+            f"rollout.num_replicas is {rollout.num_replicas}, but with {key} the run starts no "
+            "servers: remove it."
+        )
+    if devices:
+        yield f"runtime.rollout_devices has no effect with {key}: remove it."
+    if sync.content == "adapter":
+        yield (
+            f"weight_sync.content is adapter, which is sent as a file, but with {key} servers may "
+            "be on other hosts: use full or delta."
         )

@@ -89,7 +89,7 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
         # As many workers as the actor in the same pool, so that every device of the actor has one
         # rank of the second model, and the same memory is left on each.
         requests[AVERAGED_ROLE] = requests["actor"]
-    if config.generates_completions:
+    if config.generates_completions and not config.rollout.vllm.has_remote_servers:
         rollout = config.rollout
         per_replica = rollout.vllm.tensor_parallel_size if rollout.sampler == "vllm" else 1
         requests["rollout"] = RoleRequest(
@@ -238,7 +238,9 @@ def _describe_inline_placement(config: TrainerConfig) -> list[str]:
         if not _is_server(name, sampler=config.rollout.sampler, teachers=config.teachers)
     ]
     lines = [f"this process: {', '.join(roles)}"]
-    if config.generates_completions and config.rollout.sampler == "vllm":
+    if config.rollout.vllm.has_remote_servers:
+        lines.append(f"rollout: servers {_describe_remote(config)}")
+    elif config.generates_completions and config.rollout.sampler == "vllm":
         devices = config.runtime.rollout_devices
         lines += [
             _describe_server("rollout", i, devices=devices)
@@ -251,6 +253,11 @@ def _describe_inline_placement(config: TrainerConfig) -> list[str]:
                 for i in range(teacher.num_replicas)
             ]
     return lines
+
+
+def _describe_remote(config: TrainerConfig) -> str:
+    vllm = config.rollout.vllm
+    return f"listed in {vllm.servers_file}" if vllm.servers_file else ", ".join(vllm.servers)
 
 
 def _is_server(role: str, *, sampler: str, teachers: Mapping[str, TeacherConfig]) -> bool:

@@ -16,7 +16,11 @@ from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.sampler import Replica, Sampler
 from temper_trainer.runtime.placement import collect_role_requests, describe_plan
-from temper_trainer.runtime.vllm_servers import make_local_teacher_servers, start_local_sampler
+from temper_trainer.runtime.vllm_servers import (
+    connect_sampler,
+    make_local_teacher_servers,
+    start_local_sampler,
+)
 from temper_trainer.runtime.worker_group import InlineWorkerGroup, WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -63,6 +67,8 @@ class InlineRuntime:
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
         """Create the sampler in this process, or start vLLM servers on this host."""
+        if config.rollout.vllm.has_remote_servers:
+            return connect_sampler(config, tokenizer=tokenizer)
         if config.rollout.sampler == "vllm":
             return start_local_sampler(config, tokenizer=tokenizer)
         return HfSampler(

@@ -1,18 +1,23 @@
 """Plan and create the vLLM servers of a run and of its teachers."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.sampler import Replica
 from temper_trainer.rollout.vllm.messages import ServerSpec
+from temper_trainer.rollout.vllm.remote_server import AddressWatch, RemoteServer, parse_addresses
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.server_spec import build_server_spec, build_teacher_server_spec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+
+WATCH_INTERVAL_S = 5.0
+"""Time between two looks at the addresses of servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,56 @@ def plan_teacher_servers(name: str, config: TrainerConfig) -> list[ServerPlan]:
         _make_plan(config, spec, name=f"teacher {name} replica {i}", log=f"teachers/{name}-{i}.log")
         for i in range(teacher.num_replicas)
     ]
+
+
+def connect_sampler(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> VllmSampler:
+    """Connect to the servers that the configuration names, which may join and leave later.
+
+    Raises:
+        ConfigError: If none are named.
+    """
+    spec = build_server_spec(config, tokenizer=tokenizer)
+    vllm = config.rollout.vllm
+
+    def read_addresses() -> Sequence[str]:
+        if vllm.servers_file is None:
+            return vllm.servers
+        return parse_addresses(Path(vllm.servers_file).read_text())
+
+    def make_server(address: str) -> RemoteServer:
+        return RemoteServer(
+            spec,
+            address=address,
+            start_timeout_s=vllm.start_timeout_s,
+            stall_timeout_s=vllm.stall_timeout_s,
+            load_timeout_s=vllm.load_timeout_s,
+        )
+
+    servers = [make_server(address) for address in _read_first_addresses(read_addresses)]
+    return VllmSampler(
+        servers,
+        spec=spec,
+        max_restarts=vllm.max_restarts,
+        watch=AddressWatch(
+            read_addresses, connected=servers, connect=make_server, interval_s=WATCH_INTERVAL_S
+        ),
+        join_timeout_s=vllm.start_timeout_s,
+    )
+
+
+def _read_first_addresses(read_addresses: Callable[[], Sequence[str]]) -> Sequence[str]:
+    try:
+        addresses = read_addresses()
+    except OSError as error:
+        raise ConfigError(
+            f"rollout.vllm.servers_file cannot be read ({error}): give a file with an address "
+            "HOST:PORT in each line."
+        ) from error
+    if not addresses:
+        raise ConfigError(
+            "rollout.vllm.servers_file has no address: write HOST:PORT of a server in each line."
+        )
+    return addresses
 
 
 def start_local_sampler(

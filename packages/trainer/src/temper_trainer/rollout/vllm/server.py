@@ -8,8 +8,10 @@ import os
 import queue
 import signal
 import sys
+import tempfile
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -164,6 +166,9 @@ def main(descriptor: int) -> None:
     assert isinstance(spec, ServerSpec)
     inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(connection, inbox), daemon=True).start()
+    if not spec.directory:
+        # A server that listens has a temporary directory of its own for each run.
+        spec = replace(spec, directory=tempfile.gettempdir())
     os.environ.update(spec.environment)
     # Imported late: vLLM reads environment variables when it is imported.
     from temper_trainer.rollout.vllm.vllm_engine import VllmEngine

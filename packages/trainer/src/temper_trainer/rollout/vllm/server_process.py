@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -97,6 +98,11 @@ class ServerProcess:
         """Name for messages; see Replica."""
         return self._name
 
+    @property
+    def can_restart(self) -> bool:
+        """True: the process belongs to the trainer; see Replica."""
+        return True
+
     def start(self) -> None:
         """Start the process and wait until its model is built.
 
@@ -105,18 +111,10 @@ class ServerProcess:
             ReplicaError: If the process ended or took too long; with the end of its log.
         """
         self.close()
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         deadline = begin + self._start_timeout_s
-        # The server may be killed at any time, so the trainer owns and removes its files.
-        self._directory = make_temporary_folder("server")
-        spec = replace(self._spec, directory=str(self._directory))
-        # A socket pair instead of a listening socket, so that only the child that inherits the
-        # other end can connect.
-        self._connection, other_end = multiprocessing.Pipe()
-        with other_end:
-            self._process = self._launch(other_end.fileno(), directory=self._directory)
-        self.process_id = self._process.pid
+        self._connection = self._connect()
+        spec = replace(self._spec, directory=str(self._directory or ""))
         hello = self._receive(deadline=deadline, ended="did not start")
         assert isinstance(hello, Hello)
         if hello.problem is not None:
@@ -129,12 +127,7 @@ class ServerProcess:
         ready = self._receive(deadline=deadline, ended="ended while it built its model")
         assert isinstance(ready, Ready)
         logger.info("%s: %s, on %s", self._name, describe_versions(hello.versions), ready.device)
-        logger.info(
-            "%s is ready after %.0f s; its log is %s",
-            self._name,
-            time.monotonic() - begin,
-            self._log_file,
-        )
+        self._log_start(time.monotonic() - begin)
         self._last_progress = time.monotonic()
         self._open_calls = {}
         self._reader = threading.Thread(
@@ -144,6 +137,22 @@ class ServerProcess:
             name=self._name,
         )
         self._reader.start()
+
+    def _log_start(self, seconds: float) -> None:
+        logger.info("%s is ready after %.0f s; its log is %s", self._name, seconds, self._log_file)
+
+    def _connect(self) -> "Connection[object, object]":
+        """Start the process, and return the trainer's end of its connection."""
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        # The server may be killed at any time, so the trainer owns and removes its files.
+        self._directory = make_temporary_folder("server")
+        # A socket pair instead of a listening socket, so that only the child that inherits the
+        # other end can connect.
+        connection, other_end = multiprocessing.Pipe()
+        with other_end:
+            self._process = self._launch(other_end.fileno(), directory=self._directory)
+        self.process_id = self._process.pid
+        return connection
 
     def _launch(self, connection_fd: int, *, directory: Path) -> subprocess.Popen[bytes]:
         with self._log_file.open("ab") as log:
@@ -212,8 +221,17 @@ class ServerProcess:
             process.wait()
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
-        if connection is not None and reader is None:
-            connection.close()  # otherwise the reader thread closes it
+        if connection is None:
+            return
+        if reader is None:
+            connection.close()
+        else:
+            # The reader thread closes it, and notices this also if the server runs on.
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(fileno=os.dup(connection.fileno())) as end,
+            ):
+                end.shutdown(socket.SHUT_RDWR)
 
     def _receive(self, *, deadline: float, ended: str) -> Message:
         """Return the next message of a starting server.
@@ -235,8 +253,7 @@ class ServerProcess:
             raise self._close_with_error(f"sent an invalid message ({error})") from error
 
     def _check_starting(self, deadline: float) -> None:
-        assert self._process is not None
-        code = self._process.poll()
+        code = None if self._process is None else self._process.poll()
         if code is not None:
             raise self._close_with_error(f"did not start (exit status {code})")
         if time.monotonic() > deadline:
@@ -308,10 +325,10 @@ class ServerProcess:
                 process.wait(EXIT_GRACE_S)
 
     def _make_error(self, problem: str) -> ReplicaError:
-        return ReplicaError(
-            f"{self._name} {problem}. The end of its log, {self._log_file}:\n"
-            f"{self._read_log_tail()}"
-        )
+        return ReplicaError(f"{self._name} {problem}. {self._describe_log()}")
+
+    def _describe_log(self) -> str:
+        return f"The end of its log, {self._log_file}:\n{self._read_log_tail()}"
 
     def _close_with_error(self, problem: str) -> ReplicaError:
         error = self._make_error(problem)

@@ -45,6 +45,7 @@ from temper_trainer.runtime.ray.ray_worker_group import (
 )
 from temper_trainer.runtime.vllm_servers import (
     ServerPlan,
+    connect_sampler,
     plan_rollout_servers,
     plan_teacher_servers,
 )
@@ -136,6 +137,8 @@ class RayRuntime:
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
         """Create the sampler's actor, or one actor per vLLM server; see Runtime."""
+        if config.rollout.vllm.has_remote_servers:
+            return connect_sampler(config, tokenizer=tokenizer)
         if config.rollout.sampler == "vllm":
             return self._open_servers(config, tokenizer=tokenizer)
         arguments = (config.actor.engine.model, tokenizer, config.rollout, self._num_threads)

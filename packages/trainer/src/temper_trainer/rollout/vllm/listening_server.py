@@ -1,0 +1,152 @@
+"""Serve one run after the other: ``python -m temper_trainer.rollout.vllm.listening_server``.
+
+Each run that connects gets a process of its own with a new engine, which ends with the connection.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.rendezvous import authenticate_socket
+from temper_trainer.rollout.vllm import server as run_server
+from temper_trainer.rollout.vllm.messages import Hello, encode
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "TEMPER_SERVER_TOKEN"
+"""Environment variable with the secret that a run and its servers share."""
+CONNECT_TIMEOUT_S = 10.0
+"""Time for a server to accept a connection and to prove that it knows the token."""
+_EXIT_GRACE_S = 10.0
+"""Time for the process of an earlier run to notice the end of its connection."""
+
+
+def read_token() -> str:
+    """Return the secret that a run and its servers share.
+
+    Raises:
+        ConfigError: If it is not set.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} is not set: set it to the same random text for the run and for its "
+            "servers, such as the output of `openssl rand -hex 32`."
+        )
+    return token
+
+
+class ListeningServer:
+    """Accepts the connections of runs, one at a time."""
+
+    def __init__(
+        self, host: str, port: int, *, token: str, module: str = run_server.__name__
+    ) -> None:
+        """Listen at an address; port 0 chooses a free one."""
+        self._token = token
+        self._module = module
+        self._listener = socket.create_server((host, port))
+        self._child: subprocess.Popen[bytes] | None = None
+        self.port: int = self._listener.getsockname()[1]
+
+    def serve_forever(self) -> None:
+        """Accept connections until the process is ended."""
+        while True:
+            client, (origin, *_) = self._listener.accept()
+            # A run on another host may disappear without closing its connection.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            try:
+                connection = authenticate_socket(
+                    client, self._token.encode(), is_server=True, timeout_s=CONNECT_TIMEOUT_S
+                )
+            except (AuthenticationError, EOFError, OSError) as error:
+                logger.warning("rejected a connection from %s: %r", origin, error)
+                continue
+            with connection:
+                if self._is_free():
+                    logger.warning("a run on %s has connected", origin)
+                    self._child = self._launch(connection)
+                else:
+                    self._refuse(connection)
+
+    def close(self) -> None:
+        """Stop listening, and end the process of the connected run."""
+        self._listener.close()
+        if self._child is not None and self._child.poll() is None:
+            os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+
+    def _is_free(self) -> bool:
+        """Return True if no run is connected."""
+        if self._child is None:
+            return True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(_EXIT_GRACE_S)
+            return True
+        return False
+
+    def _refuse(self, connection: "Connection[object, object]") -> None:
+        problem = "it serves another run; wait for its end, or start a server for each run."
+        with contextlib.suppress(OSError):
+            connection.send_bytes(encode(Hello(versions={}, problem=problem)))
+
+    def _launch(self, connection: "Connection[object, object]") -> "subprocess.Popen[bytes]":
+        """Start the process that serves a run, which inherits the connection."""
+        descriptor = connection.fileno()
+        return subprocess.Popen(
+            [sys.executable, "-m", self._module, str(descriptor)],
+            stdin=subprocess.DEVNULL,
+            # In a session of its own, so that it can end with all its workers.
+            start_new_session=True,
+            pass_fds=(descriptor,),
+            env=os.environ | {"TMPDIR": self._make_folder()},
+        )
+
+    def _make_folder(self) -> str:
+        """Return an empty folder for the files of the next process."""
+        self._folder = tempfile.TemporaryDirectory(prefix="temper-server-")
+        return self._folder.name
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Listen at the given address until the process is ended."""
+    parser = argparse.ArgumentParser(
+        prog="python -m temper_trainer.rollout.vllm.listening_server",
+        description="Start a rollout server for runs that name its address.",
+    )
+    parser.add_argument(
+        "address", metavar="HOST:PORT", help="address to listen at; port 0 chooses a free one"
+    )
+    address: str = parser.parse_args(arguments).address
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        parser.error(f"{address!r} is not HOST:PORT, such as 127.0.0.1:8100")
+    try:
+        server = ListeningServer(host, int(port), token=read_token())
+    except (ConfigError, OSError) as error:
+        parser.error(f"{address}: {error}")
+    # Its child is in another session, which a signal of the terminal does not reach.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.stdout.write(f"listening at {host}:{server.port}\n")
+    sys.stdout.flush()
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        server.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Connect to servers that others have started; see `listening_server`."""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from temper_engine_api.errors import ConfigError, TemperError
+from temper_engine_api.rendezvous import authenticate_socket
+from temper_trainer.concurrency import DaemonThreads
+from temper_trainer.rollout.sampler import ReplicaError
+from temper_trainer.rollout.vllm.listening_server import (
+    CONNECT_TIMEOUT_S,
+    TOKEN_VARIABLE,
+    read_token,
+)
+from temper_trainer.rollout.vllm.messages import ServerSpec
+from temper_trainer.rollout.vllm.server_process import ServerProcess
+
+if TYPE_CHECKING:
+    from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteServer(ServerProcess):
+    """A Replica that listens at an address; the run ends its connection, not the server."""
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        *,
+        address: str,
+        start_timeout_s: float,
+        stall_timeout_s: float,
+        load_timeout_s: float,
+    ) -> None:
+        super().__init__(
+            spec,
+            name=f"server {address}",
+            python="",
+            log_file=Path(os.devnull),
+            start_timeout_s=start_timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            load_timeout_s=load_timeout_s,
+        )
+        self.address = address
+        """Host and port."""
+
+    @property
+    def can_restart(self) -> bool:
+        """False: whoever started the server may start it again; see Replica."""
+        return False
+
+    def _connect(self) -> "Connection[object, object]":
+        host, _, port = self.address.rpartition(":")
+        token = read_token().encode()
+        try:
+            client = socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S)
+            return authenticate_socket(client, token, is_server=False, timeout_s=CONNECT_TIMEOUT_S)
+        except (AuthenticationError, EOFError) as error:
+            raise ConfigError(
+                f"{self.name} has another token: set {TOKEN_VARIABLE} to the same value for the "
+                "run and for the server."
+            ) from error
+        except OSError as error:
+            raise ReplicaError(
+                f"{self.name} can't be reached ({error}): start it with python -m "
+                f"temper_trainer.rollout.vllm.listening_server {self.address}, or remove its "
+                "address."
+            ) from error
+
+    def _log_start(self, seconds: float) -> None:
+        logger.info("%s is ready after %.0f s", self.name, seconds)
+
+    def _describe_log(self) -> str:
+        return "Its output on its host has the reason."
+
+
+def parse_addresses(text: str) -> list[str]:
+    """Return the addresses in a file's text: one a line; text after # is ignored.
+
+    Example:
+        >>> parse_addresses("10.0.0.5:8100 # next rack")
+        ['10.0.0.5:8100']
+    """
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return list(dict.fromkeys(line for line in lines if line))
+
+
+class AddressWatch:
+    """Connects to each server in a list that may change, and disconnects from those removed.
+
+    A server that has died or left is connected again as soon as it listens.
+    """
+
+    def __init__(
+        self,
+        read_addresses: Callable[[], Sequence[str]],
+        *,
+        connected: Sequence[RemoteServer],
+        connect: Callable[[str], RemoteServer],
+        interval_s: float,
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            read_addresses: Returns the current list.
+            connected: Servers that the sampler has from the start.
+            connect: Creates a server, which is not started.
+            interval_s: Time between two looks at the list.
+        """
+        self._read_addresses = read_addresses
+        self._connected = {server.address: server for server in connected}
+        self._connect = connect
+        self._interval_s = interval_s
+        self._is_stopped = threading.Event()
+        self._threads = DaemonThreads("server-watch")
+        self._problems: dict[str, str] = {}
+        """Last reason why an address could not be connected."""
+
+    def start(self, sampler: "VllmSampler") -> None:
+        """Begin to watch, in a thread."""
+        self._threads.start(self._run, sampler)
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._is_stopped.set()
+        self._threads.close()
+
+    def _run(self, sampler: "VllmSampler") -> None:
+        while not self._is_stopped.wait(self._interval_s):
+            try:
+                addresses = self._read_addresses()
+            except OSError as error:
+                # It may be replaced at this moment.
+                logger.warning("the addresses of servers cannot be read: %s", error)
+                continue
+            members = set(map(id, sampler.replicas))
+            for address, server in list(self._connected.items()):
+                if address not in addresses:
+                    self._threads.start(sampler.remove, server)
+                    del self._connected[address]
+                elif id(server) not in members:
+                    server.close()
+                    del self._connected[address]
+            for address in addresses:
+                if address not in self._connected:
+                    self._join(address, sampler)
+
+    def _join(self, address: str, sampler: "VllmSampler") -> None:
+        try:
+            server = self._connect(address)
+            server.start()
+            sampler.add(server)
+        except (TemperError, ValueError) as error:
+            if str(error) != self._problems.get(address):
+                logger.warning("a server cannot join the run: %s", error)
+            self._problems[address] = str(error)
+            return
+        self._problems.pop(address, None)
+        self._connected[address] = server
