@@ -72,27 +72,24 @@ class ReplayedChoice(TorchFunctionMode):
             )
 
 
-def check_choices(batch: SequenceBatch, *, num_routers: int) -> None:
-    """Check that a batch prescribes experts of the model, if it does.
+def check_choices(choices: Tensor, *, num_routers: int) -> None:
+    """Check that prescribed experts fit the model.
 
     Args:
-        batch: Batch or micro-batch.
+        choices: Column of a batch or micro-batch, see `ROUTED_EXPERTS`.
         num_routers: Number of layers with experts whose routers can replay.
 
     Raises:
         BatchError: If the column has another number of layers.
     """
-    column = batch.columns.get(ROUTED_EXPERTS)
-    if column is None:
-        return
     if not num_routers:
         raise BatchError(
             f"the batch has column {ROUTED_EXPERTS!r}, but the model has no routers that can "
             "replay it: remove it, and set compile_layers to false."
         )
-    if column.ndim != 3 or column.shape[1] != num_routers:
+    if choices.ndim != 3 or choices.shape[1] != num_routers:
         raise BatchError(
-            f"column {ROUTED_EXPERTS!r} has shape {tuple(column.shape)}, but must be [tokens, "
+            f"column {ROUTED_EXPERTS!r} has shape {tuple(choices.shape)}, but must be [tokens, "
             f"layers, experts per token] with the {num_routers} layers of the model that have "
             "experts: record the choices with the same model."
         )

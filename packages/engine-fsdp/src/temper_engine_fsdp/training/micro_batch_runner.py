@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
-from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.model.expert_routers import ExpertRouters
 from temper_engine_fsdp.model.output_head import build_head_request
@@ -58,9 +58,10 @@ class MicroBatchRunner:
         reduce_gradients: bool,
     ) -> list[HeadOutputs]:
         """Return the detached outputs of each micro-batch; see `BaseEngine._run_micro_batches`."""
-        # Before the pass: FSDP2 cannot be reset before its first one.
-        num_routers = 0 if self._routers is None else self._routers.num_routers
-        check_choices(batch, num_routers=num_routers)
+        if ROUTED_EXPERTS in batch.columns:
+            # Before the pass: FSDP2 cannot be reset before its first one.
+            num_routers = 0 if self._routers is None else self._routers.num_routers
+            check_choices(batch.columns[ROUTED_EXPERTS], num_routers=num_routers)
         # The layout is computed on the host: reading it from the device would sync.
         micro_batches = list(batch.to("cpu").micro_batches())
         outputs = []
