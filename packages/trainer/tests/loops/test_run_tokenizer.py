@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import CheckpointError
-from temper_trainer.checkpoint.checkpointer import STATE_FILE, TRAINER_PART
+from temper_trainer.checkpoint.step_contents import STATE_FILE, TRAINER_PART
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config.trainer_config import TrainerConfig

@@ -6,7 +6,6 @@ trainer, and ``temper-migrate checkpoint`` writes such engine-only checkpoints; 
 from them, too.
 """
 
-import hashlib
 import logging
 import os
 import shutil
@@ -26,7 +25,6 @@ from temper_engine_api.checkpoint import (
     delete_killed_saves,
     delete_old_damaged_steps,
     describe_damaged_steps,
-    find_step,
     list_complete_steps,
     list_package_versions,
     list_partial_saves,
@@ -38,7 +36,7 @@ from temper_engine_api.checkpoint import (
     verify,
 )
 from temper_engine_api.checkpoint.damaged_steps import list_damaged_steps, measure_damaged_steps
-from temper_engine_api.checkpoint.manifest import make_unreadable_error, read_manifest
+from temper_engine_api.checkpoint.manifest import read_manifest
 from temper_engine_api.checkpoint.part_files import count_bytes_below, format_size
 from temper_engine_api.checkpoint.step_directories import MARKER_NAME, STEP_NAME
 from temper_engine_api.checkpoint.transaction import write_durably
@@ -47,12 +45,18 @@ from temper_engine_api.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
 )
+from temper_trainer.checkpoint.step_contents import (
+    STATE_FILE,
+    TRAINER_PART,
+    check_step,
+    check_trainer_state,
+    find_engine_checkpoints,
+    read_common_step,
+)
 from temper_trainer.checkpoint.trainer_state import TrainerState
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "state.json"
-TRAINER_PART = "trainer"
 RUN_ID_FILE = "run_id"
 """File in the run folder with the id that the run's checkpoints contain."""
 _SAVE_MARGIN = 1.1
@@ -207,7 +211,7 @@ class Checkpointer:
             try:
                 with lock_for_reading(directory):
                     self._verify(directory)
-                    _check_step(directory, step=step)
+                    check_step(directory, step=step)
             except (IncompleteCheckpointError, DamagedCheckpointError):
                 continue
             return directory
@@ -219,7 +223,7 @@ class Checkpointer:
             try:
                 with lock_for_reading(directory):
                     self._verify(directory)
-                    _check_step(directory, step=step)
+                    check_step(directory, step=step)
             # Any other error, such as a file that cannot be read at the moment, is no damage: it
             # ends the start, and nothing is renamed.
             except IncompleteCheckpointError as error:
@@ -281,7 +285,7 @@ class Checkpointer:
                 with lock_for_reading(directory):
                     self._verify(directory)
             if is_own:
-                _check_step(checkpoint, step=_parse_step(checkpoint.name))
+                check_step(checkpoint, step=_parse_step(checkpoint.name))
         except (IncompleteCheckpointError, DamagedCheckpointError) as error:
             advice = (
                 " run.resume=auto renames damaged checkpoints and continues from the newest good "
@@ -362,7 +366,7 @@ class Checkpointer:
     def _verify(self, directory: Path) -> None:
         self.verify(directory)
         # `verify` may compare sizes only, but a start reads this file before it reads any weights.
-        _check_trainer_state(directory)
+        check_trainer_state(directory)
         self._verified.add(directory)
 
     def _verify_once(self, directory: Path) -> None:
@@ -395,7 +399,7 @@ class Checkpointer:
             CheckpointError: If the roles were saved at different steps.
         """
         checkpoints = find_engine_checkpoints(directory)
-        return _read_common_step(checkpoints) if checkpoints else None
+        return read_common_step(checkpoints) if checkpoints else None
 
     def read_state(self, directory: Path, *, phase: str) -> TrainerState:
         """Read the trainer's part of a step directory.
@@ -458,55 +462,6 @@ def check_resume_step(step: int, *, total_steps: int, checkpoint: Path | None) -
         )
 
 
-def read_tokenizer_digest(checkpoint: Path) -> str | None:
-    """Return the digest of the tokenizer of a step directory; None if it records none.
-
-    Checkpoints of older versions and engine-only checkpoints record none.
-
-    Raises:
-        DamagedCheckpointError: If the trainer's part is damaged.
-    """
-    path = checkpoint / TRAINER_PART / STATE_FILE
-    return TrainerState.from_json(path.read_bytes()).tokenizer_digest if path.is_file() else None
-
-
-def find_engine_checkpoints(path: Path) -> dict[str, Path]:
-    """Return the step directories of an engine-only checkpoint by role.
-
-    Args:
-        path: A step directory or a folder of them, which is the actor's, or a folder that has such
-            a folder for each role.
-
-    Returns:
-        Empty for anything else, such as a checkpoint with trainer state.
-    """
-    try:
-        steps = {"actor": find_step(path)}
-    except IncompleteCheckpointError:
-        children = sorted(path.iterdir()) if path.is_dir() else []
-        steps = {child.name: find_step(child) for child in children if list_complete_steps(child)}
-    return steps if all((step / ENGINE_PART).is_dir() for step in steps.values()) else {}
-
-
-def list_restored_parts(checkpoint: Path) -> set[str]:
-    """Return the parts of a checkpoint that a resume reads: roles, and the trainer's part."""
-    if engine_checkpoints := find_engine_checkpoints(checkpoint):
-        # See `Checkpointer.read_roles`.
-        return engine_checkpoints.keys() - {"ref"}
-    return {path.name for path in checkpoint.iterdir() if path.is_dir()}
-
-
-def _read_common_step(checkpoints: Mapping[str, Path]) -> int:
-    steps = {role: read_manifest(directory).step for role, directory in checkpoints.items()}
-    if len(set(steps.values())) != 1:
-        listed = ", ".join(f"{role} of step {step}" for role, step in steps.items())
-        folder = next(iter(checkpoints.values())).parent.parent
-        raise CheckpointError(
-            f"{folder} has {listed}: convert all roles of one step, or move the others away."
-        )
-    return next(iter(steps.values()))
-
-
 def load_run_id(folder: Path) -> str:
     """Return the id of the run in a folder, which is created at its first start.
 
@@ -547,30 +502,6 @@ def _parse_run_id(content: bytes) -> str | None:
         return None
     # Zeros, which some file systems leave after a crash, are valid UTF-8 but not printable.
     return run_id if run_id and run_id.isprintable() else None
-
-
-def _check_step(directory: Path, *, step: int) -> None:
-    """Check that a step directory was not copied or renamed from another step."""
-    actual = read_manifest(directory).step
-    if actual != step:
-        raise DamagedCheckpointError(f"its manifest is of step {actual}")
-
-
-def _check_trainer_state(directory: Path) -> None:
-    """Compare the content of the trainer's part with the manifest; it has about 1 kB."""
-    name = f"{TRAINER_PART}/{STATE_FILE}"
-    path = directory / name
-    for record in read_manifest(directory).files:
-        if record.path == name:
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise make_unreadable_error(path, error) from error
-            if hashlib.sha256(content).hexdigest() != record.sha256:
-                raise DamagedCheckpointError(
-                    f"{path} has another checksum than when it was written: load another step "
-                    "directory."
-                )
 
 
 def _parse_step(name: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from temper_engine_api.specs import LoraSpec, ModelSpec
-from temper_trainer.checkpoint.checkpointer import find_engine_checkpoints
+from temper_trainer.checkpoint.step_contents import find_engine_checkpoints
 from temper_trainer.config.trainer_config import TrainerConfig
 
 ENGINES_WITH_PEFT = ("fsdp", "megatron")

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.checkpoint import list_step_entries, set_aside
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
-from temper_trainer.checkpoint.checkpointer import read_tokenizer_digest
+from temper_trainer.checkpoint.step_contents import read_tokenizer_digest
 from temper_trainer.config.run import INFERENCE_TASKS
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import Row

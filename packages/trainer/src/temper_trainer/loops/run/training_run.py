@@ -18,7 +18,8 @@ from temper_trainer.checkpoint.checkpoint_messages import (
     describe_last_save,
     describe_policy,
 )
-from temper_trainer.checkpoint.checkpointer import check_resume_step, list_restored_parts
+from temper_trainer.checkpoint.checkpointer import check_resume_step
+from temper_trainer.checkpoint.step_contents import list_restored_parts
 from temper_trainer.checkpoint.weight_files import find_damaged_model
 from temper_trainer.config.data import name_eval_set
 from temper_trainer.config.resume_changes import describe_changes

@@ -1,0 +1,106 @@
+"""Read what a step directory contains: its parts, its step and the trainer's state."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from temper_engine_api.checkpoint import ENGINE_PART, find_step, list_complete_steps
+from temper_engine_api.checkpoint.manifest import make_unreadable_error, read_manifest
+from temper_engine_api.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
+from temper_trainer.checkpoint.trainer_state import TrainerState
+
+STATE_FILE = "state.json"
+TRAINER_PART = "trainer"
+
+
+def find_engine_checkpoints(path: Path) -> dict[str, Path]:
+    """Return the step directories of an engine-only checkpoint by role.
+
+    Args:
+        path: A step directory or a folder of them, which is the actor's, or a folder that has such
+            a folder for each role.
+
+    Returns:
+        Empty for anything else, such as a checkpoint with trainer state.
+    """
+    try:
+        steps = {"actor": find_step(path)}
+    except IncompleteCheckpointError:
+        children = sorted(path.iterdir()) if path.is_dir() else []
+        steps = {child.name: find_step(child) for child in children if list_complete_steps(child)}
+    return steps if all((step / ENGINE_PART).is_dir() for step in steps.values()) else {}
+
+
+def read_common_step(checkpoints: Mapping[str, Path]) -> int:
+    """Return the step of an engine-only checkpoint.
+
+    Args:
+        checkpoints: Step directories by role; at least one.
+
+    Raises:
+        CheckpointError: If they are of different steps.
+    """
+    steps = {role: read_manifest(directory).step for role, directory in checkpoints.items()}
+    if len(set(steps.values())) != 1:
+        listed = ", ".join(f"{role} of step {step}" for role, step in steps.items())
+        folder = next(iter(checkpoints.values())).parent.parent
+        raise CheckpointError(
+            f"{folder} has {listed}: convert all roles of one step, or move the others away."
+        )
+    return next(iter(steps.values()))
+
+
+def list_restored_parts(checkpoint: Path) -> set[str]:
+    """Return the parts of a checkpoint that a resume reads: roles, and the trainer's part."""
+    if engine_checkpoints := find_engine_checkpoints(checkpoint):
+        # See `Checkpointer.read_roles`.
+        return engine_checkpoints.keys() - {"ref"}
+    return {path.name for path in checkpoint.iterdir() if path.is_dir()}
+
+
+def read_tokenizer_digest(checkpoint: Path) -> str | None:
+    """Return the digest of the tokenizer of a step directory; None if it records none.
+
+    Checkpoints of older versions and engine-only checkpoints record none.
+
+    Raises:
+        DamagedCheckpointError: If the trainer's part is damaged.
+    """
+    path = checkpoint / TRAINER_PART / STATE_FILE
+    return TrainerState.from_json(path.read_bytes()).tokenizer_digest if path.is_file() else None
+
+
+def check_step(directory: Path, *, step: int) -> None:
+    """Check that a step directory was not copied or renamed from another step.
+
+    Raises:
+        DamagedCheckpointError: If its manifest has another step.
+    """
+    actual = read_manifest(directory).step
+    if actual != step:
+        raise DamagedCheckpointError(f"its manifest is of step {actual}")
+
+
+def check_trainer_state(directory: Path) -> None:
+    """Compare the content of the trainer's part with the manifest; it has about 1 kB.
+
+    Raises:
+        DamagedCheckpointError: If the content has changed or cannot be read.
+    """
+    name = f"{TRAINER_PART}/{STATE_FILE}"
+    path = directory / name
+    for record in read_manifest(directory).files:
+        if record.path == name:
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise make_unreadable_error(path, error) from error
+            if hashlib.sha256(content).hexdigest() != record.sha256:
+                raise DamagedCheckpointError(
+                    f"{path} has another checksum than when it was written: load another step "
+                    "directory."
+                )
