@@ -35,7 +35,7 @@ def assign_to_ranks(costs: Tensor, *, num_ranks: int) -> Tensor:
         num_ranks: Number of ranks, at least 1.
 
     Returns:
-        [N] int64 rank of each item.
+        [N] int64 rank per item.
     """
     ranks = _assign_longest_first(costs, num_ranks=num_ranks)
     loads: list[int] = torch.zeros(num_ranks, dtype=torch.int64).index_add(0, ranks, costs).tolist()
@@ -160,7 +160,7 @@ def pack_bins(sizes: Sequence[int], *, capacity: int) -> list[list[int]]:
         capacity: Capacity of a bin.
 
     Returns:
-        Indices of the items of each bin.
+        Item indices per bin.
     """
     bins: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (free, bin), ascending
@@ -189,7 +189,7 @@ def balance_bins(
         capacity: Capacity of a bin.
 
     Returns:
-        Indices of the items of each bin, or None if an item does not fit into any bin.
+        Item indices per bin, or None if an item does not fit into any bin.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     free = [capacity] * num_bins

@@ -156,7 +156,7 @@ class SequenceBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """[B] int64, number of tokens of each sequence."""
+        """[B] int64, number of tokens per sequence."""
         return self.sequence_starts.long().diff()
 
     @property

@@ -105,7 +105,7 @@ def compute_load_metrics(loads: Tensor) -> dict[str, Metric]:
     """Return metrics of how evenly the routers of a MoE model load its experts.
 
     Args:
-        loads: [layers, E] choices of each expert by the tokens of all ranks.
+        loads: [layers, E] tokens per layer and expert, summed over all ranks.
 
     Returns:
         `router/max_load`: the largest load of an expert divided by the mean load of its layer, mean

@@ -40,7 +40,7 @@ class HeadOutput(StrEnum):
     """
 
     LOGPROB = "logprob"
-    """[T] log-probability of each token, from logits divided by the temperature."""
+    """[T] log-probability per token, from logits divided by the temperature."""
     ENTROPY = "entropy"
     """[T] entropy of the distribution that predicts each token, after temperature."""
     LOGPROB_AT = "logprob_at"
@@ -50,7 +50,7 @@ class HeadOutput(StrEnum):
     VALUE = "value"
     """[T] value of the state before each token."""
     SCORE = "score"
-    """[B] score of each sequence, read at its last token."""
+    """[B] score per sequence, read at its last token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

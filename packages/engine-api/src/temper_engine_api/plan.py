@@ -53,7 +53,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatchPlan:
-    """Assignment of every sequence of a mini-batch to one micro-batch of one rank.
+    """Assignment of every sequence in a mini-batch to a rank and one of its micro-batches.
 
     Example:
         >>> plan = plan_mini_batch([6, 2, 3, 5], dp_size=2, max_tokens=8)
@@ -94,7 +94,7 @@ def plan_mini_batch(
     micro-batches as the token cap allows, but the same number as all other ranks.
 
     Args:
-        lengths: Number of tokens of each sequence, at least 1.
+        lengths: Number of tokens per sequence, at least 1.
         dp_size: Number of data-parallel ranks.
         max_tokens: Token cap of a micro-batch, including its padding to
             `constraints.token_multiple`.
@@ -202,14 +202,14 @@ def split_mini_batches(
     """Split samples into mini-batches of similar size without splitting groups or pack groups.
 
     Args:
-        group_ids: Group id of each sequence.
+        group_ids: Group id per sequence.
         num_mini_batches: Number of mini-batches.
         seed: Seed of the shuffle, which depends on nothing else. None keeps the given order.
-        pack_group_ids: Pack-group id of each sequence. Groups that share a pack group stay
+        pack_group_ids: Pack-group id per sequence. Groups that share a pack group stay
             together.
 
     Returns:
-        Ascending indices of the sequences of each mini-batch.
+        Sequence indices per mini-batch, ascending.
 
     Raises:
         PlanError: If there are fewer groups than mini-batches.
@@ -246,7 +246,7 @@ def plan_fingerprint(plan: MiniBatchPlan) -> str:
 def format_plan(
     plan: MiniBatchPlan, lengths: Sequence[int], *, cost: CostModel = CostModel()
 ) -> str:
-    """Format a table with sequences, tokens, largest micro-batch and relative cost of each rank."""
+    """Format a table with sequences, tokens, largest micro-batch and relative cost per rank."""
     rows = ["rank  sequences  tokens  largest micro-batch  cost/mean"]
     costs = [
         sum(_sequence_cost(lengths[i], cost) for micro in rank.micro_batches for i in micro)

@@ -97,7 +97,7 @@ class LossScale:
 
 
 class UpdateCycle:
-    """Checks the order of the calls of each update, and keeps the counters of all updates.
+    """Checks the call order within an update, and counts updates.
 
     An update accumulates gradients, reduces them over ranks once, and steps or is skipped. The
     engine does the computation.

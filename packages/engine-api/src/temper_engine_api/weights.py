@@ -193,7 +193,7 @@ JOINED_EXPERTS: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
-"""Matrices of each expert in a joined tensor, in row order.
+"""Matrices per expert in a joined tensor, in row order.
 
 transformers joins the experts of a layer in memory, with gate above up. Files have one tensor per
 matrix and expert.

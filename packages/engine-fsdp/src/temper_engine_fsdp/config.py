@@ -58,7 +58,7 @@ class FSDPConfig(EngineConfig):
     attention: AttentionKernel = "auto"
     """Attention kernel.
 
-    sdpa_varlen runs causal SDPA over buckets of sequences of similar length, on cuDNN for buckets
+    sdpa_varlen runs causal SDPA over buckets of similarly long sequences, on cuDNN for buckets
     of 2,048 tokens and more on CUDA in 16 bits. torch_varlen is FlashAttention 2, without dropout.
     auto means torch_varlen on CUDA in 16 bits if the model has no attention dropout, else
     sdpa_varlen. On an H200, updates with sequences of 16k tokens are 1.3 to 1.4 times as fast with
@@ -88,7 +88,7 @@ class FSDPConfig(EngineConfig):
     router_z_loss: float = 0.0
     """Coefficient of the router z-loss, which keeps router logits small.
 
-    The loss of a sequence is the mean of the squared logsumexp of its tokens. It is weighted like
+    The loss of a sequence averages the squared logsumexp over its tokens. It is weighted like
     router_aux_loss."""
     numa_affinity: bool = False
     """Pin each rank to the CPU cores near its GPU; no effect if Linux does not report them."""

@@ -28,14 +28,14 @@ class MegatronConfig(EngineConfig):
     pipeline_parallel: int = 1
     """Number of pipeline stages; layers are divided as evenly as possible."""
     layers_per_stage: tuple[int, ...] = ()
-    """Number of layers of each chunk; empty divides them evenly.
+    """Number of layers per chunk; empty divides them evenly.
 
     One number per stage. With virtual_pipeline, the first chunks of all stages come before the
     second ones."""
     virtual_pipeline: int | None = None
     """Chunks of layers per stage (interleaved schedule); null is a single one.
 
-    The number of micro-batches becomes a multiple of the number of stages."""
+    The number of micro-batches becomes a multiple of the stage count."""
     context_parallel: int = 1
     """Number of ranks that split the tokens of a micro-batch."""
     expert_parallel: int = 1
@@ -57,7 +57,7 @@ class MegatronConfig(EngineConfig):
     router_z_loss: float = 0.0
     """Coefficient of the router z-loss, which keeps router logits small.
 
-    The loss of a sequence is the mean of the squared logsumexp of its tokens. It is weighted like
+    The loss of a sequence averages the squared logsumexp over its tokens. It is weighted like
     router_aux_loss."""
     distributed_optimizer: bool = False
     """Shard the optimizer state over data-parallel ranks (ZeRO-1)."""

@@ -393,7 +393,7 @@ def _list_program(options: argparse.Namespace) -> list[str]:
 
 
 def _fail(message: str, *, code: int) -> int:
-    # Messages repeat parts of completions, of the output of tools, and of data.
+    # Messages repeat parts of completions, tool outputs and data.
     print(escape_control_characters(redact_secrets(message)), file=sys.stderr)
     return code
 

@@ -63,7 +63,7 @@ def delete_old_damaged_steps(
 
 
 def measure_damaged_steps(root: str | Path) -> dict[Path, int]:
-    """Return the size of each renamed damaged step in bytes; 0 if the disk does not tell it."""
+    """Return the size in bytes per renamed damaged step; 0 if the disk does not tell it."""
     return {path: _measure(path) for path in list_damaged_steps(root)}
 
 

@@ -352,7 +352,7 @@ def _delete_files(directory: Path, files: Iterable[str]) -> None:
 
 
 def _files_below(directory: Path) -> dict[str, list[int]]:
-    """Return size and modification time of each file and link below a directory, by path."""
+    """Return size and modification time by path, for all files and links below a directory."""
     states = {}
     for folder, folders, files in os.walk(directory):
         # os.walk lists links to directories as directories, but deleting one needs unlink.

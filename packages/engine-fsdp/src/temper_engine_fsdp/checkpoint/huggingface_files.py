@@ -103,7 +103,7 @@ def write_weights(
 
     Args:
         stream: Full tensors.
-        entries: Name, shape and dtype of each tensor of the stream, in order.
+        entries: Name, shape and dtype of the tensors in the stream, in order.
         directory: Directory of the engine's part of the checkpoint.
         is_writer: True if this rank writes.
         shard_bytes: Maximum size of a file, unless a single tensor is larger.

@@ -44,11 +44,11 @@ class _MicroBatch:
     """Tokens of this rank in the current micro-batch."""
 
     sequence_index: Tensor
-    """[S] int64, sequence of each token; padding is one more sequence."""
+    """[S] int64, sequence index per token; padding is one more sequence."""
     lengths: Tensor
-    """[B + 1] float32, tokens of each sequence on all ranks."""
+    """[B + 1] float32, tokens per sequence, summed over all ranks."""
     token_weights: Tensor
-    """[S] float32, weight of each token in the losses; see `ExpertRouters`."""
+    """[S] float32, weight per token in the losses; see `ExpertRouters`."""
     is_real: Tensor
     """[S] bool, False for dummies and padding."""
     gradient_factor: float | None

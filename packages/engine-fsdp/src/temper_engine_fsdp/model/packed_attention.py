@@ -128,7 +128,7 @@ class PackLayout:
 
     @property
     def row_index(self) -> Tensor:
-        """[T] padded position of each token."""
+        """[T] padded position per token."""
         return self._maps[1]
 
     @cached_property
@@ -284,7 +284,7 @@ def _padding_maps(
     Returns:
         token_index [P]: Index of the token at each padded position; padding repeats the last token
             of its sequence.
-        row_index [T]: Padded position of each token.
+        row_index [T]: Padded position per token.
     """
     ordered = torch.tensor(order)
     size = torch.tensor(lengths)[ordered]

@@ -25,7 +25,7 @@ class ReplayedChoice(TorchFunctionMode):
         """Set the choices.
 
         Args:
-            choices: [T, K] int64 experts of each token, -1 where the router chooses.
+            choices: [T, K] int64 experts per token, -1 where the router chooses.
             num_experts: Number of experts E.
         """
         super().__init__()

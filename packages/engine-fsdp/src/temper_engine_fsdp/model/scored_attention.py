@@ -1,6 +1,6 @@
 """Causal attention whose scores SDPA has no argument for: sinks and soft-capping.
 
-Both work on padded rows of sequences of equal length, like one call of SDPA.
+Both work on padded rows of equally long sequences, like one call of SDPA.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ from torch.nn.functional import dropout, pad
 from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK_SCORES = 1 << 26
-"""Number of scores of one block of queries with soft-capping; bounds the memory."""
+"""Number of scores per block of queries with soft-capping; bounds the memory."""
 
 
 def add_sinks(

@@ -135,7 +135,7 @@ def compute_experts(
     Args:
         module: Module of experts, with this rank's shards as parameters.
         hidden_states: [T, H] tokens of this rank.
-        top_k_index: [T, K] numbers of the experts of each token, int64.
+        top_k_index: [T, K] int64, expert numbers per token.
         top_k_weights: [T, K] weights of these experts.
 
     Returns:
@@ -162,7 +162,7 @@ class _ExchangePlan:
     num_sent: list[int]
     num_received: list[int]
     experts: Tensor
-    """[N] index among this rank's experts of each received row, int64."""
+    """[N] int64, index among this rank's experts per received row."""
 
 
 def _plan_exchange(experts: Tensor, num_experts: int, group: ProcessGroup) -> _ExchangePlan:

@@ -209,7 +209,7 @@ def _remove_wrapper_names(name: str) -> str:
 def _gather_shard_sizes(
     parameters: dict[str, nn.Parameter], *, mesh: DeviceMesh
 ) -> dict[str, tuple[int, ...]]:
-    """Return the number of entries of each parameter that each rank holds. Collective."""
+    """Return how many entries of each parameter every rank holds. Collective."""
     local_sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     group = mesh.get_group(mesh.ndim - 1)
     sizes_by_rank = [local_sizes]

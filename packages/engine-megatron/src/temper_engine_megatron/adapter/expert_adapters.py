@@ -25,7 +25,7 @@ Output = tuple[Tensor, Tensor | None]
 
 
 class ExpertLoraPairs(nn.Module):
-    """A and B of one matrix of every expert of this rank."""
+    """A and B for one matrix in all local experts."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ExpertLoraPairs(nn.Module):
             parameter.allreduce = vars(first).get("allreduce", True)  # type: ignore[attr-defined]
 
     def unbind_experts(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (A, B) of each expert for one pass.
+        """Return (A, B) per expert for one pass.
 
         Ranks with shards of the same matrices process the same tokens, and each has one term of the
         gradient of the replicated parameter; the backward pass sums them.
@@ -93,7 +93,7 @@ class ExpertsAdapter(nn.Module):
     def make_hook(
         self, name: str, expert: int
     ) -> Callable[[nn.Module, tuple[Tensor, ...], Output], Output]:
-        """Return the hook of one matrix of one expert of this rank."""
+        """Return the hook for one matrix of a local expert."""
 
         def add_update(_: nn.Module, inputs: tuple[Tensor, ...], output: Output) -> Output:
             if self._context.switch.is_off:

@@ -29,8 +29,8 @@ class GroupedExperts(SequentialMLP):
 
         Args:
             permuted_local_hidden_states: [N, H], sorted by expert.
-            tokens_per_expert: [E] number of rows of each expert of this rank.
-            permuted_probs: [N] router weight of each row.
+            tokens_per_expert: [E] number of rows per local expert.
+            permuted_probs: [N] router weight per row.
 
         Returns:
             [N, H] and no bias.
@@ -85,10 +85,10 @@ def compute_grouped_experts(
 
     Args:
         rows: [N, H], sorted by expert.
-        probs: [N] router weight p of each row.
-        tokens_per_expert: [E] number of rows of each expert, on any device.
-        first: W1 of each expert, [2 F, H] with the gate g before u.
-        second: W2 of each expert, [H, F].
+        probs: [N] router weight p per row.
+        tokens_per_expert: [E] number of rows per expert, on any device.
+        first: W1 per expert, [2 F, H] with the gate g before u.
+        second: W2 per expert, [H, F].
         activation: f.
 
     Returns:

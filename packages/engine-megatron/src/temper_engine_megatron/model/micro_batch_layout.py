@@ -35,7 +35,7 @@ class LocalMicroBatch:
     attention: PackLayout | RowLayout
     """Sequence boundaries for attention."""
     local_index: Tensor
-    """[T] int64 index of each token in the flattened [S, R]; -1 for tokens on other ranks."""
+    """[T] int64 index per token into the flattened [S, R]; -1 for tokens on other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def build_local_micro_batch(
 
 
 def _grid_positions(batch: SequenceBatch, *, is_packed: bool) -> tuple[Tensor, Tensor]:
-    """Return the [T] row and the [T] column of each token."""
+    """Return the row and the column per token, each [T]."""
     token_index = torch.arange(batch.num_tokens, device=batch.tokens.device)
     if is_packed:
         return torch.zeros_like(token_index), token_index

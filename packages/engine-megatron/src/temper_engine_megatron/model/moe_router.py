@@ -43,7 +43,7 @@ class PrescribedChoice:
 
 
 class SequenceLossRouter(TopKRouter):
-    """Megatron's router with losses of its own, and counts of the loads of experts.
+    """Megatron's router with additional losses and counts of tokens per expert.
 
     Megatron scales these losses by numbers of tokens of a rank or a micro-batch. Here they do not
     depend on how a mini-batch is divided into micro-batches and ranks: the loss of a sequence s is
@@ -65,7 +65,7 @@ class SequenceLossRouter(TopKRouter):
 
         Not multiplied by the loss coefficient."""
         self.loads: list[Tensor] = []
-        """[E] choices of each expert by this rank's tokens, one per micro-batch."""
+        """[E] number of local tokens per expert; one tensor per micro-batch."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts, or take the prescribed ones; count them in a training pass."""
@@ -131,8 +131,8 @@ class SequenceLossRouter(TopKRouter):
 
     def _attach(self, activation: Tensor, loss: Tensor, *, coefficient: float, name: str) -> Tensor:
         self.losses[name].append(loss.detach())
-        # Returns the activation as it is; in the backward pass the loss gets a gradient of 1, or of
-        # the loss scale, without being part of the objective.
+        # Returns the activation as it is; in the backward pass the loss gets gradient 1, or the
+        # loss scale, without being part of the objective.
         attached: Tensor = MoEAuxLossAutoScaler.apply(activation, loss * coefficient)
         return attached
 

@@ -27,9 +27,9 @@ class RouterTokens:
     """This rank's tokens of a micro-batch as routers see them: R rows with S positions."""
 
     sequence_index: Tensor
-    """[R, S] int64 sequence of each token; B at padding."""
+    """[R, S] int64 sequence index per token; B at padding."""
     weights: Tensor
-    """[R, S] float32 weight of each token in the router losses; 0 at padding.
+    """[R, S] float32 weight per token in the router losses; 0 at padding.
 
     The fraction of its sequence in the trained tokens of the mini-batch, divided by the number of
     tokens of the sequence."""
@@ -49,7 +49,7 @@ class PackLayout:
     """
 
     num_queries: tuple[int, ...]
-    """Tokens of each sequence in this rank's slice, for the N sequences that have any there.
+    """Tokens per sequence in this rank's slice, for the N sequences that have any there.
 
     Padding counts as a sequence."""
     num_keys: tuple[int, ...]

@@ -292,7 +292,7 @@ def _check_supported(transformer_config: Any, hf_config: PretrainedConfig) -> No
 
 
 def _build_stage_table(config: MegatronConfig, *, num_layers: int) -> list[list[str]] | None:
-    """Return the layers of each chunk, for all stages of chunk c before those of chunk c + 1.
+    """Return the layers per chunk: all stages for chunk c, then all stages for chunk c + 1.
 
     Megatron's own division requires equal chunks; a table allows any number of layers.
     """

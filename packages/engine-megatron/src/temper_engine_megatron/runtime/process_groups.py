@@ -75,7 +75,7 @@ class Membership:
 
     @property
     def pp(self) -> dist.ProcessGroup:
-        """One rank of each pipeline stage."""
+        """One rank per pipeline stage."""
         group: dist.ProcessGroup = self.pg_collection.pp
         return group
 

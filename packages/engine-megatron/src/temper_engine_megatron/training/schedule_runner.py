@@ -73,7 +73,7 @@ class ScheduleRunner:
         micro_batch_loss: MicroBatchLoss | None,
         forward_only: bool,
     ) -> list[HeadOutputs] | None:
-        """Return the detached outputs of each micro-batch on the last stage, None elsewhere."""
+        """Return the detached outputs per micro-batch on the last stage, None elsewhere."""
         options = _CallOptions(
             requested_outputs=requested_outputs,
             micro_batch_loss=micro_batch_loss,

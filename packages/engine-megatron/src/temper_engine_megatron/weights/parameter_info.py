@@ -30,7 +30,7 @@ class ParameterInfo:
     expert_rank: int | None
     """Rank in the expert-parallel group that has it; None if all of them do."""
     shape: tuple[int, ...]
-    """Shape of each shard."""
+    """Shape per shard."""
     split_dim: int | None
     """Dimension that is split over tensor-parallel ranks; None if it is replicated."""
     is_vocab_matrix: bool
@@ -75,7 +75,7 @@ def assign_writers(sizes: Sequence[int], *, holders: Sequence[Sequence[int]]) ->
     Ranks with the same tensors differ by at most the largest tensor.
 
     Args:
-        sizes: Size of each tensor, in any unit.
+        sizes: Size per tensor, in any unit.
         holders: Ranks with a shard of each tensor.
 
     Source: Graham 1969, "Bounds on multiprocessing timing anomalies" (longest processing time
@@ -90,7 +90,7 @@ def assign_writers(sizes: Sequence[int], *, holders: Sequence[Sequence[int]]) ->
 
 
 def gather_shards(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensors of all ranks of a group on each of them."""
+    """Return the tensors from all ranks in a group on each of them."""
     if group.size() == 1:
         return [local.contiguous()]
     # Contiguous: gloo ignores strides.

@@ -114,7 +114,7 @@ RejectionRule = RatioRule | KlRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """The tokens that all rules keep, and the metrics of each rule."""
+    """The tokens that all rules keep, and metrics per rule."""
 
     is_kept: Tensor
     """[T] bool; False at untrained tokens."""

@@ -81,7 +81,7 @@ def resample_by_reward(
     Where all weights are 0, the completions are kept as they are.
 
     Args:
-        rewards: [B] of each completion.
+        rewards: [B] reward per completion.
         group_ids: [B] equal for the completions of one prompt.
         config: Gives the weights.
         seed: Seed of the draw.

@@ -1,1 +1,1 @@
-"""Batching: rollouts become samples, and samples become the packed batches of each rank."""
+"""Batching: rollouts become samples, and samples become packed batches for each rank."""

@@ -1,6 +1,6 @@
 """Turn rollouts, demonstrations and preferences into one batch of token sequences.
 
-The loss mask of every task is made here and nowhere else.
+The loss masks for all tasks are made here and nowhere else.
 """
 
 import itertools
@@ -180,7 +180,7 @@ def _make_segment_columns(segments: "Sequence[_Segment]") -> dict[str, Tensor]:
 
 
 def _repeat_per_token(values: Sequence[float], segments: "Sequence[_Segment]") -> Tensor:
-    """Return [T] values, those of each segment at all of its tokens."""
+    """Repeat the value of a segment for each of its tokens; returns [T]."""
     lengths = torch.tensor([len(segment.tokens) for segment in segments])
     return torch.tensor(values).repeat_interleave(lengths)
 

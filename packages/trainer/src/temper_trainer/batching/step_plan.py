@@ -143,7 +143,7 @@ def plan_step(
 
 
 def _split_samples(samples: SequenceBatch, config: BatchingConfig, *, seed: int) -> list[list[int]]:
-    """Return the indices of each mini-batch of one pass."""
+    """Return the sample indices per mini-batch in one pass."""
     groups, pack_groups = samples.group_ids.tolist(), samples.pack_group_ids.tolist()
     if config.num_mini_batches == 1:
         return [list(range(samples.num_sequences))]
@@ -241,7 +241,7 @@ def _map_indices(plan: MiniBatchPlan, positions: list[int]) -> MiniBatchPlan:
 def pack_mini_batch(
     samples: SequenceBatch, mini_batch: MiniBatch, role: str, *, objective: Objective | None = None
 ) -> list[PackedBatch]:
-    """Return the packed batch of each data-parallel rank of a role.
+    """Return a packed batch for each data-parallel rank of a role.
 
     With an objective, this calls ``Objective.prepare`` once for the full mini-batch and sends the
     workers only the columns that the objective reads. Without an objective (a forward pass), the

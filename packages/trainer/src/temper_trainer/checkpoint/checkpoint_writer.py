@@ -32,10 +32,10 @@ class SavedRole(Protocol):
         """Raise CapabilityError if the engine lacks the capability."""
 
     def write_part(self, directory: str, /) -> Sequence[PartReport]:
-        """Write the files of every rank."""
+        """Write the files on all ranks."""
 
     def stage_part(self, directory: str, /) -> None:
-        """Copy the state of every rank and write it in the background."""
+        """Copy the state on all ranks and write it in the background."""
 
     def has_written_part(self) -> bool:
         """Return True if every rank has written its files."""

@@ -85,7 +85,7 @@ class AlgorithmConfig:
     group_size: PositiveInt = 8
     """Number of completions that are sampled for each prompt."""
     policy_loss: PolicyLoss | Custom = field(default_factory=Ppo)
-    """Loss of each trained token, from docs/algorithms.md, or of your own."""
+    """Loss per trained token: one from docs/algorithms.md or your own."""
     aggregation: AggregationName = "token_mean"
     """Reduction of the per-token losses to a scalar."""
     horizon: PositiveInt | None = None

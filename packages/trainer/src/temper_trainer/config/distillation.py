@@ -86,13 +86,13 @@ class DistillationConfig:
     """Loss or reward from the teachers' log-probs at the policy's own tokens."""
 
     objective: DistillationLoss | Custom = field(default_factory=ReverseKl)
-    """Loss or reward of each trained token, from docs/distillation.md, or ``package.module:Class``
+    """Loss or reward per trained token, from docs/distillation.md, or ``package.module:Class``
     of one of your own.
     """
     self_teacher: SelfTeacher | None = None
     """Use the policy itself as the teacher, in place of teachers. None uses teachers."""
     off_policy_fraction: Annotated[float, Range(at_least=0, below=1)] = 0.0
-    """Fraction of the prompts of each step, rounded to a number of prompts, whose completion is the
+    """Fraction of the prompts per step, rounded to whole prompts, whose completion is the
     given one in data.train.completion_key and not a sample of the policy (arXiv:2306.13649, where
     it is 1 - lambda). Only in task distill, and with objectives that have a top_k.
     """

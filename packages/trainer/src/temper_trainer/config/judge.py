@@ -60,7 +60,7 @@ class JudgeConfig:
     temperature: NonNegativeFloat | None = 0.0
     """Sampling temperature; None leaves it to the endpoint."""
     request_arguments: Mapping[str, Scalar] = field(default_factory=dict)
-    """Additional fields of each request, such as reasoning_effort."""
+    """Additional request fields, such as reasoning_effort."""
     max_concurrency: PositiveInt = 16
     """Maximum number of simultaneous requests."""
     request_timeout_s: PositiveFloat = 60.0

@@ -239,7 +239,7 @@ class WeightSyncConfig:
     bucket_bytes: Annotated[int, Range(at_least=1 << 10)] = 256 << 20
     """Maximum size of a transfer bucket in bytes; a larger tensor gets its own bucket."""
     checksum: bool = True
-    """Verify a checksum of every bucket after its transfer."""
+    """Verify a checksum for every bucket after its transfer."""
 
 
 @settings

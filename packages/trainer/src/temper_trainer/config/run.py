@@ -1,4 +1,4 @@
-"""Settings of the run, of its roles and of the processes that they run in."""
+"""Settings for the run, its roles and the processes that they run in."""
 
 import re
 from dataclasses import field

@@ -44,9 +44,9 @@ DEFAULT_CONFIG_NAME = "temper"
 COMMAND_LINE = "command line"
 """Origin of an override."""
 FILE_PREFIX = "file "
-"""Prefix of the origin of a value from a user's file; the path follows."""
+"""Prefix of a value's origin if a user's file sets it; the path follows."""
 RUN_PREFIX = "run "
-"""Prefix of the origin of a value from the ``config.yaml`` of an earlier run; the path follows."""
+"""Prefix of a value's origin if an earlier run's ``config.yaml`` sets it; the path follows."""
 DIGEST_PREFIX = "# digest "
 """Start of the first line of files that a run writes."""
 
@@ -261,7 +261,7 @@ def _drop_former_variants(
     The names on the command line count before its other keys, so their order does not matter.
 
     Args:
-        files: Values of each file, which are changed, and its layer.
+        files: Values per file, which are changed, and its layer.
         overrides: Those that set keys.
         choices: See ``collect_choices``.
 

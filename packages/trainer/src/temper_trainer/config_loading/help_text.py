@@ -238,7 +238,7 @@ def _choice_of_variant_lines(
     engine_class: type[EngineConfig],
     seen: dict[type, str],
 ) -> Iterator[str]:
-    """Yield the names of a tagged union, then the settings of each variant."""
+    """Yield the names in a tagged union, then the settings per variant."""
     default = entry.default_variant if entry.default is not None or not entry.has_default else None
     names = " | ".join(list_classes(choice))
     yield f"  {key}={default or 'null'}   [{names}]"

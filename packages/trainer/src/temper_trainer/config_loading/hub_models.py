@@ -47,7 +47,7 @@ def load_hub_models(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _iterate_paths(config: TrainerConfig) -> Iterator[tuple[str, str, bool]]:
-    """Yield key and value of each path to a model or adapter, and if only a tokenizer is needed."""
+    """Yield key and value for each path to a model or adapter, and if only a tokenizer is used."""
     engines = {f"{name}.engine": role.engine for name, role in config.roles.items()}
     if config.reward.model is not None:
         engines["reward.model.engine"] = config.reward.model.engine

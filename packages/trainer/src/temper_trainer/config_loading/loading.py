@@ -217,7 +217,7 @@ DEFAULT = "default"
 
 
 def find_origins(leaves: Mapping[str, object], *, layers: Sequence[Layer]) -> dict[str, str]:
-    """Return the origin of each dotted key: the last layer that sets it.
+    """Return the origin per dotted key: the last layer that sets it.
 
     A layer that sets a block to one value (an interpolation, an empty mapping, null) is the origin
     of all keys below it.

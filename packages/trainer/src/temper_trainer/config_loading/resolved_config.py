@@ -30,7 +30,7 @@ def format_value(value: object) -> str:
 
 
 def format_tree(resolved: Mapping[str, Plain], *, origins: Mapping[str, str]) -> str:
-    """Format nested values as YAML, with the origin of each non-default value as a comment.
+    """Format nested values as YAML, with comments that give the origin of non-default values.
 
     Args:
         resolved: Nested values.

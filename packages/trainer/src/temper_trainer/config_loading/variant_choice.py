@@ -152,7 +152,7 @@ def _to_pattern(key: str, choices: Mapping[str, Entry]) -> str:
 def _iterate_choices(
     tree: Tree, *, choices: Mapping[str, Entry]
 ) -> Iterator[tuple[Tree, str, str]]:
-    """Yield (parent block, name, dotted key) of each variant in a tree."""
+    """Yield (parent block, name, dotted key) for each variant in a tree."""
     for pattern in choices:
         matches = [(tree, "", "")]
         for part in pattern.split("."):

@@ -137,7 +137,7 @@ def iterate_preferences(source: RecordSource, *, kind: PreferenceKind) -> Iterat
 def iterate_records(
     source: RecordSource, *, fields: tuple[str, ...], base_dir: Path | None = None
 ) -> Iterator[tuple[str, object]]:
-    """Yield (location, raw record) of a source of files or datasets, at most max_rows of them.
+    """Yield (location, raw record) from a source of files or datasets, at most max_rows.
 
     Args:
         source: Files and number of rows.

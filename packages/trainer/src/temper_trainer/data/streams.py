@@ -202,9 +202,9 @@ class MixedStream(Generic[Item]):
 
         Args:
             sources: Items by source.
-            weights: Weight of each source, relative to the others.
+            weights: Weight per source, relative to the others.
             seed: Determines the order together with the epoch of a source.
-            shuffle: False keeps the order of each source.
+            shuffle: False keeps the order within each source.
             curricula: Curriculum by source; a source without one is not sorted.
             cursor: An epoch has as many items as all sources together.
 

@@ -27,7 +27,7 @@ from temper_trainer.types import Prompt
 INHERITED_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR")
 """Variables that an agent's program gets from the run; others may be secrets."""
 _KEPT_BYTES = 1 << 14
-"""Bytes of each output of a program that are kept."""
+"""Maximum number of bytes kept from each output of a program."""
 
 _threads = DaemonThreads("agent")
 

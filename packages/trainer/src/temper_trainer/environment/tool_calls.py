@@ -30,7 +30,7 @@ class CallMarkers:
     end: str
 
     def split_calls(self, text: str) -> tuple[str, list[tuple[str, dict[str, object]]]]:
-        """Return the text before the first call, and name and arguments of each call.
+        """Return the text before the first call, and name and arguments for each call.
 
         Raises:
             ValueError: If there is a start without a call.

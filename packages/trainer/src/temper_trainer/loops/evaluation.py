@@ -35,7 +35,7 @@ def _sample(
     purpose: str,
     num_completions: int,
 ) -> list[ScoredRollout]:
-    """Sample and score ``num_completions`` of each prompt, prompt after prompt."""
+    """Sample and score ``num_completions`` per prompt, prompt after prompt."""
     seed = components.config.run.seed
     requests = [
         SamplingRequest(
@@ -78,7 +78,7 @@ def evaluate(
     name: str,
     sampling: SamplingConfig,
 ) -> Evaluation:
-    """Sample and score the completions of each held-out prompt.
+    """Sample and score completions for each held-out prompt.
 
     Args:
         components: Components of the run.
@@ -285,7 +285,7 @@ def _normalize_question(row: Row) -> tuple[str, ...]:
 
 
 def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float]:
-    """Write ``generate.num_completions`` completions of each prompt to ``generate.file``.
+    """Write ``generate.num_completions`` completions per prompt to ``generate.file``.
 
     The file has one JSON object per line, in the order of the prompts. It is renamed to its final
     name when it is complete.

@@ -24,7 +24,7 @@ TrainingExample = Demonstration | Pair | LabeledCompletion
 
 
 def count_tokens(example: TrainingExample) -> int:
-    """Return the tokens of an example with its prompts, of a pair those of both completions."""
+    """Return the token count of an example with its prompts; a pair counts both completions."""
     return sum(len(each.prompt.tokens) + len(each.tokens) for each in list_members(example))
 
 

@@ -90,7 +90,7 @@ class StepLoop:
 
         Args:
             step: Number of the step, from 1.
-            objectives: Objective of each trained role.
+            objectives: Objective per trained role.
             controllers: Controllers for this step.
         """
         components, timer, start = self.components, StepTimer(), time.perf_counter()

@@ -347,7 +347,7 @@ def save_controllers(controllers: Controllers, state: TrainerState) -> TrainerSt
 
 
 def build_objectives(config: TrainerConfig, *, controllers: Controllers) -> dict[str, Objective]:
-    """Return the objective of each trained role, with the current coefficients."""
+    """Return an objective per trained role, with the current coefficients."""
     correction = config.algorithm.rollout_correction
     # Without them, the objective takes its own log-probs without gradient: with one update per
     # step, the old policy is the current one (docs/decisions/0008).

@@ -103,9 +103,9 @@ def train_on_rollouts(
     Args:
         rollouts: Scored rollouts of the step.
         config: Configuration of the run.
-        roles: Workers of each role.
+        roles: Workers by role.
         teachers: Teachers of on-policy distillation, if there are any.
-        objectives: Objective of each trained role.
+        objectives: Objective per trained role.
         controllers: Controllers for this step.
         step: Number of the step, from 1.
         timer: Measures the time of each operation.

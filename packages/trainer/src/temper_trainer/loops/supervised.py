@@ -282,7 +282,7 @@ def _run_update(
 def _is_printed(step: int, stage: SupervisedStage) -> bool:
     """Return True if the console shows the metrics of a step.
 
-    Of a warm start, these are the first step and the last one of each tenth of the steps.
+    All steps are shown, but in a warm start only the first one and ten more at equal distances.
     """
     # A warm start has hundreds of short updates, and is only a preparation.
     if stage.phase != WARM_START_PHASE:

@@ -227,7 +227,7 @@ def _has_values(panel: Panel, *, rows: Sequence[Row]) -> bool:
 
 
 def _arrange_panels(panels: Sequence[Panel]) -> list[tuple[int, int]]:
-    """Return row and column of each panel, row by row; a wide panel gets a full row."""
+    """Return row and column per panel, row by row; a wide panel gets a full row."""
     cells, position = [], 0
     for panel in panels:
         position += position % NUM_COLUMNS if panel.is_wide else 0

@@ -96,7 +96,7 @@ def compute_majority_score(answers: Sequence[str | None], *, is_solved: Sequence
     votes, the result is 0.
 
     Args:
-        answers: Answer of each completion; None if it has none.
+        answers: Answer per completion; None if it has none.
         is_solved: Whether each completion is right. If completions with the same answer differ,
             the fraction of right ones counts.
 
@@ -123,15 +123,15 @@ class ProblemResult:
     """The completions of one held-out problem."""
 
     rewards: tuple[float | None, ...]
-    """Reward of each completion; None if it could not be scored."""
+    """Reward per completion; None if it could not be scored."""
     answers: tuple[str | None, ...] | None = None
-    """Answer of each completion for maj@k; None if answers cannot be extracted."""
+    """Answer per completion for maj@k; None if answers cannot be extracted."""
     category: str = ""
     """Category of the problem; empty without categories."""
 
 
 def name_categories(categories: Iterable[str]) -> dict[str, str]:
-    """Return the name of each category in metrics, without the empty category.
+    """Return the metric name per category, without the empty category.
 
     Other characters than letters, digits and ``. _ -`` become ``_``.
 
@@ -155,7 +155,7 @@ def name_categories(categories: Iterable[str]) -> dict[str, str]:
 
 
 def group_by_category(problems: Sequence[ProblemResult]) -> dict[str, list[ProblemResult]]:
-    """Return all problems under the empty name, then those of each category, sorted by name."""
+    """Return all problems under the empty name, then the problems per category, sorted by name."""
     names = name_categories(problem.category for problem in problems)
     groups: dict[str, list[ProblemResult]] = {name: [] for name in sorted(names.values())}
     for problem in problems:

@@ -138,7 +138,7 @@ def _summary(directory: Path, rows: Sequence[Row]) -> str:
 
 
 def _count_steps(rows: Sequence[Row]) -> dict[str, int]:
-    """Return the last step of each phase except evaluations."""
+    """Return the last step per phase, without evaluations."""
     last: dict[str, int] = {}
     for row in rows:
         if row.phase != "eval":
@@ -172,7 +172,7 @@ def _embed(picture: bytes, *, alt: str) -> str:
 
 
 def _first_and_last(rows: Sequence[Row]) -> str:
-    """Return a table with the first and the last value of every metric except evaluations."""
+    """Return a table with the first and last value per metric, without evaluations."""
     lines: list[Cells] = []
     for phase in dict.fromkeys(row.phase for row in rows if row.phase != "eval"):
         phase_rows = sorted((row for row in rows if row.phase == phase), key=lambda row: row.step)

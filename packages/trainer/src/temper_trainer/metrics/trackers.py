@@ -1,4 +1,4 @@
-"""Trackers: where the metrics of each step are recorded (``run.trackers``).
+"""Trackers, which record the metrics for each step (``run.trackers``).
 
 ``open_tracker`` makes one by name. Packages of optional trackers are imported in the constructors,
 so that a run needs only those that it names.

@@ -102,7 +102,7 @@ class JudgeScoring:
             self._portal.call(self._client.close)
 
     def measure(self, usages: Sequence[JudgeUsage]) -> dict[str, float]:
-        """Return the metrics of some scores, and the cost of all of the run."""
+        """Return metrics for some scores, and the total cost in this run."""
         latencies = [each.latency_s for each in usages if each.latency_s is not None]
         num_requests, num_calls = (
             sum(each.requests for each in usages),

@@ -15,7 +15,7 @@ def find_unknown_rewards(config: RewardConfig, rewards: Iterable[tuple[str, str]
 
     Args:
         config: Reward configuration of the run.
-        rewards: Location and selected reward of each row.
+        rewards: Location and selected reward per row.
     """
     known = {"", *config.defined_names, *list_registered_names()}
     if config.model is not None:

@@ -114,7 +114,7 @@ class Scorer:
         """Return what scores the completions of rollouts that are requested together.
 
         Args:
-            prompts: The prompt of each rollout.
+            prompts: One prompt per rollout.
             priority: Completions of rounds with a smaller number are scored first.
         """
         assert self._parts, "a Scorer can only score inside its `with` block"
@@ -123,7 +123,7 @@ class Scorer:
         )
 
     def measure(self, items: Sequence[ScoredItem]) -> dict[str, float]:
-        """Return the failures by kind, the mean of each part, and the judges' metrics."""
+        """Return failures by kind, the mean per part, and the judges' metrics."""
         metrics = measure_scores(items, config=self._config, has_parts=len(self._names) > 1)
         for name, judge in self._judges.items():
             metrics |= judge.measure(list_usages(items, judge=name))
@@ -136,7 +136,7 @@ class Scorer:
 
         Args:
             items: Prompts and texts, for functions.
-            tokens: Tokens of prompt and completion of each item; required with a reward model.
+            tokens: Tokens of prompt and completion, per item; required with a reward model.
 
         Raises:
             RewardFailureError: If a larger fraction failed than reward.max_failure_fraction.
@@ -260,7 +260,7 @@ def shape_rewards(
 
     Args:
         scores: Finite scores.
-        lengths: Tokens of each completion.
+        lengths: Number of tokens per completion.
         max_tokens: Maximum length of a completion.
         config: Transformations to apply.
         running_stats: Statistics of all rewards before this step.

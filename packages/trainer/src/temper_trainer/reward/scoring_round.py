@@ -26,7 +26,7 @@ class RewardModel(Protocol):
     """A reward model, wherever it runs."""
 
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Return the score of each token sequence, in order."""
+        """Return one score per token sequence, in order."""
         ...
 
 
@@ -41,7 +41,7 @@ class ScoredItem:
     prompt: Prompt
     score: Score
     outcomes: Mapping[str, Outcome]
-    """Outcome of each part of its reward, by name."""
+    """Outcome per part of the reward, by name."""
 
     @property
     def failure(self) -> Outcome:
@@ -147,7 +147,7 @@ class ScoringRound:
 
         Args:
             config: Reward configuration of the run.
-            prompts: The prompt of each rollout.
+            prompts: One prompt per rollout.
             parts: What scores each part of the rewards, by name.
             name: Name of the reward in messages.
             priority: Completions of rounds with a smaller number are scored first.
@@ -270,7 +270,7 @@ def _combine(
 def measure_scores(
     items: Sequence[ScoredItem], *, config: RewardConfig, has_parts: bool
 ) -> dict[str, float]:
-    """Return the failures by kind, the mean of each part, and the number of repeated calls.
+    """Return failures by kind, the mean per part, and the number of repeated calls.
 
     Args:
         items: Scored completions.
@@ -295,7 +295,7 @@ def list_usages(items: Sequence[ScoredItem], *, judge: str) -> list[JudgeUsage]:
 
 
 def _measure_parts(items: Sequence[ScoredItem]) -> dict[str, float]:
-    """Return the mean of each part over the items that have it, and its number of failures."""
+    """Return mean and number of failures per part, over the items that have it."""
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for each in items for name in each.outcomes):
         outcomes = [each.outcomes[name] for each in items if name in each.outcomes]
@@ -309,7 +309,7 @@ def _measure_parts(items: Sequence[ScoredItem]) -> dict[str, float]:
 
 
 def _measure_sums(items: Sequence[ScoredItem], *, names: Iterable[str]) -> dict[str, float]:
-    """Return the mean of each of reward.sums over the completions that it scored."""
+    """Return the mean per sum in reward.sums, over the completions that it scored."""
     metrics: dict[str, float] = {}
     for name in names:
         chosen = [

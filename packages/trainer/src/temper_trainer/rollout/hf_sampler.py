@@ -202,7 +202,7 @@ class ContinuousBatchDecoder:
         return bool(finished)
 
     def _decode(self) -> Tensor:
-        """Return the logits [n, V] after the current token of every active sequence."""
+        """Return the logits [n, V] after the current token in all active sequences."""
         # Once no request waits, freed slots stay empty, so a reallocation may drop them.
         self._reserve(num_slots=self._num_slots if self._waiting else len(self._active))
         longest = max(sequence.position for sequence in self._active)

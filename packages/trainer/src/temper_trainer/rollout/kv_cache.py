@@ -23,7 +23,7 @@ _BLOCK = 64
 
 
 QUERY_BLOCK_SCORES = 1 << 26
-"""Number of scores of one block of queries without a fused kernel; bounds the memory."""
+"""Number of scores per block of queries without a fused kernel; bounds the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ def _attend_scores(
 
 
 class SlotKVCache:
-    """Keys and values of every layer, [slots, H, S, D] each, allocated at the first write.
+    """Keys and values per layer, [slots, H, S, D] each, allocated at the first write.
 
     Values may have another D than keys.
     """
@@ -201,7 +201,7 @@ class SlotKVCache:
         positions: Tensor,
         length: int,
     ) -> tuple[Tensor, Tensor]:
-        """Write one position of each of the first n slots; return views [n, H, length, D]."""
+        """Write one position per slot to the first n slots; return views [n, H, length, D]."""
         self._allocate(layer, key, value)
         keys, values = self._keys[layer], self._values[layer]
         keys[slots, :, positions] = key[:, :, 0]
@@ -262,7 +262,7 @@ class DecodeAttention:
 
         Args:
             cache: The cache to use.
-            positions: [n] position of each new token.
+            positions: [n] position per new token.
             longest: The largest position, passed separately to avoid a device synchronization.
         """
         self._cache = cache

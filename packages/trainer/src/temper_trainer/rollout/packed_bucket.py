@@ -74,7 +74,7 @@ class PackedBucket:
 
 
 def plan_layout(weights: Sequence[NamedWeight]) -> tuple[tuple[TensorEntry, ...], int]:
-    """Return the entry of each tensor and the size of the bucket in bytes."""
+    """Return an entry per tensor and the bucket size in bytes."""
     entries, offset = [], 0
     for name, tensor in weights:
         dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The interfaces of a sampler, and of one server of a sampler that has several."""
+"""Interfaces for samplers, and for one server of a sampler that has several."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future

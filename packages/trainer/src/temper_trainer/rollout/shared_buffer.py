@@ -23,7 +23,7 @@ _MAX_BYTES = 1 << 48
 _EVENT_BYTES = 64
 """sizeof(cudaIpcEventHandle_t)."""
 _HANDLE_BYTES = range(64, 4097)
-"""Size of cudaIpcMemHandle_t, or of torch's description of an expandable segment."""
+"""Size of cudaIpcMemHandle_t or torch's description of an expandable segment."""
 _COUNTER_NAME = re.compile(r"/torch_[0-9A-Za-z_]{1,200}")
 """Name of the file in shared memory in which torch counts the users of the buffer."""
 

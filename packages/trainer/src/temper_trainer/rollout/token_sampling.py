@@ -23,7 +23,7 @@ sum over all of V would lose small probabilities.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSamplingOptions:
-    """Sampling options of each row."""
+    """Sampling options per row."""
 
     temperature: Tensor
     """[n] float32. It is 1 for a greedy row, so that its log-probs are those at temperature 1."""
@@ -106,7 +106,7 @@ def sample_tokens(
 
 
 def hash_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return [n] float64 in [0, 1): element `position` of each seed's SplitMix64 stream.
+    """Return [n] float64 in [0, 1): element `position` in the SplitMix64 stream for each seed.
 
     A hash instead of a generator with state, so that batching does not change what a request gets.
     The seed is mixed first: seeds that differ by a multiple of the increment would share a stream

@@ -22,9 +22,9 @@ from temper_trainer.teacher.token_map import TokenMap
 from temper_trainer.types import Prompt
 
 TEACHER_LOGPROBS = "teacher_logprobs"
-"""Name of the [T] float32 column of log-probs of the given tokens."""
+"""Name of the [T] float32 column with log-probs for the given tokens."""
 TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"
-"""Name of the [T, K] float32 column of log-probs of the tokens in the column `logprob_at_ids`."""
+"""Name of the [T, K] float32 column with log-probs for the tokens in column `logprob_at_ids`."""
 TEACHER_WEIGHTS = "teacher_weights"
 """Name of the [T] float32 column of the teacher's weight, 0 for tokens without teacher."""
 SELF_TEACHER = "self"

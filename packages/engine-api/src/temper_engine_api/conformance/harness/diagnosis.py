@@ -43,7 +43,7 @@ def describe_token_errors(
         >>> actual = torch.tensor([1.0, 2, 3, 4, 5, 9])
         >>> describe_token_errors(actual, expected, max_error=0.1, batch=batch)
         'The largest error is at token 2 of sequence 1 (sample 101, 3 tokens): 9, expected 6. \
-1 of 6 tokens are wrong: only after the first sequence, only the last token of each wrong \
+1 of 6 tokens are wrong: only after the first sequence, only the last token of every wrong \
 sequence.'
     """
     errors = (actual - expected).abs().nan_to_num(nan=math.inf).reshape(len(expected), -1)
@@ -143,10 +143,10 @@ def _find_token_pattern(
 
     Args:
         is_wrong: [T] bool.
-        sequence_of: [T] index of each token's sequence.
+        sequence_of: [T] sequence index per token.
         position: [T] position of each token in its sequence.
         batch: The batch that was computed.
-        ranks: Data-parallel rank of each sequence.
+        ranks: Data-parallel rank per sequence.
     """
     lengths = batch.lengths
     wrong_sequences = sorted(set(sequence_of[is_wrong].tolist()))

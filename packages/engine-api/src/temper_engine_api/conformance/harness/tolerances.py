@@ -82,7 +82,7 @@ at most 4e-6 in the other families.
 
 
 def get_family_gradient(family: str) -> Tolerance:
-    """Return the tolerance of gradients of a family of `model_families`."""
+    """Return the gradient tolerance for a family in `model_families`."""
     if family == "gemma2":
         # Soft-capping leaves small gradients: an entry that transformers computes in bf16 is off
         # by 0.37 of its tensor's largest.

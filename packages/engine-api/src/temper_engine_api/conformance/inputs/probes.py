@@ -1,4 +1,4 @@
-"""Probe objectives: one of each kind that an engine must support, used by the invariance tests.
+"""Probe objectives for the invariance tests: one per kind that an engine must support.
 
 They cover per-token and per-sequence terms, pairs, log-probs at given ids, statistics over the full
 mini-batch, and values. The probes that are not in `PROBES` serve single tests.

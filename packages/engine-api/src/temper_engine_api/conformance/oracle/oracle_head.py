@@ -1,6 +1,6 @@
 """Head outputs of the oracle for one sequence, computed directly from their definitions.
 
-In shapes, L is the number of tokens of the sequence, V the size of the vocabulary, and K the number
+In shapes, L is the sequence length in tokens, V the vocabulary size, and K the number
 of additional token ids per position.
 """
 

@@ -17,9 +17,9 @@ class OracleConfig(EngineConfig):
     """Settings of the oracle: those that engines with router losses share."""
 
     router_aux_loss: float = 0.0
-    """Coefficient of the load-balancing loss of each sequence."""
+    """Coefficient of the load-balancing loss per sequence."""
     router_z_loss: float = 0.0
-    """Coefficient of the z-loss of each sequence."""
+    """Coefficient of the z-loss per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class RouterPass:
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
-    """Return the routers of a model of transformers, in the order of its layers."""
+    """Return the routers of a transformers model, in layer order."""
     return [module for module in model.modules() if type(module).__name__.endswith("Router")]
 
 
@@ -140,7 +140,7 @@ def weigh_sequences(micro: SequenceBatch, *, num_trained: int) -> list[float]:
 
 
 def count_loads(passes: Sequence[Sequence[RouterPass]], micro: SequenceBatch) -> Tensor:
-    """Return [layers, E], how many tokens each expert of each layer got, without dummies."""
+    """Return [layers, E] token counts per layer and expert, without dummies."""
     is_real = (~micro.is_dummy).float().tolist()
     loads = []
     for layer in passes:

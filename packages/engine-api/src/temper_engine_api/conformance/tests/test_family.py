@@ -198,7 +198,7 @@ def test_family_adapter_matches_oracle(
 
 
 def make_adapter(family: str) -> TinyAdapter:
-    """Return an adapter on projections of all kinds of attention of a family."""
+    """Return an adapter on the projections in all attention layers of a family."""
     # Without out_proj, which PEFT refuses in Mamba layers.
     linear = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_a", "in_proj")
     latent = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")

@@ -74,7 +74,7 @@ def test_router_loss_matches_transformers(
 def test_expert_loads_are_those_of_all_ranks(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Compare the metrics of the loads of experts with counts of transformers' choices."""
+    """Compare the metrics for expert load with counts of transformers' choices."""
     setup, batch = make_setup(oracle), oracle.get_batch()
     expected = merge_update_metrics([oracle.get_update(setup, ZeroProbe(), batch)])
     # With more micro-batches than pairs of samples there are dummies, which are no load.

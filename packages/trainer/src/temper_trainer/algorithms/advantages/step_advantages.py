@@ -101,7 +101,7 @@ def compute_token_rewards(rewards: Tensor, *, penalty: Tensor, samples: Sequence
     """Return per-token rewards: the reward at the last trained token, minus the penalty at each.
 
     Args:
-        rewards: [B] reward of each completion.
+        rewards: [B] reward per completion.
         penalty: [T] float64.
         samples: B sequences, T tokens.
 

@@ -31,7 +31,7 @@ class DistillationLoss(Variant):
 
     @abstractmethod
     def measure(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
-        """Return the divergence [T] of each token.
+        """Return the divergence per token, [T].
 
         Args:
             policy: Log-probs of the policy, with gradient in a loss: [T] of the sampled tokens, or

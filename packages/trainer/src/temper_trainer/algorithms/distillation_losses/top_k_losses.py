@@ -40,7 +40,7 @@ class TopKLoss(DistillationLoss):
 
     @abstractmethod
     def terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
-        """Return the summands of the divergence, of the shape of the log-probs."""
+        """Return the terms of the divergence, in the shape of the log-probs."""
 
     def measure(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
         """Return the divergences [T] from log-probs [T, K]."""

@@ -42,7 +42,7 @@ class PreferenceObjective(Objective):
     """
 
     loss: PreferenceLoss = field(default_factory=Dpo)
-    """Computes the loss of each completion."""
+    """Computes the loss per completion."""
     aggregation: Aggregation = field(default_factory=make_group_mean)
     """Must be group_mean, the mean over pairs."""
 

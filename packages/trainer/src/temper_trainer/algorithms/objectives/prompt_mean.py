@@ -19,13 +19,13 @@ from temper_engine_api.objective import (
 )
 
 PROMPT_WEIGHTS = "prompt_weights"
-"""Name of the [T] float32 column with the weight of each trained token."""
+"""Name of the [T] float32 column with the weight per trained token."""
 
 
 @register_objective("prompt_mean")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptMeanObjective(Objective):
-    """Average an objective's losses over the tokens of each prompt, and then over the prompts.
+    """Average an objective's losses over the tokens of a prompt first, and then over prompts.
 
         loss = 1 / P * sum over prompts of (1 / tokens of the prompt * sum over its tokens)
 
@@ -61,7 +61,7 @@ class PromptMeanObjective(Objective):
         return self.objective.columns | {PROMPT_WEIGHTS}
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
-        """Return the columns that the objective prepares, and the weight of each token."""
+        """Return the columns that the objective prepares, and the weight per token."""
         _, prompt = torch.unique(batch.group_ids, return_inverse=True)
         prompt_of_token = prompt[batch.sequence_index]
         trained = batch.loss_mask.double()

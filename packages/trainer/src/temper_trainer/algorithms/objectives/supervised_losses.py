@@ -45,7 +45,7 @@ class SftObjective(Objective):
     """
 
     loss: SftLoss = field(default_factory=CrossEntropy)
-    """Computes the loss of each token."""
+    """Computes the loss per token."""
     has_weights: bool = False
     """True to read the column loss_weights."""
     aggregation: Aggregation = field(default_factory=Aggregation)

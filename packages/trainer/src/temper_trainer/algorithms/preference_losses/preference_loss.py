@@ -81,7 +81,7 @@ class PreferenceLoss(Variant):
 
 
 class PairLoss(PreferenceLoss):
-    """A loss of the difference between the scores of the two completions of a pair."""
+    """A loss on the score difference between the two completions in a pair."""
 
     __slots__ = ()
 
@@ -92,7 +92,7 @@ class PairLoss(PreferenceLoss):
 
     @abstractmethod
     def pair_loss(self, difference: Tensor) -> Tensor:
-        """Return the loss of each pair.
+        """Return the loss per pair.
 
         Args:
             difference: Score of the chosen completion minus that of the rejected one.
@@ -127,7 +127,7 @@ def sum_over_pair(column: Tensor, batch: SequenceBatch) -> Tensor:
 
 
 def measure_order(margin: Tensor) -> Tensor:
-    """Return [B] the accuracy of each margin: 1 above 0, 0 below, and 1/2 if it is 0.
+    """Return the accuracy per margin, [B]: 1 above 0, 0 below, and 1/2 if it is 0.
 
     Equal rewards say as much as a guess. All of them are equal before the first update, where the
     policy is its own reference.

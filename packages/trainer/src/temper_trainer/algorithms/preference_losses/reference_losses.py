@@ -102,7 +102,7 @@ class Ipo(LogRatioLoss):
 
         loss = (h - 1 / (2 * beta))^2
 
-    h is the difference of the means of log(p / ref) over the tokens of each completion.
+    h is the difference between the two completions in the mean of log(p / ref) over tokens.
 
     Source: Azar et al. 2023, arXiv:2310.12036, equation 17.
     """

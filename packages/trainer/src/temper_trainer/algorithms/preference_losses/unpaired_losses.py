@@ -63,7 +63,7 @@ class Kto(PreferenceLoss):
         return {"preference/kl_baseline": weighted_mean(baseline, ~batch.is_dummy)}
 
     def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
-        """Return the weighted 1 - sigmoid(beta * margin) of each completion [B]."""
+        """Return the weighted 1 - sigmoid(beta * margin) per completion, [B]."""
         margin = self.margin(self.score(logprobs), batch)
         is_desirable = batch.sequence_columns[IS_CHOSEN]
         weight = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)

@@ -78,7 +78,7 @@ def check_first_rows(config: TrainerConfig) -> None:
 
 
 def _iterate_samples(config: TrainerConfig) -> Iterator[FirstSample]:
-    """Yield the first rows of each source that the task reads, by their use."""
+    """Yield the first rows from each source that the task reads, by their use."""
     train = ("data.train", config.data.train)
     all_train: list[tuple[tuple[str, DataSource], SampleUse]] = [
         (item, "prompts") for item in config.data.train_sources.items()
@@ -178,7 +178,7 @@ def _find_problems(config: TrainerConfig, samples: list[FirstSample]) -> Iterato
         checkpoint=preview_checkpoint(config.run),
     )
     # A new BPE tokenizer learns from all rows, so the lengths are not known from the first ones. A
-    # tokenizer of whole words makes one token of each word, also of an unknown one.
+    # word-level tokenizer makes one token per word, even if it does not know the word.
     has_lengths = is_saved or config.data.tokenizer.kind != "bpe"
     limits = config.data if has_lengths else replace(config.data, max_prompt_tokens=2**31)
     fitted = fit_models_to_tokenizer(config, tokenizer)

@@ -30,7 +30,7 @@ class CompletionOptions:
     max_tokens: int | None
     stop: tuple[str, ...]
     has_logprobs: bool
-    """True if the response has the log-prob of each token."""
+    """True if the response must contain a log-prob per token."""
     num_ignored: int
     """Number of sampling parameters whose value is replaced by that of the run."""
     is_streamed: bool = False

@@ -79,7 +79,7 @@ def make_text_events(response: Mapping[str, Any], *, has_usage: bool) -> list[di
 def make_text_logprobs(
     completion: Completion, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Sequence[object] | None]:
-    """Return the log-prob of each token in the form of completions of a text."""
+    """Return the log-prob per token in the format of text completions."""
     tokens = [tokenizer.decode([token]) for token in completion.tokens]
     return {
         "tokens": tokens,
@@ -168,7 +168,7 @@ def make_usage(num_prompt_tokens: int, *, completion: Completion) -> dict[str, i
 def make_chat_logprobs(
     completion: Completion, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Sequence[Mapping[str, Any]]]:
-    """Return the log-prob of each token, under the sampler's distribution with temperature."""
+    """Return the log-prob per token, under the sampler's distribution with temperature."""
     return {
         "content": [
             {

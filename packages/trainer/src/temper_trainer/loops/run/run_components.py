@@ -1,4 +1,4 @@
-"""The components of a run: sampler, scorer, workers of each role, publisher, teachers.
+"""The components of a run: sampler, scorer, workers for each role, publisher, teachers.
 
 `build_components` starts what training needs, `build_inference_components` what the tasks eval and
 generate need. Both close everything when the context ends.

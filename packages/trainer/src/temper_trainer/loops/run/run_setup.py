@@ -22,7 +22,7 @@ from temper_trainer.runtime.checkpoint_verification import make_checkpoint_verif
 
 
 def open_checkpointer(config: TrainerConfig, *, folder: RunFolder) -> Checkpointer:
-    """Return the checkpointer of a run folder, or of the folder of its warm start."""
+    """Return the checkpointer for a run folder or the folder of its warm start."""
     run = config.run
     return Checkpointer(
         root=folder.checkpoints,
@@ -117,7 +117,7 @@ def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path 
 def fit_models_to_tokenizer(
     config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, *, trained_model: str | None = None
 ) -> TrainerConfig:
-    """Return the configuration with the model of every role fitted to the tokenizer.
+    """Return the configuration with all models fitted to the tokenizer.
 
     Models without a path get vocabulary size and special tokens. After a warm start, the actor and
     every role whose path and architecture are the actor's start from ``trained_model`` instead.

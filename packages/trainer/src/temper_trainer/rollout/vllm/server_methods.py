@@ -24,7 +24,7 @@ class EngineMethods(Protocol):
         ...
 
     def device_locations(self) -> list[tuple[str, str | None]]:
-        """Return the host and the GPU of every worker."""
+        """Return host and GPU for each worker."""
         ...
 
     def logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:

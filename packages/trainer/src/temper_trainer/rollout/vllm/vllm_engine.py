@@ -100,7 +100,7 @@ class VllmEngine:
         return versions.pop()
 
     def device_locations(self) -> list[tuple[str, str | None]]:
-        """Return host and GPU of every worker, see DeviceLocation."""
+        """Return host and GPU for each worker, see DeviceLocation."""
         locations: list[tuple[str, str | None]] = self._llm.collective_rpc("temper_device_location")
         return locations
 
@@ -179,7 +179,7 @@ class VllmEngine:
         """Return a teacher's log-probs of sequences.
 
         Args:
-            rows: Token ids of each sequence, and the first position to score.
+            rows: Token ids per sequence, and the first position to score.
             top_k: Number of most likely tokens to return for each position.
 
         Returns:
@@ -261,7 +261,7 @@ class VllmEngine:
         """Receive all weights through the trainer's channel.
 
         Args:
-            buckets: Layout of each bucket.
+            buckets: Layout per bucket.
             version: Version of the weights.
             keep_copy: Keep a CPU copy, so that `receive_delta` can follow.
         """
@@ -279,7 +279,7 @@ class VllmEngine:
     def receive_delta(
         self, buckets: Sequence[PackedBucket], base_version: int, version: int
     ) -> int:
-        """Receive the delta of every bucket through the trainer's channel.
+        """Receive one delta per bucket through the trainer's channel.
 
         Raises:
             StaleBaseError: If the workers have no copy of `base_version`.

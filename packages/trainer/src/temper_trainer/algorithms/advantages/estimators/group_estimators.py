@@ -175,7 +175,7 @@ def compute_opo_advantages(rewards: Tensor, *, lengths: Tensor, group_ids: Tenso
 
     Args:
         rewards: [B] one scalar per completion.
-        lengths: [B] number of trained tokens of each completion.
+        lengths: [B] number of trained tokens per completion.
         group_ids: [B] equal for the completions of one prompt; any order, any group size.
 
     Returns:
