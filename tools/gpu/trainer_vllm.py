@@ -128,7 +128,7 @@ JOBS: dict[str, Job] = {
     "killed": _with_killed_server(_make_separate_job(2), transport="collective"),
     "killed_colocated": _with_killed_server(_COLOCATED, transport="cuda_ipc"),
     "experts": _make_separate_job(2),
-    "experts_replayed": _make_separate_job(2, "rollout.routing_replay=true"),
+    "experts_replayed": _make_separate_job(2, "rollout.routing_replay=sampler"),
     "adapter": _with_adapter(_make_separate_job(2)),
     "adapter_colocated": _with_adapter(_COLOCATED),
 }

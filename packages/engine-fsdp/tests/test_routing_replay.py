@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.conformance.harness.measurements import measure_update
+from temper_engine_api.conformance.harness.measurements import measure_outputs, measure_update
 from temper_engine_api.conformance.harness.rank import Rank
 from temper_engine_api.conformance.harness.tolerances import assert_all_close, get_family_gradient
 from temper_engine_api.conformance.inputs.model_families import FAMILIES
-from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
-from temper_engine_api.errors import BatchError
-from temper_engine_api.objective import ROUTED_EXPERTS
+from temper_engine_api.errors import BatchError, CapabilityError, EngineStateError
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
@@ -50,6 +50,22 @@ def test_gradient_with_replayed_experts_is_that_of_transformers(
     )
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_returned_experts_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    oracle, rank = OracleCache(folder=tmp_path), Rank(FSDPEngine)
+    setup = oracle.make_setup(FAMILIES[family], compute="fp32")
+    batch = oracle.get_batch(num_sequences=4, model=FAMILIES[family])
+    expected = oracle.get_outputs(setup, batch, HeadOutput.ROUTED_EXPERTS)
+    requested = [HeadOutput.LOGPROB, HeadOutput.ROUTED_EXPERTS]
+    try:
+        outputs = measure_outputs(rank, setup=setup, batch=batch, requested_outputs=requested)
+    finally:
+        rank.close_all()
+    # In any order.
+    actual = outputs.columns[HeadOutput.ROUTED_EXPERTS]
+    assert actual.sort().values.equal(expected.sort().values)
+
+
 MOE = {
     "model_type": "qwen3_moe",
     "num_experts": NUM_EXPERTS,
@@ -57,6 +73,18 @@ MOE = {
     "moe_intermediate_size": 24,
     "head_dim": 8,
 }
+
+
+def test_experts_of_a_dense_model_or_a_training_call_cannot_be_requested(
+    start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch
+) -> None:
+    dense = start()
+    packed = dense.shard_data(batch, max_tokens=64)
+    with dense.eval_mode(), pytest.raises(CapabilityError, match="the model has no routers whose"):
+        dense.forward_backward_batch(packed, forward_only=True, outputs=["routed_experts"])
+    dense.set_loss_fn(ZeroProbe())
+    with dense.train_mode(), pytest.raises(EngineStateError, match="only forward-only calls"):
+        dense.forward_backward_batch(packed, forward_only=False, outputs=["routed_experts"])
 
 
 @pytest.mark.parametrize(

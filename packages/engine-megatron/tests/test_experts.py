@@ -340,6 +340,25 @@ def test_gradient_with_prescribed_experts_matches_transformers(
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
+@pytest.mark.parametrize("changes", [{}, {"remove_padding": False}], ids=["default", "rows"])
+@pytest.mark.parametrize(
+    "layout", select_layouts(["tp2-sp-ep2"], nightly=["cp2-ep2", "pp2", "pp2-vpp2"])
+)
+def test_returned_experts_are_those_of_transformers(engine_in_layout, oracle, layout, changes):
+    batch = oracle.get_batch(model=EXPERTS)
+    expected = oracle.get_outputs(oracle.make_setup(EXPERTS), batch, HeadOutput.ROUTED_EXPERTS)
+    outputs = engine_in_layout(layout).run(
+        measure_outputs,
+        setup=oracle.make_setup(EXPERTS, engine_fields=tuple(changes.items())),
+        batch=batch,
+        requested_outputs=[HeadOutput.LOGPROB, HeadOutput.ROUTED_EXPERTS],
+        split=FIVE_MICRO_BATCHES,
+    )[0]
+    # In any order.
+    actual = outputs.columns[HeadOutput.ROUTED_EXPERTS]
+    assert actual.sort().values.equal(expected.sort().values)
+
+
 @pytest.mark.parametrize(
     ("has_experts", "num_layers", "message"),
     [

@@ -34,7 +34,8 @@ class Capability(StrEnum):
     OTHER_DTYPES = "other_dtypes"
     """Master weights, gradient reduction and buffers may be bf16."""
     ROUTING_REPLAY = "routing_replay"
-    """MoE models: batches may prescribe the experts of each token, column `ROUTED_EXPERTS`."""
+    """MoE models: batches may prescribe the experts of each token, column `ROUTED_EXPERTS`, and
+    forward-only calls return them as `HeadOutput.ROUTED_EXPERTS`."""
     DATA_PARALLEL = "data_parallel"
     """More than one data-parallel rank."""
     SEQUENCE_PARALLEL = "sequence_parallel"

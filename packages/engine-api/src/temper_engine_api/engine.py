@@ -908,7 +908,13 @@ class BaseEngine(ABC):
         forward_only: bool,
         final: bool,
     ) -> list[HeadOutputs] | None:
-        if ROUTED_EXPERTS in batch.columns:
+        returns_experts = HeadOutput.ROUTED_EXPERTS in requested_outputs
+        if returns_experts and not forward_only:
+            raise EngineStateError(
+                f"output {HeadOutput.ROUTED_EXPERTS.value!r} was requested in training, but only "
+                "forward-only calls return it: request it in eval_mode()."
+            )
+        if returns_experts or ROUTED_EXPERTS in batch.columns:
             self.require(Capability.ROUTING_REPLAY)
         run = partial(
             self._run_micro_batches,

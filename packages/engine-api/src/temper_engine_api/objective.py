@@ -34,7 +34,7 @@ are those of the pass in which a token is the input, so the last token of a sequ
 
 @gatherable
 class HeadOutput(StrEnum):
-    """Quantity that a model's head computes for a batch.
+    """Quantity that a model computes for a batch, most of them in its head.
 
     Values are float32 for every compute dtype, and aligned with the columns of the batch.
     """
@@ -51,6 +51,10 @@ class HeadOutput(StrEnum):
     """[T] value of the state before each token."""
     SCORE = "score"
     """[B] score per sequence, read at its last token."""
+    ROUTED_EXPERTS = "routed_experts"
+    """[T, layers, K] experts that processed each token, also the first and untrained ones, in any
+    order; as the column of this name, but float32. In forward-only calls of engines with
+    `Capability.ROUTING_REPLAY`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,7 @@ class HeadOutputs:
     """
 
     columns: Mapping[HeadOutput, Tensor]
-    """[T], [T, K] or [B] float32."""
+    """[T], [T, K], [T, layers, K] or [B] float32."""
 
     def __getitem__(self, head_output: HeadOutput) -> Tensor:
         """Return one output.

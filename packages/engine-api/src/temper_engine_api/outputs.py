@@ -33,7 +33,7 @@ class ForwardOutputs:
     sequence_starts: Tensor
     """[B + 1] int64."""
     columns: Mapping[HeadOutput, Tensor]
-    """[T] or [T, K] float32; [B] for HeadOutput.SCORE."""
+    """[T], [T, K] or [T, layers, K] float32; [B] for HeadOutput.SCORE."""
 
     def reorder(self, sample_ids: Tensor) -> "ForwardOutputs":
         """Return the outputs with sequences in the order of these ids [B].

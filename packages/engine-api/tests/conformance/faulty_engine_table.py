@@ -349,6 +349,10 @@ FAULTY_ENGINES = (
         ),
     ),
     FaultyEngine(
+        inputs.ReturnsLayersInReverse,
+        ("test_router::test_returned_experts_are_those_of_transformers_or_the_prescribed_ones",),
+    ),
+    FaultyEngine(
         inputs.ReplaysLayersInReverse,
         ("test_router::test_log_probs_with_replayed_experts_match_transformers",),
     ),

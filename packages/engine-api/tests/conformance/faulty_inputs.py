@@ -297,6 +297,20 @@ class ReplaysWithoutRouterGradient(DataParallelOracle):
                 handle.remove()
 
 
+class ReturnsLayersInReverse(DataParallelOracle):
+    """Returns the experts of the last layer as those of the first one."""
+
+    def _run_micro_batches(self, batch, **arguments):
+        results = super()._run_micro_batches(batch, **arguments)
+        name = HeadOutput.ROUTED_EXPERTS
+        return [
+            HeadOutputs(columns={**each.columns, name: each[name].flip(1)})
+            if name in each.columns
+            else each
+            for each in results
+        ]
+
+
 class ReportsLoadsOfOneRank(DataParallelOracle):
     """Computes the loads of experts from the tokens of one rank."""
 

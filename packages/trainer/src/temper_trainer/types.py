@@ -150,8 +150,8 @@ class Completion:
     # A tensor or None. A server's client evaluates this type, but torch is not imported here.
     routed_experts: Any = field(default=None, compare=False)
     """[tokens of prompt and completion - 1, layers, K] int16, the experts that the sampler chose
-    for each token but the last, which it never processed; None unless ``rollout.routing_replay``.
-    """
+    for each token but the last, which it never processed; None unless
+    ``rollout.routing_replay`` is sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

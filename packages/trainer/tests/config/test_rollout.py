@@ -25,4 +25,4 @@ def test_configured_canary_tolerance_applies_to_every_dtype() -> None:
 
 def test_routing_replay_without_recorded_experts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"completions.jsonl has no choices of experts"):
-        load(["experiment=quickstart", "rollout.routing_replay=true", "rollout.record=true"])
+        load(["experiment=quickstart", "rollout.routing_replay=sampler", "rollout.record=true"])

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from temper_trainer.loops import RunResult
 
 MIXTURE = (
@@ -25,9 +27,33 @@ MIXTURE = (
 def test_replayed_experts_reduce_the_mismatch_between_sampler_and_engine(
     run: Callable[..., RunResult], rows: Callable[..., list[dict[str, float]]], tmp_path: Path
 ) -> None:
-    for name, setting in (("own", "false"), ("replayed", "true")):
+    for name, setting in (("own", "none"), ("replayed", "sampler")):
         run(tmp_path / name, *MIXTURE, f"rollout.routing_replay={setting}")
     (own,), (replayed,) = (rows(tmp_path / name) for name in ("own", "replayed"))
     # The same completions: replay starts after sampling.
     assert own["reward/mean"] == replayed["reward/mean"]
     assert replayed["mismatch/kl"] < 0.5 * own["mismatch/kl"]
+
+
+def test_choices_of_the_old_policy_are_kept_in_all_updates_of_a_step(
+    run: Callable[..., RunResult], rows: Callable[..., list[dict[str, float]]], tmp_path: Path
+) -> None:
+    # The updates of a step use the same samples, and change many choices.
+    large_updates = "actor.engine.optimizer.lr=0.02"
+    for name, num_passes, setting in (
+        ("one", 1, "none"),
+        ("own", 3, "none"),
+        ("r2", 3, "old_policy"),
+    ):
+        run(
+            tmp_path / name,
+            *MIXTURE,
+            large_updates,
+            f"batching.num_passes={num_passes}",
+            f"rollout.routing_replay={setting}",
+        )
+    one, own, r2 = (rows(tmp_path / name)[0] for name in ("one", "own", "r2"))
+    # Means over the updates.
+    loads = one["router/max_load"]
+    assert r2["router/max_load"] == pytest.approx(loads, rel=1e-6)
+    assert own["router/max_load"] != pytest.approx(loads, rel=1e-2)

@@ -154,7 +154,7 @@ class Pair:
         *,
         max_concurrent: int = 256,
         dtype: Literal["bf16", "fp32"] = "fp32",
-        routing_replay: bool = False,
+        routing_replay: Literal["none", "sampler"] = "none",
     ) -> HfSampler:
         """Build a sampler with the same weights."""
         config = RolloutConfig(

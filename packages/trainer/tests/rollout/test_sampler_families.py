@@ -39,7 +39,7 @@ def test_rollout_logprobs_equal_those_of_full_forward_passes(family: str, pairs:
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
 def test_recorded_experts_are_those_of_a_full_forward_pass(family: str, pairs: Pairs) -> None:
     pair, prompts = pairs.get(family), [*make_prompts(4, seed=1), (7,)]
-    sampler = pair.sampler(max_concurrent=3, routing_replay=True)
+    sampler = pair.sampler(max_concurrent=3, routing_replay="sampler")
     # Two completions of each prompt, which is prefilled once for both; one prompt has one token.
     twice = [prompt for prompt in prompts for _ in range(2)]
     completions = sampler.sample(make_requests(twice, SAMPLED))
@@ -67,8 +67,8 @@ def test_recorded_experts_are_those_of_a_full_forward_pass(family: str, pairs: P
 def test_replay_of_a_model_without_recorded_experts_is_refused(
     family: str, reason: str, pairs: Pairs
 ) -> None:
-    with pytest.raises(ConfigError, match=f"rollout.routing_replay is true, but .* {reason}"):
-        pairs.get(family).sampler(routing_replay=True)
+    with pytest.raises(ConfigError, match=f"rollout.routing_replay is sampler, but .* {reason}"):
+        pairs.get(family).sampler(routing_replay="sampler")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -55,6 +55,8 @@ class _MicroBatch:
     """Factor of the gradients of all losses; None in a pass that does not train."""
     choices: Tensor | None
     """[layers, S, K] experts of each token, see `routing_replay`; None leaves them to routers."""
+    recorded: dict[int, Tensor] | None
+    """[S, K] choices of each router that has run; None if they are not recorded."""
     finished: set[int] = field(default_factory=set)
     """Routers that have run; a recomputed layer runs its router again."""
 
@@ -98,6 +100,7 @@ class ExpertRouters:
         num_trained: int,
         gradient_factor: float | None,
         device: torch.device,
+        records_choices: bool = False,
     ) -> None:
         """Prepare for a pass over a micro-batch.
 
@@ -107,6 +110,7 @@ class ExpertRouters:
             gradient_factor: Factor by which the objective is multiplied too; None in a pass that
                 does not train, in which nothing is recorded.
             device: Device of the model.
+            records_choices: Keep the choices for `pop_choices`.
         """
         index = batch.sequence_index
         trained = torch.zeros(batch.num_sequences).index_add(0, index, batch.loss_mask.float())
@@ -129,7 +133,35 @@ class ExpertRouters:
             is_real=copy_to_device(is_real, device),
             gradient_factor=gradient_factor,
             choices=take_choices(batch, sequence_group=self._sequence_group, device=device),
+            recorded={} if records_choices else None,
         )
+
+    def pop_choices(self, batch: SequenceBatch) -> Tensor:
+        """Return the [T, layers, K] float32 choices of the micro-batch that has just run.
+
+        Collective over the ranks that share its tokens.
+
+        Raises:
+            CapabilityError: If a router does not return expert indices.
+        """
+        micro_batch, self._micro_batch = self._micro_batch, None
+        assert micro_batch is not None, "start_micro_batch() starts a pass"
+        recorded = micro_batch.recorded or {}
+        if len(recorded) < self.num_routers:
+            raise CapabilityError(
+                f"{self.num_routers - len(recorded)} of {self.num_routers} routers of this model "
+                "do not return expert indices, so output 'routed_experts' cannot be computed: do "
+                "not request it."
+            )
+        choices = torch.stack([recorded[i] for i in range(self.num_routers)], dim=1).float()
+        if self._sequence_group is None:
+            return choices
+        num_tokens = batch.num_tokens
+        num_rows = num_tokens + self._sequence_group.num_padding(num_tokens)
+        first, end = self._sequence_group.slice_bounds(num_tokens)
+        column = choices.new_zeros(num_rows, *choices.shape[1:])
+        column[first:end] = choices
+        return self._sequence_group.sum_outputs(column)[:num_tokens]
 
     def stop(self) -> None:
         """Ignore further passes until the next micro-batch starts."""
@@ -175,13 +207,13 @@ class ExpertRouters:
                 with ReplayedChoice(micro_batch.choices[index], num_experts=num_experts) as choice:
                     output = forward(*args, **options)
                 choice.check(router)
-            if (
-                micro_batch is None
-                or micro_batch.gradient_factor is None
-                or not self._can_observe(output)
-            ):
+            if micro_batch is None or not self._can_observe(output):
                 return output
             logits, gates, experts = output
+            if micro_batch.recorded is not None:
+                micro_batch.recorded[index] = experts
+            if micro_batch.gradient_factor is None:
+                return output
             is_first = index not in micro_batch.finished
             micro_batch.finished.add(index)
             if is_first:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
+from temper_engine_api.errors import CapabilityError
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.model.expert_routers import ExpertRouters
@@ -62,6 +63,13 @@ class MicroBatchRunner:
             # Before the pass: FSDP2 cannot be reset before its first one.
             num_routers = 0 if self._routers is None else self._routers.num_routers
             check_choices(batch.columns[ROUTED_EXPERTS], num_routers=num_routers)
+        returns_experts = HeadOutput.ROUTED_EXPERTS in requested_outputs
+        if returns_experts and self._routers is None:
+            raise CapabilityError(
+                "the model has no routers whose choices can be returned as "
+                f"{HeadOutput.ROUTED_EXPERTS.value!r}: do not request it, and set compile_layers "
+                "to false."
+            )
         # The layout is computed on the host: reading it from the device would sync.
         micro_batches = list(batch.to("cpu").micro_batches())
         outputs = []
@@ -79,10 +87,11 @@ class MicroBatchRunner:
                             num_trained=batch.denominators.tokens,
                             gradient_factor=None if forward_only else self._factor,
                             device=self._device,
+                            records_choices=returns_experts,
                         )
                     columns, zero_loss, on_device = self._forward(
                         micro,
-                        requested_outputs=requested_outputs,
+                        requested_outputs=requested_outputs - {HeadOutput.ROUTED_EXPERTS},
                         with_gradient=with_gradient,
                         trained_only=micro_batch_loss is not None and not forward_only,
                     )
@@ -92,6 +101,9 @@ class MicroBatchRunner:
                             # The factor includes the loss scale of fp16 and FSDP1's averaging.
                             (loss * self._factor + zero_loss).backward()
                             self.has_unreduced_gradients = not reduces
+                if returns_experts and self._routers is not None:
+                    experts = {HeadOutput.ROUTED_EXPERTS: self._routers.pop_choices(micro)}
+                    columns = HeadOutputs(columns={**columns.columns, **experts})
                 outputs.append(columns.detach())
         return outputs
 

@@ -54,7 +54,11 @@ class MicroBatchLayout:
 
 
 def build_local_micro_batch(
-    micro: SequenceBatch, layout: MicroBatchLayout, *, trained_tokens: int
+    micro: SequenceBatch,
+    layout: MicroBatchLayout,
+    *,
+    trained_tokens: int,
+    records_choices: bool = False,
 ) -> LocalMicroBatch:
     """Build this rank's inputs; does not wait for the device if the micro-batch is on the CPU.
 
@@ -62,6 +66,7 @@ def build_local_micro_batch(
         micro: Full micro-batch.
         layout: How micro-batches are laid out.
         trained_tokens: Trained tokens of the mini-batch over all ranks.
+        records_choices: Let routers keep the experts that they choose.
     """
     starts = micro.sequence_starts.tolist()
     lengths = [end - start for start, end in pairwise(starts)]
@@ -95,6 +100,7 @@ def build_local_micro_batch(
         lengths=torch.cat([on_device.lengths.float(), trained.new_ones(1)]),
         is_real=to_local_rows(~on_device.is_dummy[index], False),
         choices=None if prescribed is None else to_local_rows(prescribed, -1),
+        records_choices=records_choices,
     )
     attention: PackLayout | RowLayout
     if layout.is_packed:

@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from temper_engine_megatron.model.micro_batch_layout import LocalMicroBatch
 from temper_engine_megatron.model.packed_attention import RouterTokens
 
 LOAD_BALANCING_LOSS, Z_LOSS = "load_balancing_loss", "z_loss"
@@ -66,6 +67,8 @@ class SequenceLossRouter(TopKRouter):
         Not multiplied by the loss coefficient."""
         self.loads: list[Tensor] = []
         """[E] number of local tokens per expert; one tensor per micro-batch."""
+        self.choices: list[Tensor] = []
+        """[tokens of this rank, K] chosen experts, one per micro-batch that records them."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts, or take the prescribed ones; count them in a training pass."""
@@ -77,6 +80,8 @@ class SequenceLossRouter(TopKRouter):
             else PrescribedChoice(self._flatten(choices[:, :, self.layer_number - 1]))
         )
         probabilities, routing_map = super().routing(logits, padding_mask=padding_mask)
+        if self._get_tokens().records_choices:
+            self.choices.append(routing_map.int().topk(self.topk, dim=-1).indices)
         # A recomputed layer runs without gradients at first.
         if self.training and torch.is_grad_enabled():
             is_real = self._flatten(self._get_tokens().is_real)
@@ -172,6 +177,34 @@ def pop_loads(layers: list[Any], *, num_layers: int, num_experts: int) -> Tensor
             loads[layer.layer_number - 1] = torch.stack(router.loads).sum(0).float().cpu()
         router.loads.clear()
     return loads
+
+
+def pop_choices(
+    layers: list[Any], local_batches: list[LocalMicroBatch], *, num_layers: int
+) -> list[Tensor]:
+    """Return and clear the choices [T, num_layers, K] of each micro-batch.
+
+    They are -1 in layers of other ranks and for tokens of other ranks.
+    """
+    columns = []
+    for index, local in enumerate(local_batches):
+        column: Tensor | None = None
+        for layer in layers:
+            router = layer.mlp.router
+            rows = router.choices[index]
+            if column is None:
+                shape = (len(local.local_index), num_layers, router.topk)
+                column = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
+            # With sequence parallelism, a router has one of the equal parts of this rank's tokens.
+            is_divided = router.config.sequence_parallel
+            position = local.local_index - (router.tp_group.rank() * len(rows) if is_divided else 0)
+            has_token = (local.local_index >= 0) & (position >= 0) & (position < len(rows))
+            column[has_token, layer.layer_number - 1] = rows[position[has_token]].int()
+        assert column is not None, "every rank has a layer"
+        columns.append(column)
+    for layer in layers:
+        layer.mlp.router.choices.clear()
+    return columns
 
 
 def discard_router_records(modules: Iterable[Any]) -> None:

@@ -39,6 +39,8 @@ class RouterTokens:
     """[R, S] bool; False at dummies and padding."""
     choices: Tensor | None
     """[R, S, layers, K] int64 prescribed experts, -1 where the router chooses; None without any."""
+    records_choices: bool
+    """True if routers keep the experts that they choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

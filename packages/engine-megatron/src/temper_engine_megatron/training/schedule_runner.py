@@ -8,6 +8,7 @@ update. Finalizing in every call would reduce the same buffers again and again.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from temper_engine_api.batch import PackedBatch
-from temper_engine_api.errors import BatchError
+from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.metrics import Metric, compute_load_metrics
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_megatron.model.gpt_chunks import ModelChunks
@@ -30,6 +31,7 @@ from temper_engine_megatron.model.moe_router import (
     LOAD_BALANCING_LOSS,
     Z_LOSS,
     discard_router_records,
+    pop_choices,
     pop_loads,
     pop_router_losses,
 )
@@ -74,25 +76,66 @@ class ScheduleRunner:
         forward_only: bool,
     ) -> list[HeadOutputs] | None:
         """Return the detached outputs per micro-batch on the last stage, None elsewhere."""
+        returns_experts = HeadOutput.ROUTED_EXPERTS in requested_outputs
         options = _CallOptions(
-            requested_outputs=requested_outputs,
+            requested_outputs=requested_outputs - {HeadOutput.ROUTED_EXPERTS},
             micro_batch_loss=micro_batch_loss,
             forward_only=forward_only,
         )
         if self._chunks.head is not None:
-            self._chunks.head.check_outputs(requested_outputs)
+            self._chunks.head.check_outputs(options.requested_outputs)
+        if returns_experts and not self._chunks.transformer_config.num_moe_experts:
+            raise CapabilityError(
+                f"output {HeadOutput.ROUTED_EXPERTS.value!r} was requested, but the model has no "
+                "experts: do not request it."
+            )
         self._check_prescribed_experts(batch)
         trained_tokens = batch.denominators.tokens
         local_batches = [
-            build_local_micro_batch(micro, self._layout, trained_tokens=trained_tokens)
+            build_local_micro_batch(
+                micro,
+                self._layout,
+                trained_tokens=trained_tokens,
+                records_choices=returns_experts,
+            )
             for micro in batch.micro_batches()
         ]
         if not forward_only:
             # Set before the pass, because a pass that fails may have accumulated some gradients.
             self.has_unreduced_gradients = True
+        if returns_experts:
+            # A call that raised may have left some.
+            for layer in self._unwrapped_layers():
+                layer.mlp.router.choices.clear()
         with self._run_pass(trains=not forward_only), support_missing_cuda():
             outputs = self._run_micro_batches(local_batches, options)
+        if returns_experts:
+            outputs = self._add_experts(outputs, local_batches)
         return outputs if self._membership.is_last_stage else None
+
+    def _add_experts(
+        self, outputs: list[HeadOutputs], local_batches: list[LocalMicroBatch]
+    ) -> list[HeadOutputs]:
+        """Add the chosen experts to the outputs of the last stage. Collective over a replica."""
+        membership = self._membership
+        columns = pop_choices(
+            self._unwrapped_layers(),
+            local_batches,
+            num_layers=self._chunks.transformer_config.num_layers,
+        )
+        for column in columns:
+            # Each rank has -1 for what others have chosen.
+            for group in (membership.pg_collection.tp_cp, membership.pp):
+                dist.all_reduce(column, op=dist.ReduceOp.MAX, group=group)
+        if not membership.is_last_stage:
+            return outputs
+        return [
+            HeadOutputs(columns={**each.columns, HeadOutput.ROUTED_EXPERTS: column.float()})
+            for each, column in zip(outputs, columns, strict=True)
+        ]
+
+    def _unwrapped_layers(self) -> list[Any]:
+        return [layer for chunk in self._chunks.unwrapped for layer in chunk.decoder.layers]
 
     def _check_prescribed_experts(self, batch: PackedBatch) -> None:
         column, config = batch.columns.get(ROUTED_EXPERTS), self._chunks.transformer_config
@@ -231,7 +274,7 @@ class ScheduleRunner:
             Z_LOSS: config.moe_z_loss_coeff,
         }
         names = tuple(name for name, coefficient in coefficients.items() if coefficient)
-        layers = [layer for chunk in self._chunks.unwrapped for layer in chunk.decoder.layers]
+        layers = self._unwrapped_layers()
         loads = pop_loads(
             layers, num_layers=config.num_layers, num_experts=config.num_moe_experts
         ).to(membership.device)

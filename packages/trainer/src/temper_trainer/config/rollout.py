@@ -188,10 +188,12 @@ class RolloutConfig:
     """completions.jsonl of a run with the same configuration; its completions are trained instead
     of sampled ones.
     """
-    routing_replay: bool = False
-    """Mixtures of experts: the actor sends each token to the experts that the sampler chose, in the
-    pass for old log-probs and in training (R3; Ma et al. 2025, arXiv:2510.11370). Sampler hf only
-    for models without layers that have a state.
+    routing_replay: Literal["none", "sampler", "old_policy"] = "none"
+    """Mixtures of experts: choices that decide the experts of each token in the actor. sampler:
+    those of the sampler, in the pass for old log-probs and in training (R3; Ma et al. 2025,
+    arXiv:2510.11370). old_policy: those of the pass for old log-probs, in training (R2; routing
+    replay of Zheng et al. 2025, arXiv:2507.18071). none: the actor's routers choose. sampler with
+    rollout.sampler hf only for models without layers that have a state.
     """
     vllm: VllmConfig = field(default_factory=VllmConfig)
     """Settings of the servers; sampler vllm only."""
@@ -305,10 +307,11 @@ def find_rollout_conflicts(
             "weight_sync.content is adapter, which never sends the base weights again: use "
             "sleep_level 1 or content full."
         )
-    if rollout.routing_replay and (rollout.record or rollout.replay is not None):
+    replays_sampler = rollout.routing_replay == "sampler"
+    if replays_sampler and (rollout.record or rollout.replay is not None):
         yield (
-            "rollout.routing_replay is true, but completions.jsonl has no choices of experts: set "
-            "it to false, or remove rollout.record and rollout.replay."
+            "rollout.routing_replay is sampler, but completions.jsonl has no choices of experts: "
+            "set it to none, or remove rollout.record and rollout.replay."
         )
     if rollout.vllm.has_remote_servers:
         yield from _find_remote_conflicts(rollout, sync=sync, devices=devices)

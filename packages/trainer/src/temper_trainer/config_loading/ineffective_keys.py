@@ -256,6 +256,18 @@ RULES = (
         ),
     ),
     Rule(
+        keys=("rollout.routing_replay",),
+        applies=lambda config: (
+            config.rollout.routing_replay == "old_policy"
+            and config.batching.num_mini_batches * config.batching.num_passes == 1
+        ),
+        reason=(
+            "as old_policy with batching.num_mini_batches and batching.num_passes both 1, where "
+            "the only update has the weights of the old policy: raise one of them, or set none or "
+            "sampler"
+        ),
+    ),
+    Rule(
         keys=("run.total_steps",),
         applies=lambda config: config.run.total_epochs is not None,
         reason="with run.total_epochs, which sets the length of the run: remove one of them",

@@ -103,7 +103,7 @@ def run_rl(
             runtime=runtime,
         )
     ) as components:
-        if config.rollout.routing_replay:
+        if config.rollout.routing_replay != "none":
             components.roles["actor"].require(Capability.ROUTING_REPLAY)
         _load_roles(components.roles, checkpointer=checkpointer, resume_from=resume_from)
         if resume_from is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric, merge_metrics
-from temper_engine_api.objective import HeadOutput, Objective
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, Objective
 from temper_engine_api.outputs import gather_outputs
 from temper_trainer.algorithms.adaptive_coefficients import EntropyController, KlController
 from temper_trainer.algorithms.objectives.objective_factory import needs_old_logprobs
@@ -180,6 +180,7 @@ def _prepare_updates(
             plan,
             algorithm=algorithm,
             with_old_logprobs=needs_old_logprob_pass(config),
+            with_experts=config.rollout.routing_replay == "old_policy",
             roles=roles,
         )
     samples = _replace_given_logprobs(samples, split_rollouts)
@@ -248,12 +249,25 @@ def add_forward_columns(
     *,
     algorithm: AlgorithmConfig,
     with_old_logprobs: bool,
+    with_experts: bool,
     roles: Mapping[str, WorkerGroup],
 ) -> SequenceBatch:
-    """Add the columns old_logprobs, ref_logprobs and values, as far as the algorithm needs them."""
+    """Add the columns of forward passes, as far as the algorithm needs them.
+
+    They are old_logprobs, ref_logprobs, values, and with `with_experts` the experts that the
+    actor's routers choose before the first update, which its updates then use.
+    """
     columns: dict[str, Tensor] = {}
-    if with_old_logprobs:
-        columns["old_logprobs"] = run_forward(samples, plan, role="actor", group=roles["actor"])
+    requested = [HeadOutput.LOGPROB] if with_old_logprobs else []
+    requested += [HeadOutput.ROUTED_EXPERTS] if with_experts else []
+    if requested:
+        actor = run_forward_outputs(
+            samples, plan, role="actor", group=roles["actor"], outputs=requested
+        )
+        if with_old_logprobs:
+            columns["old_logprobs"] = actor[HeadOutput.LOGPROB]
+        if with_experts:
+            columns[ROUTED_EXPERTS] = actor[HeadOutput.ROUTED_EXPERTS].to(torch.int16)
     if "ref" in roles:
         columns["ref_logprobs"] = run_forward(samples, plan, role="ref", group=roles["ref"])
     # The frozen base model is the reference, so no second model has to be in memory.
@@ -324,17 +338,39 @@ def run_forward(
     Returns:
         [T], or [B] for scores, float32 output in the order of the samples.
     """
-    outputs = []
+    return run_forward_outputs(
+        samples,
+        plan,
+        role=role,
+        group=group,
+        outputs=[output],
+        without_adapter=without_adapter,
+        before_part=before_part,
+    )[output]
+
+
+def run_forward_outputs(
+    samples: SequenceBatch,
+    plan: StepPlan,
+    *,
+    role: str,
+    group: WorkerGroup,
+    outputs: Sequence[HeadOutput],
+    without_adapter: bool = False,
+    before_part: Callable[[], object] = lambda: None,
+) -> Mapping[HeadOutput, Tensor]:
+    """Run a forward pass for several outputs; see `run_forward`."""
+    results = []
     for mini_batch in plan.first_pass:
         before_part()
         packed = pack_mini_batch(samples, mini_batch, role)
         sample_ids = samples.sample_ids[torch.tensor(mini_batch.indices)]
-        outputs.append(
+        results.append(
             group.forward(
-                packed, outputs=[output], sample_ids=sample_ids, without_adapter=without_adapter
+                packed, outputs=outputs, sample_ids=sample_ids, without_adapter=without_adapter
             )
         )
-    return gather_outputs(outputs, sample_ids=samples.sample_ids).columns[output]
+    return gather_outputs(results, sample_ids=samples.sample_ids).columns
 
 
 def _resample(

@@ -28,8 +28,8 @@ class ExpertRecorder:
         ]
         if not routers:
             raise ConfigError(
-                f"rollout.routing_replay is true, but {type(model).__name__} has no routers of "
-                "experts: set it to false."
+                f"rollout.routing_replay is sampler, but {type(model).__name__} has no routers of "
+                "experts: set it to none."
             )
         self._choices: list[Tensor | None] = [None] * len(routers)
         for index, router in enumerate(routers):

@@ -302,7 +302,7 @@ class HfSampler:
         self._end_token_ids = find_end_token_ids(
             self._model, model, tokenizer_end=tokenizer.eos_token_id
         )
-        self._recorder = self._make_recorder() if config.routing_replay else None
+        self._recorder = self._make_recorder() if config.routing_replay == "sampler" else None
         self._tokenizer = tokenizer
         self._config = config
         self._version = 0
@@ -410,7 +410,7 @@ class HfSampler:
         model = self._require_model()
         if not self._uses_cache:
             raise ConfigError(
-                f"rollout.routing_replay is true, but {type(model).__name__} has layers with a "
+                f"rollout.routing_replay is sampler, but {type(model).__name__} has layers with a "
                 "state, for which the hf sampler records no choices of experts: set it to false."
             )
         return ExpertRecorder(model)

@@ -34,6 +34,7 @@ from temper_engine_api.conformance.oracle.oracle_routers import (
     OracleConfig,
     RouterPass,
     count_loads,
+    join_experts,
     record_routers,
     replay_experts,
     weigh_sequences,
@@ -41,6 +42,7 @@ from temper_engine_api.conformance.oracle.oracle_routers import (
 from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.engine import BaseEngine, ObjectT
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.hooks import DEFAULT_OUTPUT
 from temper_engine_api.metrics import Metric, compute_load_metrics
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
@@ -112,13 +114,23 @@ class OracleEngine(BaseEngine):
     ) -> list[HeadOutputs] | None:
         is_training = micro_batch_loss is not None and not forward_only
         results, loads = [], []
+        returns_experts = HeadOutput.ROUTED_EXPERTS in requested_outputs
+        # Without any output of its head, the model would not run.
+        of_head = requested_outputs - {HeadOutput.ROUTED_EXPERTS} or {
+            DEFAULT_OUTPUT[self.config.model.model_type]
+        }
         self._router_metrics = {}
         with torch.set_grad_enabled(not forward_only), self._determinism():
             for micro in batch.micro_batches():
                 with record_routers(self.model) as passes:
                     head_outputs = self._compute_outputs(
-                        micro, requested_outputs=requested_outputs, only_trained=is_training
+                        micro,
+                        requested_outputs=frozenset(of_head),
+                        only_trained=is_training,
                     )
+                if returns_experts:
+                    column = {HeadOutput.ROUTED_EXPERTS: join_experts(passes)}
+                    head_outputs = HeadOutputs(columns={**head_outputs.columns, **column})
                 if micro_batch_loss is not None:
                     loss = micro_batch_loss(head_outputs, micro)
                     if is_training:

@@ -139,6 +139,12 @@ def weigh_sequences(micro: SequenceBatch, *, num_trained: int) -> list[float]:
     return [count / max(num_trained, 1) for count in trained.tolist()]
 
 
+def join_experts(passes: Sequence[Sequence[RouterPass]]) -> Tensor:
+    """Return the [T, layers, K] float32 experts of the tokens of a micro-batch."""
+    layers = [torch.cat([each.experts for each in layer]) for layer in passes]
+    return torch.stack(layers, dim=1).float()
+
+
 def count_loads(passes: Sequence[Sequence[RouterPass]], micro: SequenceBatch) -> Tensor:
     """Return [layers, E] token counts per layer and expert, without dummies."""
     is_real = (~micro.is_dummy).float().tolist()

@@ -124,6 +124,28 @@ def test_log_probs_with_replayed_experts_match_transformers(
 
 
 @pytest.mark.if_claimed(Capability.ROUTING_REPLAY)
+def test_returned_experts_are_those_of_transformers_or_the_prescribed_ones(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare the experts of each token and layer with those of transformers, as sets."""
+    setup = make_setup(oracle)
+    for batch in (oracle.get_batch(), prescribe_experts(oracle)):
+        expected = oracle.get_outputs(setup, batch, HeadOutput.ROUTED_EXPERTS)
+        for split in (ONE_MICRO_BATCH, FIVE_MICRO_BATCHES):
+            outputs = engine_under_test.run(
+                measure_outputs,
+                setup=setup,
+                batch=batch,
+                requested_outputs=[HeadOutput.LOGPROB, HeadOutput.ROUTED_EXPERTS],
+                split=split,
+            )[0]
+            actual = outputs.columns[HeadOutput.ROUTED_EXPERTS]
+            assert actual.shape == expected.shape
+            is_equal = actual.sort().values == expected.sort().values
+            assert is_equal.all(), f"{(~is_equal).sum()} of {is_equal.numel()} experts differ"
+
+
+@pytest.mark.if_claimed(Capability.ROUTING_REPLAY)
 def test_gradient_with_replayed_experts_matches_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:

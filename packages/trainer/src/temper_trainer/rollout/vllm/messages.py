@@ -48,7 +48,7 @@ class ServerSpec:
     sleep_level: int = 0
     """See rollout.vllm.sleep_level."""
     has_expert_choices: bool = False
-    """See rollout.routing_replay."""
+    """Return the chosen experts with each completion."""
     directory: str = ""
     """A temporary directory of this server, which the trainer creates and removes."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -44,10 +44,11 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
         }
         text_config = AutoConfig.for_model(**fields)
     has_experts = hasattr(text_config, "num_experts_per_tok")
-    if config.rollout.routing_replay and not has_experts:
+    replays_sampler = config.rollout.routing_replay == "sampler"
+    if replays_sampler and not has_experts:
         raise ConfigError(
-            f"rollout.routing_replay is true, but {text_config.model_type} has no routers of "
-            "experts: set it to false."
+            f"rollout.routing_replay is sampler, but {text_config.model_type} has no routers of "
+            "experts: set it to none."
         )
     max_length = vllm.max_model_len or min(
         _count_max_tokens(config), text_config.max_position_embeddings
@@ -78,7 +79,7 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
         max_length=max_length,
         vocab_size=text_config.vocab_size,
         sleep_level=vllm.sleep_level,
-        has_expert_choices=config.rollout.routing_replay,
+        has_expert_choices=replays_sampler,
         environment=_make_environment(eager=vllm.enforce_eager),
     )
 
