@@ -426,6 +426,41 @@ def test_router_loss_of_a_dense_model_is_refused(config, name):
         replace(config, **{name: -1})
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "error", "message"),
+    [
+        (
+            {},
+            {"expert_products": "grouped"},
+            ConfigError,
+            "expert_products is 'grouped', but the model has no experts",
+        ),
+        ({}, {"router_z_loss": 0.1}, ConfigError, "router_z_loss is 0.1, but the model has no"),
+        (
+            EXPERTS.architecture,
+            {"expert_products": "grouped", "device": "cpu"},
+            CapabilityError,
+            "needs bf16 on CUDA, but the device is cpu",
+        ),
+        ({**EXPERTS.architecture, "mlp_only_layers": [0]}, {}, CapabilityError, "only some layers"),
+        ({"model_type": "glm4_moe"}, {}, CapabilityError, "for which it lacks dense layers below"),
+        ({}, {"tensor_parallel": 3}, ConfigError, "tensor_parallel is 3, which must divide"),
+    ],
+)
+def test_check_before_a_run_finds_what_a_build_refuses(config, model, changes, error, message):
+    architecture = {**config.model.architecture, **model}
+    wrong = replace(config, model=ModelSpec(architecture=architecture), **changes)
+    with pytest.raises(error, match=message):
+        MegatronEngine.check_model(wrong)
+
+
+def test_check_before_a_run_does_not_ask_for_the_gpus_of_another_host(config):
+    grouped = with_experts(replace(config, expert_products="grouped", device="auto"))
+    MegatronEngine.check_model(
+        replace(grouped, precision=replace(config.precision, compute="bf16"))
+    )
+
+
 def test_other_expert_tensor_parallel_needs_expert_parallel(config):
     with pytest.raises(ConfigError, match="Raise expert_parallel"):
         replace(config, tensor_parallel=2, expert_tensor_parallel=1)

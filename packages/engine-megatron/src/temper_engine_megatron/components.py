@@ -1,7 +1,7 @@
 """The components of an engine, and how they are built from its config."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from temper_engine_megatron.huggingface.huggingface_model import (
 )
 from temper_engine_megatron.model.config_overrides import check_overrides, to_megatron_values
 from temper_engine_megatron.model.gpt_chunks import ModelChunks, build_chunks
+from temper_engine_megatron.model.transformer_settings import configure_transformer
 from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
+from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 from temper_engine_megatron.runtime.process_groups import (
     Membership,
     join_groups,
@@ -81,17 +83,28 @@ class EngineComponents:
 
 
 def check_model(config: MegatronConfig) -> None:
-    """Check the architecture, the names of adapted modules and the overrides; allocates no weights.
+    """Check what a build would refuse before it has weights or process groups.
 
     Raises:
-        ConfigError: If the architecture is invalid, the adapter names no module of the model, or an
-            override has no effect.
-        CapabilityError: If optimizer states cannot be kept where the config says.
+        ConfigError: If the architecture is invalid, a setting does not fit it, the adapter names no
+            module of the model, or an override has no effect.
+        CapabilityError: If the model is not supported, or optimizer states cannot be kept where the
+            config says.
     """
     check_overrides(config)
     _check_offload(config)
     hf_config = load_hf_config(config.model)
     warn_about_undeclared_keys(hf_config, architecture=config.model.architecture)
+    if config.device == "auto":
+        # The host of the check may lack the GPUs of the run.
+        config = replace(config, device="cuda")
+    with ignore_known_warnings(), support_missing_cuda():
+        configure_transformer(
+            BridgeTranslation(hf_config).transformer_config,
+            config,
+            hf_config=hf_config,
+            is_language_model=config.model.model_type == "language_model",
+        )
     if config.lora.is_enabled:
         names = list_weight_modules(config.model, hf_config)
         check_target_names(config.lora, module_names=names)

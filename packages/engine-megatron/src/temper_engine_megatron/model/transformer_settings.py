@@ -257,7 +257,7 @@ def _expert_fields(
 def _check_expert_products(config: MegatronConfig) -> None:
     if config.expert_products != "grouped":
         return
-    device = choose_device(config.device).type
+    device = choose_device("auto").type if config.device == "auto" else config.device
     if device != "cuda" or config.precision.compute != "bf16":
         raise CapabilityError(
             f"expert_products is 'grouped', which needs bf16 on CUDA, but the device is {device} "
