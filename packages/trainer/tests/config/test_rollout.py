@@ -2,9 +2,7 @@
 
 import pytest
 
-from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import RolloutConfig
-from temper_trainer.config_loading import load
 
 
 @pytest.mark.parametrize(
@@ -21,8 +19,3 @@ def test_canary_tolerance_is_larger_if_either_side_computes_in_bf16(
 def test_configured_canary_tolerance_applies_to_every_dtype() -> None:
     config = RolloutConfig(dtype="bf16", canary_tolerance=1e-3)
     assert config.resolve_canary_tolerance("bf16") == 1e-3
-
-
-def test_routing_replay_without_recorded_experts_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"completions.jsonl has no choices of experts"):
-        load(["experiment=quickstart", "rollout.routing_replay=sampler", "rollout.record=true"])

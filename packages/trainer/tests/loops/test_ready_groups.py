@@ -210,7 +210,7 @@ def test_recorded_groups_are_trained_again_in_a_replay(tmp_path: Path) -> None:
     run = {"num_steps": 8, "batch_size": 16, "max_concurrent": 8, "token_s": 1e-4}
     rule = AdmissionRule(max_staleness=2, overlaps=True)
     trained = train_groups(rule, recorder=CompletionRecorder(path), **run)  # type: ignore[arg-type]
-    replayed = train_groups(rule, replay=CompletionReplay(path), **run)  # type: ignore[arg-type]
+    replayed = train_groups(rule, replay=CompletionReplay(path, needs_experts=False), **run)  # type: ignore[arg-type]
     groups = [[group for group, _ in batch] for _, batch in trained]
     assert [[group for group, _ in batch] for _, batch in replayed] == groups
     assert groups != [list(range(16 * i, 16 * i + 16)) for i in range(8)]

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.loops import RunResult
+from temper_trainer.rollout.completion_record import CompletionReplay
 
 MIXTURE = (
     "actor.engine.model.architecture.model_type=qwen3_moe",
@@ -33,6 +35,27 @@ def test_replayed_experts_reduce_the_mismatch_between_sampler_and_engine(
     # The same completions: replay starts after sampling.
     assert own["reward/mean"] == replayed["reward/mean"]
     assert replayed["mismatch/kl"] < 0.5 * own["mismatch/kl"]
+
+
+def test_recorded_experts_are_replayed_with_their_completions(
+    run: Callable[..., RunResult], rows: Callable[..., list[dict[str, float]]], tmp_path: Path
+) -> None:
+    setting = "rollout.routing_replay=sampler"
+    run(tmp_path / "recorded", *MIXTURE, setting, "rollout.record=true")
+    record = f"rollout.replay={tmp_path / 'recorded' / 'completions.jsonl'}"
+    run(tmp_path / "replayed", *MIXTURE, setting, record)
+    run(tmp_path / "own", *MIXTURE, record)
+    recorded, replayed, own = (rows(tmp_path / n)[0] for n in ("recorded", "replayed", "own"))
+    assert replayed["mismatch/kl"] == recorded["mismatch/kl"]
+    assert own["mismatch/kl"] != recorded["mismatch/kl"]
+
+
+def test_record_without_experts_is_refused_for_routing_replay(tmp_path: Path) -> None:
+    record = tmp_path / "completions.jsonl"
+    record.write_text('{"key": "00", "tokens": [1]}\n')
+    with pytest.raises(ConfigError, match="has completions without choices of experts"):
+        CompletionReplay(record, needs_experts=True)
+    CompletionReplay(record, needs_experts=False)
 
 
 def test_choices_of_the_old_policy_are_kept_in_all_updates_of_a_step(

@@ -307,12 +307,6 @@ def find_rollout_conflicts(
             "weight_sync.content is adapter, which never sends the base weights again: use "
             "sleep_level 1 or content full."
         )
-    replays_sampler = rollout.routing_replay == "sampler"
-    if replays_sampler and (rollout.record or rollout.replay is not None):
-        yield (
-            "rollout.routing_replay is sampler, but completions.jsonl has no choices of experts: "
-            "set it to none, or remove rollout.record and rollout.replay."
-        )
     if rollout.vllm.has_remote_servers:
         yield from _find_remote_conflicts(rollout, sync=sync, devices=devices)
     elif devices and len(devices) != rollout.num_replicas:

@@ -4,19 +4,33 @@ Training is a function of the completions with their log-probs and weight versio
 run trains the same bits, also with loop ``async``, whose sampling depends on timing.
 """
 
+import base64
 import hashlib
 import json
 import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, TypedDict
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
+if TYPE_CHECKING:
+    # A check of the configuration reads a record, and does not need torch otherwise.
+    from torch import Tensor
+
 FILE_NAME = "completions.jsonl"
 """Name of the record in the folder of its run."""
+
+
+class EncodedExperts(TypedDict):
+    """`Completion.routed_experts` in a record."""
+
+    shape: list[int]
+    """[tokens, layers, K]"""
+    data: str
+    """Base64 of the little-endian int16 values."""
 
 
 class CompletionRecorder:
@@ -40,6 +54,8 @@ class CompletionRecorder:
             "weight_version": completion.weight_version,
             "token_versions": completion.token_versions,
         }
+        if completion.routed_experts is not None:
+            row["routed_experts"] = _encode_experts(completion.routed_experts)
         self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
     def add_batch(self, step: int, *, groups: Sequence[int]) -> None:
@@ -54,11 +70,15 @@ class CompletionRecorder:
 class CompletionReplay:
     """The completions of a record, by their request."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, needs_experts: bool) -> None:
         """Read the record.
 
+        Args:
+            path: File of a `CompletionRecorder`.
+            needs_experts: Completions must have the experts that the sampler chose.
+
         Raises:
-            ConfigError: If the file cannot be read or is damaged.
+            ConfigError: If the file cannot be read or is damaged, or lacks experts.
         """
         self._path = path
         try:
@@ -72,6 +92,14 @@ class CompletionReplay:
                 f"rollout.replay is {path}, which cannot be read ({error}): name the "
                 f"{FILE_NAME} of a run with rollout.record=true."
             ) from error
+
+        if needs_experts and any("routed_experts" not in row for row in self._rows.values()):
+            raise ConfigError(
+                f"rollout.routing_replay is sampler, but rollout.replay {path} has completions "
+                "without choices of experts: record the run with rollout.routing_replay=sampler, "
+                "or set it to none."
+            )
+        self._needs_experts = needs_experts
 
     def find_batch(self, step: int) -> Sequence[int] | None:
         """Return the groups that a step of loop ``async`` has trained; None if not recorded."""
@@ -97,7 +125,21 @@ class CompletionReplay:
             finish_reason=FinishReason(row["finish_reason"]),
             weight_version=row["weight_version"],
             token_versions=tuple(row["token_versions"]),
+            # A run without routing replay may replay the record of one with it.
+            routed_experts=_decode_experts(row["routed_experts"]) if self._needs_experts else None,
         )
+
+
+def _encode_experts(experts: "Tensor") -> EncodedExperts:
+    data = experts.numpy().astype("<i2", copy=False).tobytes()
+    return EncodedExperts(shape=list(experts.shape), data=base64.b64encode(data).decode())
+
+
+def _decode_experts(encoded: EncodedExperts) -> "Tensor":
+    import torch
+
+    data = bytearray(base64.b64decode(encoded["data"]))
+    return torch.frombuffer(data, dtype=torch.int16).reshape(encoded["shape"])
 
 
 def compute_key(request: SamplingRequest) -> str:

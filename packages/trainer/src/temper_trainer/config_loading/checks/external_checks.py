@@ -89,7 +89,8 @@ def check_external_objects(config: TrainerConfig) -> None:
         elif environment.name == "python":
             open_sandbox(environment.sandbox)
     if config.rollout.replay is not None:
-        CompletionReplay(Path(config.rollout.replay))
+        needs_experts = config.rollout.routing_replay == "sampler"
+        CompletionReplay(Path(config.rollout.replay), needs_experts=needs_experts)
     if config.task == "rl":
         _check_custom_algorithm(config.algorithm)
     if config.has_teachers and isinstance(config.distillation.objective, Custom):

@@ -287,7 +287,11 @@ def _open_scheduler(
         max_sampling=2 * rollout.num_replicas * rollout.max_concurrent,
         interrupts=config.loop == "async" and config.asynchrony.partial_rollouts,
         recorder=CompletionRecorder(Path(config.run.dir) / FILE_NAME) if rollout.record else None,
-        replay=None if rollout.replay is None else CompletionReplay(Path(rollout.replay)),
+        replay=None
+        if rollout.replay is None
+        else CompletionReplay(
+            Path(rollout.replay), needs_experts=rollout.routing_replay == "sampler"
+        ),
     )
 
 
