@@ -184,7 +184,9 @@ WAIT_S = 60.0
 class StreamingScriptedSampler(ScriptedSampler):
     """A scripted sampler that returns each completion by itself, as a server does."""
 
-    async def sample_one(self, request: SamplingRequest) -> Completion:
+    async def sample_one(
+        self, request: SamplingRequest, *, on_server: Callable[[int], None] | None = None
+    ) -> Completion:
         return self.sample([request])[0]
 
 

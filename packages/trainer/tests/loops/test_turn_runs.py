@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,3 +65,57 @@ def test_rewards_of_an_environment_are_in_all_logged_rewards(
         ]
     assert len(logged_rewards[0.0]) > 2
     assert logged_rewards[0.5] == pytest.approx([reward + 0.5 for reward in logged_rewards[0.0]])
+
+
+def test_timeline_and_recorded_rollouts_are_those_of_the_run(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    run(
+        tmp_path / "run",
+        CALCULATOR,
+        "loop=async",
+        "rollout.record=true",
+        "warm_start.total_steps=30",
+        "run.total_steps=3",
+        "run.save_model=false",
+        "run.report=true",
+        "run.table_every=1",
+        "sampling.max_tokens=16",
+    )
+
+    def read(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+
+    steps = read("timeline.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step, metrics in zip(steps, rows(tmp_path / "run"), strict=True):
+        assert step["num_rollouts"] == len(step["rollouts"]) == 16
+        assert sum(step["staleness"].values()) == metrics["rollout/tokens"]
+        assert sum(each["tokens"] for each in step["rollouts"]) == metrics["rollout/tokens"]
+        for each in step["rollouts"]:
+            assert step["weight_version"] - 1 <= each["version"] <= step["weight_version"]
+            for _, begin, end in each["spans"]:
+                assert each["requested_s"] <= begin <= end <= each["scored_s"]
+        assert {span[0] for each in step["rollouts"] for span in each["spans"]} >= {"sampling"}
+        assert max(step["servers"]["0"]["open"]) > 0
+    sampled = [
+        [
+            row["tokens"],
+            [round(each, 5) for each in row["logprobs"]],
+            row["token_versions"] or [row["weight_version"]],
+        ]
+        for row in read("completions.jsonl")
+        if "tokens" in row
+    ]
+    recorded = read("rollouts.jsonl")
+    completions = [
+        segment
+        for row in recorded
+        for segment in row["histories"][0]
+        if segment["role"] == "completion"
+    ]
+    assert len(completions) >= len(recorded) >= 3 * 4
+    for segment in completions:
+        assert [segment["ids"], segment["logprobs"], segment["versions"]] in sampled
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert page.index("<h2>Timeline</h2>") < page.index("<h2>Rollouts</h2>")

@@ -8,7 +8,7 @@ prompts again that were not trained.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,13 +30,16 @@ from temper_trainer.loops.rollouts.sampling import (
     sample_step,
 )
 from temper_trainer.loops.rollouts.staleness import check_staleness, measure_staleness
+from temper_trainer.loops.rollouts.timed_rollouts import count_tokens_by_staleness, time_groups
 from temper_trainer.loops.run.interrupts import allow_stop_after_half_grace
 from temper_trainer.loops.run.run_components import RunComponents
 from temper_trainer.loops.run.seeds import derive_seed
+from temper_trainer.metrics.rollout_records import pick_rollouts
+from temper_trainer.metrics.timeline import StepTimeline, measure_timeline
 from temper_trainer.progress import StepTimer
 from temper_trainer.reward.scoring import RunningStats
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
-from temper_trainer.types import DataCursor
+from temper_trainer.types import DataCursor, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +104,13 @@ class StepLoop:
         sampled, self._reward_stats = batch.shape(
             components.config, reward_stats=controllers.reward_stats
         )
+        trained_at = time.perf_counter()
         # Before the step trains, so that sampling and training overlap.
         self._pipeline.start_batches()
         # A colocated vLLM sampler frees its GPU memory while the roles train.
         sampler = components.sampler
         sampler_is_asleep = isinstance(sampler, VllmSampler) and sampler.sleep()
-        staleness = self._check_and_measure_staleness(sampled)
+        version, staleness = components.publisher.version, self._check_staleness(sampled)
         train_metrics, controllers = train_on_rollouts(
             sampled.rollouts,
             config=components.config,
@@ -123,6 +127,20 @@ class StepLoop:
             for role in components.roles.values():
                 role.release_cache()
         sync_metrics = self._publish(step, timer=timer)
+        timeline = StepTimeline(
+            step=step,
+            began_at=start,
+            trained_at=trained_at,
+            published_at=time.perf_counter(),
+            weight_version=version,
+            rollouts=sampled.times,
+            servers=components.scheduler.occupancy.drain(),
+            capacity=components.config.rollout.max_concurrent,
+            tokens_by_staleness=count_tokens_by_staleness(sampled.rollouts, version=version),
+        )
+        components.log.add_timeline(timeline)
+        if components.config.run.is_table_due(step):
+            self._record_rollouts(step, sampled.rollouts)
         seconds = timer.seconds | self._end_sampling(step, groups)
         metrics = {
             **sampled.metrics,
@@ -133,6 +151,7 @@ class StepLoop:
             / max(seconds["time/rollout_s"], 1e-9),
             "data/epoch": float(self.cursor.epoch),
             **seconds,
+            **measure_timeline(timeline),
             "time/step_s": time.perf_counter() - start,
         }
         return StepResult(metrics=metrics, rollouts=sampled.rollouts, controllers=controllers)
@@ -172,7 +191,10 @@ class StepLoop:
             return self._pipeline.take(step), []
         groups = self._pipeline.take(step)
         rollouts, metrics = form_rollouts(groups, components=self.components, step=step)
-        return SampledStep(rollouts=rollouts, metrics=metrics), groups
+        return (
+            SampledStep(rollouts=rollouts, metrics=metrics, times=time_groups(groups)),
+            groups,
+        )
 
     def _end_sampling(self, step: int, groups: list[SampledGroup]) -> dict[str, float]:
         """Record that a step is trained; return the times of its sampling."""
@@ -236,12 +258,18 @@ class StepLoop:
             sink=sink,
         )
 
+    def _record_rollouts(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Write some rollouts with their tokens, for the viewer in the report."""
+        components = self.components
+        picked = pick_rollouts(rollouts, count=components.config.run.num_table_rows)
+        components.log.add_rollouts(step, picked, decode=components.tokenizer.decode)
+
     def _measure_wait(self, timer: StepTimer) -> AbstractContextManager[None]:
         # With loop sync, training waits for all of the sampling, which is time/rollout_s.
         has_wait = self._pipeline.rule.max_staleness > 0
         return timer.measure("wait") if has_wait else nullcontext()
 
-    def _check_and_measure_staleness(self, sampled: SampledStep) -> dict[str, float]:
+    def _check_staleness(self, sampled: SampledStep) -> dict[str, float]:
         config, version = self.components.config, self.components.publisher.version
         check_staleness(
             [completion for each in sampled.rollouts for completion in each.completions],

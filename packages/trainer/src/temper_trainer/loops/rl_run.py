@@ -261,9 +261,8 @@ def _log_step(
     log.log_metrics(step, result.metrics, phase="rl")
     if warning := watch.observe(step, result.metrics):
         log.print_line(warning)
-    is_last = step == run.total_steps
     # Before the report of the first step, which shows them.
-    if run.table_every and (step == 1 or step % run.table_every == 0 or is_last):
+    if run.is_table_due(step):
         rows = _pick_samples(result, count=run.num_table_rows)
         log.show_samples(step, rows, kind="training")
 

@@ -156,6 +156,20 @@ PANELS = (
         phase="rl",
         metrics=("time/step_s", "time/rollout_s", "time/update_s"),
     ),
+    Panel(
+        title="seconds per rollout",
+        phase="rl",
+        metrics=tuple(
+            f"time/per_rollout/{phase}_s"
+            for phase in ("waiting", "sampling", "environment", "scoring")
+        ),
+    ),
+    Panel(
+        title="staleness, updates",
+        phase="rl",
+        metrics=("staleness/mean", "staleness/max"),
+        hides_zeros=True,
+    ),
 )
 
 

@@ -1,7 +1,7 @@
 """Write ``report.html``: one self-contained page with the results and settings of a run.
 
 It is made from the files of the run folder: result, command and duration, evaluations, curves,
-sampled completions, times, settings with their origins, and versions.
+timeline, rollouts, sampled completions, times, settings with their origins, and versions.
 """
 
 import base64
@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from temper_trainer.metrics.evaluation_report import (
     tabulate_evaluations,
 )
 from temper_trainer.metrics.headline import describe_result, format_duration
+from temper_trainer.metrics.report_views import VIEW_STYLE, draw_rollouts, draw_timeline
 from temper_trainer.metrics.run_files import (
     METRICS_FILE,
     Row,
@@ -93,6 +95,8 @@ def write_report(directory: Path) -> Path | None:
         "Run": _summary(directory, rows),
         "Curves": _curves(draw_curves(directory)),
         "Evaluations": _evaluations(rows),
+        "Timeline": draw_timeline(directory),
+        "Rollouts": draw_rollouts(directory),
         "Samples": _samples(directory / "samples.jsonl"),
         "Time": _format_times(rows),
         "First and last step": _first_and_last(rows),
@@ -101,7 +105,7 @@ def write_report(directory: Path) -> Path | None:
     }
     body = "".join(f"<h2>{title}</h2>{text}" for title, text in sections.items() if text)
     title = escape(directory.resolve().name)
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}{VIEW_STYLE}</style>'
     headline = f'<p class="result">{escape(result)}</p>' if result else ""
     page = f'<!doctype html><html lang="en">{head}<h1>{title}</h1>{headline}{body}</html>'
     path = directory / REPORT_FILE
@@ -191,7 +195,8 @@ def _format_times(rows: Sequence[Row]) -> str:
         for row in rows:
             if row.phase == phase:
                 for name, value in row.values.items():
-                    if name.startswith("time/") and math.isfinite(value):
+                    # Parts of a step; not those of a rollout, such as time/per_rollout/waiting_s.
+                    if re.fullmatch(r"time/\w+", name) and math.isfinite(value):
                         seconds.setdefault(name, []).append(value)
         total = sum(seconds.get("time/step_s", []))
         for name, values in sorted(seconds.items(), key=lambda item: -sum(item[1])):

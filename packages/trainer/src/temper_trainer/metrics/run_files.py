@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,31 @@ def read_last_lines(path: Path, count: int, *, block_bytes: int = 1 << 16) -> li
     lines = data.split(b"\n")
     # The last element is empty or an incomplete line; the first one may start before the block.
     return lines[1 if start > 0 else 0 : -1][-count:]
+
+
+class BoundedLines:
+    """Appends lines to a file that keeps only the newest ones."""
+
+    def __init__(self, path: Path, *, num_kept: int) -> None:
+        """Continue a file.
+
+        Args:
+            path: The file; it need not exist.
+            num_kept: Minimum number of lines that are kept; the file has at most twice as many.
+        """
+        self._path = path
+        self._num_kept = num_kept
+        self._num_lines = sum(1 for _ in _complete_lines(path)) if path.exists() else 0
+
+    def append(self, lines: Sequence[str]) -> None:
+        """Append lines, and remove old ones if there are too many."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        self._num_lines += len(lines)
+        if self._num_lines > 2 * self._num_kept:
+            kept = read_last_lines(self._path, self._num_kept)
+            _write_lines(self._path, [line + b"\n" for line in kept])
+            self._num_lines = len(kept)
 
 
 def next_superseded_path(path: Path) -> Path:

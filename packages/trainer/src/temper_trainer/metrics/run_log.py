@@ -17,16 +17,31 @@ from rich.text import Text
 from temper_trainer.config.run import LOOPBACK
 from temper_trainer.metrics.prometheus import PrometheusTracker
 from temper_trainer.metrics.report import write_report
+from temper_trainer.metrics.rollout_records import (
+    NUM_ROLLOUTS,
+    ROLLOUTS_FILE,
+    Decode,
+    to_json_line,
+    to_rollout_row,
+)
 from temper_trainer.metrics.run_files import (
     METRICS_FILE,
+    BoundedLines,
     find_missing_steps,
     move_damaged_lines,
     supersede_rows,
 )
 from temper_trainer.metrics.terminal import Dashboard, format_step_line
+from temper_trainer.metrics.timeline import (
+    NUM_STEPS,
+    TIMELINE_FILE,
+    StepTimeline,
+    to_timeline_row,
+)
 from temper_trainer.metrics.trackers import Tracker, open_tracker
 from temper_trainer.redaction import redact_secrets
 from temper_trainer.terminal_text import escape_control_characters
+from temper_trainer.types import Rollout
 
 REPORT_INTERVAL_S = 60.0
 """Minimum time between two reports during a run."""
@@ -108,7 +123,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._writes_report = writes_report
         done = -1 if resume_step is None else resume_step  # rows of step 0 are repeated, too
         has_moved = self._supersede(METRICS_FILE, after_step=done)
-        self._supersede(SAMPLES_FILE, after_step=done)
+        for name in (SAMPLES_FILE, TIMELINE_FILE, ROLLOUTS_FILE):
+            self._supersede(name, after_step=done)
+        self._timeline = BoundedLines(directory / TIMELINE_FILE, num_kept=NUM_STEPS)
+        self._rollouts = BoundedLines(directory / ROLLOUTS_FILE, num_kept=NUM_ROLLOUTS)
         if "jsonl" in trackers:
             self._warn_about_missing_rows(last_step=done)
         self._trackers: list[Tracker] = []
@@ -236,6 +254,23 @@ class RunLog(AbstractContextManager["RunLog"]):
                 )
             )
         self._console.print(table, soft_wrap=False)
+
+    def add_timeline(self, timeline: StepTimeline) -> None:
+        """Append a step to ``timeline.jsonl``, which keeps the newest steps."""
+        row = json.dumps(to_timeline_row(timeline), separators=(",", ":"), allow_nan=False)
+        self._timeline.append([row])
+
+    def add_rollouts(self, step: int, rollouts: Sequence[Rollout], *, decode: Decode) -> None:
+        """Append rollouts to ``rollouts.jsonl``, which keeps the newest ones.
+
+        Args:
+            step: Number of the step.
+            rollouts: Rollouts of the step.
+            decode: Decodes tokens, with special tokens.
+        """
+        self._rollouts.append(
+            [to_json_line(to_rollout_row(each, step=step, decode=decode)) for each in rollouts]
+        )
 
     def print_line(self, text: str) -> None:
         """Print a line without wrapping, secrets, markup and control characters."""

@@ -8,10 +8,11 @@ old weights is used.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
+from temper_trainer.metrics.rollout_trace import OccupancyGauge, RolloutTrace
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler, StreamingSampler
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
@@ -51,10 +52,17 @@ class Cohort:
     """Cohorts with smaller numbers are sampled first."""
     on_start: Callable[[int], None] | None = None
     """Called with the index of a rollout whose request reaches the sampler."""
-    waiting: dict[int, tuple[SamplingRequest, "asyncio.Future[Completion]"]] = field(
-        default_factory=dict
-    )
+    waiting: "dict[int, _Waiting]" = field(default_factory=dict)
     """Requests of the next call, by the index of the rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    """A request that waits for the next call of its cohort."""
+
+    request: SamplingRequest
+    future: "asyncio.Future[Completion]"
+    trace: RolloutTrace
 
 
 class AsyncSampler:
@@ -93,11 +101,18 @@ class AsyncSampler:
         self.num_active = 0
         """Calls that are inside the inner sampler."""
         self._calls: set[asyncio.Task[None]] = set()
+        self.occupancy = OccupancyGauge()
+        """Counts the open requests of each server; a sampler without streaming is server 0."""
         self.num_resumed = 0
         """Number of interrupted completions that were resumed."""
 
     async def sample(
-        self, request: SamplingRequest, *, cohort: Cohort, index: int = 0
+        self,
+        request: SamplingRequest,
+        *,
+        cohort: Cohort,
+        index: int = 0,
+        trace: RolloutTrace | None = None,
     ) -> Completion:
         """Return a finished completion.
 
@@ -105,27 +120,33 @@ class AsyncSampler:
             request: What to complete.
             cohort: Cohort of the rollout.
             index: Index of the rollout in its cohort.
+            trace: Records when the request is sampled.
         """
         if self._replay is not None:
             return self._replay.find(request)
-        completion = await self._sample_to_end(request, cohort=cohort, index=index)
+        completion = await self._sample_to_end(
+            request, cohort=cohort, index=index, trace=trace or RolloutTrace()
+        )
         if self._recorder is not None:
             self._recorder.add(request, completion)
         return completion
 
     async def _sample_to_end(
-        self, request: SamplingRequest, *, cohort: Cohort, index: int
+        self, request: SamplingRequest, *, cohort: Cohort, index: int, trace: RolloutTrace
     ) -> Completion:
         """Sample a completion, again or on after each interruption."""
         partial, current = _PartialCompletion(), request
         while True:
             if self._streaming is None:
-                completion = await self._sample_with_cohort(current, cohort=cohort, index=index)
+                completion = await self._sample_with_cohort(
+                    current, cohort=cohort, index=index, trace=trace
+                )
             else:
                 async with self._limit.acquire((cohort.priority, index)), self._count_active():
                     if cohort.on_start is not None:
                         cohort.on_start(index)
-                    completion = await self._streaming.sample_one(current)
+                    with trace.measure("sampling"), self.occupancy.count() as on_server:
+                        completion = await self._streaming.sample_one(current, on_server=on_server)
             if completion.finish_reason != FinishReason.INTERRUPTED:
                 return _join(partial, completion)
             self.num_resumed += 1
@@ -177,10 +198,10 @@ class AsyncSampler:
         self._threads.close(timeout_s=timeout_s)
 
     async def _sample_with_cohort(
-        self, request: SamplingRequest, *, cohort: Cohort, index: int
+        self, request: SamplingRequest, *, cohort: Cohort, index: int, trace: RolloutTrace
     ) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        cohort.waiting[index] = (request, future)
+        cohort.waiting[index] = _Waiting(request=request, future=future, trace=trace)
         self._start_call_if_complete(cohort)
         return await future
 
@@ -198,29 +219,33 @@ class AsyncSampler:
 
     async def _sample_together(
         self,
-        waiting: "Sequence[tuple[SamplingRequest, asyncio.Future[Completion]]]",
+        waiting: Sequence[_Waiting],
         *,
         indices: Sequence[int],
         cohort: Cohort,
     ) -> None:
         """Sample requests in one call and complete their futures."""
-        requests = [request for request, _ in waiting]
+        requests = [each.request for each in waiting]
         try:
             async with self._limit.acquire((cohort.priority, 0)), self._count_active():
                 if cohort.on_start is not None:
                     for index in indices:
                         cohort.on_start(index)
-                completions = await self._threads.call(self._sampler.sample, requests)
+                with ExitStack() as stack:
+                    for each in waiting:
+                        stack.enter_context(each.trace.measure("sampling"))
+                    stack.enter_context(self.occupancy.count(len(requests)))(0)
+                    completions = await self._threads.call(self._sampler.sample, requests)
         except BaseException as error:
-            for _, future in waiting:
-                if not future.done():
-                    future.set_exception(error)
+            for each in waiting:
+                if not each.future.done():
+                    each.future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
             return
-        for (_, future), completion in zip(waiting, completions, strict=True):
-            if not future.done():  # its rollout may have been cancelled
-                future.set_result(completion)
+        for each, completion in zip(waiting, completions, strict=True):
+            if not each.future.done():  # its rollout may have been cancelled
+                each.future.set_result(completion)
 
     @asynccontextmanager
     async def _count_active(self) -> AsyncIterator[None]:

@@ -1,6 +1,6 @@
 """Interfaces for samplers, and for one server of a sampler that has several."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
@@ -53,8 +53,15 @@ class Sampler(Protocol):
 class StreamingSampler(Sampler, Protocol):
     """A sampler that decodes all open requests together and returns each when it is finished."""
 
-    async def sample_one(self, request: SamplingRequest) -> Completion:
+    async def sample_one(
+        self, request: SamplingRequest, *, on_server: Callable[[int], None] | None = None
+    ) -> Completion:
         """Return the completion of one request; many may be open, all in one event loop.
+
+        Args:
+            request: What to complete.
+            on_server: Called with the number of the server that gets the request, from 0; again if
+                another one gets it.
 
         Raises:
             ConfigError: See `sample`.

@@ -92,9 +92,13 @@ class ScriptedServer(ScriptedSampler):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_interrupted = False
 
-    async def sample_one(self, request: SamplingRequest) -> Completion:
+    async def sample_one(
+        self, request: SamplingRequest, *, on_server: Callable[[int], None] | None = None
+    ) -> Completion:
         """Return the completion after the time of its tokens, or earlier if it is interrupted."""
         self._loop = asyncio.get_running_loop()
+        if on_server is not None:
+            on_server(0)
         async with self._slots:
             if self._is_interrupted:
                 return self._complete(request, num_tokens=0)

@@ -6,6 +6,7 @@ sample. Where an agent has changed its history, a branch begins.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from temper_trainer.environment.protocol import AgentOutcome, RolloutLimitError
 from temper_trainer.loops.rollouts.multi_turn import Conversation, RolloutLimits
 from temper_trainer.loops.run.seeds import derive_seed
+from temper_trainer.metrics.rollout_trace import RolloutTrace, Span
 from temper_trainer.types import Branch, Completion, SamplingRequest, Turn
 
 
@@ -43,12 +45,16 @@ class AgentCalls:
     """Maximum time between requests in seconds; None is no limit."""
     finished: list[AgentCall] = field(default_factory=list)
     """Completions that the agent got, in the order in which they were finished."""
+    trace: RolloutTrace = field(default_factory=RolloutTrace)
+    """Records the time between requests, which is the agent's."""
     is_over_limit: bool = False
     """True if a request was refused because of a limit."""
     sampler_error: Exception | None = None
     """Error of the sampler, which is not the agent's failure."""
     is_ended: bool = False
     """True when the agent has ended; requests may still be open."""
+    _working_since: float = field(default_factory=time.perf_counter)
+    """Time at which the last request was answered."""
     _num_started: int = 0
     _num_open: int = 0
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -58,6 +64,7 @@ class AgentCalls:
     ) -> Completion:
         """Return a completion; see `SampleFunction`."""
         request = self._make_request(tuple(tokens), max_tokens=max_tokens, stop=stop)
+        self._record_work()
         self._num_open += 1
         self._set_deadline(None)
         try:
@@ -69,12 +76,23 @@ class AgentCalls:
             raise
         finally:
             self._num_open -= 1
+            self._working_since = time.perf_counter()
             is_waiting = not self._num_open and self.sampler_error is None
             if is_waiting and self.timeout_s is not None:
                 self._set_deadline(asyncio.get_running_loop().time() + self.timeout_s)
         # Not reached if the request was cancelled: the agent has not read such a completion.
         self.finished.append(AgentCall(prompt_tokens=request.prompt_tokens, completion=completion))
         return completion
+
+    def end(self) -> None:
+        """Record that the agent has ended."""
+        self._record_work()
+        self.is_ended = True
+
+    def _record_work(self) -> None:
+        """Add the time since the last request to the trace, unless one is open."""
+        if not self._num_open:
+            self.trace.spans.append(Span("environment", self._working_since, time.perf_counter()))
 
     def _set_deadline(self, deadline: float | None) -> None:
         """Set the time until which the agent must request or end."""

@@ -12,6 +12,7 @@ from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.protocol import AgentEnvironment, Environment, Observation
 from temper_trainer.loops.run.seeds import derive_seed
+from temper_trainer.metrics.rollout_trace import RolloutTrace
 from temper_trainer.types import Branch, Completion, FinishReason, SamplingRequest, Turn
 
 
@@ -39,6 +40,8 @@ class Conversation:
     """The environment's counts of each completion."""
     failure: str | None = None
     """Error of its environment, with which the rollout has no reward; else None."""
+    trace: RolloutTrace = field(default_factory=RolloutTrace)
+    """When the rollout was sampled, and when its environment answered."""
     branches: tuple[Branch, ...] = ()
     """Other histories of an agent; the one of its last completion is the conversation."""
 

@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -37,6 +38,7 @@ from temper_trainer.loops.rollouts.multi_turn import (
     make_turn_request,
     measure_turns,
 )
+from temper_trainer.metrics.rollout_trace import OccupancyGauge, RolloutTrace, Span
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.sampler import Sampler
@@ -147,6 +149,11 @@ class RolloutScheduler:
     def num_resumed(self) -> int:
         """Number of completions that were interrupted by a pause and continued."""
         return self._sampler.num_resumed
+
+    @property
+    def occupancy(self) -> OccupancyGauge:
+        """Counts the open requests of each server."""
+        return self._sampler.occupancy
 
     def start(self, coroutine: Coroutine[object, object, T]) -> "Future[T]":
         """Start a coroutine in the event loop; from any other thread."""
@@ -303,16 +310,23 @@ class _Round:
         """Run one rollout to its end, again if its environment fails and retries are left."""
         if index in self.given:
             return self.given[index]
+        trace = RolloutTrace()
         try:
             pool = self._find_pool(index)
             if pool is None:
-                conversation = Conversation(request=self._requests[index], environment=None)
-                conversation.add(await self._sample(self._requests[index], index=index))
+                conversation = Conversation(
+                    request=self._requests[index], environment=None, trace=trace
+                )
+                conversation.add(
+                    await self._sample(self._requests[index], index=index, trace=trace)
+                )
                 return conversation
             limits = RolloutLimits.from_config(pool.config, self._requests)
             num_retries = pool.config.max_retries
             while True:
-                conversation = Conversation(request=self._requests[index], environment=pool.make())
+                conversation = Conversation(
+                    request=self._requests[index], environment=pool.make(), trace=trace
+                )
                 try:
                     try:
                         if isinstance(conversation.environment, AgentEnvironment):
@@ -331,8 +345,10 @@ class _Round:
         finally:
             self._sampler.leave(self._cohort)
 
-    async def _sample(self, request: SamplingRequest, *, index: int) -> Completion:
-        return await self._sampler.sample(request, cohort=self._cohort, index=index)
+    async def _sample(
+        self, request: SamplingRequest, *, index: int, trace: RolloutTrace
+    ) -> Completion:
+        return await self._sampler.sample(request, cohort=self._cohort, index=index, trace=trace)
 
     async def _converse(
         self, conversation: Conversation, *, index: int, limits: RolloutLimits
@@ -340,16 +356,19 @@ class _Round:
         environment = conversation.environment
         assert environment is not None
         assert not isinstance(environment, AgentEnvironment)
-        opening = await self._call_environment(environment.reset, self._prompts[index], index=index)
+        trace = conversation.trace
+        opening = await self._call_environment(
+            environment.reset, self._prompts[index], index=index, trace=trace
+        )
         if opening is not None:
             add_opening(conversation, opening, limits=limits)
         for turn in range(limits.max_turns):
             request = make_turn_request(conversation, turn=turn, request_id=index, limits=limits)
-            completion = await self._sample(request, index=index)
+            completion = await self._sample(request, index=index, trace=trace)
             conversation.add(completion)
             # Also after the last turn, because the environment rewards the final completion.
             observation = await self._call_environment(
-                environment.step, completion.tokens, index=index
+                environment.step, completion.tokens, index=index, trace=trace
             )
             is_last = turn == limits.max_turns - 1
             add_observation(conversation, observation, is_last=is_last, limits=limits)
@@ -377,7 +396,10 @@ class _Round:
                     calls = AgentCalls(
                         request=self._requests[index],
                         limits=limits,
-                        sample_request=lambda request: self._sample(request, index=index),
+                        sample_request=lambda request: self._sample(
+                            request, index=index, trace=conversation.trace
+                        ),
+                        trace=conversation.trace,
                         is_concurrent=self._sampler.is_streaming,
                         timeout=timeout,
                         timeout_s=timeout_s,
@@ -387,7 +409,7 @@ class _Round:
                             self._prompts[index], sample=calls.sample
                         )
                     finally:
-                        calls.is_ended = True
+                        calls.end()
             # The agent is the user's code, which may raise anything. The failure is counted, unless
             # a limit has ended the rollout: it is then scored as it is.
             except Exception as error:
@@ -420,6 +442,7 @@ class _Round:
         argument: Argument,
         *,
         index: int,
+        trace: RolloutTrace,
     ) -> T:
         """Await a coroutine method of an environment, or call another method in a thread.
 
@@ -430,6 +453,7 @@ class _Round:
         pool = self._get_pool(index)
         timeout_s = pool.config.step_timeout_s
         async with pool.limit.acquire((self._cohort.priority, index)):
+            begin = time.perf_counter()
             try:
                 async with asyncio.timeout(timeout_s):
                     if inspect.iscoroutinefunction(function):
@@ -445,6 +469,8 @@ class _Round:
             # The environment is the user's code, which may raise anything. The failure is counted.
             except Exception as error:
                 raise _RolloutFailedError from error
+            finally:
+                trace.spans.append(Span("environment", begin, time.perf_counter()))
 
     async def _close(
         self, environment: Environment | AgentEnvironment | None, *, index: int

@@ -17,8 +17,10 @@ from temper_trainer.loops.rollouts.sampled_groups import (
     form_rollouts,
     sample_groups,
 )
+from temper_trainer.loops.rollouts.timed_rollouts import time_groups
 from temper_trainer.loops.run.run_components import RunComponents
 from temper_trainer.loops.run.seeds import derive_seed
+from temper_trainer.metrics.timeline import TimedRollout
 from temper_trainer.progress import StepTimer
 from temper_trainer.reward.scoring import RunningStats, shape_rewards
 from temper_trainer.types import Rollout
@@ -31,6 +33,8 @@ class SampledStep:
     rollouts: list[Rollout]
     """Complete groups, except for rollouts that failed. Group ids count from 0."""
     metrics: dict[str, float]
+    times: Sequence[TimedRollout] = ()
+    """Times of all sampled rollouts, also of those that were discarded."""
 
     def shape(
         self, config: TrainerConfig, *, reward_stats: RunningStats
@@ -49,7 +53,7 @@ class SampledStep:
         )
         metrics = self.metrics | metrics
         metrics |= measure_difficulty(rollout.prompt for rollout in rollouts)
-        return SampledStep(rollouts=rollouts, metrics=metrics), reward_stats
+        return replace(self, rollouts=rollouts, metrics=metrics), reward_stats
 
 
 async def sample_step(
@@ -74,18 +78,20 @@ async def sample_step(
     config = components.config
     dynamic, num_prompts = config.algorithm.dynamic_sampling, config.batching.prompts_per_step
     if dynamic is None:
-        rollouts, metrics = await sample_round(components, num_prompts, step=step, timer=timer)
-        return SampledStep(rollouts=rollouts, metrics=metrics)
+        return await sample_round(components, num_prompts, step=step, timer=timer)
     kept: list[Rollout] = []
+    times: list[TimedRollout] = []
     rounds: list[dict[str, float]] = []
     num_kept = num_sampled = num_zero_std = 0
     while num_kept < num_prompts and len(rounds) < dynamic.max_rounds:
         num_requested = dynamic.prompts_per_round or num_prompts
-        rollouts, metrics = await sample_round(
+        sampled = await sample_round(
             components, num_requested, step=step, timer=timer, first_group=num_sampled
         )
+        rollouts = sampled.rollouts
         num_sampled += num_requested
-        rounds.append(metrics)
+        rounds.append(sampled.metrics)
+        times += sampled.times
         compared = rollouts
         if dynamic.on != "score":
             # The updated statistics are dropped: groups that are discarded must not count in them.
@@ -114,6 +120,7 @@ async def sample_step(
             "dynamic_sampling/surplus_groups": float(num_sampled - num_zero_std - num_kept),
             "dynamic_sampling/kept_groups": float(num_kept),
         },
+        times=times,
     )
 
 
@@ -124,7 +131,7 @@ async def sample_round(
     step: int,
     timer: StepTimer,
     first_group: int = 0,
-) -> tuple[list[Rollout], dict[str, float]]:
+) -> SampledStep:
     """Sample and score the groups of the next prompts.
 
     Args:
@@ -133,9 +140,6 @@ async def sample_round(
         step: Number of the step, from 1.
         timer: Measures the time of the rewards.
         first_group: Number of groups in earlier rounds of the step; ids and seeds continue from it.
-
-    Returns:
-        See `form_rollouts`.
     """
     prompts = [
         NumberedPrompt(prompt=prompt, step=step, index=first_group + i)
@@ -148,7 +152,11 @@ async def sample_round(
         off_policy_seed=derive_seed(components.config.run.seed, "off-policy", step, first_group),
     )
     timer.add("reward", measure_reward_seconds(groups))
-    return form_rollouts(groups, components=components, step=step, first_group=first_group)
+    rollouts, metrics = form_rollouts(
+        groups, components=components, step=step, first_group=first_group
+    )
+    times = time_groups(groups, first_group=first_group)
+    return SampledStep(rollouts=rollouts, metrics=metrics, times=times)
 
 
 def measure_reward_seconds(groups: Sequence[SampledGroup]) -> float:

@@ -127,11 +127,15 @@ class VllmSampler:
             pending = self._attempt(requests, pending, completions)
         return [completions[index] for index in range(len(requests))]
 
-    async def sample_one(self, request: SamplingRequest) -> Completion:
+    async def sample_one(
+        self, request: SamplingRequest, *, on_server: Callable[[int], None] | None = None
+    ) -> Completion:
         """Return the completion of one request; it is repeated if its replica dies."""
         check_requests([request], self._spec)
         while True:
             call = await self._send_without_blocking(request)
+            if on_server is not None:
+                on_server(call.member.number)
             try:
                 with track_wait(f"{call.member.replica.name}: 1 completion"):
                     (completion,) = await asyncio.wrap_future(call.future)
