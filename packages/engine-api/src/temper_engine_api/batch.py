@@ -470,7 +470,8 @@ def from_sequences(
         loss_masks: B tensors [L_b] bool.
         sample_ids: B ids; 0 to B - 1 by default.
         group_ids: B ids of prompts; the sample ids by default.
-        pack_group_ids: B ids of sequences to keep in one micro-batch; the sample ids by default.
+        pack_group_ids: B ids; sequences with equal ids stay in one micro-batch. By default the
+            sample ids.
         temperature: One number for all sequences, or B numbers.
         columns: Per-token columns by name, each as a list of B tensors [L_b] or [L_b, K].
         sequence_columns: Per-sequence columns by name, each as one tensor [B] or [B, K].

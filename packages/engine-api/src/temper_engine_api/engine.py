@@ -376,7 +376,7 @@ class BaseEngine(ABC):
             if cycle.has_unreduced_gradients:
                 with cycle.record_training_call(result=GradientState.REDUCED):
                     self._reduce_pending_gradients()
-            # A call of its own: only after an exception in here parameters may have changed.
+            # Recorded separately: only an exception in this call can leave changed parameters.
             with cycle.record_training_call(result=GradientState.APPLIED):
                 norm = self._apply_gradients(lr=self.current_lr) if cycle.trains_something else 0.0
             # Before the state is offloaded: if that raises, the parameters have changed already.
@@ -695,18 +695,19 @@ class BaseEngine(ABC):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load a step directory, or the latest complete step of a folder of them. Collective.
+        """Load a checkpoint on all ranks together, from a step directory or a folder with several.
 
         Args:
-            local_path: Step directory or folder of them; with `hdfs_path`, the download folder.
+            local_path: Step directory, or a folder whose latest complete step is loaded; with
+                `hdfs_path`, the download folder.
             hdfs_path: fsspec URL of a step directory, or of a folder of them.
             del_local_after_load: Delete the copy that this call downloaded; needs `hdfs_path`.
 
         Raises:
             IncompleteCheckpointError: If there is no manifest.
             DamagedCheckpointError: If a file is missing or its checksum differs.
-            CheckpointError: If a model with other parameters or shapes wrote it. No weight has
-                changed then.
+            CheckpointError: If a model with other parameters or shapes wrote it. The
+                weights are unchanged in this case.
         """
         self._check_ranks()
         self.finish_saving()

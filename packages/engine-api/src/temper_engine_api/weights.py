@@ -201,7 +201,7 @@ matrix and expert.
 
 
 def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that files have for a tensor in memory, with their names.
+    """Split a tensor in memory into (name, tensor) as in the model's files.
 
     A joined tensor [experts, rows, columns] is split into views, one per expert and matrix. Any
     other tensor is yielded unchanged.

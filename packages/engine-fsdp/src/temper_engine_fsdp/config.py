@@ -22,7 +22,8 @@ class FSDPConfig(EngineConfig):
     Use fsdp1 only to reproduce results and checkpoints of systems built on it; it is slower.
     """
     sequence_parallel: int = 1
-    """Ranks that share one pack (Ulysses). Must divide the world size and the number of heads."""
+    """Ranks that split the tokens of each micro-batch (Ulysses). Must divide the world size and the
+    number of heads."""
     fsdp_size: int | None = None
     """Ranks over which one copy of the parameters is sharded; None means all, fewer is hybrid
     sharding."""
@@ -36,8 +37,8 @@ class FSDPConfig(EngineConfig):
     """Free gathered parameters of a layer after its forward pass and gather them again for
     backward.
 
-    Uses less memory and more traffic. A number instead keeps them sharded over that many ranks,
-    such as the ranks of a node.
+    Uses less memory and more traffic. With a number, parameters stay sharded over that many ranks
+    between forward and backward, such as the ranks of a node.
     """
     forward_prefetch: int = 0
     """Number of layers whose parameters are gathered ahead, in addition to torch's overlap."""
@@ -46,8 +47,8 @@ class FSDPConfig(EngineConfig):
     wrap_together: int = 1
     """Number of consecutive modules that form one FSDP unit.
 
-    Gives fewer and larger messages. Helps if layers are so small that they compute for less time
-    than the host takes to launch the next one; 8 suits a 0.5B model.
+    Gives fewer and larger messages. Helps if layers are so small that computing one takes less time
+    than launching the next layer's kernels; 8 suits a 0.5B model.
     """
     activation_checkpointing: bool = False
     """Recompute decoder layers in the backward pass: about 20 % slower, far less memory."""
@@ -65,14 +66,15 @@ class FSDPConfig(EngineConfig):
     sdpa_varlen; at mixed lengths with a median of 3k both are equally fast.
     """
     compile_layers: bool = False
-    """Compile each decoder layer, and a head that keeps its logits, with torch.compile.
+    """Compile each decoder layer with torch.compile; with `head_keeps_logits` also the head.
 
     Faster after about a minute of compilation.
     """
     liger_layers: bool = False
     """Use Liger's kernels for norms and gated MLPs on CUDA, after a test of their accuracy."""
     head_keeps_logits: bool = False
-    """Keep all logits of a micro-batch in the compute dtype instead of computing chunks twice.
+    """Keep all logits of a micro-batch for the backward pass. False computes them in chunks, and
+    again in the backward pass.
 
     Takes 2 bytes x tokens x vocabulary in bf16.
     """

@@ -358,7 +358,7 @@ def _files_below(directory: Path) -> dict[str, list[int]]:
         # os.walk lists links to directories as directories, but deleting one needs unlink.
         links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
         for path in (Path(folder, name) for name in (*files, *links)):
-            # lstat, because a link is what would be deleted, not its target.
+            # lstat: a deletion removes the link itself, so record its state and not its target's.
             state = path.lstat()
             states[path.relative_to(directory).as_posix()] = [state.st_size, state.st_mtime_ns]
     return states

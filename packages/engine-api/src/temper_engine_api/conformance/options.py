@@ -1,4 +1,4 @@
-"""Options of the kit: declaration, validation, and the file of expected failures."""
+"""Options of the conformance kit: declaration, validation, and the file of expected failures."""
 
 import tomllib
 from collections.abc import Mapping
@@ -42,11 +42,11 @@ class KitOptions:
     config_fields: frozenset[str]
     """Fields of the engine's configuration class."""
     layouts: tuple[Layout, ...]
-    """Sorted by number of ranks, plain layouts first."""
+    """Sorted by number of ranks; for equal numbers, `--world-sizes` come before `--layouts`."""
     groups: frozenset[str]
     """Groups to run; all of them unless `--groups` is given."""
     families: tuple[str, ...]
-    """Names of the families of models on which the group `family` runs."""
+    """Names of the model families that the test group `family` runs on."""
     report: Path | None
     """Markdown file to write."""
     results: Path | None

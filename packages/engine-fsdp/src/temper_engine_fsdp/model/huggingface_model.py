@@ -57,16 +57,17 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     Args:
         spec: Path or architecture of the model.
         attention: Name of the attention kernel.
-        load_weights: If False, a model with a path keeps the values that its constructor gives it.
+        load_weights: False builds the model of `spec.path` with initial values, for a caller that
+            loads the weights itself.
 
     Returns:
         The model on the CPU in float32.
 
     Raises:
-        CapabilityError: If the model mixes packed sequences, has layers above its last hidden
-            state, or does not allow its attention to be replaced.
-        ConfigError: If transformers does not know the architecture, or the model needs its own code
-            and may not run it.
+        CapabilityError: If the model mixes packed sequences, has layers between its last hidden
+            state and its head, or does not allow its attention to be replaced.
+        ConfigError: If transformers does not know the architecture, or the model needs code from
+            its directory and `trust_remote_code` is False.
         WeightError: If weights are missing or unexpected.
     """
     config = read_config(spec)
@@ -303,11 +304,11 @@ def check_loading_report(path: str, report: LoadingReport, *, has_new_head: bool
     Args:
         path: Directory of the weights, for the message.
         report: What `from_pretrained` returned with ``output_loading_info``.
-        has_new_head: True if the head of a value or reward model may replace that of a language
-            model.
+        has_new_head: True for a value or reward model, whose head may be missing in the files.
+            They may have the head of a language model instead.
 
     Raises:
-        WeightError: If they have not.
+        WeightError: If names or shapes differ.
     """
     faults = {
         "missing": {

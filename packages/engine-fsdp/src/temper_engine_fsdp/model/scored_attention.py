@@ -64,8 +64,8 @@ def attend_with_softcap(
 ) -> Tensor:
     """Compute attention with scores softcap * tanh(scores / softcap).
 
-    Source: Gemma 2, arXiv:2408.00118, section 2. The scores of a block of queries exist at a time;
-    the backward pass computes them again.
+    Source: Gemma 2, arXiv:2408.00118, section 2. Only the scores for one block of queries are in
+    memory at a time; the backward pass computes them again.
 
     Args:
         query: [N, H, L, D].

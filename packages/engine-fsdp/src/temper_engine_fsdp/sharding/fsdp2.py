@@ -72,7 +72,8 @@ class FSDP2Module:
             )
             wrapped.append(_first_module(group))
         materialize(model)
-        # The root holds the embedding and the head, which the backward pass needs first.
+        # The root's unit contains the head, whose backward pass comes first: parameters that are
+        # freed after the forward pass would be gathered again at once.
         fully_shard(
             model,
             mesh=mesh,
@@ -142,8 +143,8 @@ class FSDP2Module:
                 "fsdp1, the engine can continue."
             )
         for module in self._modules:
-            # torch has no public access: reset_iter_state() keeps the sums of earlier
-            # micro-batches, which FSDP accumulates here until it reduces them.
+            # Private attributes, because no public function drops these sums: FSDP accumulates the
+            # gradients of earlier micro-batches in them, and reset_iter_state() keeps them.
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
                     parameter.unsharded_accumulated_grad = None

@@ -1,4 +1,4 @@
-"""Import Megatron-Bridge without the packages that it imports but the engine never uses."""
+"""Import Megatron-Bridge where packages that it imports are missing and the engine needs none."""
 
 import builtins
 import importlib.util
@@ -15,7 +15,7 @@ from temper_engine_megatron.bridge_compat.supported_versions import find_install
 
 
 def import_bridge() -> Any:
-    """Import the bridge, and fix a gap of Megatron-Core.
+    """Import the bridge, and define the name that Megatron-Core lacks without TransformerEngine.
 
     Raises:
         ConfigError: If the bridge is missing, of an unsupported version, or cannot be imported.
@@ -25,7 +25,7 @@ def import_bridge() -> Any:
         with _stub_imports(versions.unused_package_importers), _preserve_logging():
             import megatron.bridge
     except (ImportError, RuntimeError) as error:
-        # The empty "transformer-engine" package raises a RuntimeError when it is imported.
+        # "transformer-engine" without its extra has no code, and raises RuntimeError on import.
         raise ConfigError(
             f"Megatron-Bridge is installed, but importing it failed with {type(error).__name__} "
             f"({error}): install what is missing, or remove the package that does not work."
@@ -61,8 +61,8 @@ def _preserve_logging() -> Iterator[None]:
 def _stub_imports(importers: Mapping[str, str]) -> Iterator[None]:
     """Give stubs of missing packages to the modules that import them unconditionally.
 
-    Only those modules see a stub. If it were in `sys.modules`, Megatron-Core would take
-    TransformerEngine for installed.
+    Only those modules see a stub. With a stub in `sys.modules`, Megatron-Core would conclude that
+    TransformerEngine is installed.
     """
     missing = {name for name in importers if importlib.util.find_spec(name) is None}
     real_import = builtins.__import__
@@ -81,8 +81,8 @@ def _stub_imports(importers: Mapping[str, str]) -> Iterator[None]:
             return getattr(stub, name.rpartition(".")[2]) if fromlist and "." in name else stub
         return real_import(name, globals, locals, fromlist, level)
 
-    # Replace `__import__` instead of adding a finder, because a finder is not told which module
-    # imports.
+    # Replace `__import__` instead of adding a finder: a finder is not told which module contains
+    # the import statement.
     builtins.__import__ = import_or_stub  # type: ignore[assignment]  # a stub is not a module
     try:
         yield

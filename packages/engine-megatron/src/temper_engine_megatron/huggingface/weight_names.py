@@ -29,7 +29,10 @@ class ExpertSlice:
 
 
 def find_expert_slice(name: str) -> ExpertSlice | None:
-    """Locate a tensor by its name in files; None if it is not an expert's.
+    """Find the place of an expert's tensor in memory from its name in files.
+
+    Returns:
+        None if the tensor does not belong to an expert.
 
     Example:
         >>> find_expert_slice("model.layers.0.mlp.experts.3.up_proj.weight").joined

@@ -156,7 +156,8 @@ class MegatronAdamW:
     def read_state(self, parameter: nn.Parameter) -> ParameterState:
         """Read the state of this rank's tensor-parallel shard of a parameter.
 
-        Collective over the ranks with the same shard if the optimizer is distributed.
+        With the distributed optimizer this is collective over all ranks with this tensor-parallel
+        shard.
         """
         optimizer_tensor = self._optimizer_tensor(parameter)
         local_range = self._local_range(parameter)

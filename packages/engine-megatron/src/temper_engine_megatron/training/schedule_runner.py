@@ -284,8 +284,8 @@ class ScheduleRunner:
             losses = pop_router_losses(layers, names=names, num_layers=config.num_layers).to(
                 membership.device
             )
-            # Ranks of tp_cp have the terms of different tokens, and stages the terms of different
-            # layers.
+            # Ranks in tp_cp have terms for different tokens, and pipeline stages have terms for
+            # different layers: sum over both.
             for group in (membership.pg_collection.tp_cp, membership.pp):
                 dist.all_reduce(losses, group=group)
             for name, loss in zip(names, losses, strict=True):

@@ -89,7 +89,7 @@ class KlController:
 
 
 def build_kl_controller(config: AlgorithmConfig) -> KlController:
-    """Return the controller at the start of a run; fixed without algorithm.kl_controller."""
+    """Return the initial controller; without algorithm.kl_controller its coefficient is fixed."""
     controller = config.kl_controller
     return KlController(
         coef=config.kl_reward_coef,

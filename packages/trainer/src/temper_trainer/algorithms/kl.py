@@ -10,13 +10,14 @@ from temper_engine_api.batch import SequenceBatch
 KlEstimator = Literal["k1", "k2", "k3"]
 """Schulman's estimators of a KL divergence."""
 KlLossEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "k3_ratio"]
-"""Estimators of a KL loss: those, two with the gradient of k2, and k3 times the ratio."""
+"""Estimators for a KL loss; see `estimate_kl` and `estimate_kl_loss`."""
 
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to [-20, 20] before exp.
 
-e^20 is 5e8; products of larger ratios lose all precision in float32. No gradient flows outside.
+e^20 is 5e8; with larger ratios, sums in float32 would lose all smaller terms. No gradient flows
+outside the bounds.
 """
 
 
@@ -35,9 +36,9 @@ def estimate_kl(
         k2 = d^2 / 2            biased
         k3 = exp(d) - 1 - d     unbiased, never negative
 
-    All are 0 where the two agree. Used as a loss, where the sampling probability has no gradient,
-    the expected gradient of k1 is zero, of k2 that of KL(policy, reference), and of k3 that of
-    KL(reference, policy).
+    All are 0 where the two agree. A loss does not differentiate the sampling probability, so the
+    expected gradients of the estimators differ from those of their expected values. The gradient
+    of k1 is zero, k2 has that of KL(policy, reference), and k3 that of KL(reference, policy).
 
     Args:
         logprobs: [T] float32 of the policy, with or without gradient.
@@ -62,7 +63,7 @@ def estimate_kl(
 
 
 def get_value_estimator(estimator: KlLossEstimator) -> KlEstimator:
-    """Return the estimator with the same value, for a KL without gradient."""
+    """Return k1, k2 or k3: the estimator with the value of a loss estimator, without gradient."""
     return cast(KlEstimator, estimator[:2])
 
 
@@ -91,8 +92,8 @@ def estimate_kl_loss(
         ref_logprobs: [T] float32 of the reference, without gradient.
         log_ratio: [T] log p - log p_old with gradient, clamped to `MAX_LOG_RATIO`.
         estimator: Not k1, whose expected gradient is zero.
-        clamp: Bound on the estimates that contain k3; no gradient beyond it, except that of k3+,
-            which is the gradient of k2. None is off.
+        clamp: Upper bound on k3, k3+ and k3_ratio; None is off. Beyond it k3 and k3_ratio have no
+            gradient, and k3+ keeps the gradient of k2.
 
     Returns:
         [T] float32.

@@ -99,7 +99,8 @@ class KlRule:
             log_ratio: [T] float64 log p_old - log p_rollout, 0 at untrained tokens.
             samples: B sequences, T tokens.
         """
-        # The sampler comes first, because the estimator needs tokens drawn from its first argument.
+        # KL(sampler, trainer), because the tokens were drawn from the sampler. The estimate depends
+        # only on the difference between the two arguments, which is log_ratio.
         kl = estimate_kl(
             torch.zeros_like(log_ratio), ref_logprobs=log_ratio, estimator=self.estimator
         )

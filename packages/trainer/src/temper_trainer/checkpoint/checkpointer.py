@@ -110,8 +110,8 @@ class Checkpointer:
 
         Args:
             state: The trainer's part.
-            roles: Function by role that writes its part.
-            topology: Sizes by name, recorded in the manifest.
+            roles: By role, the function that writes the role's files.
+            topology: Data-parallel size per role, such as ``actor.dp``, recorded in the manifest.
 
         Raises:
             CheckpointError: If the disk is full or a file can't be written.

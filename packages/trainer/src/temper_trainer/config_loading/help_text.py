@@ -85,7 +85,7 @@ def build_help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
 
 
 def _build_section(name: str, *, engine_class: type[EngineConfig], config_dir: str | None) -> str:
-    """Return the choices of a group and the keys of the block or key with this name."""
+    """Return help on a name: the choices of a config group, the keys of a block, or one key."""
     known = collect_keys(TrainerConfig, engine_class=engine_class)
     entry = known.get(name)
     if entry is None and name not in GROUPS:

@@ -109,7 +109,7 @@ def load(
             type, or a file is missing or malformed.
     """
     composition = compose(overrides, config_dir=config_dir, config_name=config_name)
-    # Find the engine's class first, because it defines the keys below each role's engine.
+    # Find the engine's class first: it defines which keys exist below `actor.engine` and the like.
     engine_class = _engine_config(composition.values.get("model_engine"))
     known = collect_keys(TrainerConfig, engine_class=engine_class)
     check_keys(composition.layers, known=known, values=composition.values)
@@ -163,7 +163,7 @@ def _engine_config(name: Plain) -> type[EngineConfig]:
 
 
 def _check_optional_roles(composition: Composition) -> None:
-    """Raise an error that names the group to use if an override creates a role without a model."""
+    """Refuse an override that creates a role without a model; name the group to use instead."""
     for role, choice in {
         "critic": "critic=value_model (or algorithm=ppo)",
         "ref": "ref=frozen",
@@ -182,14 +182,14 @@ def _set_by_user(
     """Return the origins of the keys that the user set to other values than the defaults.
 
     A default that is repeated in a file does not count, because a run's ``config.yaml`` has all
-    values. A default of null does not count either, because it removes what a group has set.
+    values. A value of null does not count either: it removes a setting of a group.
     """
     defaults = flatten(collect_defaults(TrainerConfig, engine_class=engine_class, given=resolved))
     values = flatten(resolved)
     return {
         key: origin
         for key, origin in origins.items()
-        # Another default counts there, because the command line has only what the user typed.
+        # On the command line a default counts, too, because the user has typed it.
         if (origin == COMMAND_LINE and (values[key] is not None or defaults.get(key) is not None))
         or (is_set_by_user(origin) and (key not in defaults or values[key] != defaults[key]))
     }
@@ -204,7 +204,7 @@ def _with_defaults(
 ) -> dict[str, Plain]:
     defaults = collect_defaults(TrainerConfig, engine_class=engine_class, given=composition.values)
     try:
-        # The defaults take part, so that an interpolation may refer to a key that is not set.
+        # Merge with the defaults, so that an interpolation may refer to a key that is not set.
         merged = OmegaConf.merge(defaults, composition.values)
         assert isinstance(merged, DictConfig)
         return to_plain_tree(merged, resolve=True)
@@ -269,7 +269,7 @@ logger = logging.getLogger(__name__)
 
 
 _SWITCH_WORDS = {True: "enable", False: "disable"}
-"""Booleans that the RFC allows, and their words."""
+"""Booleans that the switch accepts, and the words that they stand for."""
 
 
 def normalize_worker_switch(value: Plain) -> Plain:

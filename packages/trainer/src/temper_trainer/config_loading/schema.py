@@ -119,7 +119,7 @@ def is_optional(annotation: object) -> bool:
 def collect_keys(
     cls: type, *, engine_class: type[EngineConfig], prefix: str = ""
 ) -> dict[str, Entry]:
-    """Return every dotted key below a dataclass, blocks included, in order."""
+    """Return all dotted keys below a dataclass in order, those of nested dataclasses included."""
     collected: dict[str, Entry] = {}
     for entry in iterate_entries(cls, engine_class=engine_class):
         collected |= _collect_entry(entry, engine_class=engine_class, prefix=prefix)

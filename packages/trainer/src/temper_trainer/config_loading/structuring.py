@@ -30,7 +30,7 @@ def structure(values: Mapping[str, Plain], cls: type[T], *, engine_class: type[E
     Args:
         values: Nested plain values, defaults included.
         cls: Dataclass of the root.
-        engine_class: Class to build where a field has the type EngineConfig.
+        engine_class: Class to build for fields of type EngineConfig.
 
     Raises:
         ConfigError: One line per problem, each starting with its dotted key.

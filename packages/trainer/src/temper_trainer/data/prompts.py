@@ -27,11 +27,11 @@ def encode_prompts(
 ) -> tuple[list[Prompt], int]:
     """Tokenize rows in order, and return the prompts and the number of dropped overlong rows.
 
-    Without ``must_keep`` all rows may be dropped.
+    With ``must_keep=False`` it is no error if no row is left.
 
     Raises:
-        DataError: If a prompt is overlong and overlong_prompts is error, a prompt has no tokens, no
-            row is left, or the chat template cannot render a row.
+        DataError: If a prompt is overlong (with ``overlong_prompts=error``) or has no tokens, if no
+            row is left, or if the chat template cannot render a row.
         ConfigError: If chat messages or tools are given without a chat template that supports them.
     """
     kept = _encode(rows, tokenizer, config, must_keep=must_keep)
@@ -48,7 +48,7 @@ def encode_demonstrations(
     """Tokenize prompts with their solutions, and return them and the number of dropped rows.
 
     The end token is appended to each solution. A conversation is a demonstration by itself; see
-    ``encode_conversation``. Without ``must_keep`` all rows may be dropped.
+    ``encode_conversation``. With ``must_keep=False`` it is no error if no row is left.
 
     Raises:
         DataError: As in encode_prompts.
@@ -312,7 +312,7 @@ def encode_preferences(
 ) -> tuple[list[Pair | LabeledCompletion], int]:
     """Tokenize pairs or labeled completions, and return them and the number of dropped rows.
 
-    Without ``must_keep`` all rows may be dropped.
+    With ``must_keep=False`` it is no error if no row is left.
 
     Raises:
         DataError: As in encode_demonstrations.

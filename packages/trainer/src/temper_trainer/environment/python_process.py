@@ -102,7 +102,7 @@ class FinishedProcess:
 
 
 def build_resource_limits(*, timeout_s: float, memory_mib: int) -> dict[str, int]:
-    """Return the limits of one program by their name in the module `resource`."""
+    """Return the limits for one program; keys are names in the module `resource`."""
     return {
         "RLIMIT_AS": memory_mib << 20,
         "RLIMIT_CPU": max(1, int(timeout_s) + 1),

@@ -171,7 +171,7 @@ def _add_correction(
             rollout_logprobs=columns["rollout_logprobs"],
         )
         added[CORRECTION_WEIGHTS], metrics = correction.weights, correction.metrics
-    # Last, because the weights above compare the sampler with the log-probs of the engine.
+    # Replace them last: the weights above compare the sampler with the engine's log-probs.
     if config.replaces_old_logprobs:
         added["old_logprobs"] = columns["rollout_logprobs"]
     return samples.with_columns(added), metrics

@@ -74,7 +74,7 @@ class PrometheusTracker:
         self._step = prometheus_client.Gauge(
             "temper_step", "Step that was logged last.", ["phase"], registry=self._registry
         )
-        # Report a timestamp instead of an age, which would not increase either if the driver hangs.
+        # Report a timestamp, not an age: a driver that hangs would stop updating the age as well.
         self._step_time = prometheus_client.Gauge(
             "temper_step_timestamp_seconds",
             "Unix time at which the last step was logged, or at which the run started.",

@@ -73,9 +73,9 @@ def _parse_number(text: str) -> Decimal:
 def math_verify(prompt: Prompt, completion_text: str) -> float:
     """Return 1 if the completion's answer equals the reference mathematically, else 0.
 
-    An answer that cannot be parsed counts as wrong. The library's own timeouts are disabled: they
-    use signal.alarm, which works only in the main thread, and elsewhere turn every answer into a
-    wrong one. The scorer's timeout applies instead.
+    An answer that cannot be parsed counts as wrong. The library's own timeouts are disabled
+    because they use signal.alarm. It works only in the main thread; in other threads every answer
+    would count as wrong. The scorer's timeout applies instead.
 
     Raises:
         ValueError: If the reference cannot be parsed as mathematics.

@@ -275,7 +275,7 @@ class DecodeAttention:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, rule: ScoreRule
     ) -> Tensor:
-        """Write the new position and attend; see Attention."""
+        """Write key and value of the new token to the cache, and attend; see Attention."""
         keys, values = self._cache.append(
             layer, key, value, slots=self._slots, positions=self._positions, length=self._length
         )

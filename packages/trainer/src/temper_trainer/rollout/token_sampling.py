@@ -124,7 +124,7 @@ def hash_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def sample_inverse_cdf(probabilities: Tensor, *, points: Tensor) -> Tensor:
-    """Return [n] tokens: the first at which the cumulative sum exceeds point times total.
+    """Return one token per row, [n]: the first whose cumulative sum exceeds point * total.
 
     A token of probability 0 is never returned.
 

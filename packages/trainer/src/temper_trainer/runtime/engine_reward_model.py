@@ -75,8 +75,8 @@ def build_reward_model(
         tokenizer: Tokenizer of the policy.
 
     Raises:
-        ConfigError: If it has another tokenizer than the policy: it would read other tokens than
-            were sampled.
+        ConfigError: If its tokenizer differs from the policy's, because it scores the token ids
+            that the policy sampled.
     """
     if model is None:
         return None
@@ -103,7 +103,7 @@ def build_reward_model(
     )
     try:
         group.init()
-    # No one else has the group yet, so its ranks would outlive an interrupt.
+    # The caller does not have the group yet and cannot close it, so close it here.
     except BaseException:
         group.close()
         raise

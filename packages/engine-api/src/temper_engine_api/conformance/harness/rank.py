@@ -1,4 +1,4 @@
-"""Rank and engine setup: what a job gets on each rank, and the engines it can build."""
+"""`Rank`, the argument of every job, and `EngineSetup`, the engines that a job can build."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -25,7 +25,7 @@ Job = Callable[Concatenate["Rank", P], T]
 """A module-level function that every rank runs; its first argument is the rank."""
 
 READ_GRADIENTS = OptimizerSpec(lr=0.0, betas=(0.0, 0.999), weight_decay=0.0, clip_grad_norm=None)
-"""Update no weight and leave the gradient in the first moments, since their decay is 0.
+"""Leaves all weights unchanged (lr=0) and the gradient in Adam's first moments (beta1=0).
 
 This is how the kit reads the gradients of any engine; see docs/decisions/0002.
 """
@@ -53,7 +53,7 @@ class EngineSetup:
     """None builds an engine that cannot train."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     compute: Compute | None = None
-    """Dtype of matmuls and activations; None is the run's, fp32 unless `--compute` is given."""
+    """Dtype of matmuls and activations; None uses `--compute`, which is fp32 by default."""
     parameters: Dtype = "fp32"
     """Dtype of the master weights."""
     reduce: Dtype = "fp32"
@@ -102,7 +102,7 @@ class EngineSetup:
 
 
 class Rank:
-    """One rank of the engine under test, or the oracle in the test's own process.
+    """One rank of the engine under test, or of the oracle, which runs in the test's process.
 
     Jobs get it as their first argument and build their engines through it.
     """

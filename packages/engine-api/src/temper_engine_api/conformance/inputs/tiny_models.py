@@ -25,7 +25,7 @@ from temper_engine_api.specs import ModelType, Scalar
 
 VOCABULARY = 211
 PADDING = 143
-"""Padding token of QWEN2_TIED. It is an input token twice in the first ragged batch."""
+"""Padding token of QWEN2_TIED, which the first ragged batch of the kit contains twice."""
 
 _COMMON: Mapping[str, Scalar] = MappingProxyType(
     {
@@ -37,7 +37,7 @@ _COMMON: Mapping[str, Scalar] = MappingProxyType(
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 8,
-        # Longer than every sequence of the kit; rotary embeddings have no table of this length.
+        # Longer than every sequence in the kit. It costs no memory: rotary embeddings are computed.
         "max_position_embeddings": 4096,
         # By default the classification head has dropout 0.1, which would make runs differ.
         "classifier_dropout": 0.0,
@@ -62,8 +62,9 @@ class TinyModel:
 
 QWEN2_TIED = TinyModel(
     name="qwen2-tied",
-    # transformers gives the padding token's embedding no gradient as an input, only as an output.
-    # Batches contain this token, so an engine that treats it otherwise differs.
+    # In transformers the padding token's embedding gets no gradient as an input of the model. Its
+    # tied row of the output projection does get one. Batches contain this token, so an engine
+    # that treats it otherwise is detected.
     architecture={"model_type": "qwen2", "tie_word_embeddings": True, "pad_token_id": PADDING},
 )
 QWEN2_UNTIED = TinyModel(
@@ -115,7 +116,7 @@ ROPE_THETA = TinyModel(
 )
 ROPE_SCALING = TinyModel(
     name="qwen2-rope-scaling",
-    # Positions are divided by the factor, which rope_theta alone does not show.
+    # Positions are divided by `factor`: an engine that reads only rope_theta is detected.
     architecture={
         **QWEN2_GROUPED.architecture,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
@@ -141,8 +142,8 @@ BUFFERS = TinyModel(
     if "gemma4_text" in CONFIG_MAPPING
     else {"model_type": "deepseek_v3", "tie_word_embeddings": False},
 )
-"""A model whose files contain buffers. Older versions of transformers have one with experts only,
-which an engine may reject."""
+"""A model whose files contain buffers. In older versions of transformers only models with experts
+have them, which an engine may reject."""
 
 EXPERTS: Mapping[str, Scalar] = MappingProxyType(
     {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -189,7 +190,7 @@ def _fill(network: nn.Module, *, generator: torch.Generator, head_scale: float) 
     for name, parameter in network.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
-            # Norms of some families add 1 to their weight, which then starts at 0.
+            # Some families add 1 to the weight of a norm, and initialize it with 0 instead of 1.
             parameter.copy_(parameter.mean().round() + 0.2 * noise)
         elif parameter.ndim == 1:
             parameter.copy_(0.1 * noise)

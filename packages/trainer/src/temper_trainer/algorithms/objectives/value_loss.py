@@ -41,7 +41,7 @@ class ValueObjective(Objective):
 
     @property
     def columns(self) -> frozenset[str]:
-        """returns, and with a clip the values from before this step's first update."""
+        """Column "returns"; with a clip also "values", measured before the first update."""
         return frozenset({"returns"} if self.clip is None else {"returns", "values"})
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:

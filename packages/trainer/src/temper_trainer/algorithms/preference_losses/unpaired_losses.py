@@ -25,15 +25,15 @@ class Kto(PreferenceLoss):
         desirable:    loss = desirable_weight * (1 - sigmoid(beta * (h - z)))
         undesirable:  loss = undesirable_weight * (1 - sigmoid(beta * (z - h)))
         h = sum log(p / ref) of the completion
-        z = max(0, mean over the update of sum log(p / ref) of completions of other prompts)
+        z = max(0, mean over mismatched pairs of sum log(p / ref))
 
-    z estimates KL(policy, reference) and has no gradient. It is computed before the update from the
-    full mini-batch: each prompt is followed by the completion of the next example. The loss is the
-    mean over examples.
+    A mismatched pair is a prompt with the completion of the next example in the mini-batch. z
+    estimates KL(policy, reference) on these pairs. It is computed before the update and has no
+    gradient. The loss is the mean over examples.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8 and section 4.1. The authors
-    advise weights for which desirable_weight * (number of desirable examples) is between 1 and 4/3
-    of undesirable_weight * (number of undesirable ones).
+    advise weights with desirable_weight * num_desirable = c * undesirable_weight * num_undesirable
+    and c between 1 and 4/3.
     """
 
     is_paired: ClassVar[bool] = False
@@ -67,5 +67,5 @@ class Kto(PreferenceLoss):
         margin = self.margin(self.score(logprobs), batch)
         is_desirable = batch.sequence_columns[IS_CHOSEN]
         weight = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)
-        # 1 - sigmoid(x) as sigmoid(-x), which keeps its digits where it is small.
+        # sigmoid(-x) instead of 1 - sigmoid(x), which would round small results to 0.
         return weight * torch.sigmoid(-self.beta * margin)

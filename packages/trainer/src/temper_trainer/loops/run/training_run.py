@@ -375,7 +375,7 @@ class _TaskRun:
         for key in self.config.data.eval_sources:
             rows = self.data.problems[key]
             prompts, num_dropped = encode_prompts(rows, self.data.tokenizer, self.config.data)
-            # Check categories before the warm start, which may take hours.
+            # Refuses categories with equal metric names, before a warm start that may take hours.
             name_categories(prompt.category for prompt in prompts)
             name = name_eval_set(key)
             eval_sets[name] = EvalSet(key=key, prompts=prompts)

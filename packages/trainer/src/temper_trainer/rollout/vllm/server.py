@@ -1,8 +1,7 @@
-"""A server process: `python -m temper_trainer.rollout.vllm.server FD`. It ends with its trainer.
+"""A server process: `python -m temper_trainer.rollout.vllm.server FD`.
 
-FD is the file descriptor of one end of a socket pair. The process inherits it; the trainer has the
-other end.
-"""
+It exits when its trainer does. FD is the file descriptor of one end of a socket pair. The process
+inherits it; the trainer has the other end. """
 
 import os
 import queue

@@ -203,6 +203,6 @@ def _make_environment(*, eager: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         # Replicas on one host must not bind to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_HOST_IP": LOOPBACK,  # its workers, which are all on one host, meet there
+        "VLLM_HOST_IP": LOOPBACK,  # all workers of a server are on one host and connect here
     }
     return variables | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})

@@ -92,7 +92,7 @@ def _find_death(
 
 
 def _find_failure(ref: "ray.ObjectRef[object]", *, rank: int, call: str) -> Exception | None:
-    """Return the error of a finished call, or None; a WorkerError if its worker died."""
+    """Return the error that a finished call raised, or None. A dead worker is a WorkerError."""
     try:
         ray.get(ref)
     except ray.exceptions.RayTaskError as error:

@@ -26,7 +26,7 @@ class OptimalTokenBaseline(AdvantageEstimator):
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_optimal_token_baseline_advantages``."""
-        # The sampler's log-probs, because the estimate of the energy is unbiased only for the
+        # Use the sampler's log-probs: the estimated squared gradient norm is unbiased only for the
         # policy that sampled the tokens.
         logprobs = step.samples.columns["rollout_logprobs"]
         return compute_optimal_token_baseline_advantages(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @variant("maxrl")
 class MaxRl(AdvantageEstimator):
-    """Mean of the group, divided by that mean: the log of the pass rate (arXiv:2602.02710)."""
+    """Difference to the group's mean reward, divided by this mean (arXiv:2602.02710)."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_maxrl_advantages``."""
@@ -34,7 +34,7 @@ class MaxRl(AdvantageEstimator):
 
 @variant("grpo_passk")
 class GrpoPassk(AdvantageEstimator):
-    """Lead of the group's best completion over the second, else 0 (arXiv:2503.19595)."""
+    """The best completion's lead over the second best; 0 for all others (arXiv:2503.19595)."""
 
     scale_by_std: bool = True
     """Divide by the standard deviation of the group."""
@@ -51,8 +51,8 @@ def compute_maxrl_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
 
         A_i = (r_i - mean(r)) / mean(r)
 
-    For rewards of 0 and 1 it is the gradient of the log of the pass rate, cut off after the G-th
-    term of its series: G = 1 would be REINFORCE, a large G is maximum likelihood.
+    For rewards of 0 and 1, the update follows the gradient of log(pass rate), expanded as a series
+    and cut off after term G: G = 1 would be REINFORCE, a large G is maximum likelihood.
 
     Args:
         rewards: [B] one scalar per completion, at least 0.
@@ -60,7 +60,7 @@ def compute_maxrl_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
 
     Returns:
         [B] float64; exactly 0 in a group with equal rewards, in a group of one, and where the mean
-        is not above 0, as a KL penalty may make it.
+        is 0 or less. A KL penalty can make it negative.
 
     Source: Tajwar et al. 2026, arXiv:2602.02710, section 3.
     """
@@ -93,7 +93,7 @@ def compute_passk_advantages(rewards: Tensor, *, group_ids: Tensor, scale_by_std
     group = compute_group_statistics(rewards, group_ids=group_ids)
     rewards = rewards.double()
     _, group_index = torch.unique(group_ids, return_inverse=True)
-    # Sorted by group, and within it from the best on: the first two of each group are compared.
+    # Sort by group, and within a group by descending reward: the first two are compared.
     order = rewards.argsort(descending=True, stable=True)
     order = order[group_index[order].argsort(stable=True)]
     owner = group_index[order]
