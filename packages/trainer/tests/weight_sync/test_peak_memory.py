@@ -1,18 +1,26 @@
 """Measure that a tensor larger than a bucket is copied once while packing, sending and loading."""
 
 import gc
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedTokenizerFast
 
+from temper_engine_api.errors import CheckpointError
+from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.checkpoint import huggingface_export
+from temper_trainer.loops.run.run_folder import write_exported_model
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
     check_digest,
@@ -90,6 +98,23 @@ class Rank:
     def export_weights(self) -> WeightStream:
         """Yield all weights as views of the source."""
         return WeightStream(stream(self._source))
+
+
+class RecordingRank(Rank):
+    """A training worker that records the tensors of its exports."""
+
+    def __init__(self, source: dict[str, Tensor]) -> None:
+        super().__init__(source)
+        self.exported: list[str] = []
+
+    def export_weights(self) -> WeightStream:
+        """Yield all weights as views of the source."""
+        return WeightStream(self._record())
+
+    def _record(self) -> Iterator[NamedWeight]:
+        for weight in stream(self._source):
+            self.exported.append(weight.name)
+            yield weight
 
 
 def same(source: dict[str, Tensor], target: dict[str, Tensor]) -> bool:
@@ -200,3 +225,52 @@ def test_copy_for_a_sampler_replaces_the_previous_one() -> None:
             cache_current_weights(rank, "memory", BUCKET, version)
     drop_cached_weights(rank, "memory")
     assert WIDE <= live.peak <= ONCE
+
+
+SPEC = ModelSpec(
+    architecture={
+        "model_type": "qwen2",
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def test_exported_model_is_written_with_one_shard_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_export, "SHARD_BYTES", BUCKET)
+    source = {f"weight-{i}": torch.rand(BUCKET // 16) for i in range(32)}
+    with LiveBytes(*source.values()) as live:
+        write_exported_model(Rank(source), SPEC, make_tokenizer(), tmp_path / "model")
+    # A shard has four of the 32 tensors; the next one is copied before the shard is written.
+    assert BUCKET <= live.peak <= 1.25 * BUCKET
+    written: dict[str, Tensor] = {}
+    for path in (tmp_path / "model").glob("*.safetensors"):
+        written |= load_file(path)
+    assert same(source, written)
+
+
+def test_full_disk_does_not_leave_other_ranks_waiting_for_the_rest_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_export, "SHARD_BYTES", 1 << 16)
+    rank = RecordingRank({f"weight-{i}": torch.rand(1 << 14) for i in range(8)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, hard))
+    try:
+        with pytest.raises(CheckpointError, match="could not be written to"):
+            write_exported_model(rank, SPEC, make_tokenizer(), tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert rank.exported == [f"weight-{i}" for i in range(8)]
+    assert list(tmp_path.iterdir()) == []

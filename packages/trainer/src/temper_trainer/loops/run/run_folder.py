@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.checkpoint import set_aside
 from temper_engine_api.checkpoint.transaction import write_durably
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.specs import EngineConfig
+from temper_engine_api.specs import EngineConfig, ModelSpec
+from temper_engine_api.weights import NamedWeight
 from temper_trainer.checkpoint.huggingface_export import write_model_directory
 from temper_trainer.checkpoint.weight_files import find_damaged_model
 from temper_trainer.config.run import RunConfig
@@ -24,7 +25,11 @@ from temper_trainer.config.run_folder_checks import (
 )
 from temper_trainer.metrics.run_files import next_superseded_path, read_settings
 from temper_trainer.runtime.worker_group import WorkerGroup
-from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buckets, unpack_buckets
+from temper_trainer.weight_sync.buckets import (
+    WeightExporter,
+    copy_to_cpu,
+    participate_in_export,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +160,8 @@ def export_model(
 ) -> None:
     """Write the current weights of a group as a Hugging Face model directory.
 
+    The first rank writes it while it exports the weights, so no process has all of them in memory.
+
     Args:
         group: Workers of the role.
         engine: The role's engine configuration.
@@ -166,8 +173,27 @@ def export_model(
         if description is None:
             return
         logger.warning("the model in %s %s, and written again", directory, description)
-    # All ranks take part in the export; the first one returns the full tensors.
-    buckets = group.run(export_buckets, [(DEFAULT_BUCKET_BYTES,)] * group.num_workers)[0]
-    write_model_directory(
-        unpack_buckets(buckets), model=engine.model, tokenizer=tokenizer, directory=directory
-    )
+    # Absolute, because a rank may have another working directory.
+    group.run_on_all(write_exported_model, engine.model, tokenizer, directory.absolute())
+
+
+def write_exported_model(
+    worker: WeightExporter, model: ModelSpec, tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> None:
+    """Write the worker's weights as a model directory on rank 0; runs on every rank.
+
+    Raises:
+        CheckpointError: See `write_model_directory`.
+    """
+    if not worker.is_first:
+        participate_in_export(worker)
+        return
+    with worker.export_weights() as stream:
+        try:
+            # Copied, because the stream may reuse its memory for the next tensor.
+            weights = (NamedWeight(name, copy_to_cpu(tensor)) for name, tensor in stream)
+            write_model_directory(weights, model=model, tokenizer=tokenizer, directory=directory)
+        finally:
+            # After an error too: the other ranks wait in collectives for every tensor.
+            for _ in stream:
+                pass
