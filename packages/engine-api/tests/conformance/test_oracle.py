@@ -11,7 +11,7 @@ from temper_engine_api.conformance.harness.measurements import (
 from temper_engine_api.conformance.harness.rank import Rank
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, SftProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWARD, VALUE
-from temper_engine_api.objective import HeadOutput
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 from temper_engine_api.specs import OptimizerSpec
 
 
@@ -122,3 +122,13 @@ def test_scores_are_the_outputs_at_the_last_token(shared):
     with torch.no_grad():
         expected = engine.model(input_ids=batch.tokens[None, first:last]).logits[0, -1, 0]
     assert torch.isclose(scores[2], expected, atol=1e-6)
+
+
+def test_batches_prescribe_the_experts_of_the_oracle_if_so_requested(shared):
+    oracle = shared.oracle.with_experts(prescribes_experts=True)
+    batch = oracle.get_batch(num_sequences=2)
+    bare = shared.oracle.with_experts().get_batch(num_sequences=2)
+    assert ROUTED_EXPERTS not in bare.columns
+    chosen = oracle.get_outputs(oracle.make_setup(QWEN2_GROUPED), bare, HeadOutput.ROUTED_EXPERTS)
+    assert batch.columns[ROUTED_EXPERTS].dtype == torch.int16
+    assert batch.columns[ROUTED_EXPERTS].float().equal(chosen)

@@ -265,9 +265,13 @@ def dense_oracle(
 
 
 @pytest.fixture(scope="session")
-def moe_oracle(dense_oracle: OracleCache) -> OracleCache:
-    """Make the oracle with MoE models."""
-    return dense_oracle.with_experts()
+def moe_oracle(request: pytest.FixtureRequest, dense_oracle: OracleCache) -> OracleCache:
+    """Make the oracle with MoE models; in bf16, its batches prescribe experts if engines can."""
+    options = request.config.stash[OPTIONS]
+    return dense_oracle.with_experts(
+        prescribes_experts=options.compute == "bf16"
+        and Capability.ROUTING_REPLAY in options.capabilities
+    )
 
 
 @pytest.fixture

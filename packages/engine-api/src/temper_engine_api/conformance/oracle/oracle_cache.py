@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
@@ -30,7 +31,7 @@ from temper_engine_api.conformance.inputs.tiny_models import (
     write_model,
 )
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine, load_model
-from temper_engine_api.objective import HeadOutput, Objective
+from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, Objective
 from temper_engine_api.specs import LoraSpec
 
 MOE_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -48,6 +49,8 @@ class OracleCache:
     """Folder in which models and adapters are written."""
     has_experts: bool = False
     """True if all models have MoE layers."""
+    prescribes_experts: bool = False
+    """True if batches prescribe the experts that the oracle chooses, see `with_experts`."""
     rank: Rank = field(default_factory=lambda: Rank(OracleEngine))
     """The rank that runs the oracle."""
     _batches: dict[tuple[object, ...], SequenceBatch] = field(default_factory=dict)
@@ -68,11 +71,16 @@ class OracleCache:
             with_experts(model) if self.has_experts else model, folder=self.folder, seed=seed
         )
 
-    def with_experts(self) -> "OracleCache":
-        """Return a cache whose models have MoE layers, in a subfolder."""
+    def with_experts(self, *, prescribes_experts: bool = False) -> "OracleCache":
+        """Return a cache whose models have MoE layers, in a subfolder.
+
+        Args:
+            prescribes_experts: Let batches prescribe the experts. Without it, an engine in bf16
+                sends some tokens to other experts than the oracle, which computes in float32.
+        """
         folder = self.folder / "experts"
         folder.mkdir(exist_ok=True)
-        return OracleCache(folder=folder, has_experts=True)
+        return OracleCache(folder=folder, has_experts=True, prescribes_experts=prescribes_experts)
 
     def make_adapter_setup(
         self, adapter: TinyAdapter, *, seed: int = 0, dropout: float = 0.0, **fields: Any
@@ -109,7 +117,9 @@ class OracleCache:
         """
         key = (model.name, num_sequences, seed)
         if key not in self._batches:
-            bare = make_ragged_batch(num_sequences=num_sequences, seed=seed)
+            bare = self._prescribe_experts(
+                make_ragged_batch(num_sequences=num_sequences, seed=seed), model=model
+            )
             # With old log-probs or values that differ much from the model's, losses would clip most
             # tokens, which then have no gradient.
             self._batches[key] = add_training_columns(
@@ -131,11 +141,20 @@ class OracleCache:
         """Return a mini-batch with sequences of these lengths, and training columns."""
         key = (model.name, lengths, prompt_length, are_pairs)
         if key not in self._batches:
-            bare = make_batch(lengths, prompt_length=prompt_length, are_pairs=are_pairs)
+            bare = self._prescribe_experts(
+                make_batch(lengths, prompt_length=prompt_length, are_pairs=are_pairs), model=model
+            )
             self._batches[key] = add_training_columns(
                 bare, logprobs=self.get_outputs(self.make_setup(model), bare, HeadOutput.LOGPROB)
             )
         return self._batches[key]
+
+    def _prescribe_experts(self, batch: SequenceBatch, *, model: TinyModel) -> SequenceBatch:
+        """Add the experts that the oracle chooses, if this cache prescribes them."""
+        if not self.prescribes_experts:
+            return batch
+        experts = self.get_outputs(self.make_setup(model), batch, HeadOutput.ROUTED_EXPERTS)
+        return batch.with_columns({ROUTED_EXPERTS: experts.to(torch.int16)})
 
     def get_outputs(
         self, setup: EngineSetup, batch: SequenceBatch, head_output: HeadOutput
