@@ -112,10 +112,10 @@ def test_a_class_of_another_kind_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("acme")
-def test_an_unknown_name_says_what_is_installed_and_how_to_install() -> None:
+def test_an_unknown_name_says_what_is_installed() -> None:
     with pytest.raises(
         EngineNotFoundError,
-        match=r"no engine is called 'fdsp'; installed are: .*healthy.*pip install ./packages/eng",
+        match=r"no engine is called 'fdsp'; installed are: .*healthy.*Correct the name",
     ):
         load_engine_class("fdsp")
 

@@ -33,6 +33,9 @@ ENGINE_CONFIGS = "temper.engine_configs"
 CONFORMANCE_LAYOUTS = "temper.conformance_layouts"
 """Entry-point group of layouts for the conformance tests."""
 
+_PUBLISHED_ENGINES = ("fsdp", "megatron")
+"""Engines of Temper; `temper-engine-NAME` is the package of each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEntry:
@@ -141,10 +144,14 @@ def _load_class(group: str, name: str) -> type[object]:
     points = _find_entry_points(group)
     if name not in points:
         installed = ", ".join(sorted(points)) or "none"
+        remedy = (
+            f"Install it with {format_install(f'temper-engine-{name}')}."
+            if name in _PUBLISHED_ENGINES
+            else f"Correct the name, or install a package with an entry point in {group!r}; "
+            f"packages of Temper have the engines {' and '.join(_PUBLISHED_ENGINES)}."
+        )
         raise EngineNotFoundError(
-            f"no engine is called {name!r}; installed are: {installed}. Install fsdp with "
-            f"{format_install('temper-engine-fsdp')}, and megatron in the same way. Other engines "
-            f"need an entry point in {group!r}."
+            f"no engine is called {name!r}; installed are: {installed}. {remedy}"
         )
     point = points[name]
     loaded = _load_entry_point(point)

@@ -115,7 +115,7 @@ def test_unknown_choice_lists_the_choices() -> None:
     ("override", "sentence"),
     [
         ("run.seed=1,2", "run.seed=1,2 gives several values for one run: write a list as [a,b]"),
-        ("run.seed", "cannot parse 'run.seed' on the command line"),
+        ("run.seed", "'run.seed' on the command line has no value: write run.seed=VALUE, or use"),
         ("run.dir=(", "cannot parse 'run.dir=(' on the command line"),
         (
             "~run.seed",

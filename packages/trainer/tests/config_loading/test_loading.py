@@ -184,7 +184,8 @@ def test_missing_engine_is_refused_with_the_installed_ones(
     monkeypatch.setattr("temper_engine_api.registry.entry_points", lambda *, group: [])
     with pytest.raises(
         ConfigError,
-        match=r"model_engine is megatron, but no engine is called 'megatron'; installed are: none",
+        match=r"model_engine is megatron, but no engine is called 'megatron'; installed are: none. "
+        r"Install it with pip install ./packages/engine-megatron",
     ):
         load([*RL, "model_engine=megatron"])
 

@@ -146,6 +146,11 @@ def _repository(config_dir: str | None) -> CachingConfigRepository:
 
 
 def _parse(text: str) -> Override:
+    if re.fullmatch(r"[\w.-]+", text):
+        raise ConfigError(
+            f"{text!r} on the command line has no value: write {text}=VALUE, or use --help for a "
+            "list of the settings."
+        )
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:

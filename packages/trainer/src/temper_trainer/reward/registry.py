@@ -118,9 +118,9 @@ def resolve_reward(config: RewardConfig | RewardFunctionConfig) -> RewardFunctio
     function: Callable[..., float] | None = imported or _REGISTERED.get(config.function)
     if function is None:
         near = difflib.get_close_matches(config.function, _REGISTERED, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f"did you mean {near[0]!r}? Use" if near else "use"
         raise ConfigError(
-            f"reward.function is {config.function!r}, which is not a registered reward: {hint}Use "
+            f"reward.function is {config.function!r}, which is not a registered reward: {hint} "
             f"one of {', '.join(sorted(_REGISTERED))}, the import path of a custom one, "
             "package.module:function, or a name in reward.functions or reward.judges."
         )
