@@ -171,7 +171,7 @@ def test_copies_of_models_from_failed_calls_and_killed_processes_are_removed(
     monkeypatch.setattr(tempfile, "tempdir", None)
     killed = (
         "import os, signal\n"
-        "from temper_trainer.temporary_folders import make_temporary_folder\n"
+        "from temper_engine_api.process_folders import make_temporary_folder\n"
         "make_temporary_folder('adopted')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

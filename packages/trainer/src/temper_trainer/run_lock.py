@@ -19,7 +19,7 @@ from types import TracebackType
 from filelock import OwnerRecord, SoftFileLease, Timeout
 
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_trainer.temporary_folders import open_temporary_folder
+from temper_engine_api.process_folders import open_temporary_folder
 
 logger = logging.getLogger(__name__)
 

@@ -1,25 +1,29 @@
-"""Temporary folders that are removed after the death of their process.
+"""Leftovers of dead processes in shared memory and temporary folders, with those of Ray.
 
-The name of a folder contains the process that owns it. A process that is killed cannot remove its
-folders, so the next process that makes one removes those of dead processes. Linux only, because it
-reads /proc.
+`temper_engine_api.process_folders` makes and names the other folders. Ray names its own, so a
+process marks them as its own. Linux only, because it reads /proc.
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
 import shutil
 import stat
 import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.process_folders import (
+    FOLDER_NAME,
+    is_orphan,
+    is_own_folder,
+    make_folder_path,
+    remove_orphans,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,69 +33,11 @@ _SESSION = re.compile(r"session_(?P<time>\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{6})_(
 """Ray's name for the folder of a cluster: local time and process id of the driver."""
 _SESSION_STARTS_WITHIN_S = 120.0
 """Maximum time between the announcement of a session and the creation of its folder."""
-_NAME = re.compile(
-    r"temper-(?P<kind>[a-z]+)-(?P<user>\d+)-(?P<process>\d+)-(?P<start>\d+)-(?P<space>[0-9a-f]{8})-[0-9a-f]{8}"
-)
 
 
 def find_shared_memory_root() -> Path:
     """Return /dev/shm, or the temporary directory if the host has no /dev/shm."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-def make_folder_path(kind: str, *, root: Path) -> Path:
-    """Return a unique path for a folder in `root`; first remove folders of dead processes there.
-
-    The name is `temper-KIND-USER-PROCESS-START-SPACE-RANDOM`. START is the start time of the
-    process in clock ticks since boot, which distinguishes it from a later process with the same id.
-
-    Args:
-        kind: Purpose of the folder, in lowercase letters.
-        root: Folder in which the caller makes the new one.
-    """
-    remove_orphans(root)
-    process = os.getpid()
-    owner = f"{os.getuid()}-{process}-{_start_time(process)}-{_process_space()}"
-    return root / f"temper-{kind}-{owner}-{uuid.uuid4().hex[:8]}"
-
-
-def make_temporary_folder(kind: str) -> Path:
-    """Make a folder in the temporary directory that only this user can read."""
-    folder = make_folder_path(kind, root=Path(tempfile.gettempdir()))
-    folder.mkdir(mode=0o700)
-    return folder
-
-
-@contextmanager
-def open_temporary_folder(kind: str) -> Iterator[Path]:
-    """Make a folder like `make_temporary_folder`, and remove it after the body."""
-    folder = make_temporary_folder(kind)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_orphans(root: Path) -> list[Path]:
-    """Remove folders in `root` whose owner was a process of this user and is dead.
-
-    Two things must agree: the name (user, process id, start time, boot and PID namespace) and the
-    user who owns the folder on disk. A file or a symbolic link of that name is left alone.
-    Folders of other users are not removed, nor those of processes in another container or before a
-    reboot, because this process cannot look them up.
-
-    Returns:
-        The removed folders.
-    """
-    removed = []
-    for folder in root.glob("temper-*"):
-        if not _is_orphan(folder.name) or not _is_own_folder(folder):
-            continue
-        # Errors are ignored because another process may remove it at the same time.
-        shutil.rmtree(folder, ignore_errors=True)
-        logger.info("removed %s, which a dead process had left", folder)
-        removed.append(folder)
-    return removed
 
 
 def remove_leftovers() -> list[Path]:
@@ -123,7 +69,7 @@ def make_ray_root() -> Path:
     # An existing file or folder is checked below.
     with contextlib.suppress(FileExistsError):
         root.parent.mkdir(mode=0o700)
-    if not _is_own_folder(root.parent):
+    if not is_own_folder(root.parent):
         raise ConfigError(
             f"{root.parent} is not a folder of this user, but Ray's files would be in it: remove "
             "it, or set TMPDIR to another folder."
@@ -164,12 +110,12 @@ def remove_claimed_folders(root: Path) -> list[Path]:
     removed = [
         claim.parent
         for claim in root.glob(f"*/{_CLAIM}")
-        if _is_own_folder(claim.parent) and _is_dead_claim(claim)
+        if is_own_folder(claim.parent) and _is_dead_claim(claim)
     ]
     notes = [
         note
         for note in root.glob("temper-session-*")
-        if _is_orphan(note.name) and _is_own_folder(note)
+        if is_orphan(note.name) and is_own_folder(note)
     ]
     for note in notes:
         removed += [folder for folder in root.glob("session_*") if _is_announced(folder, note=note)]
@@ -201,7 +147,7 @@ def _is_dead_claim(claim: Path) -> bool:
         os.close(descriptor)
     owner, _, folder = text.partition(" ")
     # A claim may have been moved here from the folder of another run.
-    return _is_orphan(owner) and folder == _identify(claim.parent)
+    return is_orphan(owner) and folder == _identify(claim.parent)
 
 
 def _identify(folder: Path) -> str:
@@ -212,49 +158,14 @@ def _identify(folder: Path) -> str:
 
 def _is_announced(folder: Path, *, note: Path) -> bool:
     """Return True if a session folder is the one that a dead process had announced."""
-    session, owner = _SESSION.fullmatch(folder.name), _NAME.fullmatch(note.name)
+    session, owner = _SESSION.fullmatch(folder.name), FOLDER_NAME.fullmatch(note.name)
     if (
         session is None
         or owner is None
         or session["process"] != owner["process"]
-        or not _is_own_folder(folder)
+        or not is_own_folder(folder)
     ):
         return False
     # The id may have been reused by a process with another cluster, so the time must match, too.
     begin = datetime.strptime(session["time"], "%Y-%m-%d_%H-%M-%S_%f").timestamp()
     return -1.0 < begin - note.stat().st_mtime < _SESSION_STARTS_WITHIN_S
-
-
-def _is_own_folder(folder: Path) -> bool:
-    """Return True if this user owns a folder; anyone may choose a name in a shared root."""
-    try:
-        state = folder.lstat()
-    except FileNotFoundError:  # removed by another process
-        return False
-    return stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
-
-
-def _is_orphan(name: str) -> bool:
-    """Return True if the owner in a name was a process of this user and host, and is dead."""
-    match = _NAME.fullmatch(name)
-    if match is None or int(match["user"]) != os.getuid() or match["space"] != _process_space():
-        return False
-    return _start_time(int(match["process"])) != int(match["start"])
-
-
-def _start_time(process: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it is not running."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command name is in parentheses and may contain spaces and parentheses itself.
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in ("Z", "X") else int(fields[18])
-
-
-def _process_space() -> str:
-    """Return an id of the boot and the PID namespace, within which process ids are unique."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    # A container may have the host's /dev/shm, but its process ids differ from the host's.
-    return hashlib.sha256(f"{boot}{os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Protocol
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.process_folders import open_temporary_folder
 from temper_trainer.config.environment import SandboxName
 from temper_trainer.environment.bubblewrap import Bubblewrap
 from temper_trainer.environment.protocol import BrokenEnvironmentError
@@ -17,7 +18,6 @@ from temper_trainer.environment.python_process import (
     build_resource_limits,
     run_process,
 )
-from temper_trainer.temporary_folders import open_temporary_folder
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from temper_engine_api.errors import TemperError, WeightError
+from temper_engine_api.process_folders import make_folder_path
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
@@ -37,7 +38,7 @@ from temper_trainer.rollout.weight_delta import (
     open_delta_file,
     write_delta_file,
 )
-from temper_trainer.temporary_folders import find_shared_memory_root, make_folder_path
+from temper_trainer.temporary_folders import find_shared_memory_root
 from temper_trainer.weight_sync.buckets import WeightExporter, participate_in_export
 from temper_trainer.weight_sync.sender_state import iterate_checked_buckets
 from temper_trainer.weight_sync.transport import RankGroup, SentWeights

@@ -14,6 +14,7 @@ import pytest
 
 from packages.trainer.tests.rollout.models_for_tests import make_requests
 from temper_engine_api.errors import ConfigError, WeightError
+from temper_engine_api.process_folders import remove_orphans
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm import server_process
@@ -21,7 +22,6 @@ from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import DeviceLocation
-from temper_trainer.temporary_folders import remove_orphans
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 from temper_trainer.weight_sync.transport_factory import _locate_receivers
 

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.process_folders import make_temporary_folder
 from temper_engine_api.registry import load_engine_class
 from temper_engine_api.specs import EngineConfig, ModelSpec, ModelType, OptimizerSpec, PrecisionSpec
 from temper_engine_api.weights import NamedWeight
 from temper_legacy_shim.workers.batches.updates import set_rate
-from temper_trainer.temporary_folders import make_temporary_folder
 
 NEVER = 10**9
 """Skips that the old classes passed over before stopping: they never stopped."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import cast
 
 from temper_engine_api.errors import ConfigError, TemperError, WeightError
+from temper_engine_api.process_folders import make_temporary_folder
 from temper_trainer.progress import advance_progress
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.messages import (
@@ -41,7 +42,6 @@ from temper_trainer.rollout.vllm.messages import (
 )
 from temper_trainer.rollout.vllm.vllm_versions import describe_versions
 from temper_trainer.rollout.weight_delta import StaleBaseError
-from temper_trainer.temporary_folders import make_temporary_folder
 from temper_trainer.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)

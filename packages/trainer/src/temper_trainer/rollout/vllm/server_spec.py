@@ -5,13 +5,13 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.process_folders import open_temporary_folder
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import INFERENCE_TASKS, LOOPBACK
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.hf_model import read_end_token_ids
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
 from temper_trainer.rollout.vllm.served_adapters import ServedAdapter
-from temper_trainer.temporary_folders import open_temporary_folder
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 

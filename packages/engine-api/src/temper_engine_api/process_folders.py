@@ -1,0 +1,114 @@
+"""Temporary folders that are removed after the death of their process.
+
+The name of a folder contains the process that owns it. A process that is killed cannot remove its
+folders, so the next process that makes one removes those of dead processes. Linux only, because it
+reads /proc.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FOLDER_NAME = re.compile(
+    r"temper-(?P<kind>[a-z]+)-(?P<user>\d+)-(?P<process>\d+)-(?P<start>\d+)-(?P<space>[0-9a-f]{8})-[0-9a-f]{8}"
+)
+
+
+def make_folder_path(kind: str, *, root: Path) -> Path:
+    """Return a unique path for a folder in `root`; first remove folders of dead processes there.
+
+    The name is `temper-KIND-USER-PROCESS-START-SPACE-RANDOM`. START is the start time of the
+    process in clock ticks since boot, which distinguishes it from a later process with the same id.
+
+    Args:
+        kind: Purpose of the folder, in lowercase letters.
+        root: Folder in which the caller makes the new one.
+    """
+    remove_orphans(root)
+    process = os.getpid()
+    owner = f"{os.getuid()}-{process}-{_start_time(process)}-{_process_space()}"
+    return root / f"temper-{kind}-{owner}-{uuid.uuid4().hex[:8]}"
+
+
+def make_temporary_folder(kind: str) -> Path:
+    """Make a folder in the temporary directory that only this user can read."""
+    folder = make_folder_path(kind, root=Path(tempfile.gettempdir()))
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@contextmanager
+def open_temporary_folder(kind: str) -> Iterator[Path]:
+    """Make a folder like `make_temporary_folder`, and remove it after the body."""
+    folder = make_temporary_folder(kind)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_orphans(root: Path) -> list[Path]:
+    """Remove folders in `root` whose owner was a process of this user and is dead.
+
+    Two things must agree: the name (user, process id, start time, boot and PID namespace) and the
+    user who owns the folder on disk. A file or a symbolic link of that name is left alone.
+    Folders of other users are not removed, nor those of processes in another container or before a
+    reboot, because this process cannot look them up.
+
+    Returns:
+        The removed folders.
+    """
+    removed = []
+    for folder in root.glob("temper-*"):
+        if not is_orphan(folder.name) or not is_own_folder(folder):
+            continue
+        # Errors are ignored because another process may remove it at the same time.
+        shutil.rmtree(folder, ignore_errors=True)
+        logger.info("removed %s, which a dead process had left", folder)
+        removed.append(folder)
+    return removed
+
+
+def is_own_folder(folder: Path) -> bool:
+    """Return True if this user owns a folder; anyone may choose a name in a shared root."""
+    try:
+        state = folder.lstat()
+    except FileNotFoundError:  # removed by another process
+        return False
+    return stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
+
+
+def is_orphan(name: str) -> bool:
+    """Return True if the owner in a name was a process of this user and host, and is dead."""
+    match = FOLDER_NAME.fullmatch(name)
+    if match is None or int(match["user"]) != os.getuid() or match["space"] != _process_space():
+        return False
+    return _start_time(int(match["process"])) != int(match["start"])
+
+
+def _start_time(process: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it is not running."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name is in parentheses and may contain spaces and parentheses itself.
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in ("Z", "X") else int(fields[18])
+
+
+def _process_space() -> str:
+    """Return an id of the boot and the PID namespace, within which process ids are unique."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    # A container may have the host's /dev/shm, but its process ids differ from the host's.
+    return hashlib.sha256(f"{boot}{os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]

@@ -1,0 +1,88 @@
+"""Folders that name their process, and their removal when that process is dead."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from temper_engine_api.process_folders import (
+    make_folder_path,
+    make_temporary_folder,
+    remove_orphans,
+)
+
+MAKE = """
+import sys
+from pathlib import Path
+from temper_engine_api.process_folders import make_folder_path
+folder = make_folder_path("weights", root=Path(sys.argv[1]))
+folder.mkdir()
+(folder / "00000").write_bytes(b"weights")
+print(folder, flush=True)
+sys.stdin.read()
+"""
+
+
+def start_owner(root: Path) -> tuple["subprocess.Popen[str]", Path]:
+    command = [sys.executable, "-c", MAKE, str(root)]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    return owner, Path(owner.stdout.readline().strip())
+
+
+def test_folder_of_a_killed_process_is_removed_by_the_next_process(tmp_path: Path) -> None:
+    owner, folder = start_owner(tmp_path)
+    with owner:
+        assert remove_orphans(tmp_path) == []
+        assert (folder / "00000").is_file()
+        owner.kill()
+    make_folder_path("weights", root=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_whose_process_id_was_reused_is_removed(tmp_path: Path) -> None:
+    own = make_folder_path("weights", root=tmp_path)
+    parts = own.name.split("-")
+    parts[4] = str(int(parts[4]) - 1)  # an earlier process with this process's id
+    (tmp_path / "-".join(parts)).mkdir()
+    own.mkdir()
+    assert [folder.name for folder in remove_orphans(tmp_path)] == ["-".join(parts)]
+    assert own.is_dir()
+
+
+def test_folders_of_other_names_users_and_hosts_are_not_removed(tmp_path: Path) -> None:
+    kind, user, process, start, space, key = make_folder_path("weights", root=tmp_path).name.split(
+        "-"
+    )[1:]
+    dead = f"{process}-{int(start) - 1}"
+    others = {
+        "temper-notes",
+        f"temper-{kind}-{int(user) + 1}-{dead}-{space}-{key}",
+        f"temper-{kind}-{user}-{dead}-00000000-{key}",
+        f"old-temper-{kind}-{user}-{dead}-{space}-{key}",
+    }
+    for name in others:
+        (tmp_path / name).mkdir()
+    assert remove_orphans(tmp_path) == []
+    assert {path.name for path in tmp_path.iterdir()} == others
+
+
+def test_link_or_file_named_like_an_orphan_is_not_removed(tmp_path: Path) -> None:
+    parts = make_folder_path("weights", root=tmp_path).name.split("-")
+    parts[4] = str(int(parts[4]) - 1)  # a dead process
+    target = tmp_path / "target"
+    target.mkdir()
+    link = tmp_path / "-".join([*parts[:-1], "00000001"])
+    link.symlink_to(target)
+    file = tmp_path / "-".join([*parts[:-1], "00000002"])
+    file.write_text("a file")
+    assert remove_orphans(tmp_path) == []
+    assert link.is_symlink()
+    assert file.is_file()
+
+
+def test_temporary_folder_is_private() -> None:
+    folder = make_temporary_folder("test")
+    assert f"-{os.getuid()}-{os.getpid()}-" in folder.name
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
