@@ -1,8 +1,8 @@
 """Temporary folders that are removed after the death of their process.
 
 The name of a folder contains the process that owns it. A process that is killed cannot remove its
-folders, so the next process that makes one removes those of dead processes. Linux only, because it
-reads /proc.
+folders, so the next process that makes one removes those of dead processes. Without /proc, as on
+macOS, it cannot know which are dead, and removes none.
 """
 
 import hashlib
@@ -109,6 +109,8 @@ def _start_time(process: int) -> int | None:
 
 def _process_space() -> str:
     """Return an id of the boot and the PID namespace, within which process ids are unique."""
+    if not Path("/proc/self").exists():
+        return "unknown"  # no folder of this name is ever an orphan
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     # A container may have the host's /dev/shm, but its process ids differ from the host's.
     return hashlib.sha256(f"{boot}{os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]

@@ -2,6 +2,10 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Literal
@@ -11,6 +15,7 @@ from old_files import write_fsdp
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from temper_legacy_shim.checkpoints import Job, Options, Sources, convert, plan_jobs
+from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck
 from temper_legacy_shim.errors import VerificationError
 
 SIZES = {
@@ -73,3 +78,25 @@ def test_the_process_that_compares_ends_with_a_conversion_that_fails(job: Job) -
         convert(job, Options(target="hf"), Sources(), progress=fail)
     assert len(during) == len(before) + 1
     assert children.read_text().split() == before
+
+
+def test_folder_of_a_killed_comparison_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    killed = (
+        "import os, signal\n"
+        "from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck\n"
+        "check = NamesCheck('{\"model_type\": \"foo\"}', {}, head='language_model')\n"
+        "check.__enter__()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", killed])
+    assert process.wait() == -signal.SIGKILL
+    (left,) = tmp_path.glob("temper-migrate-*")
+    assert f"-{process.pid}-" in left.name
+    with NamesCheck('{"model_type": "foo"}', {}, head="language_model"):
+        (own,) = tmp_path.glob("temper-migrate-*")
+        assert f"-{os.getpid()}-" in own.name
+    assert list(tmp_path.iterdir()) == []

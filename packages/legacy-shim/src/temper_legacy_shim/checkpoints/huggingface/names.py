@@ -10,13 +10,14 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
+from temper_engine_api.process_folders import make_temporary_folder
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Shape
 from temper_legacy_shim.checkpoints.layouts import read_object
 from temper_legacy_shim.errors import VerificationError
@@ -75,8 +76,7 @@ class NamesCheck:
         self._outcome: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="temper-migrate-")
-        directory = Path(self._folder.name)
+        self._folder = directory = make_temporary_folder("migrate")
         (directory / "config.json").write_text(self._config)
         self._answer, self._errors = directory / "answer.json", directory / "errors.txt"
         self._process = _start(str(directory), self._head, answer=self._answer, errors=self._errors)
@@ -85,7 +85,7 @@ class NamesCheck:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def watched(self, progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
         """Wrap `progress` so that it raises the comparison's error once the process has ended.
