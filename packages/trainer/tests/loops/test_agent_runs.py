@@ -11,6 +11,7 @@ import pytest
 
 from packages.trainer.tests.loops.byte_tokenizer_for_tests import make_tokenizer
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.rendezvous import get_run_token
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.agent_environment import AgentFailedError
@@ -24,29 +25,39 @@ from temper_trainer.loops.rollouts.rollout_scheduler import (
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.types import Prompt, SamplingRequest
 
+from .listeners_for_tests import Listeners
+from .listeners_for_tests import rows as rows_in_security_md
+
 PROGRAM = shlex.join([sys.executable, str(Path(__file__).parent / "agents_for_tests.py")])
+needs_proc = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux, whose /proc names the sockets of a process"
+)
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
 
+@needs_proc
 def test_policy_is_trained_by_a_function_that_uses_a_client(
     run: Callable[..., RunResult],
     rows: Callable[..., list[dict[str, float]]],
     tmp_path: Path,
 ) -> None:
-    run(
-        tmp_path / "run",
-        "environment={name: agent, arguments: {function: 'agents_for_tests:ask_twice'}, "
-        "max_turns: 2, max_tokens: 120}",
-        f'data.chat_template="{TEMPLATE}"',
-        "run.save_model=false",
-        "sampling.max_tokens=12",
-        "data.eval=null",
-        "warm_start.total_steps=30",
-        "run.total_steps=2",
-    )
+    with Listeners() as listeners:
+        run(
+            tmp_path / "run",
+            "environment={name: agent, arguments: {function: 'agents_for_tests:ask_twice'}, "
+            "max_turns: 2, max_tokens: 120}",
+            f'data.chat_template="{TEMPLATE}"',
+            "run.save_model=false",
+            "sampling.max_tokens=12",
+            "data.eval=null",
+            "warm_start.total_steps=30",
+            "run.total_steps=2",
+        )
+    listeners.check([*rows_in_security_md(run="inline"), *rows_in_security_md(run="agent")])
+    listeners.check_secret(get_run_token(), folder=tmp_path)
     step_rows = rows(tmp_path / "run")
     assert [row["agent/requests"] for row in step_rows] == [32, 32]
     assert all(row["rollout/turns_mean"] == 2 for row in step_rows)
@@ -90,6 +101,13 @@ def test_program_gets_its_endpoint_from_variables_and_prints_its_reward(
     assert make_tokenizer().decode(conversation.request.prompt_tokens) == "6*7="
     assert len(conversation.tokens) == 8
     assert conversation.rewards == [0.25]
+
+
+@needs_proc
+def test_agents_need_one_socket_which_security_md_lists() -> None:
+    with Listeners() as listeners:
+        run_programs(PROGRAM)
+    listeners.check(rows_in_security_md(run="agent"))
 
 
 def test_error_of_a_program_is_reported_and_the_others_are_killed() -> None:
