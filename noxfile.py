@@ -395,6 +395,7 @@ def bench(session: nox.Session) -> None:
 def vllm(session: nox.Session, version: str) -> None:
     """Run the tests that start vLLM servers, with a CPU build of vLLM in a new environment.
 
+    Without arguments, then four trainings under random faults, for the first version at a commit.
     Each version takes 2.9 GB and about 4 minutes to install.
     """
     session.install("-c", CONSTRAINTS, TORCH)
@@ -417,10 +418,11 @@ def vllm(session: nox.Session, version: str) -> None:
         "--no-deps", "--no-build-isolation", "-e", "packages/engine-api", "-e", "packages/trainer"
     )
     python = str(Path(session.virtualenv.location) / "bin" / "python")
+    own = str(ensure_environment(ROOT))
     tests = ["-m", "pytest", "-m", "vllm", "--timeout", "3600", *session.posargs]
-    session.run(
-        str(ensure_environment(ROOT)), *tests, external=True, env={"TEMPER_ROLLOUT_PYTHON": python}
-    )
+    faults = ["-m", "tools.fault_campaign", "--cases", "0", "--ray-cases", "0"]
+    for arguments in (tests,) if session.posargs else (tests, faults):
+        session.run(own, *arguments, external=True, env={"TEMPER_ROLLOUT_PYTHON": python})
 
 
 @nox.session

@@ -1,13 +1,17 @@
 """Disturb training runs at random, continue them, and keep a table of the results.
 
-    python -m tools.fault_campaign [--cases 100] [--ray-cases 4] [--seed 0] [--jobs 2] [--restart]
+    python -m tools.fault_campaign [--cases 100] [--ray-cases 4] [--vllm-cases 4] [--seed 0]
+        [--jobs 2] [--restart]
 
 A case is a seed: `packages/trainer/tests/loops/faults_for_tests.py` draws its faults and settings
 and runs it. Results are stored in .temper/fault_campaign.json after each case; later calls at the
-same commit run only the missing cases. The table is docs/records/fault_campaign.md.
+same commit run only the missing cases. The table is docs/records/fault_campaign.md; what follows
+the line `<!-- earlier campaigns -->` there is kept. Cases on vLLM are skipped unless vLLM is
+installed here, or in the environment whose interpreter TEMPER_ROLLOUT_PYTHON names.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -24,8 +28,10 @@ ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".temper" / "fault_campaign.json"
 RUNS = ROOT / ".temper" / "fault_campaign"
 REPORT = ROOT / "docs" / "records" / "fault_campaign.md"
-FIRST_RAY_SEED = 10_000
-"""First seed whose case runs on Ray, as in PROGRAM."""
+FIRST_RAY_SEED, FIRST_VLLM_SEED = 10_000, 20_000
+"""First seeds whose cases run on Ray and on a vLLM server, as in PROGRAM."""
+EARLIER = "<!-- earlier campaigns -->"
+"""Line of the report below which it is written by hand."""
 PROGRAM = ROOT / "packages" / "trainer" / "tests" / "loops" / "faults_for_tests.py"
 
 REPORT_HEAD = """\
@@ -44,10 +50,16 @@ are drawn from the seed. A case passes if
 * no other command was needed.
 
 A cold case starts a new interpreter each time; the others fork one that has imported torch. Cases
-from seed 10000 on run on Ray, and are compared with the undisturbed run in one process. The second
-fault of a case belongs to its second start. It did not happen if one start was enough, because the
-run survived the first fault or had ended before it.
+from seed 10000 on run on Ray, and are compared with the undisturbed run in one process. Those from
+seed 20000 on sample on a vLLM server, and are compared with an undisturbed run that does so, too.
+The second fault of a case belongs to its second start. It did not happen if one start was enough,
+because the run survived the first fault or had ended before it.
 """
+
+NO_VLLM = (
+    "it was neither installed nor named by TEMPER_ROLLOUT_PYTHON; `nox -s vllm` makes an "
+    "environment and runs these cases"
+)
 
 Row = Mapping[str, object]
 
@@ -77,14 +89,16 @@ class Record:
         partial.replace(path)
 
     def table(self) -> str:
-        """Return the report as Markdown."""
+        """Return the part of the report on these cases as Markdown."""
         rows = [row for _, row in sorted(self.rows.items())]
         num_failed = sum(bool(row["problems"]) for row in rows)
+        has_vllm = any(seed >= FIRST_VLLM_SEED for seed in self.rows)
         lines = [
             REPORT_HEAD,
             (
-                f"{len(rows)} cases, {num_failed} failed. Last: {time.strftime('%Y-%m-%d')}, "
-                f"{os.cpu_count()} cores."
+                f"{len(rows)} cases, {num_failed} failed. All ran at commit `{self.commit[:8]}`. "
+                f"Last: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores."
+                + ("" if has_vllm else f" None ran on vLLM: {NO_VLLM}.")
             ),
             "",
             "| case | seed | fault | when | starts | steps repeated | equal | leftovers | result |",
@@ -106,12 +120,27 @@ class Record:
         return "\n".join(lines) + "\n"
 
 
+def write_report(record: Record, path: Path) -> None:
+    """Write the table, and keep what the report says of earlier campaigns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _, marker, earlier = (path.read_text() if path.exists() else "").partition(EARLIER)
+    path.write_text(f"{record.table()}\n{marker}{earlier}" if marker else record.table())
+
+
+def has_vllm() -> bool:
+    """Return True if a server can be started."""
+    return "TEMPER_ROLLOUT_PYTHON" in os.environ or importlib.util.find_spec("vllm") is not None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the missing cases; return 1 if any case failed at this commit, else 0."""
     parser = argparse.ArgumentParser(prog="tools.fault_campaign", description=__doc__)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--ray-cases", type=int, default=4, help="cases on Ray, in addition")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case not on Ray")
+    parser.add_argument(
+        "--vllm-cases", type=int, default=4, help="cases on a vLLM server, in addition"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first case in one process")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument(
         "--restart", action="store_true", help="discard the stored cases of this commit"
@@ -119,9 +148,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     commit = git(ROOT, "rev-parse", "HEAD").strip()
     record = Record(commit=commit) if chosen.restart else Record.load(STATE, commit=commit)
+    num_vllm_cases = chosen.vllm_cases if has_vllm() else 0
+    if num_vllm_cases < chosen.vllm_cases:
+        print(f"{chosen.vllm_cases} cases on vLLM are skipped: {NO_VLLM}.")
     requested = (
         *range(chosen.seed, chosen.seed + chosen.cases),
         *range(FIRST_RAY_SEED, FIRST_RAY_SEED + chosen.ray_cases),
+        *range(FIRST_VLLM_SEED, FIRST_VLLM_SEED + num_vllm_cases),
     )
     missing = [seed for seed in requested if seed not in record.rows]
     lock = threading.Lock()
@@ -137,8 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with lock:
                     record.rows[int(str(row["seed"]))] = row
                     record.save(STATE)
-                    REPORT.parent.mkdir(parents=True, exist_ok=True)
-                    REPORT.write_text(record.table())
+                    write_report(record, REPORT)
                 result = _join(row["problems"]) or "passed"
                 print(f"{row['seed']}: {row['fault']}, {row['when']}: {result}", flush=True)
         exit_codes.append(process.returncode)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tools.fault_campaign import Record, Row
+from tools.fault_campaign import EARLIER, FIRST_VLLM_SEED, Record, Row, write_report
 
 PASSED: Row = {
     "seed": 3,
@@ -32,8 +32,22 @@ def test_a_stored_record_continues_at_the_same_commit_only(tmp_path: Path) -> No
 
 def test_table_lists_cases_by_seed_and_counts_failures() -> None:
     lines = Record(commit="abc", rows={3: PASSED, 1: FAILED}).table().splitlines()
-    assert any(line.startswith("2 cases, 1 failed.") for line in lines)
+    (summary,) = (line for line in lines if line.startswith("2 cases, 1 failed."))
+    assert "All ran at commit `abc`." in summary
+    assert "None ran on vLLM: it was neither installed nor named" in summary
     assert lines[-2:] == [
         "| 1 | 1 | SIGKILL | step 1 + 0.20 s | 2 | 1 | no | run.lock | the numbers differ |",
         "| 2 | 3 | SIGKILL | step 1 + 0.20 s | 2 | 1 | yes | none | passed |",
     ]
+
+
+def test_report_keeps_what_it_says_of_earlier_campaigns(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    report.write_text(f"an old table\n\n{EARLIER}\n\n## Earlier\n")
+    on_vllm = {**PASSED, "seed": FIRST_VLLM_SEED}
+    for rows in ({3: PASSED}, {3: PASSED, FIRST_VLLM_SEED: on_vllm}):
+        write_report(Record(commit="abc", rows=rows), report)
+    text = report.read_text()
+    assert text.endswith(f"passed |\n\n{EARLIER}\n\n## Earlier\n")
+    assert text.startswith("# Training runs under random faults")
+    assert "None ran on vLLM" not in text

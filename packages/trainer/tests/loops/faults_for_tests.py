@@ -43,7 +43,7 @@ SETTINGS = (
     "reward.timeout_s=1000",
     "run.resume=auto",
 )
-START_LIMIT_S = 400.0
+START_LIMIT_S = 900.0
 """A start that takes longer hangs; far above its time on a busy machine."""
 LEFTOVERS_AFTER_S = 10.0
 SILENCE_S = 1.0
@@ -62,10 +62,47 @@ KINDS = (
     "reward process stopped",
 )
 """The everyday tests run the first case of each kind."""
-FIRST_RAY_SEED = 10_000
-"""Cases from this seed on run on Ray."""
-RAY_KINDS = ("SIGKILL", "Ray actor killed", "SIGTERM", "Ray's raylet killed")
-ON_RAY = ("runtime.kind=ray", "runtime.cpus_per_worker=0.5")
+SERVER_MODULE = "temper_trainer.rollout.vllm.server"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """Ray or a vLLM server, on which the cases from a seed on run."""
+
+    name: str
+    first_seed: int
+    kinds: tuple[str, ...]
+    overrides: tuple[str, ...]
+    has_own_numbers: bool
+    """True if the undisturbed run has this backend, too, and is not in one process."""
+
+
+BACKENDS = (
+    Backend(
+        name="vLLM",
+        first_seed=20_000,
+        kinds=("SIGKILL", "vLLM server killed", "SIGTERM", "vLLM server stopped"),
+        overrides=(
+            "rollout=vllm",
+            f"runtime.rollout_python={os.environ.get('TEMPER_ROLLOUT_PYTHON', sys.executable)}",
+            "rollout.vllm.kv_cache_bytes=67108864",
+            "rollout.vllm.enforce_eager=true",
+            "rollout.vllm.stall_timeout_s=20",
+            "rollout.max_concurrent=16",
+            # Heads of 32, because vLLM's attention on CPUs has no smaller ones.
+            "actor.engine.model.architecture.hidden_size=128",
+        ),
+        has_own_numbers=True,
+    ),
+    Backend(
+        name="Ray",
+        first_seed=10_000,
+        kinds=("SIGKILL", "Ray actor killed", "SIGTERM", "Ray's raylet killed"),
+        overrides=("runtime.kind=ray", "runtime.cpus_per_worker=0.5"),
+        has_own_numbers=False,
+    ),
+)
+"""The last seeds first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +143,8 @@ class Case:
     num_workers: int
     is_cold: bool
     """True if each start is a new interpreter."""
-    is_on_ray: bool = False
+    backend: Backend | None = None
+    """None for a run in one process."""
 
     @property
     def overrides(self) -> list[str]:
@@ -115,7 +153,7 @@ class Case:
             f"run.save_every={self.save_every}",
             f"run.save_in_background={str(self.in_background).lower()}",
             f"reward.num_workers={self.num_workers}",
-            *(ON_RAY if self.is_on_ray else ()),
+            *(self.backend.overrides if self.backend is not None else ()),
         ]
 
 
@@ -139,8 +177,9 @@ class Row:
 def draw_case(seed: int) -> Case:
     """Return the case of a seed; ten consecutive seeds contain every kind once."""
     draw = random.Random(seed)
-    if seed >= FIRST_RAY_SEED:
-        kind = RAY_KINDS[seed % len(RAY_KINDS)]
+    backend = next((backend for backend in BACKENDS if seed >= backend.first_seed), None)
+    if backend is not None:
+        kind = backend.kinds[seed % len(backend.kinds)]
         return Case(
             seed=seed,
             faults=(_draw_fault(kind, draw),),
@@ -148,7 +187,7 @@ def draw_case(seed: int) -> Case:
             in_background=draw.random() < 0.3,
             num_workers=0,
             is_cold=True,  # Ray does not support a driver that was forked
-            is_on_ray=True,
+            backend=backend,
         )
     kinds = [KINDS[seed % len(KINDS)]]
     if seed >= len(KINDS) and draw.random() < 0.4:
@@ -165,7 +204,7 @@ def draw_case(seed: int) -> Case:
 
 def _draw_fault(kind: str, draw: random.Random) -> Fault:
     moment = draw.choice(["start", "step", "step", "save", "save"])
-    if kind == "damaged checkpoint" or kind.startswith(("reward", "Ray")):
+    if kind == "damaged checkpoint" or kind.startswith(("reward", "Ray", "vLLM")):
         moment = "step"
     delay_s = (
         draw.uniform(0, 2)
@@ -177,7 +216,7 @@ def _draw_fault(kind: str, draw: random.Random) -> Fault:
     if kind == "two processes":
         delay_s = draw.uniform(0, 1)
     # What is done to rewards needs a step that follows.
-    last = STEPS - 2 if kind.startswith(("reward", "Ray")) else STEPS - 1
+    last = STEPS - 2 if kind.startswith(("reward", "Ray", "vLLM")) else STEPS - 1
     return Fault(kind=kind, moment=moment, step=draw.randint(1, last), delay_s=delay_s)
 
 
@@ -210,17 +249,16 @@ class Start:
     def __init__(
         self,
         folder: Path,
-        case: Case | None,
         *,
+        overrides: Sequence[str],
+        is_cold: bool,
         log: Path,
         temporary: Path,
         max_file_bytes: int | None = None,
     ) -> None:
         self.log = log
-        self._temporary = temporary
         self._seen: dict[int, str] = {}
         self._begin = log.stat().st_size if log.exists() else 0
-        overrides = [] if case is None else case.overrides
         arguments = [*_base_settings(), *SETTINGS, f"run.dir={folder / 'disk' / 'run'}", *overrides]
         # Everything the run makes is below folders of the case: nothing of other programs is
         # mistaken for a leftover.
@@ -230,8 +268,10 @@ class Start:
             "PYTHONPATH": str(HERE),
             "OMP_NUM_THREADS": "1",
         }
+        # A variable that all processes inherit; a vLLM server has another TMPDIR.
+        self._mark = f"TEMPER_TEST_HANG={environment['TEMPER_TEST_HANG']}\0".encode()
         self._popen: subprocess.Popen[bytes] | None = None
-        if case is not None and case.is_cold:
+        if is_cold:
             with log.open("ab") as output:
                 self._popen = subprocess.Popen(
                     [sys.executable, "-m", "temper_trainer", *arguments],
@@ -275,12 +315,11 @@ class Start:
         )
 
     def children(self) -> list[int]:
-        """Return the other processes of the session, or that have the case's temporary folder.
+        """Return the other processes of the session, or that have the case's folder.
 
-        A process of Ray overwrites its environment with its title, so those that an earlier call
-        has seen are recognized by their start time.
+        Processes of Ray and vLLM overwrite their environment with their title, so those that an
+        earlier call has seen are recognized by their start time.
         """
-        mark = f"TMPDIR={self._temporary}\0".encode()
         pids = []
         for process in Path("/proc").glob("[0-9]*"):
             pid = int(process.name)
@@ -289,7 +328,7 @@ class Start:
                 is_of_case = (
                     int(fields[3]) == self.pid
                     or self._seen.get(pid) == fields[19]
-                    or mark in (process / "environ").read_bytes()
+                    or self._mark in (process / "environ").read_bytes()
                 )
             except OSError:
                 continue
@@ -390,16 +429,16 @@ class CaseRunner:
     def __init__(self, case: Case, *, folder: Path, expected: list[dict[str, float]]) -> None:
         self.case, self.folder, self.expected = case, folder, expected
         self.run = folder / "disk" / "run"
-        # The names of Ray's sockets may have 107 characters.
+        # The names of sockets of Ray and vLLM may have 107 characters.
         self.temporary = (
-            Path(tempfile.mkdtemp(prefix="tf-", dir="/tmp")) if case.is_on_ray else folder / "tmp"
+            Path(tempfile.mkdtemp(prefix="tf-", dir="/tmp")) if case.backend else folder / "tmp"
         )
         self.draw = random.Random(f"run {case.seed}")
         self.pids: list[int] = []
         self.may_repeat = 0
         words = "; ".join(fault.when for fault in case.faults)
         settings = (
-            ("on Ray, " if case.is_on_ray else "")
+            (f"on {case.backend.name}, " if case.backend else "")
             + f"saves every {case.save_every}"
             + (", in background" if case.in_background else "")
             + (", cold" if case.is_cold else "")
@@ -437,7 +476,8 @@ class CaseRunner:
         self.row.starts += 1
         start = Start(
             self.folder,
-            self.case,
+            overrides=self.case.overrides,
+            is_cold=self.case.is_cold,
             log=self.folder / f"start-{self.row.starts}.log",
             temporary=self.temporary,
             **more,
@@ -508,6 +548,11 @@ class CaseRunner:
                 os.kill(self.draw.choice(start.children_named("ray::RoleActor")), signal.SIGKILL)
             case "Ray's raylet killed":
                 os.kill(start.children_named("/raylet ")[0], signal.SIGKILL)
+            case "vLLM server killed":
+                os.kill(self.draw.choice(self._list_server_processes(start)), signal.SIGKILL)
+            case "vLLM server stopped":
+                for pid in self._list_server_processes(start):
+                    os.kill(pid, signal.SIGSTOP)
             case "reward process stopped":
                 self._signal_reward_process(start, signal.SIGSTOP)
                 self._end_silent_run(start)
@@ -521,6 +566,10 @@ class CaseRunner:
                     self.row.when += " (no call followed)"
                     return
                 self._end_silent_run(start)
+
+    def _list_server_processes(self, start: Start) -> list[int]:
+        """Return the processes of the vLLM server, whose workers change their titles."""
+        return [*start.children_named(SERVER_MODULE), *start.children_named("VLLM::")]
 
     def _signal_reward_process(self, start: Start, number: signal.Signals) -> None:
         for pid in start.reward_processes():
@@ -547,7 +596,7 @@ class CaseRunner:
         while start.poll() is None and time.monotonic() < deadline:
             if fault.moment == "start":
                 return
-            if self.case.is_on_ray:
+            if self.case.backend is not None:
                 start.children()
             steps = logged_steps(self.run)
             if steps > fault.step or (fault.moment == "step" and steps == fault.step):
@@ -650,16 +699,23 @@ def import_once() -> None:
         importlib.import_module(name)
 
 
-def undisturbed(folder: Path) -> list[dict[str, float]]:
+def undisturbed(folder: Path, *, backend: Backend | None) -> list[dict[str, float]]:
     """Run once without a fault, and return its numbers.
 
     Raises:
         RuntimeError: If it fails.
     """
-    for name in ("disk", "tmp"):
-        (folder / name).mkdir(parents=True)
-    start = Start(folder, None, log=folder / "start.log", temporary=folder / "tmp")
-    if start.wait(START_LIMIT_S) != 0:
+    (folder / "disk").mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="tf-", dir="/tmp") as temporary:
+        start = Start(
+            folder,
+            overrides=() if backend is None else backend.overrides,
+            is_cold=backend is not None,
+            log=folder / "start.log",
+            temporary=Path(temporary),
+        )
+        code = start.wait(START_LIMIT_S)
+    if code != 0:
         raise RuntimeError(f"the undisturbed run failed: {start.output()[-3000:]}")
     return logged_numbers(folder / "disk" / "run")
 
@@ -676,17 +732,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import_once()
     chosen.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=chosen.folder))
-    expected = undisturbed(folder / "undisturbed")
+    expected: dict[Backend | None, list[dict[str, float]]] = {}
     has_failed = False
     for seed in map(int, chosen.seeds.split(",")):
         own = folder / f"case-{seed}"
-        runner = CaseRunner(draw_case(seed), folder=own, expected=expected)
+        case = draw_case(seed)
+        backend = (
+            case.backend if case.backend is not None and case.backend.has_own_numbers else None
+        )
+        if backend not in expected:
+            name = "undisturbed" if backend is None else f"undisturbed-{backend.name}"
+            expected[backend] = undisturbed(folder / name, backend=backend)
+        runner = CaseRunner(case, folder=own, expected=expected[backend])
         row = runner.result()
         if row.problems:
             has_failed = True
         else:
             shutil.rmtree(own)
-        if runner.case.is_on_ray:
+        if case.backend is not None:
             shutil.rmtree(runner.temporary)
         print(json.dumps(asdict(row)), flush=True)  # noqa: T201  read by the test and the campaign
     return int(has_failed)
