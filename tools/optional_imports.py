@@ -45,7 +45,10 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
         "temper_trainer.environment.gymnasium_environment",
         "temper_trainer.environment.mcp_environment",
         "temper_trainer.reward.judge_scoring",
-        *(f"temper_trainer.rollout.vllm.{module}" for module in ("vllm_engine", "weight_transfer")),
+        *(
+            f"temper_trainer.rollout.vllm.{module}"
+            for module in ("expert_capture", "vllm_engine", "weight_transfer")
+        ),
     ),
 }
 """Modules and packages that can be imported only with an extra."""
