@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,30 @@ class TestWorkerGroup:
         assert again.report.outcome == "stepped"
         assert again.report.grad_norm == once.report.grad_norm
         assert again.metrics["loss"].result == once.metrics["loss"].result
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Reference of the object store of a test."""
+
+    value: object
+
+
+def test_ranks_of_a_replica_get_one_stored_copy_of_their_shard() -> None:
+    module = pytest.importorskip(
+        "temper_trainer.runtime.ray.ray_worker_group",
+        reason="Ray is not installed: pip install 'temper-trainer[ray]'",
+        exc_type=ImportError,
+    )
+    first, second, third = (["shard 0"],), (["shard 0"],), (["shard 2"],)
+    stored: list[object] = []
+
+    def put(value: object) -> Stored:
+        stored.append(value)
+        return Stored(value)
+
+    given = module.store_shared_arguments([first, first, second, third, third, third], put=put)
+    # Equal, but another object: serialized with the call of its only rank.
+    assert given[2] is second
+    assert given == [Stored(first), Stored(first), second, *[Stored(third)] * 3]
+    assert len(stored) == 2

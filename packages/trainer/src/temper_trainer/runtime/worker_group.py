@@ -233,7 +233,7 @@ class WorkerGroup(ABC):
         Args:
             call: A method of TrainingWorker, or an importable function whose first argument is the
                 worker.
-            arguments: One tuple per rank.
+            arguments: One tuple per rank; those that are the same object are serialized once.
 
         Returns:
             Results in rank order.
@@ -292,14 +292,14 @@ class WorkerGroup(ABC):
         """
         results = self.run(
             TrainingWorker.forward,
-            [(part, tuple(outputs), without_adapter) for part in self._assign_to_ranks(parts)],
+            self._assign_to_ranks([(part, tuple(outputs), without_adapter) for part in parts]),
         )
         return gather_outputs([result.outputs for result in results], sample_ids=sample_ids)
 
     def evaluate(self, parts: Sequence[PackedBatch]) -> dict[str, Metric]:
         """Return the objective's metrics without gradients, merged over replicas."""
         results = self.run(
-            TrainingWorker.evaluate, [(part,) for part in self._assign_to_ranks(parts)]
+            TrainingWorker.evaluate, self._assign_to_ranks([(part,) for part in parts])
         )
         return self._merge([result.metrics for result in results])
 
@@ -313,7 +313,7 @@ class WorkerGroup(ABC):
         self.num_updates += 1
         results = self.run(
             TrainingWorker.update,
-            [(part, is_last_of_step) for part in self._assign_to_ranks(parts)],
+            self._assign_to_ranks([(part, is_last_of_step) for part in parts]),
         )
         # The ids are those of the rank's own samples.
         ids = tuple(sorted({i for result in results for i in result.report.sample_ids}))
@@ -362,8 +362,11 @@ class WorkerGroup(ABC):
         """Restore the role from its part of a checkpoint."""
         self.run_on_all(TrainingWorker.read_part, directory)
 
-    def _assign_to_ranks(self, parts: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """Return the part of each rank; all ranks of a model-parallel replica get the same."""
+    def _assign_to_ranks(self, parts: Sequence[tuple[object, ...]]) -> list[tuple[object, ...]]:
+        """Return the arguments of each rank, given those of each data-parallel rank.
+
+        All ranks of a model-parallel replica get the same object, so that `run` can send it once.
+        """
         if len(parts) != self.dp_size:
             raise EngineStateError(
                 f"{self.role} has {self.dp_size} data-parallel ranks, but got {len(parts)} parts: "

@@ -1,6 +1,7 @@
 """A role as Ray actors: the actor of each rank, and the driver's handle on all of them."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar, cast
 
@@ -102,6 +103,20 @@ class RoleActor:
         return call_worker(self._worker, function, arguments)
 
 
+def store_shared_arguments(
+    arguments: Sequence[tuple[object, ...]], *, put: Callable[[object], object]
+) -> list[object]:
+    """Put arguments that several ranks get into the object store, once for each object.
+
+    They may be the full weights, or a shard of a batch that all ranks of a model-parallel replica
+    compute on. Others are serialized with the call.
+    """
+    counts = Counter(map(id, arguments))
+    shared = {id(each): each for each in arguments if counts[id(each)] > 1}
+    stored = {key: put(each) for key, each in shared.items()}
+    return [stored.get(id(each), each) for each in arguments]
+
+
 class RayWorkerGroup(WorkerGroup):
     """A role whose ranks are Ray actors in a process group of their own."""
 
@@ -137,11 +152,7 @@ class RayWorkerGroup(WorkerGroup):
             self._configure()
         name = f"{self.role}: {call.__qualname__}"
         with report_full_store(name):
-            given: Sequence[object] = arguments
-            if len(arguments) > 1 and all(each is arguments[0] for each in arguments):
-                # All ranks get the same argument, which may be the full weights: put it into the
-                # store once instead of once per rank.
-                given = [ray.put(arguments[0])] * len(arguments)
+            given = store_shared_arguments(arguments, put=ray.put)
             refs = [
                 actor.call.remote(call, each)
                 for actor, each in zip(self._actors, given, strict=True)
