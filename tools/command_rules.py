@@ -119,10 +119,9 @@ def check_python(words: Sequence[str], folder: Path) -> str:
         if words[1] == "-m"
         else (words[1].removesuffix(".py"), words[2:])
     )
-    file = next(
-        (path for path in (ROOT / f"{name}.py", ROOT / name / "__main__.py") if path.is_file()),
-        None,
-    )
+    folders = (ROOT, *ROOT.glob("packages/*/src"))
+    files = (each / end for each in folders for end in (f"{name}.py", f"{name}/__main__.py"))
+    file = next((path for path in files if path.is_file()), None)
     if file is None:
         return f"this repository has no program {name}"
     if name == "tools/dev" and rest[0] == "train":

@@ -36,7 +36,7 @@ from tools.command_rules import (
     check_train,
 )
 
-LIBRARIES = ("gymnasium", "mcp")
+LIBRARIES = ("gymnasium", "mcp", "openenv")
 """Libraries of extras that the environment of the checks lacks."""
 
 NOT_RUN = {
@@ -48,6 +48,7 @@ NOT_RUN = {
     "ray get-auth-token": "writes ~/.ray/auth_token, and prints it",
     "ray start": "starts a cluster; nightly tests of packages/trainer start two nodes",
     "vllm serve": "starts a server, in an environment with vLLM",
+    "uvicorn": "starts a server of another project",
     "tee": "keeps the output of the command before it, which is checked",
 }
 """Beginnings of commands that are not checked, each with the reason."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.optional_imports import NEEDS_EXTRA
+
 ROOT = Path(__file__).resolve().parents[2]
 
 HEAVY = ("torch", "transformers", "ray", "vllm", "megatron", "peft")
@@ -102,7 +104,7 @@ def test_ray_vllm_and_hydra_are_each_imported_by_one_component() -> None:
             "temper_engine_fsdp",
             "temper_engine_megatron",
         ),
-        excluded=tuple(f"temper_trainer.{module}" for module in importers),
+        excluded=(*(f"temper_trainer.{module}" for module in importers), *NEEDS_EXTRA["trainer"]),
     )
     assert libraries == []
     assert number > 50

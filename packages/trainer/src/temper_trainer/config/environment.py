@@ -22,6 +22,7 @@ ADAPTERS = {
     "agent": "temper_trainer.environment.agent_environment:OpenAiAgent",
     "gymnasium": "temper_trainer.environment.gymnasium_environment:GymnasiumEnvironment",
     "mcp": "temper_trainer.environment.mcp_environment:McpEnvironment",
+    "openenv": "temper_trainer.environment.openenv_environment:OpenenvEnvironment",
 }
 """Environments that need the extra of the same name, and their classes."""
 _LIBRARIES = {"agent": "aiohttp"}
@@ -36,10 +37,10 @@ class EnvironmentConfig:
 
     name: str = "calculator"
     """calculator, python (runs programs in ``sandbox``), agent (runs what uses an OpenAI client),
-    gymnasium, mcp, or the import path ``package.module:Class`` of a custom Environment.
+    gymnasium, mcp, openenv, or the import path ``package.module:Class`` of a custom Environment.
     """
     arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-    """Keyword arguments of agent, gymnasium, mcp or a custom class."""
+    """Keyword arguments of agent, gymnasium, mcp, openenv or a custom class."""
     max_turns: PositiveInt = 4
     """Maximum number of completions per rollout; sampling.max_tokens bounds each of them."""
     max_tokens: PositiveInt | None = None

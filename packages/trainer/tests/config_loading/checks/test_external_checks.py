@@ -506,7 +506,7 @@ def test_folder_named_like_a_library_is_not_taken_for_it(
 def test_unknown_environment_is_refused_before_the_run(there: list[str]) -> None:
     assert (
         "environment.name is 'calculater', but must be calculator or python or agent or gymnasium "
-        "or mcp, or the import path" in refusal([*there, "+environment.name=calculater"])
+        "or mcp or openenv, or the import path" in refusal([*there, "+environment.name=calculater"])
     )
     assert "environment.name names 'Missing' in fractions" in refusal(
         [*there, "+environment.name=fractions:Missing"]
