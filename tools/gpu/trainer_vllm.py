@@ -2,7 +2,7 @@ r"""Run GRPO with vLLM through `temper-train`: colocated on one GPU, or on separ
 
     python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON \
         [--shape 0.5B] [--jobs colocated,separate] [--gpus 2,3] [--check] \
-        [--override SETTING]
+        [--weights FOLDER] [--override SETTING]
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on
 PYTHONPATH are enough). This interpreter needs the trainer and the FSDP engine with their
@@ -12,6 +12,8 @@ can run in parallel; `--check` validates the settings of each job and runs nothi
 
 Each job is a `temper-train` run in its own process, on arithmetic problems with a random model of
 the given shape. The timings of all steps except the first become rows of FOLDER/rows.jsonl.
+`--weights` reads the model from FOLDER/SHAPE, and writes a random one there first if it is absent.
+Without it, every run initializes the model on the CPU, which takes minutes for 8B.
 `--override` adds a setting to every job, and may be given several times. The state of AdamW for 8B
 does not fit on the actor's GPU, which torch.optim.SGD without `betas` and `weight_decay` avoids.
 The jobs `experts` and `experts_replayed` need a shape with experts, such as `--shape 30B-A3B-4L`.
@@ -34,6 +36,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import transformers
 
 from temper_trainer.config_loading import load
 from temper_trainer.rollout.vllm.server_process import SERVER_MODULE
@@ -154,9 +157,30 @@ OTHERS = (
 )
 
 
-def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> list[str]:
+def _card(shape: str) -> list[tuple[str, object]]:
+    """Return the fields of the shape's `config.json`, for the context that the jobs need."""
+    sizes = CARDS.get(shape) or {"model_type": "qwen2", **SHAPES[shape]}
+    # Completions are shorter than the context from which Llama scales its angles.
+    kept = [item for item in sizes.items() if item[0] != "rope_scaling"]
+    return [*kept, ("max_position_embeddings", 4096)]
+
+
+def write_weights(folder: Path, shape: str) -> None:
+    """Write a random model of the shape to `folder`/`shape`, unless it is there already."""
+    if (folder / shape / "config.json").exists():
+        return
+    config = transformers.AutoConfig.for_model(**dict(_card(shape)))
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder / shape)
+    del model
+    torch.cuda.empty_cache()
+
+
+def overrides(
+    shape: str, *, steps: int, rollout_python: str, folder: Path, weights: Path | None
+) -> list[str]:
     """Return the overrides that all jobs have in common."""
-    sizes = CARDS.get(shape) or SHAPES[shape]
     architecture = "actor.engine.model.architecture"
     return [
         "experiment=quickstart",
@@ -168,12 +192,10 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
         "run.table_every=0",
         "run.num_threads=8",
         *(
-            f"+{architecture}.{name}={json.dumps(size)}"
-            for name, size in sizes.items()
-            # Completions are shorter than the context from which Llama scales its angles.
-            if name not in ("max_position_embeddings", "rope_scaling")
+            [f"~{architecture}", f"actor.engine.model.path={weights / shape}"]
+            if weights
+            else [f"+{architecture}.{name}={json.dumps(size)}" for name, size in _card(shape)]
         ),
-        f"{architecture}.max_position_embeddings=4096",
         "actor.engine.device=cuda",
         "actor.engine.precision.compute=bf16",
         "actor.engine.optimizer.lr=1e-6",
@@ -196,11 +218,16 @@ def list_overrides(
     steps: int,
     rollout_python: str,
     out: Path,
+    weights: Path | None = None,
     more: Sequence[str] = (),
 ) -> list[str]:
     """Return the overrides of a job: the actor gets the first GPU, servers get the others."""
     shared = overrides(
-        shape, steps=steps, rollout_python=rollout_python, folder=out / f"{name}-{shape}"
+        shape,
+        steps=steps,
+        rollout_python=rollout_python,
+        folder=out / f"{name}-{shape}",
+        weights=weights,
     )
     job = JOBS[name]
     # A learning rate this low hardly changes the weights: the run only saves a model of this shape.
@@ -233,6 +260,7 @@ def run_job(
     rollout_python: str,
     out: Path,
     limit_s: float,
+    weights: Path | None = None,
     more: Sequence[str] = (),
 ) -> None:
     """Run a job and add its row; the row of a failed job contains the end of its log."""
@@ -248,10 +276,12 @@ def run_job(
         steps=steps,
         rollout_python=rollout_python,
         out=out,
+        weights=weights,
         more=more,
     )
     environment = os.environ | {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "PYTHONFAULTHANDLER": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(gpus[: job.gpus]),
     }
     begin = time.perf_counter()
@@ -295,6 +325,8 @@ def watch(
     deadline, killed = time.monotonic() + limit_s, False
     while process.poll() is None:
         if time.monotonic() > deadline:
+            process.send_signal(signal.SIGABRT)  # faulthandler writes all stacks to the log
+            time.sleep(3)
             process.kill()
             return f"timed out after {limit_s:g} s", killed
         if kill_after is not None and not killed and len(read_steps(metrics)) >= kill_after:
@@ -353,6 +385,7 @@ def check_job(
     steps: int,
     rollout_python: str,
     out: Path,
+    weights: Path | None = None,
     more: Sequence[str] = (),
 ) -> None:
     """Compose and validate the settings of a job; needs no GPU.
@@ -386,6 +419,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=Path, help="file of results; default: rows.jsonl in --out")
     parser.add_argument("--limit", type=float, default=540.0, help="time limit of a job in seconds")
+    parser.add_argument("--weights", type=Path, help="folder of models, written if absent")
     parser.add_argument("--override", action="append", default=[], help="a setting of every job")
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
@@ -413,6 +447,8 @@ def run_chosen(chosen: argparse.Namespace) -> None:
         if chosen.gpus
         else [str(gpu) for gpu in range(torch.cuda.device_count())]
     )
+    if chosen.weights:
+        write_weights(chosen.weights, chosen.shape)
     for name in chosen.jobs.split(","):
         run_job(
             rows,
@@ -423,6 +459,7 @@ def run_chosen(chosen: argparse.Namespace) -> None:
             rollout_python=chosen.rollout_python,
             out=chosen.out.resolve(),
             limit_s=chosen.limit,
+            weights=chosen.weights,
             more=chosen.override,
         )
 
