@@ -1,5 +1,6 @@
 """Overrides of a small valid configuration, and temporary distributions with entry points."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,5 +21,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
         (info / "entry_points.txt").write_text(entry_points)
         (tmp_path / "third_party_engine.py").write_text(module)
         monkeypatch.syspath_prepend(str(tmp_path))
+        # An earlier test may have imported another module of this name.
+        monkeypatch.delitem(sys.modules, "third_party_engine", raising=False)
 
     return install_distribution
