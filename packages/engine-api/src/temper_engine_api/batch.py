@@ -365,6 +365,7 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
         batches = [
             replace(batch, media=batch.media or (None,) * batch.num_sequences) for batch in batches
         ]
+    # Concatenate lengths, not starts: the starts of each batch count from its own first token.
     lengths = torch.cat([batch.lengths for batch in batches])
     return SequenceBatch(
         sequence_starts=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),

@@ -113,6 +113,8 @@ def find_file_names(
     names = list(probes)
     parts: dict[str, list[FilePart]] = {name: [] for name in names}
     unknown = set()
+    # Convert probes in place of weights. A value names the tensor and the position that it comes
+    # from, so the result shows what transformers has split, joined or renamed.
     for file_name, values in revert(dict(probes)).items():
         owners = (values.flatten() // _PROBE_TENSOR).unique().tolist()
         part = _find_part(file_name, values, probes[names[owners[0]]]) if len(owners) == 1 else None
@@ -120,6 +122,7 @@ def find_file_names(
             unknown |= {names[owner] for owner in owners}
         else:
             parts[names[owners[0]]].append(part)
+    # A part that is missing or doubled would lose or overwrite weights in an export.
     unknown |= {name for name, known in parts.items() if not _is_complete(known, probes[name])}
     return FileNames(
         {

@@ -187,6 +187,7 @@ def build_head(
     """
     kind = config.model.model_type
     get_linear = make_getter(hf.get_output_embeddings() if kind == "language_model" else hf.score)
+    # The head computes log-probs from the weight alone, so a language model must have no bias.
     if not isinstance(get_linear(), nn.Linear) or (
         kind == "language_model" and len(list(get_linear().parameters())) != 1
     ):

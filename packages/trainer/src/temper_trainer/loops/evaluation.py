@@ -209,8 +209,10 @@ def _evaluate_set(
             )
             prefix = f"{kind}/{category}" if category else kind
             metrics |= {f"{prefix}/{key}": value for key, value in measured.items()}
+            # The console has one number for the full set; the metrics also have the categories.
             if not category:
                 results.append(f"{kind} {_describe_result(measured, evaluation=evaluation)}")
+        # One table per set is enough to see what the model writes.
         if i == 0 and table_step is not None:
             components.log.show_samples(table_step, evaluation.rows, kind="held-out")
     problems_text = _describe_problems(

@@ -219,6 +219,7 @@ def _run_steps(
                 ),
             )
 
+        # With teachers, equal rewards do not mean that there is nothing to learn from.
         watch = LearningWatch(uses_rewards=not config.has_teachers)
         for step in range(state.step + 1, run.total_steps + 1):
             # Made before the step, which moves the cursor of the data even if it fails.

@@ -262,6 +262,7 @@ def _run_update(
         max_tokens=max_tokens,
         seed=seed,
     )
+    # A supervised step is one optimizer update, so its plan has one mini-batch.
     (mini_batch,) = plan.mini_batches
     packed = pack_mini_batch(samples, mini_batch, "actor", objective=stage.objective)
     result = groups["actor"].update(packed, is_last_of_step=True)

@@ -125,14 +125,17 @@ def build_demonstration_stage(
             demonstrations,
             data=data,
             seed=seed,
+            # A curriculum needs the difficulty of every example.
             is_sorted=all(source.difficulty_key is not None for source in sources),
         )
         num_examples = len(demonstrations)
     engine, batch_size = config.actor.engine, config.batching.prompts_per_step
     if warm_start is not None:
+        # A warm start has its own length, learning rate and batch size: RL uses the others.
         engine = replace(engine, optimizer=warm_start.optimizer, schedule=warm_start.schedule)
         total_steps, batch_size = warm_start.total_steps, warm_start.batch_size
     else:
+        # Epochs of a stream cannot be converted to steps, because its length is not known.
         if num_examples is not None:
             config = with_run_length(config, num_problems=num_examples)
             engine = config.actor.engine

@@ -213,6 +213,7 @@ def with_run_length(config: TrainerConfig, *, num_problems: int) -> TrainerConfi
         total_steps = config.run.total_epochs * (num_problems // size)
         run = replace(config.run, total_steps=total_steps, total_epochs=None)
         config = replace(config, run=run)
+    # Schedules may count optimizer updates, of which only an RL step has several.
     updates_per_step = (
         config.batching.num_mini_batches * config.batching.num_passes if config.task == "rl" else 1
     )

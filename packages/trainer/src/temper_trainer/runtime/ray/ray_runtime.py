@@ -334,12 +334,15 @@ def _defer_signals() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers = {number: handler for number, handler in previous.items() if callable(handler)}
+    # Python allows only the main thread to set handlers. Without a handler for SIGTERM, a signal
+    # ends the process and no stop request can be lost.
     if not is_main or signal.SIGTERM not in handlers:
         yield
         return
     deferred: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
+        # A second Ctrl-C does not wait for the body, which may hang.
         if number == signal.SIGINT and deferred:
             deferred.clear()
             handlers[signal.SIGINT](number, frame)
