@@ -43,7 +43,7 @@ def describe_token_errors(
         >>> actual = torch.tensor([1.0, 2, 3, 4, 5, 9])
         >>> describe_token_errors(actual, expected, max_error=0.1, batch=batch)
         'The largest error is at token 2 of sequence 1 (sample 101, 3 tokens): 9, expected 6. \
-1 of 6 tokens are wrong: only after the first sequence, only the last token of every wrong \
+1 of 6 tokens are wrong: only after the first sequence, only the last token of each wrong \
 sequence.'
     """
     errors = (actual - expected).abs().nan_to_num(nan=math.inf).reshape(len(expected), -1)
