@@ -51,6 +51,7 @@ GROUP_ORDER = (
     "rfc_loop",
     "call_order",
     "failed_call",
+    "interrupted_call",
     "capability",
     "step_directory",
 )

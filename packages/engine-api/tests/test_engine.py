@@ -21,6 +21,7 @@ from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import (
     BatchError,
     CapabilityError,
+    CheckpointError,
     ConfigError,
     EngineStateError,
     WeightError,
@@ -264,6 +265,24 @@ def test_a_step_that_failed_is_not_repeated_with_the_same_gradients(
     engine.optimizer_zero_grad()
     with pytest.raises(EngineStateError, match="some of them may be updated and others not"):
         update(engine, batch)
+
+
+def test_checkpoint_completes_an_interrupted_load(
+    engine: BaseEngine, make_batch: MakeBatch, tmp_path: Path
+) -> None:
+    batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
+    saved = engine.save_checkpoint(str(tmp_path), global_step=0)
+    with pytest.raises(WeightError):
+        engine.load_weights([])  # nothing was loaded
+    assert update(engine, batch) > 0
+    with pytest.raises(ZeroDivisionError):
+        engine.load_weights(NamedWeight("table", table_of(engine) / (1 // 0)) for _ in range(2))
+    with pytest.raises(EngineStateError, match=r"load_weights\(\) raised .* call load_weights"):
+        update(engine, batch)
+    with pytest.raises(CheckpointError, match=r"load_weights\(\) raised"):
+        engine.save_checkpoint(str(tmp_path), global_step=1)
+    engine.load_checkpoint(saved)
+    assert update(engine, batch) > 0
 
 
 def raise_out_of_memory(*_arguments: object) -> None:

@@ -5,6 +5,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from temper_engine_api.errors import CollectiveTimeoutError, RankFailedError
+from temper_engine_api.errors import CollectiveTimeoutError, ConfigError, RankFailedError
+from temper_engine_api.process_group import join_default_group, report_failed_start
 from temper_engine_api.rank_failures import (
     RankFailures,
     close_connections,
@@ -32,8 +34,9 @@ def join(rank: int, folder: str, *, num_stages: int = 1) -> RankFailures:
         world_size=2,
         timeout=timedelta(seconds=60),
     )
-    failures = RankFailures.join(Topology(world_size=2, pp=Axis(size=num_stages)))
+    failures = RankFailures.join()
     assert failures is not None
+    failures.engine_built(Topology(world_size=2, pp=Axis(size=num_stages)))
     return failures
 
 
@@ -81,6 +84,76 @@ def raise_on_one(rank: int, folder: str) -> None:
 
 def test_other_rank_names_the_failed_one(tmp_path: Path) -> None:
     run_ranks(raise_on_one, tmp_path)
+
+
+def fail_before_joining(rank: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    begin = time.monotonic()
+
+    def start() -> None:
+        with report_failed_start(timeout_s=60.0):
+            if rank == 1:
+                raise FileNotFoundError("no model folder")
+            join_default_group(device=torch.device("cpu"), timeout_s=60.0)
+
+    expected = FileNotFoundError if rank else RankFailedError
+    with pytest.raises(expected, match="no model folder") as caught:
+        start()
+    assert time.monotonic() - begin < 10.0
+    if rank == 0:
+        assert str(caught.value).startswith("rank 1 raised in init_model(): FileNotFoundError:")
+    assert not dist.is_initialized()
+
+
+def test_rank_that_fails_before_the_group_exists_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run_ranks(fail_before_joining, tmp_path)
+
+
+def test_all_ranks_that_fail_to_build_raise_their_own_errors() -> None:
+    store = dist.HashStore()
+    ranks = [RankFailures(store, rank=rank, world_size=2) for rank in range(2)]
+    errors = [ConfigError("sequence_parallel is 3"), ConfigError("sequence_parallel is 3")]
+    with ThreadPoolExecutor(2) as pool:
+        for failures, error in zip(ranks, errors, strict=True):
+            pool.submit(failures.handle, error, where="init_model()")
+    for failures, error in zip(ranks, errors, strict=True):
+        failures.check()
+        assert not hasattr(error, "__notes__")
+
+
+def test_missing_rank_is_named_when_the_time_is_over() -> None:
+    failures = RankFailures(dist.HashStore(), rank=0, world_size=2)
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not begin to build"):
+        failures.wait_for_arrivals(timeout_s=0.1)
+
+
+def test_exception_is_reported_once() -> None:
+    # The context around the call must not wait for the rank that has caught its exception.
+    store = dist.HashStore()
+    first, second = (RankFailures(store, rank=rank, world_size=2) for rank in range(2))
+
+    def fail(failures: RankFailures) -> None:
+        with failures.report_failure("train_mode()"):
+            try:
+                with failures.report_failure("a training call"):
+                    raise ValueError("bad sample")
+            except ValueError:
+                if failures is first:
+                    raise
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(fail, failures) for failures in (first, second)]
+    assert isinstance(ended[0].exception(), ValueError)
+    assert ended[1].exception() is None
+    for failures in (first, second):
+        failures.check()
 
 
 def raise_after_other_collectives(rank: int, folder: str) -> None:
@@ -144,8 +217,7 @@ def test_call_that_ends_after_a_declaration_raises() -> None:
     """An aborted collective of a device ends like a complete one, for example with a wrong norm."""
     store = dist.HashStore()
     first, second = (
-        RankFailures(store, rank=rank, world_size=2, has_stages=False, watches=True)
-        for rank in range(2)
+        RankFailures(store, rank=rank, world_size=2, watches=True) for rank in range(2)
     )
     returned = []
 
@@ -163,7 +235,7 @@ def test_call_that_ends_after_a_declaration_raises() -> None:
 
 
 def test_single_process_needs_no_agreement() -> None:
-    assert RankFailures.join(Topology()) is None
+    assert RankFailures.join() is None
 
 
 class ResetsBeforeItAnswers(set[str]):

@@ -1,12 +1,16 @@
 """Test that an incomplete set of weights is refused, and the checksum of tensors."""
 
 import hashlib
+from contextlib import nullcontext
+from typing import NoReturn
 
 import pytest
 import torch
 
-from temper_engine_api.errors import WeightError
+from temper_engine_api.errors import EngineStateError, WeightError
 from temper_engine_api.weights import (
+    StateStream,
+    TrainingState,
     WeightEntry,
     check_weight_entries,
     hash_tensors,
@@ -73,3 +77,72 @@ def test_shapes_in_files_are_listed_without_the_tensor() -> None:
         ("mlp.experts.1.down_proj.weight", (4, 3)),
     ]
     assert list_file_shapes("norm.weight", (4,)) == [("norm.weight", (4,))]
+
+
+class Scope:
+    """Records the exception with which a context ends."""
+
+    def __init__(self) -> None:
+        self.ended_with: list[type[BaseException] | None] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.ended_with.append(kind)
+
+
+def make_state_stream() -> tuple[StateStream, Scope, list[str]]:
+    scope, abandoned = Scope(), list[str]()
+    zero = torch.zeros(1)
+    states = (
+        TrainingState(name=name, master=zero, first_moment=zero, second_moment=zero, update_count=0)
+        for name in "ab"
+    )
+    stream = StateStream(states, scope=scope, report_abandoned=lambda: abandoned.append("stream"))
+    return stream, scope, abandoned
+
+
+def test_state_stream_that_is_read_to_its_end_reports_nothing() -> None:
+    for is_context in (False, True):
+        stream, scope, abandoned = make_state_stream()
+        with stream if is_context else nullcontext():
+            assert [state.name for state in stream] == ["a", "b"]
+        assert (scope.ended_with, abandoned) == ([None], [])
+
+
+def test_exception_of_a_loop_reports_that_the_state_stream_was_abandoned() -> None:
+    stream, scope, abandoned = make_state_stream()
+    loops = [stream]
+    del stream
+
+    def read() -> None:
+        for _ in loops.pop():
+            raise ValueError("disk full")
+
+    with pytest.raises(ValueError, match="disk full"):
+        read()
+    assert abandoned == ["stream"]
+    assert scope.ended_with == [GeneratorExit]
+
+
+def test_context_of_a_state_stream_sees_the_exception_of_its_body() -> None:
+    stream, scope, abandoned = make_state_stream()
+
+    def read() -> NoReturn:
+        with stream:
+            next(stream)
+            raise ValueError("disk full")
+
+    with pytest.raises(ValueError, match="disk full"):
+        read()
+    assert (scope.ended_with, abandoned) == ([ValueError], [])
+
+
+def test_context_that_ends_early_reports_that_the_state_stream_was_abandoned() -> None:
+    stream, scope, abandoned = make_state_stream()
+    with stream:
+        next(stream)
+    assert (scope.ended_with, abandoned) == ([None], ["stream"])
+    with pytest.raises(EngineStateError, match="already used"), stream:
+        pass

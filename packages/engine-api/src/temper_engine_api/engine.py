@@ -25,7 +25,13 @@ from torch import Tensor
 from temper_engine_api import checkpoint
 from temper_engine_api.batch import PackedBatch, SequenceBatch, concatenate
 from temper_engine_api.capabilities import Capability, find_required_capabilities
-from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError
+from temper_engine_api.errors import (
+    CapabilityError,
+    CheckpointError,
+    ConfigError,
+    EngineStateError,
+    WeightError,
+)
 from temper_engine_api.hooks import (
     DEFAULT_OUTPUT,
     Context,
@@ -52,13 +58,14 @@ from temper_engine_api.outputs import (
     gather_outputs,
 )
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
+from temper_engine_api.process_group import report_failed_start
 from temper_engine_api.rank_failures import RankFailures
 from temper_engine_api.reduction import ObjectiveLoss, count_denominators
 from temper_engine_api.schedule import compute_learning_rate
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
 from temper_engine_api.updates import GradientState, LossScale, UpdateCycle, UpdateReport
-from temper_engine_api.weights import NamedWeight, TrainingState, WeightStream
+from temper_engine_api.weights import NamedWeight, StateStream, TrainingState, WeightStream
 
 ObjectT = TypeVar("ObjectT")
 
@@ -107,21 +114,32 @@ class BaseEngine(ABC):
     def init_model(self) -> None:
         """Build the model, optimizer and process groups. Collective.
 
+        If it raises on one rank only, the other ranks raise RankFailedError, at the latest in their
+        next call.
+
         Raises:
             CapabilityError: If the configuration needs a capability that the engine does not claim.
             EngineStateError: If it was called before, even if the engine was closed since.
+            RankFailedError: If another rank raised.
         """
         if self._was_initialized:
             raise EngineStateError(
                 "init_model() was called before, and an engine is initialized only once: construct "
                 "another one."
             )
-        self.require(*find_required_capabilities(self.config))
         # Parameters that are made in inference mode can never be trained.
         is_inference = torch.is_inference_mode_enabled()
-        with torch.inference_mode(mode=False) if is_inference else nullcontext():
-            self._topology = self._build()
-        self._rank_failures = RankFailures.join(self._topology)
+        with (
+            torch.inference_mode(mode=False) if is_inference else nullcontext(),
+            report_failed_start(timeout_s=self.config.collective_timeout_s) as start,
+        ):
+            self.require(*find_required_capabilities(self.config))
+            topology = self._build()
+        self._topology = topology
+        # An engine may create its group without join_default_group.
+        self._rank_failures = start.failures or RankFailures.join()
+        if self._rank_failures is not None:
+            self._rank_failures.engine_built(topology)
         self._was_initialized = True
 
     @property
@@ -189,13 +207,21 @@ class BaseEngine(ABC):
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        """Enter training mode and load what it needs; gradients are kept on exit."""
+        """Enter training mode and load what it needs; gradients are kept on exit.
+
+        If an exception leaves the body between two training calls of an update, its gradients are
+        incomplete: `optimizer_step` raises until they are zeroed. If one rank raises in the body,
+        the others raise RankFailedError.
+        """
         with self._enter_mode("train"):
             yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Enter evaluation mode (no dropout) and load the parameters only."""
+        """Enter evaluation mode (no dropout) and load the parameters only.
+
+        If one rank raises in the body, the others raise RankFailedError.
+        """
         with self._enter_mode("eval"):
             yield
 
@@ -537,7 +563,12 @@ class BaseEngine(ABC):
                 loaded then.
         """
         self._require_adapter()
-        with self._report_failure("load_adapter()"), self._load_to_change("eval"):
+        with (
+            self._report_failure("load_adapter()"),
+            self._load_to_change("eval"),
+            # By their contract these two change no tensor.
+            self._update_cycle.record_load("load_adapter()", harmless=(ConfigError, WeightError)),
+        ):
             self._load_adapter(config, tensors)
 
     def gather_objects(self, item: ObjectT) -> list[ObjectT]:
@@ -567,26 +598,50 @@ class BaseEngine(ABC):
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
         """Load full tensors by Hugging Face name. Collective; every rank passes the same stream.
 
+        After another exception than WeightError some weights may be replaced and others not.
+        Training and saving then raise EngineStateError until a load succeeds.
+
         Raises:
-            WeightError: If a name is missing, unexpected or repeated, or a shape differs.
+            WeightError: If a name is missing, unexpected or repeated, or a shape differs. No weight
+                is loaded then.
         """
-        with self._report_failure("load_weights()"), self._load_to_change("eval"):
+        with (
+            self._report_failure("load_weights()"),
+            self._load_to_change("eval"),
+            # By its contract, which the kit tests, this changes no weight.
+            self._update_cycle.record_load("load_weights()", harmless=(WeightError,)),
+        ):
             self._load_weights(stream)
 
-    def export_state(self) -> Iterator[TrainingState]:
-        """Iterate over the portable training state, one parameter at a time. Collective."""
+    def export_state(self) -> StateStream:
+        """Return a stream of the portable training state, one parameter at a time. Collective.
+
+        Use it as `with engine.export_state() as stream`: if the body of one rank raises before the
+        end of the stream, the other ranks raise RankFailedError with its message. Without `with`
+        they learn only that the stream was not read to its end.
+        """
         self.require(Capability.PORTABLE_STATE)
-        with self._report_failure("export_state()"):
-            yield from self._iterate_unchanged(
-                self._iterate_state(), mode="update", call="export_state"
-            )
+        failures = self._rank_failures
+        return StateStream(
+            self._iterate_unchanged(self._iterate_state(), mode="update", call="export_state"),
+            scope=self._report_failure("export_state()"),
+            report_abandoned=None
+            if failures is None
+            else lambda: failures.report_abandoned("export_state()"),
+        )
 
     def load_state(self, stream: Iterable[TrainingState]) -> None:
-        """Load the portable training state. Collective."""
+        """Load the portable training state. Collective.
+
+        After any exception, training and saving raise EngineStateError until a load succeeds.
+        """
         self.require(Capability.PORTABLE_STATE)
-        with self._report_failure("load_state()"), self._load_to_change("update"):
+        with (
+            self._report_failure("load_state()"),
+            self._load_to_change("update"),
+            self._update_cycle.record_load("load_state()", completes=self._saved_loads),
+        ):
             self._load_state(stream)
-        self._update_cycle.parameters_loaded()
 
     def write_part(self, directory: str) -> checkpoint.PartReport:
         """Write this engine's files of a checkpoint with several participants. Collective.
@@ -636,9 +691,14 @@ class BaseEngine(ABC):
 
     def read_part(self, directory: str) -> None:
         """Load the files of `write_part` or `stage_part`, and reset gradients. Collective."""
-        with self._load_to_change("update"):
+        with (
+            self._load_to_change("update"),
+            # By its contract this changes no tensor.
+            self._update_cycle.record_load(
+                "load_checkpoint()", completes=self._saved_loads, harmless=(CheckpointError,)
+            ),
+        ):
             self._read_state(directory)
-        self._update_cycle.parameters_loaded()
         self._update_cycle.load_state_dict(
             checkpoint.read_json(directory, checkpoint.PROGRESS_FILE)
         )
@@ -960,6 +1020,14 @@ class BaseEngine(ABC):
 
         return compute_loss
 
+    @property
+    def _saved_loads(self) -> frozenset[str]:
+        """Interrupted calls whose tensors are all part of the saved training state."""
+        # With an adapter the state has no base weights, so they stay incomplete.
+        base = () if self.config.lora.is_enabled else ("load_weights()",)
+        state = ("optimizer_step()", "load_state()", "load_checkpoint()", "load_adapter()")
+        return frozenset((*state, *base))
+
     def _check_ranks(self) -> None:
         if self._rank_failures is not None:
             self._rank_failures.check()
@@ -1025,10 +1093,17 @@ class BaseEngine(ABC):
                 f"can't enter {mode}_mode() inside {self._mode}_mode(): exit the outer context "
                 "first."
             )
-        with self._load(mode):
+        with self._report_failure(f"{mode}_mode()"), self._loaded(mode):
             self._mode = mode
             try:
                 yield
+            except GeneratorExit:
+                # The mode was entered in a generator that is not read to its end.
+                raise
+            except BaseException as error:
+                if mode == "train":
+                    self._update_cycle.interrupt(error)
+                raise
             finally:
                 self._mode = None
 

@@ -1,7 +1,12 @@
 """Process groups that engines need, and collectives: gathers of values, and a sum with gradient."""
 
 import os
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -11,8 +16,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
-from temper_engine_api.errors import ConfigError, MessageError
+from temper_engine_api.errors import ConfigError, EngineStateError, MessageError
 from temper_engine_api.gather_codec import decode_value, encode_value
+from temper_engine_api.rank_failures import AGREEMENT_S, RankFailures
 from temper_engine_api.rendezvous import store_from_environment
 
 ObjectT = TypeVar("ObjectT")
@@ -51,6 +57,55 @@ class _Rendezvous:
 _RENDEZVOUS = _Rendezvous()
 
 
+@dataclass(slots=True, kw_only=True)
+class EngineStart:
+    """An engine that is being built, and how it reports a failure to the other ranks."""
+
+    failures: RankFailures | None
+    """None for a single process, and as long as there is no store."""
+    timeout_s: float
+
+
+_STARTING: ContextVar[EngineStart | None] = ContextVar("_STARTING", default=None)
+_NOTICE_S = 0.2
+"""Time that other ranks get to read a failure before the process that serves the store may end."""
+
+
+@contextmanager
+def report_failed_start(*, timeout_s: float) -> Iterator[EngineStart]:
+    """Enclose the building of an engine: report an exception of it to the other ranks.
+
+    Args:
+        timeout_s: Timeout of collectives.
+
+    Raises:
+        RankFailedError: If another rank failed.
+    """
+    start = EngineStart(failures=RankFailures.join(), timeout_s=timeout_s)
+    token = _STARTING.set(start)
+    try:
+        yield start
+    except BaseException as error:
+        if start.failures is None and _has_other_ranks() and not dist.is_initialized():
+            # The other ranks wait for this one in join_default_group.
+            try:
+                store, rank, world_size = _RENDEZVOUS.next_store(timedelta(seconds=AGREEMENT_S))
+                start.failures = RankFailures(store, rank=rank, world_size=world_size)
+            except (dist.DistError, EngineStateError) as store_error:
+                error.add_note(f"The other ranks could not be told: {store_error}")
+        if start.failures is not None:
+            start.failures.handle(error, where="init_model()")
+            if not dist.is_initialized():
+                time.sleep(_NOTICE_S)
+        raise
+    finally:
+        _STARTING.reset(token)
+
+
+def _has_other_ranks() -> bool:
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def choose_device(requested: str) -> torch.device:
     """Return the device of this rank; on CUDA also make it the current device.
 
@@ -72,21 +127,34 @@ def join_default_group(*, device: torch.device, timeout_s: float) -> bool:
     """Join the default process group, or create it.
 
     A new group uses RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them it has a single
-    rank.
+    rank. Within `init_model` ranks wait for each other here. So do first what may fail on a single
+    rank, such as reading files, and create other groups right afterwards: a rank that waits for the
+    creation of a group can't be told that another one failed.
 
     Returns:
         True if the group was created here, so that the caller must destroy it.
+
+    Raises:
+        RankFailedError: If another rank failed in `init_model` before it came here.
     """
+    start = _STARTING.get()
     if dist.is_initialized():
+        if start is not None and start.failures is not None:
+            start.failures.wait_for_arrivals(timeout_s=start.timeout_s)
         return False
     # gloo as well: some collectives use host memory, such as those of offloaded tensors.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         store, rank, world_size = _RENDEZVOUS.next_store(timeout)
+        if start is not None and world_size > 1:
+            start.failures = RankFailures(store, rank=rank, world_size=world_size)
+            start.failures.wait_for_arrivals(timeout_s=timeout_s)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
+        if start is not None and start.failures is not None:
+            start.failures.group_joined()
     else:
         # A store in memory: a single process needs no port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -16,6 +16,13 @@ this wait. Ranks exchange nothing as long as calls succeed. After an exception:
    A call that did not wait for its collectives may have returned by then; the next one raises.
 4. Every later call of a rank in a broken group raises the same RankFailedError.
 
+`train_mode()`, `eval_mode()` and the streams of weights and state count as calls from their begin
+to their end. An exception that a call inside of them has reported is not reported again.
+
+`init_model` reports too, although its groups do not exist yet. Ranks wait for each other in
+`process_group.join_default_group`, where they also look for a declaration. After that, the
+connections to close are those opened since `init_model` began.
+
 Pipeline stages also exchange messages outside of collectives, in forward and backward passes. Their
 number does not show which are under way, and a stage that waits for one can leave only by closing
 the connection. With stages a group therefore survives only if no rank raised during its passes.
@@ -42,7 +49,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
-from temper_engine_api.errors import CollectiveTimeoutError, RankFailedError
+from temper_engine_api.errors import CollectiveTimeoutError, EngineStateError, RankFailedError
 from temper_engine_api.topology import Topology
 
 AGREEMENT_S = 4.0
@@ -54,6 +61,10 @@ MAX_MESSAGE = 2000
 """Characters of an exception's message that other ranks see."""
 _PREFIX = "temper_engine_api/failure"
 _POLL_S = 0.02
+_CAUSE_WAIT_S = 1.0
+"""Time that a rank with a lost connection waits for the report of the rank that closed it."""
+_IS_REPORTED = "_temper_is_reported"
+"""Attribute of an exception that a call has reported, so that an outer one does not."""
 _LOST_CONNECTION = (
     "Timed out",
     "timed out",
@@ -95,24 +106,23 @@ class FailureReport:
 class RankFailures:
     """The failures of the ranks of one engine; see the module's docstring."""
 
-    def __init__(
-        self, store: Store, *, rank: int, world_size: int, has_stages: bool, watches: bool = False
-    ) -> None:
+    def __init__(self, store: Store, *, rank: int, world_size: int, watches: bool = False) -> None:
         """Join the other ranks, without waiting for them.
 
         Args:
             store: Store that all ranks share.
             rank: Global rank.
             world_size: Number of ranks.
-            has_stages: True if the engine has pipeline stages.
             watches: True if collectives run on a device, where one that is aborted ends without an
                 exception: a thread looks for declarations, and so does the end of each call.
         """
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._has_stages = has_stages
+        self._has_stages = False
         self._watches = watches
+        self._before_start: set[str] | None = own_connections()
+        """Connections at the begin of `init_model`; None after its end."""
         # Ranks build their engines in the same order, so they agree on this number.
         engine_number = store.add(f"{_PREFIX}/engines/{rank}", 1)
         self._prefix = f"{_PREFIX}/{engine_number}"
@@ -123,26 +133,57 @@ class RankFailures:
         self._may_have_messages = False
         self._broken: str | None = None
         self._breaking = threading.Lock()
-        store.set(f"{self._prefix}/connections/{rank}", json.dumps(sorted(own_connections())))
 
     @classmethod
-    def join(cls, topology: Topology) -> "RankFailures | None":
+    def join(cls) -> "RankFailures | None":
         """Join the ranks of the default process group; return None for a single process."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         # torch has no public accessor for the store of the default group.
-        failures = cls(
-            _get_default_store(),
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            has_stages=topology.pp.size > 1,
-            watches="nccl" in dist.get_backend_config(),
-        )
-        if failures._watches:
-            threading.Thread(
-                target=_watch, args=(weakref.ref(failures),), name="rank-failures", daemon=True
-            ).start()
+        failures = cls(_get_default_store(), rank=dist.get_rank(), world_size=dist.get_world_size())
+        failures.group_joined()
         return failures
+
+    def group_joined(self) -> None:
+        """Note that the default process group exists, whose connections a failed rank closes."""
+        self._publish_connections()
+        if "nccl" in dist.get_backend_config() and not self._watches:
+            self._watches = True
+            threading.Thread(
+                target=_watch, args=(weakref.ref(self),), name="rank-failures", daemon=True
+            ).start()
+
+    def engine_built(self, topology: Topology) -> None:
+        """Note the end of `init_model`: all groups of the engine exist."""
+        self._has_stages = topology.pp.size > 1
+        self._before_start = None
+        self._publish_connections()
+
+    def _publish_connections(self) -> None:
+        self._store.set(
+            f"{self._prefix}/connections/{self._rank}", json.dumps(sorted(own_connections()))
+        )
+
+    def wait_for_arrivals(self, *, timeout_s: float) -> None:
+        """Wait until every rank is here, or one has failed in `init_model` before.
+
+        Raises:
+            RankFailedError: If a rank has failed.
+            CollectiveTimeoutError: If a rank is neither here nor has failed in time.
+        """
+        keys = [f"{self._prefix}/arrived/{rank}" for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], "")
+        deadline = time.monotonic() + timeout_s
+        while not self._store.check(keys):
+            self._learn_of_declaration()
+            self.check()
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise CollectiveTimeoutError(
+                    f"ranks {missing} did not begin to build their engine within {timeout_s:.0f} "
+                    "s: see their logs, or increase collective_timeout_s."
+                )
+            time.sleep(_POLL_S)
 
     def check(self) -> None:
         """Raise RankFailedError if the group is known to be broken; reads no other rank."""
@@ -183,14 +224,26 @@ class RankFailures:
                 self._learn_of_declaration()
             self.check()
         except GeneratorExit:
-            # An iterator that is not read to its end, which is no failure.
+            # A context in a generator that is not read to its end, which is no failure.
             raise
         except BaseException as error:
-            self._handle(error, where=call + self._position)
+            self.handle(error, where=call + self._position)
             raise
         finally:
             # The call may be inside another one, such as a stream of weights.
             self._position = ""
+
+    def report_abandoned(self, call: str) -> None:
+        """Report that this rank does not read a collective stream to its end.
+
+        If all ranks stop after the same item, the group survives.
+
+        Args:
+            call: Call that returned the stream, such as `export_state()`.
+        """
+        self.handle(
+            EngineStateError("the stream was not read to its end, or its reader raised"), where=call
+        )
 
     @contextmanager
     def explain_lost_connection(self) -> Iterator[None]:
@@ -204,10 +257,10 @@ class RankFailures:
             yield
         except RuntimeError as error:
             if has_lost_connection(error):
-                self._handle(error, where=None)
+                self.handle(error, where=None)
             raise
 
-    def _handle(self, error: BaseException, *, where: str | None) -> None:
+    def handle(self, error: BaseException, *, where: str | None) -> None:
         """Find out whether the error breaks the group, and leave the group if so.
 
         Raises RankFailedError if another rank's failure caused the error. Otherwise, an error that
@@ -217,12 +270,13 @@ class RankFailures:
             error: The exception of this rank.
             where: Call and position to report; None reports nothing.
         """
-        if isinstance(error, RankFailedError):
+        if isinstance(error, RankFailedError) or getattr(error, _IS_REPORTED, False):
             return
         try:
             failure = self._read_declaration()
             if failure is None and where is not None:
                 failure = self._agree(self._make_report(error, where=where))
+                setattr(error, _IS_REPORTED, True)
         except dist.DistError as store_error:
             # The process that serves the store has ended. Ranks can't exchange reports without it,
             # so each one leaves the group.
@@ -253,8 +307,10 @@ class RankFailures:
         prefix = f"{self._prefix}/{self._num_survived}"
         self._store.set(f"{prefix}/report/{self._rank}", json.dumps(asdict(report)))
         keys = [f"{prefix}/report/{rank}" for rank in range(self._world_size)]
-        # A lost connection cannot be used again, so there is nothing to wait for.
-        deadline = time.monotonic() + (0.0 if report.has_lost_connection else AGREEMENT_S)
+        # A lost connection cannot be used again. But the rank that closed it may be about to say
+        # why: one that fails in init_model leaves its group before the exception arrives here.
+        wait_s = min(AGREEMENT_S, _CAUSE_WAIT_S) if report.has_lost_connection else AGREEMENT_S
+        deadline = time.monotonic() + wait_s
         while not (is_complete := self._store.check(keys)) and time.monotonic() < deadline:
             if (failure := self._read_declaration()) is not None:
                 return failure
@@ -311,7 +367,13 @@ class RankFailures:
                 "the engine did not create it, and build a new engine on every rank."
             )
         _abort_device_collectives()
-        close_connections(self._other_ends())
+        other_ends = self._other_ends()
+        if self._before_start is not None:
+            # Connections of groups that were being built; the other ranks have not listed theirs.
+            for connection in own_connections() - self._before_start:
+                local, _, remote = connection.partition(" ")
+                other_ends.add(f"{remote} {local}")
+        close_connections(other_ends)
 
     def _other_ends(self) -> set[str]:
         """Return the connections that other ranks had when the engine was built."""

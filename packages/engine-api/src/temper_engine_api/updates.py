@@ -19,6 +19,10 @@ LOSS_SCALE_GROWTH_INTERVAL = 2000
 after which the scale doubles."""
 
 
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(".")
+
+
 class GradientState(Enum):
     """State of the gradient buffers within one update."""
 
@@ -112,14 +116,17 @@ class UpdateCycle:
         """Number of steps and loads that may have changed weights; not saved in checkpoints."""
         self.loss_scale = LossScale(precision)
         self._consecutive_skips = 0
-        self._partial_step: str | None = None
-        """Exception that interrupted a change of the parameters; None if they are consistent."""
+        self._interrupted_changes: dict[str, str] = {}
+        """Exceptions that interrupted a change of the parameters, by call; empty if they are
+        consistent."""
         self.start()
 
     def start(self) -> None:
         """Start an update without gradients."""
         self._gradients = GradientState.EMPTY
         self._failure: str | None = None
+        self._interruption: str | None = None
+        """Exception that left `train_mode` between two calls; None if there was none."""
         self.trains_something = False
         """True if a pass of this update trained a token. If it is False, the step changes nothing.
         """
@@ -137,12 +144,45 @@ class UpdateCycle:
         try:
             yield
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}".rstrip(".")
+            self._failure = _describe(error)
             if result is GradientState.APPLIED:
-                self._partial_step = self._failure
+                self._interrupted_changes["optimizer_step()"] = self._failure
                 self.num_weight_changes += 1
             raise
         self._gradients = result
+
+    @contextmanager
+    def record_load(
+        self,
+        call: str,
+        *,
+        completes: frozenset[str] = frozenset(),
+        harmless: tuple[type[Exception], ...] = (),
+    ) -> Iterator[None]:
+        """Enclose a call that replaces parameters, and record whether it replaced all of them.
+
+        Args:
+            call: Name of the call, such as `load_weights()`.
+            completes: Other calls whose parameters it replaces too.
+            harmless: Exceptions after which no parameter has changed.
+        """
+        try:
+            yield
+        except harmless:
+            raise
+        except BaseException as error:
+            self._interrupted_changes[call] = _describe(error)
+            raise
+        for completed in {call, *completes}:
+            self._interrupted_changes.pop(completed, None)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Note that an exception left `train_mode` outside of a call.
+
+        If gradients wait for further calls of the update, these are missing now.
+        """
+        if self._gradients is GradientState.ACCUMULATED:
+            self._interruption = _describe(error)
 
     @property
     def has_failed(self) -> bool:
@@ -150,26 +190,30 @@ class UpdateCycle:
         return self._failure is not None
 
     def check_not_failed(self) -> None:
-        """Raise EngineStateError if a call of this update raised."""
+        """Raise EngineStateError if a call of this update or its mode raised."""
         self.check_parameters()
         if self._failure is not None:
             raise EngineStateError(
                 f"a call of this update raised ({self._failure}), so its gradients are incomplete: "
                 "call optimizer_zero_grad() to discard the update and start again."
             )
-
-    def check_parameters(self) -> None:
-        """Raise EngineStateError if an optimizer step was interrupted and nothing loaded since."""
-        if self._partial_step is not None:
+        if self._interruption is not None:
             raise EngineStateError(
-                f"optimizer_step() raised while it changed the parameters ({self._partial_step}), "
-                "so some of them may be updated and others not: load a checkpoint, or build a new "
-                "engine."
+                f"an exception left train_mode() ({self._interruption}) before the final call of "
+                "this update, so its gradients are incomplete: call optimizer_zero_grad() to "
+                "discard the update and start again."
             )
 
-    def parameters_loaded(self) -> None:
-        """Note that parameters and optimizer states were loaded, so they are consistent again."""
-        self._partial_step = None
+    def check_parameters(self) -> None:
+        """Raise EngineStateError if a step or load was interrupted and nothing loaded since."""
+        for call, failure in self._interrupted_changes.items():
+            done, remedy = "loaded", f"call {call} again"
+            if call == "optimizer_step()":
+                done, remedy = "updated", "load a checkpoint"
+            raise EngineStateError(
+                f"{call} raised while it changed the parameters ({failure}), so some of them may "
+                f"be {done} and others not: {remedy}, or build a new engine."
+            )
 
     def check_can_accumulate(self) -> None:
         """Raise EngineStateError if this update failed, or its gradients are already reduced."""

@@ -1,7 +1,7 @@
 """Weights in transit: full tensors by Hugging Face name, and checks that a set is complete."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +134,82 @@ class WeightStream:
             return next(self._source)
         except StopIteration:
             self._is_complete = True
+            raise
+
+
+class StateStream:
+    """Iterator over the portable training state; use it as a context manager.
+
+    It can also be iterated without the context. Then an exception of the loop's body is not known
+    here, only that the stream was not read to its end.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[TrainingState],
+        *,
+        scope: AbstractContextManager[object],
+        report_abandoned: Callable[[], object] | None = None,
+    ) -> None:
+        """Make a stream that can be read once.
+
+        Args:
+            source: The states.
+            scope: Context that reports an exception which ends the stream early.
+            report_abandoned: Called if the stream is not read to its end outside of the context.
+        """
+        self._source = source
+        self._scope = scope
+        self._report_abandoned = report_abandoned
+        self._items: Iterator[TrainingState] | None = None
+        self._is_complete = False
+
+    def __enter__(self) -> "StateStream":
+        if self._items is not None:
+            raise EngineStateError("this stream was already used: call export_state() again.")
+        self._scope.__enter__()
+        self._items = self._read_in_context()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_complete:
+            self._scope.__exit__(None, None, None)
+            return
+        if error is None and self._report_abandoned is not None:
+            self._report_abandoned()
+        self._scope.__exit__(kind, error, trace)
+
+    def __iter__(self) -> Iterator[TrainingState]:
+        if self._items is None:
+            self._items = _read_without_context(self._source, self._scope, self._report_abandoned)
+        return self._items
+
+    def __next__(self) -> TrainingState:
+        return next(iter(self))
+
+    def _read_in_context(self) -> Iterator[TrainingState]:
+        yield from self._source
+        self._is_complete = True
+
+
+def _read_without_context(
+    source: Iterator[TrainingState],
+    scope: AbstractContextManager[object],
+    report_abandoned: Callable[[], object] | None,
+) -> Iterator[TrainingState]:
+    # No method of StateStream: only a loop would then refer to this generator, and close it at once
+    # when its body raises.
+    with scope:
+        try:
+            yield from source
+        except GeneratorExit:
+            if report_abandoned is not None:
+                report_abandoned()
             raise
 
 

@@ -500,6 +500,26 @@ FAULTY_ENGINES = (
         2,
     ),
     FaultyEngine(
+        failures.ReportsNoFailureInModes,
+        ("test_interrupted_call::test_other_ranks_report_a_rank_that_fails_in_a_mode",),
+        2,
+    ),
+    FaultyEngine(
+        failures.ReportsNoFailureToBuild,
+        ("test_interrupted_call::test_other_ranks_report_a_rank_that_fails_in_init_model",),
+        2,
+    ),
+    FaultyEngine(
+        failures.StepsAfterAnInterruptedUpdate,
+        (
+            "test_interrupted_call::test_exception_between_the_calls_of_an_update_makes_it_incomplete",
+        ),
+    ),
+    FaultyEngine(
+        failures.TrainsAfterAnInterruptedLoad,
+        ("test_interrupted_call::test_interrupted_load_is_completed_before_training",),
+    ),
+    FaultyEngine(
         failures.AcceptsCallsInABrokenGroup,
         (REPORTED, "test_failed_call::test_lost_connection_ends_the_call_on_every_rank"),
         2,

@@ -8,6 +8,7 @@ from data_parallel_oracle import DataParallelOracle
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from temper_engine_api.errors import RankFailedError
+from temper_engine_api.rank_failures import RankFailures
 from temper_engine_api.updates import GradientState
 
 
@@ -147,14 +148,51 @@ class HidesTheFailedRank(DataParallelOracle):
 
 
 class ReportsNoFailureInStreams(DataParallelOracle):
-    """Reports no exception that one rank raises while it reads or loads a stream of weights."""
+    """Reports no exception that one rank raises while it reads or loads a stream."""
 
     def _report_failure(self, call):
-        if call not in ("export_weights()", "load_weights()"):
+        if call not in ("export_weights()", "export_state()", "load_weights()"):
             return super()._report_failure(call)
         # The other ranks wait for it in the next collective; a test need not.
         _set_pg_timeout(timedelta(seconds=2))
         return nullcontext()
+
+
+class ReportsNoFailureInModes(DataParallelOracle):
+    """Reports no exception that one rank raises in `train_mode` or `eval_mode`, between calls."""
+
+    def _report_failure(self, call):
+        if call not in ("train_mode()", "eval_mode()"):
+            return super()._report_failure(call)
+        _set_pg_timeout(timedelta(seconds=2))
+        return nullcontext()
+
+
+class ReportsNoFailureToBuild(DataParallelOracle):
+    """Reports no exception that one rank raises in `init_model`."""
+
+    def init_model(self):
+        topology = self._topology = self._build()
+        self._rank_failures = RankFailures.join()
+        if self._rank_failures is not None:
+            self._rank_failures.engine_built(topology)
+            _set_pg_timeout(timedelta(seconds=2))
+
+
+class StepsAfterAnInterruptedUpdate(DataParallelOracle):
+    """Steps although an exception left `train_mode` before the final call of the update."""
+
+    def optimizer_step(self):
+        self._update_cycle._interruption = None
+        return super().optimizer_step()
+
+
+class TrainsAfterAnInterruptedLoad(DataParallelOracle):
+    """Trains although a load raised after it had replaced some of the weights."""
+
+    def optimizer_zero_grad(self):
+        self._update_cycle._interrupted_changes.clear()
+        super().optimizer_zero_grad()
 
 
 class AcceptsCallsInABrokenGroup(DataParallelOracle):

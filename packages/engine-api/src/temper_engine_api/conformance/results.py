@@ -51,6 +51,9 @@ GROUPS = {
     ),
     "call_order": Group(about="invalid call orders are rejected"),
     "failed_call": Group(about="an exception costs one update, and every rank learns of it"),
+    "interrupted_call": Group(
+        about="the same for exceptions in a mode, in init_model() and in loads"
+    ),
     "rfc_loop": Group(about="the RFC's training loop as users write it"),
     "offload": Group(about="offloading and moving change no number", is_mandatory=False),
     "capability": Group(about="what is not claimed is rejected"),

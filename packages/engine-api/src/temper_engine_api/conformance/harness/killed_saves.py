@@ -163,10 +163,11 @@ def _update(engine: BaseEngine, step: int) -> None:
 
 def _state_digest(engine: BaseEngine) -> str:
     digest = hashlib.sha256()
-    for entry in engine.export_state():
-        for tensor in (entry.master, entry.first_moment, entry.second_moment):
-            digest.update(tensor.numpy().tobytes())
-        digest.update(str(entry.update_count).encode())
+    with engine.export_state() as stream:
+        for entry in stream:
+            for tensor in (entry.master, entry.first_moment, entry.second_moment):
+                digest.update(tensor.numpy().tobytes())
+            digest.update(str(entry.update_count).encode())
     return digest.hexdigest()
 
 

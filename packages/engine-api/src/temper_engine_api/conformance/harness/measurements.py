@@ -162,7 +162,8 @@ def run_update(
 def collect_state(engine: BaseEngine) -> dict[str, TrainingState]:
     """Return the portable state by name, on the CPU; empty on ranks other than 0."""
     # The export is collective, so every rank must iterate it.
-    state = {entry.name: _on_host(entry) for entry in engine.export_state()}
+    with engine.export_state() as stream:
+        state = {entry.name: _on_host(entry) for entry in stream}
     return state if engine.topology.global_rank == 0 else {}
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, NoReturn, get_args
+from typing import Literal, NoReturn, TypeVar, get_args
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ from temper_engine_api.weights import NamedWeight
 
 EXCEPTIONS = (InjectedError, KeyboardInterrupt, torch.OutOfMemoryError, RankFailedError)
 """Exceptions of a call with a FailingProbe."""
+Item = TypeVar("Item")
 TrainingCall = Literal["forward_backward_batch", "forward_backward_step"]
 CALLS: tuple[TrainingCall, ...] = get_args(TrainingCall)
 LAST_METHODS: Mapping[TrainingCall, str] = {
@@ -473,11 +474,11 @@ def fail_on_one_rank(
     return replace(failed, later_errors=collect_later_errors(engine, batch))
 
 
-@pytest.mark.parametrize("call", ["export_weights", "load_weights"])
+@pytest.mark.parametrize("call", ["export_weights", "export_state", "load_weights"])
 def test_other_ranks_report_a_rank_that_stops_a_stream(
     engine_under_test: EngineUnderTest, oracle: OracleCache, call: str
 ) -> None:
-    """If one rank raises halfway through a stream of weights, every other one names it within 10 s.
+    """If one rank raises halfway through a stream, every other one names it within 10 s.
 
     A rank that gathers or sends weights would wait for the rest of the stream. One that does not
     may end the call, and raises in the next one.
@@ -506,7 +507,7 @@ def stop_stream(
     weights = collect_weights(engine)
     injected_s: list[float] = []
 
-    def stop(stream: Iterable[NamedWeight]) -> Iterator[NamedWeight]:
+    def stop(stream: Iterable[Item]) -> Iterator[Item]:
         for index, weight in enumerate(stream):
             if index == 1 and rank.index == culprit:
                 injected_s.append(time.time())
@@ -517,11 +518,14 @@ def stop_stream(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_failures, "AGREEMENT_S", SHORT_AGREEMENT_S)
         try:
-            if call == "export_weights":
+            if call == "load_weights":
+                engine.load_weights(stop(NamedWeight(*each) for each in weights.items()))
+            elif call == "export_state":
+                with engine.export_state() as states:
+                    list(stop(states))
+            else:
                 with engine.export_weights() as exported:
                     list(stop(exported))
-            else:
-                engine.load_weights(stop(NamedWeight(*each) for each in weights.items()))
             # At the latest this call waits for the failed rank.
             engine.gather_objects(rank.index)
         except (InjectedError, RankFailedError) as caught:
