@@ -633,13 +633,20 @@ class BaseEngine(ABC):
     def load_state(self, stream: Iterable[TrainingState]) -> None:
         """Load the portable training state. Collective.
 
-        After any exception, training and saving raise EngineStateError until a load succeeds.
+        An exception has the same effect as in `load_weights`.
+
+        Raises:
+            WeightError: If a name is missing, unexpected or repeated, or a shape differs. Nothing
+                is loaded then.
         """
         self.require(Capability.PORTABLE_STATE)
         with (
             self._report_failure("load_state()"),
             self._load_to_change("update"),
-            self._update_cycle.record_load("load_state()", completes=self._saved_loads),
+            # By its contract, which the kit tests, a WeightError changes no tensor.
+            self._update_cycle.record_load(
+                "load_state()", completes=self._saved_loads, harmless=(WeightError,)
+            ),
         ):
             self._load_state(stream)
 
@@ -879,7 +886,7 @@ class BaseEngine(ABC):
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         """Load full tensors; raise WeightError for missing and unexpected names and wrong shapes.
 
-        Check names and shapes before the first weight changes if the stream allows it. Collective.
+        No weight may have changed then. Collective.
         """
 
     @abstractmethod
@@ -888,7 +895,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
-        """Load the portable training state; refuse missing and unexpected names. Collective."""
+        """Load the portable training state; raise WeightError for missing and unexpected names.
+
+        Nothing may have changed then. Collective.
+        """
 
     @abstractmethod
     def _write_state(self, directory: str) -> list[str]:

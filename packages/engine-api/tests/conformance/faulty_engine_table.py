@@ -516,6 +516,9 @@ FAULTY_ENGINES = (
         ),
     ),
     FaultyEngine(
+        failures.LoadsStateBeforeItChecks, ("test_weights::test_incomplete_state_is_rejected",)
+    ),
+    FaultyEngine(
         failures.TrainsAfterAnInterruptedLoad,
         ("test_interrupted_call::test_interrupted_load_is_completed_before_training",),
     ),

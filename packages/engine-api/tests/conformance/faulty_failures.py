@@ -187,6 +187,17 @@ class StepsAfterAnInterruptedUpdate(DataParallelOracle):
         return super().optimizer_step()
 
 
+class LoadsStateBeforeItChecks(DataParallelOracle):
+    """Replaces weights before it finds that an entry of the state is missing or unknown."""
+
+    def _load_state(self, stream):
+        received = list(stream)
+        with torch.no_grad():
+            for parameter in self.parameters().values():
+                parameter.zero_()
+        super()._load_state(received)
+
+
 class TrainsAfterAnInterruptedLoad(DataParallelOracle):
     """Trains although a load raised after it had replaced some of the weights."""
 

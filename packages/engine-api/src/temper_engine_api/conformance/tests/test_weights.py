@@ -390,19 +390,22 @@ def update_from_state(
 def test_incomplete_state_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """`load_state` raises WeightError naming a missing or unknown parameter."""
+    """`load_state` raises WeightError naming a missing or unknown parameter; nothing changes."""
     engine_under_test.run(load_incomplete_state, setup=oracle.make_setup(QWEN2_GROUPED))
 
 
 def load_incomplete_state(rank: Rank, *, setup: EngineSetup) -> None:
     """Load a state without its last entry, and one with an unknown entry."""
     engine = rank.cached_engine(setup)
-    state = list(engine.export_state())
+    with engine.export_state() as stream:
+        state = list(stream)
+    before = collect_state(engine)
     for invalid in (state[:-1], [*state, replace(state[-1], name="model.unknown")]):
         with pytest.raises(
             WeightError, match=state[-1].name if len(invalid) < len(state) else "model.unknown"
         ):
-            engine.load_state(iter(invalid))
+            engine.load_state(replace(each, master=each.master + 1.0) for each in invalid)
+        assert_same_state(collect_state(engine), before)
 
 
 def test_export_does_not_disturb_training(
