@@ -30,6 +30,7 @@ from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError, RankFailedError
+from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight
 
 REPORT_LIMIT_S = 10.0
@@ -151,11 +152,15 @@ def fail_to_build(
     if is_culprit and failure == "missing_model":
         setup = replace(setup, model_path=setup.model_path + "/no-such-model")
     engine = rank.construct_engine(setup)
-    build, begin_s = engine._build, time.time()
+    build, begin_s, is_built = engine._build, time.time(), False
 
-    def build_and_raise() -> NoReturn:
-        build()
-        raise InjectedError(MESSAGE)
+    def build_or_raise() -> Topology:
+        nonlocal is_built
+        topology = build()
+        is_built = True
+        if is_culprit and failure == "after_building":
+            raise InjectedError(MESSAGE)
+        return topology
 
     def start() -> None:
         engine.init_model()
@@ -163,13 +168,15 @@ def fail_to_build(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_failures, "AGREEMENT_S", SHORT_AGREEMENT_S)
-        if is_culprit and failure == "after_building":
-            patch.setattr(engine, "_build", build_and_raise)
+        patch.setattr(engine, "_build", build_or_raise)
         with pytest.raises(Exception, match=r"") as caught:  # an engine raises its own types
             start()
-    return RankOutcome(
+    outcome = RankOutcome(
         error=str(caught.value), time_s=time.time(), failed_s=begin_s if is_culprit else 0.0
     )
+    if is_built:
+        engine.close()
+    return outcome
 
 
 def test_exception_between_the_calls_of_an_update_makes_it_incomplete(
