@@ -7,6 +7,8 @@ from pathlib import Path
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _PICKLE_PROTOCOL = b"\x80"
 """First byte of a pickle."""
+_LFS_POINTER = b"version https://git-lfs"
+"""Start of the file that git writes in place of a large one if git-lfs is not installed."""
 
 
 def find_damaged_model(folder: Path) -> str | None:
@@ -42,6 +44,11 @@ def find_damaged_weights(folder: Path) -> str | None:
     for path in weights:
         if path.is_file() and path.stat().st_size == 0:
             return f"{path} is empty: copy or download it again."
+        if path.is_file() and _starts_with(path, _LFS_POINTER):
+            return (
+                f"{path} is a pointer of git-lfs without the weights: run git lfs pull in that "
+                "clone, or download the model with hf download."
+            )
         if path.suffix != ".safetensors" and not _is_saved_by_torch(path):
             return (
                 f"{path} is truncated, or was not written by torch.save: copy or download it again."
@@ -76,6 +83,11 @@ def find_damaged_weights(folder: Path) -> str | None:
         if end != size:
             return f"{path} has {size} bytes, but must have {end} by its header: copy it again."
     return None
+
+
+def _starts_with(path: Path, start: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(start)) == start
 
 
 def _is_saved_by_torch(path: Path) -> bool:

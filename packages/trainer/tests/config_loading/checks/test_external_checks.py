@@ -609,6 +609,18 @@ def test_truncated_weights_of_torch_are_named(there: list[str], tmp_path: Path) 
         assert f"{weights} is truncated, or was not written by torch.save" in refusal(there)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_pointer_of_git_lfs_in_place_of_weights_is_named(
+    there: list[str], tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "model" / "model.safetensors").unlink()
+    weights = tmp_path / "model" / name
+    weights.write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 988097824\n"
+    )
+    assert f"{weights} is a pointer of git-lfs without the weights: run git lfs" in refusal(there)
+
+
 @pytest.mark.parametrize("size", [0, 20, len(WEIGHTS) - 1])
 def test_truncated_weights_of_an_adapter_are_named(
     there: list[str], tmp_path: Path, size: int
