@@ -76,7 +76,7 @@ NEWER_MEGATRON = (
 VLLM = ("0.27.1", "0.32.0")
 """The oldest and the newest tested vLLM that have a build for CPUs."""
 
-ADAPTERS = ("gymnasium", "mcp", "openenv")
+ADAPTERS = ("gymnasium", "mcp", "openenv", "verifiers")
 """Extras of the trainer for environments of a library; not all of them fit into one environment."""
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")

@@ -45,6 +45,7 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
         "temper_trainer.environment.gymnasium_environment",
         "temper_trainer.environment.mcp_environment",
         "temper_trainer.environment.openenv_environment",
+        "temper_trainer.environment.verifiers_tasks",
         "temper_trainer.reward.judge_scoring",
         *(
             f"temper_trainer.rollout.vllm.{module}"

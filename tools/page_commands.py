@@ -36,7 +36,7 @@ from tools.command_rules import (
     check_train,
 )
 
-LIBRARIES = ("gymnasium", "mcp", "openenv")
+LIBRARIES = ("gymnasium", "mcp", "openenv", "verifiers")
 """Libraries of extras that the environment of the checks lacks."""
 
 NOT_RUN = {
@@ -279,7 +279,8 @@ def check_settings(text: str, *, folder: Path) -> str:
         folder,
     )
     # Checked after the settings themselves; `nox -s adapters` has these libraries.
-    is_absent = re.search(rf"which needs the ({'|'.join(LIBRARIES)}) library", error) is not None
+    names = "|".join(LIBRARIES)
+    is_absent = re.search(rf"needs the ({names}) library|No module named '({names})", error)
     return "" if is_absent else error
 
 
