@@ -51,6 +51,10 @@ _RL_STEP_KEYS = (
 )
 """Keys of RL steps and their evaluations, which the supervised tasks do not have."""
 
+_NO_POOLS = (
+    "with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray"
+)
+_NO_SERVERS = "with rollout.sampler hf: remove it, or set rollout=vllm"
 
 RULES = (
     Rule(
@@ -133,10 +137,7 @@ RULES = (
     Rule(
         keys=("actor.pool", "critic.pool", "ref.pool", "rollout.pool", "reward.model.pool"),
         applies=lambda config: config.runtime.kind == "inline",
-        reason=(
-            "with runtime.kind inline, which has no resource pools: remove it, or set "
-            "runtime.kind=ray"
-        ),
+        reason=_NO_POOLS,
     ),
     Rule(
         keys=_RL_STEP_KEYS,
@@ -202,12 +203,12 @@ RULES = (
             config.rollout.sampler != "vllm"
             and all(t.backend != "vllm" for t in config.teachers.values())
         ),
-        reason="with rollout.sampler hf: remove it, or set rollout=vllm",
+        reason=_NO_SERVERS,
     ),
     Rule(
         keys=("runtime.rollout_devices",),
         applies=lambda config: config.rollout.sampler != "vllm",
-        reason="with rollout.sampler hf: remove it, or set rollout=vllm",
+        reason=_NO_SERVERS,
     ),
     Rule(
         keys=("run.eval_every", *_SAMPLED_EVALUATION_KEYS),
@@ -347,13 +348,7 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
             reason = f"with {key}.backend vllm, which reads only {', '.join(used_keys)}: remove it"
             yield Rule(keys=(f"{key}.engine",), exceptions=used_keys, reason=reason)
         if config.runtime.kind == "inline":
-            yield Rule(
-                keys=(f"{key}.pool",),
-                reason=(
-                    "with runtime.kind inline, which has no resource pools: remove it, or set "
-                    "runtime.kind=ray"
-                ),
-            )
+            yield Rule(keys=(f"{key}.pool",), reason=_NO_POOLS)
         if teacher.backend == "engine" or config.runtime.kind == "ray":
             why = f"{key}.backend engine" if teacher.backend == "engine" else "runtime.kind ray"
             yield Rule(
