@@ -238,3 +238,18 @@ def test_server_that_does_not_listen_is_named() -> None:
         ReplicaError, match=r"server 127.0.0.1:1 can't be reached .*listening_server"
     ):
         connect("127.0.0.1:1")
+
+
+def test_folder_of_a_killed_server_is_removed_by_the_next_one(
+    listen: Callable[..., Listener], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    killed = listen()
+    with pytest.raises(ReplicaError):  # SPEC has no model, which the process of a run finds
+        connect(killed.address)
+    killed.kill()
+    (left,) = tmp_path.iterdir()
+    assert f"-{killed._process.pid}-" in left.name
+    with pytest.raises(ReplicaError):
+        connect(listen().address)
+    assert not left.exists()

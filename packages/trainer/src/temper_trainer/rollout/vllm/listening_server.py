@@ -7,16 +7,18 @@ import argparse
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.process_folders import make_temporary_folder
 from temper_engine_api.rendezvous import authenticate_socket
 from temper_trainer.rollout.vllm import server as run_server
 from temper_trainer.rollout.vllm.messages import Hello, encode
@@ -57,6 +59,7 @@ class ListeningServer:
         self._module = module
         self._listener = socket.create_server((host, port))
         self._child: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
         self.port: int = self._listener.getsockname()[1]
 
     def serve_forever(self) -> None:
@@ -85,6 +88,7 @@ class ListeningServer:
         if self._child is not None and self._child.poll() is None:
             os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
+        self._remove_folder()
 
     def _is_free(self) -> bool:
         """Return True if no run is connected."""
@@ -114,8 +118,13 @@ class ListeningServer:
 
     def _make_folder(self) -> str:
         """Return an empty folder for the files of the next process."""
-        self._folder = tempfile.TemporaryDirectory(prefix="temper-server-")
-        return self._folder.name
+        self._remove_folder()
+        self._folder = make_temporary_folder("server")
+        return str(self._folder)
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
