@@ -283,8 +283,11 @@ def _open_scheduler(
         named_environments={
             name: (each, make_factory(each)) for name, each in config.environments.items()
         },
-        # A second request for each place of a server waits there, so that none stays empty.
-        max_sampling=2 * rollout.num_replicas * rollout.max_concurrent,
+        # A second request for each place of a server waits there, so that none stays empty. The
+        # servers are counted, because rollout.num_replicas does not count those that run already.
+        max_sampling=2
+        * (len(sampler.replicas) if isinstance(sampler, VllmSampler) else rollout.num_replicas)
+        * rollout.max_concurrent,
         interrupts=config.loop == "async" and config.asynchrony.partial_rollouts,
         recorder=CompletionRecorder(Path(config.run.dir) / FILE_NAME) if rollout.record else None,
         replay=None
