@@ -4,7 +4,7 @@ In order: `Prompt`, `SamplingRequest`, `Completion`, `Score`, `Rollout`. A batch
 a `SequenceBatch`: see `temper_trainer.batching.samples`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -137,7 +137,7 @@ class Completion:
     request_id: int
     tokens: tuple[int, ...]
     """Token ids including the end token, if there is one; at least one, unless interrupted."""
-    rollout_logprobs: tuple[float, ...]
+    rollout_logprobs: Sequence[float]
     """Log-prob of each token under the sampler's distribution with temperature, before top-p and
     top-k."""
     finish_reason: FinishReason

@@ -5,6 +5,7 @@ The loss masks for all tasks are made here and nowhere else.
 
 import itertools
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -205,7 +206,11 @@ def _concatenate_logprobs(segments: "Sequence[_Segment]", *, num_tokens: int) ->
     start = 0
     for segment in segments:
         count = len(segment.logprobs)
-        struct.pack_into(f"{count}f", logprobs.data, start * logprobs.itemsize, *segment.logprobs)
+        if isinstance(segment.logprobs, array):
+            logprobs[start : start + count] = np.asarray(segment.logprobs)
+        else:
+            offset = start * logprobs.itemsize
+            struct.pack_into(f"{count}f", logprobs.data, offset, *segment.logprobs)
         start += len(segment.tokens)
     return torch.from_numpy(logprobs)
 
@@ -268,7 +273,7 @@ class _Segment:
     is_trained: bool
     turns_after: int
     """Number of turns that follow the turn of the segment."""
-    logprobs: tuple[float, ...] = ()
+    logprobs: Sequence[float] = ()
     """One per token, or empty if they are 0."""
     reward: float = 0.0
     """The environment's reward of the completion."""

@@ -7,6 +7,8 @@ old weights is used.
 """
 
 import asyncio
+import struct
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -123,13 +125,13 @@ class AsyncSampler:
             trace: Records when the request is sampled.
         """
         if self._replay is not None:
-            return self._replay.find(request)
+            return _compact(self._replay.find(request))
         completion = await self._sample_to_end(
             request, cohort=cohort, index=index, trace=trace or RolloutTrace()
         )
         if self._recorder is not None:
             self._recorder.add(request, completion)
-        return completion
+        return _compact(completion)
 
     async def _sample_to_end(
         self, request: SamplingRequest, *, cohort: Cohort, index: int, trace: RolloutTrace
@@ -260,6 +262,27 @@ class AsyncSampler:
             self.num_active -= 1
             if self.num_active == 0:
                 self._idle.set()
+
+
+_token_ids: list[int] = []
+"""The object of each token id that completions share; used by the event loop only."""
+
+
+def _compact(completion: Completion) -> Completion:
+    """Return an equal completion that needs 17 bytes per token instead of 80.
+
+    A step may have a hundred million tokens. Token ids share one object per id, and log-probs are
+    stored as float64, which is exact.
+    """
+    try:
+        tokens = tuple(map(_token_ids.__getitem__, completion.tokens))
+    except IndexError:
+        _token_ids.extend(range(len(_token_ids), max(completion.tokens) + 1))
+        tokens = tuple(map(_token_ids.__getitem__, completion.tokens))
+    logprobs = completion.rollout_logprobs
+    # `struct` converts a tuple several times as fast as `array` does.
+    stored = array("d", struct.pack(f"{len(logprobs)}d", *logprobs))
+    return replace(completion, tokens=tokens, rollout_logprobs=stored)
 
 
 def _make_continuation(request: SamplingRequest, completion: Completion) -> SamplingRequest:

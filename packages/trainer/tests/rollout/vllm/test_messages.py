@@ -92,7 +92,9 @@ def test_results_arrive_equal_bit_by_bit() -> None:
     value = encode_value([COMPLETION])
     answer = decode(encode(CallResult(number=1, method="sample", value=value)))
     assert isinstance(answer, CallResult)
-    assert decode_result(answer) == [COMPLETION]
+    # Log-probs are a list then; the scheduler stores them in an array.
+    logprobs = list(COMPLETION.rollout_logprobs)
+    assert decode_result(answer) == [replace(COMPLETION, rollout_logprobs=logprobs)]
     locations = CallResult(
         number=1, method="device_locations", value=encode_value([("host", None)])
     )

@@ -83,7 +83,7 @@ def make_text_logprobs(
     tokens = [tokenizer.decode([token]) for token in completion.tokens]
     return {
         "tokens": tokens,
-        "token_logprobs": completion.rollout_logprobs,
+        "token_logprobs": list(completion.rollout_logprobs),
         "top_logprobs": None,
         "text_offset": list(itertools.accumulate(map(len, tokens[:-1]), initial=0)),
     }
