@@ -48,6 +48,7 @@ NOT_RUN = {
     "ray get-auth-token": "writes ~/.ray/auth_token, and prints it",
     "ray start": "starts a cluster; nightly tests of packages/trainer start two nodes",
     "vllm serve": "starts a server, in an environment with vLLM",
+    "openssl rand": "makes a secret, which the next commands read",
     "uvicorn": "starts a server of another project",
     "tee": "keeps the output of the command before it, which is checked",
 }
