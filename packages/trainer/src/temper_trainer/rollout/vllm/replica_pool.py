@@ -65,7 +65,7 @@ class ReplicaPool:
         Args:
             replicas: Servers, which the caller starts.
             max_restarts: Number of restarts of all servers together.
-            join_timeout_s: How long `wait_for_ready` waits for a server to join.
+            join_timeout_s: How long a call waits for a server to join if all have left.
         """
         # Reentrant: a publish restarts a dead server while it holds the lock.
         self.lock = threading.RLock()
@@ -126,6 +126,18 @@ class ReplicaPool:
                 )
             self._changed.wait(left_s)
 
+    def _wait_for_receiver(self) -> None:
+        """Return when a server can receive weights; raise ReplicaError if none joins in time."""
+        deadline = time.monotonic() + self._join_timeout_s
+        while not self.receivers:
+            left_s = deadline - time.monotonic()
+            if self.is_closed or left_s <= 0:
+                raise ReplicaError(
+                    "all servers have left, so none can receive the weights: see the log for the "
+                    "reasons, and resume the run."
+                )
+            self._changed.wait(left_s)
+
     def add(self, replica: Replica) -> None:
         """Add a running server, which waits for the next weights.
 
@@ -134,6 +146,7 @@ class ReplicaPool:
         member = Member(number=self._balancer.add(), replica=replica, state=MemberState.WAITING)
         self._members.append(member)
         self.num_changes += 1
+        self._changed.notify_all()
         logger.info("%s has joined the run", replica.name)
         if self.ready or self.weights_are_lost:
             return
@@ -212,6 +225,7 @@ class ReplicaPool:
             self._suspend(member, cause=cause)
         if not self.receivers:
             self.admit_started(waits=True)
+            self._wait_for_receiver()
 
     def admit_started(self, *, waits: bool = False) -> None:
         """Let servers that were started again get the next weights.

@@ -197,6 +197,7 @@ class VllmSampler:
 
         Raises:
             ConfigError: If the temperature is not 1: vLLM reports no other for prompts.
+            ReplicaError: If all servers have left, and none joins in time.
             WeightError: If replicas differ.
         """
         if temperature != 1:
@@ -205,7 +206,12 @@ class VllmSampler:
                 f"{temperature}: use rollout=hf."
             )
         rows = [tuple(row) for row in tokens]
-        answers = self._call_ready("logprobs", rows)
+        answers: list[tuple[str, object]] = []
+        # All servers may leave at any time, even during the call.
+        while not answers:
+            with self._lock:
+                self._pool.wait_for_ready()
+            answers = self._call_ready("logprobs", rows)
         (first_name, first), *others = answers
         assert isinstance(first, list)
         for name, other in others:
@@ -286,13 +292,15 @@ class VllmSampler:
     def restart_dead(self, *, problem: str = "") -> None:
         """Find servers that have died, before weights are sent to all.
 
-        A dead server is started while the others sample. If there is no other, it is waited for.
+        A dead server is started while the others sample. If there is no other, it is waited for; if
+        all have left, a server that joins is.
 
         Args:
             problem: Reason why sending has failed before; a dead server is then expected.
 
         Raises:
-            ReplicaError: If no server has died in spite of a problem, or one cannot be restarted.
+            ReplicaError: If no server has died in spite of a problem, one cannot be restarted, or
+                all have left and none joins in time.
         """
         with self._lock:
             self._pool.restart_dead(problem=problem)

@@ -1,0 +1,95 @@
+"""Servers that join and leave a sampler while it is used."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from packages.trainer.tests.rollout.vllm.test_server_process import SPEC, FakeReplica
+from temper_trainer.rollout.sampler import ReplicaError
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+
+
+class RemoteReplica(FakeReplica):
+    """A server that others have started; it dies when `dies` is set."""
+
+    dies = False
+    is_closed = False
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.can_restart = False
+        self.address = f"10.0.0.{number}:8100"
+
+    def call(self, method: str, *arguments: object) -> "Future[object]":
+        if not self.dies and method == "load":
+            return super().call(method, *arguments)
+        future: Future[object] = Future()
+        if self.dies:
+            future.set_exception(ReplicaError(f"{self.name} died"))
+        else:
+            future.set_result({"logprobs": [[-1.0]], "cached_version": 1}[method])
+        return future
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def make_sampler(*replicas: RemoteReplica, join_timeout_s: float = 30) -> VllmSampler:
+    sampler = VllmSampler(replicas, spec=SPEC, max_restarts=0, join_timeout_s=join_timeout_s)
+    sampler.load(lambda replica: replica.call("load", 1), version=1)
+    return sampler
+
+
+def add_when_empty(sampler: VllmSampler, replica: RemoteReplica) -> threading.Thread:
+    def add() -> None:
+        wait_until(lambda: not sampler.replicas)
+        sampler.add(replica)
+
+    thread = threading.Thread(target=add, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_comparison_of_logprobs_waits_for_a_server_if_all_have_left() -> None:
+    first, second = RemoteReplica(0), RemoteReplica(1)
+    sampler = make_sampler(first)
+    first.dies = True
+    thread = add_when_empty(sampler, second)
+    assert sampler.logprobs([(2, 3)], temperature=1.0) == [[-1.0]]
+    assert (sampler.replicas, second.loaded) == ((second,), [1])
+    thread.join()
+
+
+def test_weights_wait_for_a_server_if_all_have_left() -> None:
+    first, second = RemoteReplica(0), RemoteReplica(1)
+    sampler = make_sampler(first)
+    # Sent weights are stored nowhere, so the second server cannot load them when it joins.
+    problem = sampler.load_while_sending(
+        lambda replica: replica.call("load", 2), lambda: "", version=2, reload=None
+    )
+    assert not problem
+    first.dies = True
+    thread = add_when_empty(sampler, second)
+    sampler.restart_dead()
+    assert sampler.replicas == (second,)
+    thread.join()
+
+
+def test_waiting_for_a_server_ends_with_the_join_timeout() -> None:
+    first = RemoteReplica(0)
+    sampler = make_sampler(first, join_timeout_s=0.05)
+    first.dies = True
+    with pytest.raises(ReplicaError, match="all servers have left"):
+        sampler.restart_dead()
+    with pytest.raises(ReplicaError, match="no server with the current weights is left"):
+        sampler.logprobs([(2, 3)], temperature=1.0)
