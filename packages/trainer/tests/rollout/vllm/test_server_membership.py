@@ -2,13 +2,15 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import cast
 
 import pytest
 
 from packages.trainer.tests.rollout.vllm.test_server_process import SPEC, FakeReplica
 from temper_trainer.rollout.sampler import ReplicaError
+from temper_trainer.rollout.vllm.remote_server import AddressWatch, RemoteServer
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 
 
@@ -93,3 +95,43 @@ def test_waiting_for_a_server_ends_with_the_join_timeout() -> None:
         sampler.restart_dead()
     with pytest.raises(ReplicaError, match="no server with the current weights is left"):
         sampler.logprobs([(2, 3)], temperature=1.0)
+
+
+def start_watch(
+    lists: Callable[[], Sequence[str]],
+    sampler: VllmSampler,
+    *connected: RemoteReplica,
+    connect: Callable[[str], RemoteReplica],
+) -> AddressWatch:
+    watch = AddressWatch(
+        lists,
+        connected=cast("Sequence[RemoteServer]", connected),
+        connect=cast("Callable[[str], RemoteServer]", connect),
+        interval_s=0.001,
+    )
+    watch.start(sampler)
+    return watch
+
+
+def test_server_leaves_if_two_lists_in_a_row_lack_it(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = RemoteReplica(0), RemoteReplica(1)
+    sampler = make_sampler(first, second)
+    both = [first.address, second.address]
+    lists = iter([both, [], [], both[:1], both, both[1:], both])
+    state: list[tuple[object, ...]] = []
+
+    def read() -> Sequence[str]:
+        state.append(sampler.replicas)
+        return next(lists, both[1:])
+
+    def connect(address: str) -> RemoteReplica:
+        raise AssertionError(address)
+
+    watch = start_watch(read, sampler, first, second, connect=connect)
+    wait_until(lambda: first.is_closed)
+    watch.stop()
+    # Seven lists, none of which is the second that lacks a server, and the first of the others.
+    assert state[:9] == [(first, second)] * 9
+    assert not second.is_closed
+    assert sampler.replicas == (second,)
+    assert caplog.text.count("the list of servers is empty") == 1

@@ -96,7 +96,8 @@ def parse_addresses(text: str) -> list[str]:
 class AddressWatch:
     """Connects to each server in a list that may change, and disconnects from those removed.
 
-    A server that has died or left is connected again as soon as it listens.
+    A server that has died or left is connected again as soon as it listens. One is removed if two
+    lists in a row lack it; an empty list is ignored.
     """
 
     def __init__(
@@ -123,6 +124,11 @@ class AddressWatch:
         self._threads = DaemonThreads("server-watch")
         self._problems: dict[str, str] = {}
         """Last reason why an address could not be connected."""
+        self._last_read: Sequence[str] = tuple(self._connected)
+        """Last list that was not empty."""
+        self._missing: set[str] = set()
+        """Connected addresses that the last list lacks."""
+        self._has_warned_empty = False
 
     def start(self, sampler: "VllmSampler") -> None:
         """Begin to watch, in a thread."""
@@ -136,22 +142,35 @@ class AddressWatch:
     def _run(self, sampler: "VllmSampler") -> None:
         while not self._is_stopped.wait(self._interval_s):
             try:
-                addresses = self._read_addresses()
+                addresses = self._read_current()
             except OSError as error:
                 # It may be replaced at this moment.
                 logger.warning("the addresses of servers cannot be read: %s", error)
                 continue
             members = set(map(id, sampler.replicas))
+            missing = self._connected.keys() - set(addresses)
             for address, server in list(self._connected.items()):
-                if address not in addresses:
+                # Twice, because a file may be read while it is written.
+                if address in missing & self._missing:
                     self._threads.start(sampler.remove, server)
                     del self._connected[address]
                 elif id(server) not in members:
                     server.close()
                     del self._connected[address]
+            self._missing = missing
             for address in addresses:
                 if address not in self._connected:
                     self._join(address, sampler)
+
+    def _read_current(self) -> Sequence[str]:
+        """Return the list, or the one before if it is empty, which a run cannot use."""
+        addresses = self._read_addresses()
+        if addresses:
+            self._last_read = addresses
+        elif not self._has_warned_empty:
+            logger.warning("the list of servers is empty, so the run keeps those that it has.")
+        self._has_warned_empty = not addresses
+        return self._last_read
 
     def _join(self, address: str, sampler: "VllmSampler") -> None:
         try:
