@@ -135,3 +135,24 @@ def test_server_leaves_if_two_lists_in_a_row_lack_it(caplog: pytest.LogCaptureFi
     assert not second.is_closed
     assert sampler.replicas == (second,)
     assert caplog.text.count("the list of servers is empty") == 1
+
+
+def test_server_that_fails_when_it_joins_is_closed_and_connected_again() -> None:
+    """The only server has left, so one that joins loads the weights at once, which fails first."""
+    first = RemoteReplica(0)
+    sampler = make_sampler(first)
+    sampler.remove(first)
+    made: list[RemoteReplica] = []
+
+    def connect(address: str) -> RemoteReplica:
+        if not made:
+            made.append(RemoteReplica(0))
+            raise KeyError("unexpected")
+        made.append(RemoteReplica(1))
+        made[-1].dies = len(made) == 2
+        return made[-1]
+
+    watch = start_watch(lambda: ["10.0.0.1:8100"], sampler, connect=connect)
+    wait_until(lambda: len(made) == 3 and sampler.replicas == (made[2],))
+    watch.stop()
+    assert [each.is_closed for each in made[1:]] == [True, False]

@@ -142,25 +142,33 @@ class AddressWatch:
     def _run(self, sampler: "VllmSampler") -> None:
         while not self._is_stopped.wait(self._interval_s):
             try:
-                addresses = self._read_current()
-            except OSError as error:
-                # It may be replaced at this moment.
-                logger.warning("the addresses of servers cannot be read: %s", error)
-                continue
-            members = set(map(id, sampler.replicas))
-            missing = self._connected.keys() - set(addresses)
-            for address, server in list(self._connected.items()):
-                # Twice, because a file may be read while it is written.
-                if address in missing & self._missing:
-                    self._threads.start(sampler.remove, server)
-                    del self._connected[address]
-                elif id(server) not in members:
-                    server.close()
-                    del self._connected[address]
-            self._missing = missing
-            for address in addresses:
-                if address not in self._connected:
-                    self._join(address, sampler)
+                self._update(sampler)
+            except Exception:
+                # Otherwise servers could neither join nor leave any more, and no one would know.
+                logger.exception("the list of servers could not be applied; it is tried again")
+
+    def _update(self, sampler: "VllmSampler") -> None:
+        """Read the list once, and connect and remove servers."""
+        try:
+            addresses = self._read_current()
+        except OSError as error:
+            # It may be replaced at this moment.
+            logger.warning("the addresses of servers cannot be read: %s", error)
+            return
+        members = set(map(id, sampler.replicas))
+        missing = self._connected.keys() - set(addresses)
+        for address, server in list(self._connected.items()):
+            # Twice, because a file may be read while it is written.
+            if address in missing & self._missing:
+                self._threads.start(sampler.remove, server)
+                del self._connected[address]
+            elif id(server) not in members:
+                server.close()
+                del self._connected[address]
+        self._missing = missing
+        for address in addresses:
+            if address not in self._connected:
+                self._join(address, sampler)
 
     def _read_current(self) -> Sequence[str]:
         """Return the list, or the one before if it is empty, which a run cannot use."""
@@ -175,8 +183,13 @@ class AddressWatch:
     def _join(self, address: str, sampler: "VllmSampler") -> None:
         try:
             server = self._connect(address)
-            server.start()
-            sampler.add(server)
+            try:
+                server.start()
+                sampler.add(server)
+            except BaseException:
+                # It serves one connection at a time, so another attempt needs the end of this one.
+                server.close()
+                raise
         except (TemperError, ValueError) as error:
             if str(error) != self._problems.get(address):
                 logger.warning("a server cannot join the run: %s", error)

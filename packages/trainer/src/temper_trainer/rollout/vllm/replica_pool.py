@@ -141,7 +141,7 @@ class ReplicaPool:
     def add(self, replica: Replica) -> None:
         """Add a running server, which waits for the next weights.
 
-        If no other server is left, it loads the last weights at once.
+        If no other server is left, it loads the last weights at once. If that fails, it has left.
         """
         member = Member(number=self._balancer.add(), replica=replica, state=MemberState.WAITING)
         self._members.append(member)
@@ -151,7 +151,11 @@ class ReplicaPool:
         if self.ready or self.weights_are_lost:
             return
         if self.last_load is not None:
-            self._reload(member)
+            try:
+                self._reload(member)
+            except BaseException:
+                self.set_state(member, MemberState.LEFT)
+                raise
         self.set_state(member, MemberState.READY)
 
     def remove(self, replica: Replica) -> Member | None:
