@@ -492,6 +492,14 @@ def test_missing_interpreter_of_the_servers_is_refused_before_the_run(
         check_libraries(config)
 
 
+def test_run_on_servers_that_others_started_needs_no_vllm_here(there: list[str]) -> None:
+    on_servers = ["rollout=vllm", "rollout.vllm.servers=[127.0.0.1:8100]"]
+    missing = "runtime.rollout_python=/nowhere/python"
+    check_libraries(load([*there, *on_servers, missing]).config)
+    with pytest.raises(ConfigError, match="there is no such program"):
+        check_libraries(load([*there, "rollout=vllm", missing]).config)
+
+
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="needs an environment without vLLM")
 def test_folder_named_like_a_library_is_not_taken_for_it(
     there: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

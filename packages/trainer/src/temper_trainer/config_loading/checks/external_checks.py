@@ -241,7 +241,8 @@ def check_libraries(config: TrainerConfig) -> None:
             f"{format_install('temper-engine-fsdp[lora]')}."
         )
     taught = [name for name, teacher in config.teachers.items() if teacher.backend == "vllm"]
-    if config.generates_completions and config.rollout.sampler == "vllm":
+    samples_here = config.generates_completions and not config.rollout.vllm.has_remote_servers
+    if samples_here and config.rollout.sampler == "vllm":
         _check_vllm("rollout.sampler is vllm", python=config.runtime.rollout_python)
     elif taught:
         _check_vllm(f"teachers.{taught[0]}.backend is vllm", python=config.runtime.rollout_python)
