@@ -91,6 +91,14 @@ class IgnoresExceptionsAfterThePasses(DataParallelOracle):
                 self._update_cycle._gradients = GradientState.ACCUMULATED
             raise
 
+    @contextmanager
+    def _enter_mode(self, mode):
+        try:
+            with super()._enter_mode(mode):
+                yield
+        finally:
+            self._update_cycle._interruption = None
+
 
 class IgnoresExceptionsInStepsOfTheRfc(DataParallelOracle):
     """Accepts the gradients of a `forward_backward_step` that raised."""

@@ -35,7 +35,7 @@ def test_function_can_be_registered_once_under_a_name() -> None:
     ("function", "complaint"),
     [
         ("gsm8k_stric", "did you mean 'gsm8k_strict'"),
-        ("quality", "Use one of .*exact_match, gsm8k_flexible"),
+        ("quality", "use one of .*exact_match, gsm8k_flexible"),
         (
             "no_such_module:f",
             (

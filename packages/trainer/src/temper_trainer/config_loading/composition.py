@@ -146,15 +146,15 @@ def _repository(config_dir: str | None) -> CachingConfigRepository:
 
 
 def _parse(text: str) -> Override:
+    shown = redact_override(text)
     if re.fullmatch(r"[\w.-]+", text):
         raise ConfigError(
-            f"{text!r} on the command line has no value: write {text}=VALUE, or use --help for a "
+            f"{shown!r} on the command line has no value: write {shown}=VALUE, or use --help for a "
             "list of the settings."
         )
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        shown = redact_override(text)
         # The parser's message repeats parts of the text; so would a chained traceback.
         cause = f" {_one_line(error)}" if shown == text else ""
         raise ConfigError(
@@ -164,7 +164,7 @@ def _parse(text: str) -> Override:
         ) from (error if shown == text else None)
     if override.is_sweep_override():
         raise ConfigError(
-            f"{redact_override(text)} gives several values for one run: write a list as [a,b], a "
+            f"{shown} gives several values for one run: write a list as [a,b], a "
             "string with a comma as 'key=\"a,b\"'."
         )
     return override
