@@ -43,6 +43,14 @@ _CONFIG = {
     "num_attention_heads": 64,
     "num_key_value_heads": 64,
 }
+_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 64,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 2,
+}
+"""In addition, for a launch that divides experts."""
 _NO_TENSORS = "\2" + 7 * "\0" + "{}"
 _ADAPTER = {
     "adapter_config.json": json.dumps(
@@ -77,6 +85,15 @@ MODEL = {
     "model.safetensors": _NO_TENSORS,
 }
 """The files of a model directory that a check reads."""
+
+
+def _model(values: dict[str, Plain]) -> dict[str, str]:
+    """Return the files of a model that has what the settings divide."""
+    divides_experts = any(
+        key.endswith(".expert_parallel") and value != 1 for key, value in values.items()
+    )
+    config = {**_CONFIG, **_EXPERTS} if divides_experts else _CONFIG
+    return {**MODEL, "config.json": json.dumps(config)}
 
 
 def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
@@ -117,7 +134,7 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
                 ],
             )
         elif key.endswith(".engine.model.path") and isinstance(value, str):
-            for name, content in MODEL.items():
+            for name, content in _model(values).items():
                 position = _put(value, folder, content=content.encode(), below=name)
             yield key, position
         elif key.endswith(".engine.lora.path") and isinstance(value, str):

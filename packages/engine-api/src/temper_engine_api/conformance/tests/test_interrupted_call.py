@@ -152,12 +152,12 @@ def fail_to_build(
     if is_culprit and failure == "missing_model":
         setup = replace(setup, model_path=setup.model_path + "/no-such-model")
     engine = rank.construct_engine(setup)
-    build, begin_s, is_built = engine._build, time.time(), False
+    build, failed_s, is_built = engine._build, time.time(), False
 
     def build_or_raise() -> Topology:
-        nonlocal is_built
+        nonlocal failed_s, is_built
         topology = build()
-        is_built = True
+        failed_s, is_built = time.time(), True
         if is_culprit and failure == "after_building":
             raise InjectedError(MESSAGE)
         return topology
@@ -172,7 +172,7 @@ def fail_to_build(
         with pytest.raises(Exception, match=r"") as caught:  # an engine raises its own types
             start()
     outcome = RankOutcome(
-        error=str(caught.value), time_s=time.time(), failed_s=begin_s if is_culprit else 0.0
+        error=str(caught.value), time_s=time.time(), failed_s=failed_s if is_culprit else 0.0
     )
     if is_built:
         engine.close()
