@@ -8,7 +8,7 @@ from typing import Literal, cast
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import WeightSyncConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.rollout.sampler import ReplicaError, Sampler
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import Backend, DeviceLocation
 from temper_trainer.weight_sync.buckets import export_buckets
@@ -186,6 +186,17 @@ def _locate_sender(actor: RankGroup, *, may_use_gpu: bool) -> DeviceLocation:
 
 def _locate_receivers(sampler: VllmSampler) -> list[DeviceLocation]:
     """Return the location of every worker; a server that has died is restarted first."""
-    answers = sampler.call_each("device_locations", [()] * len(sampler.replicas))
-    workers = cast("list[list[tuple[str, str | None]]]", answers)
-    return [DeviceLocation(host=host, gpu=gpu) for replica in workers for host, gpu in replica]
+    # Otherwise the number of servers could change before the call.
+    with sampler.hold_members():
+        answers = sampler.call_each("device_locations", [()] * len(sampler.replicas))
+    # None is the answer of a server that has left.
+    workers = cast("list[list[tuple[str, str | None]] | None]", answers)
+    locations = [
+        DeviceLocation(host=host, gpu=gpu) for replica in workers for host, gpu in replica or ()
+    ]
+    if not locations:
+        raise ReplicaError(
+            "all servers have left before the first weight sync: see the log for the reasons, and "
+            "start the run again."
+        )
+    return locations

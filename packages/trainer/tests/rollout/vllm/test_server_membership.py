@@ -12,6 +12,8 @@ from packages.trainer.tests.rollout.vllm.test_server_process import SPEC, FakeRe
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.remote_server import AddressWatch, RemoteServer
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.rollout.weight_channel import DeviceLocation
+from temper_trainer.weight_sync.transport_factory import _locate_receivers
 
 
 class RemoteReplica(FakeReplica):
@@ -32,7 +34,8 @@ class RemoteReplica(FakeReplica):
         if self.dies:
             future.set_exception(ReplicaError(f"{self.name} died"))
         else:
-            future.set_result({"logprobs": [[-1.0]], "cached_version": 1}[method])
+            answers = {"logprobs": [[-1.0]], "cached_version": 1, "device_locations": [("a", None)]}
+            future.set_result(answers[method])
         return future
 
     def close(self) -> None:
@@ -156,3 +159,14 @@ def test_server_that_fails_when_it_joins_is_closed_and_connected_again() -> None
     wait_until(lambda: len(made) == 3 and sampler.replicas == (made[2],))
     watch.stop()
     assert [each.is_closed for each in made[1:]] == [True, False]
+
+
+def test_transport_is_chosen_for_the_servers_that_are_left() -> None:
+    first, second = RemoteReplica(0), RemoteReplica(1)
+    sampler = make_sampler(first, second)
+    first.dies = True
+    assert _locate_receivers(sampler) == [DeviceLocation(host="a")]
+    assert sampler.replicas == (second,)
+    second.dies = True
+    with pytest.raises(ReplicaError, match="all servers have left before the first weight sync"):
+        _locate_receivers(sampler)
