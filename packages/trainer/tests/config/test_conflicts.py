@@ -151,6 +151,15 @@ def test_conflict_names_both_keys(overrides: list[str], first: str, second: str)
     assert second in str(caught.value)
 
 
+def test_servers_on_other_hosts_need_an_address_that_they_reach() -> None:
+    on_servers = [*RL, "rollout=vllm", "rollout.vllm.servers=[127.0.0.1:8100,10.0.0.5:8100]"]
+    with pytest.raises(ConfigError, match=r"such as 10\.0\.0\.5:8100, cannot reach: set runtime"):
+        load(on_servers)
+    load([*on_servers, "runtime.bind_address=10.0.0.4"])
+    load([*on_servers, "runtime.kind=ray"])
+    load([*RL, "rollout=vllm", "rollout.vllm.servers=[127.0.0.1:8100,localhost:8101]"])
+
+
 def test_samples_longer_than_the_models_positions_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"max_position_embeddings is 256, but .* allow samples of 396 tokens"

@@ -266,6 +266,7 @@ def find_rollout_conflicts(
     loop: str,
     kind: str,
     devices: Sequence[str],
+    bind_address: str | None,
     has_adapter: bool,
 ) -> Iterator[str]:
     """Yield transports, weight contents and log-probs that the sampler does not support.
@@ -277,6 +278,7 @@ def find_rollout_conflicts(
         loop: Value of loop.
         kind: Value of runtime.kind.
         devices: Value of runtime.rollout_devices.
+        bind_address: Value of runtime.bind_address; None if the task sends no weights.
         has_adapter: True if the actor has a LoRA adapter.
     """
     sampler = rollout.sampler
@@ -309,6 +311,14 @@ def find_rollout_conflicts(
         )
     if rollout.vllm.has_remote_servers:
         yield from _find_remote_conflicts(rollout, sync=sync, devices=devices)
+        # With Ray, the rank that sends weights listens on the address of its node.
+        distant = [each for each in rollout.vllm.servers if not _is_loopback(each)]
+        if kind == "inline" and distant and bind_address and _is_loopback(bind_address):
+            yield (
+                f"runtime.bind_address is {bind_address}, which rollout.vllm.servers on other "
+                f"hosts, such as {distant[0]}, cannot reach: set runtime.bind_address to an "
+                "address of this host that they can reach."
+            )
     elif devices and len(devices) != rollout.num_replicas:
         yield (
             f"runtime.rollout_devices has {len(devices)} entries, but rollout.num_replicas is "
@@ -328,6 +338,11 @@ def find_rollout_conflicts(
             "after temperature and before truncation, which vLLM does not report. Use temperature "
             "1, or top_p 1 and top_k 0, or rollout=hf."
         )
+
+
+def _is_loopback(address: str) -> bool:
+    """Return True if an address, with or without a port, is that of the host itself."""
+    return address.startswith(("127.", "localhost:"))
 
 
 def _find_remote_conflicts(

@@ -221,6 +221,7 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
             loop=config.loop,
             kind=config.runtime.kind,
             devices=config.runtime.rollout_devices,
+            bind_address=config.runtime.bind_address if config.task in RL_TASKS else None,
             has_adapter=config.actor.engine.lora.is_enabled,
         )
     if config.task in RL_TASKS and config.sampling.temperature == 0:
