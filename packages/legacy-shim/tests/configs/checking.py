@@ -50,7 +50,7 @@ _EXPERTS = {
     "moe_intermediate_size": 16,
     "head_dim": 2,
 }
-"""In addition, for a launch that divides experts."""
+"""Fields of a model whose experts a launch divides."""
 _NO_TENSORS = "\2" + 7 * "\0" + "{}"
 _ADAPTER = {
     "adapter_config.json": json.dumps(
