@@ -218,8 +218,8 @@ def list_overrides(
     steps: int,
     rollout_python: str,
     out: Path,
-    weights: Path | None = None,
-    more: Sequence[str] = (),
+    weights: Path | None,
+    more: Sequence[str],
 ) -> list[str]:
     """Return the overrides of a job: the actor gets the first GPU, servers get the others."""
     shared = overrides(
@@ -256,33 +256,18 @@ def run_job(
     gpus: Sequence[str],
     *,
     shape: str,
-    steps: int,
-    rollout_python: str,
+    settings: Sequence[str],
     out: Path,
     limit_s: float,
-    weights: Path | None = None,
-    more: Sequence[str] = (),
+    more: Sequence[str],
 ) -> None:
     """Run a job and add its row; the row of a failed job contains the end of its log."""
     job = JOBS[name]
-    if len(gpus) < job.gpus:
-        rows.add({"job": name, "skipped": f"needs {job.gpus} GPUs, and there are {len(gpus)}"})
-        return
     folder = out / f"{name}-{shape}"
-    settings = list_overrides(
-        name,
-        gpus[: job.gpus],
-        shape=shape,
-        steps=steps,
-        rollout_python=rollout_python,
-        out=out,
-        weights=weights,
-        more=more,
-    )
     environment = os.environ | {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "PYTHONFAULTHANDLER": "1",
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus[: job.gpus]),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
     }
     begin = time.perf_counter()
     with (out / f"{name}.log").open("w") as log:
@@ -378,36 +363,6 @@ def _tail(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines()[-25:] if path.exists() else []
 
 
-def check_job(
-    name: str,
-    *,
-    shape: str,
-    steps: int,
-    rollout_python: str,
-    out: Path,
-    weights: Path | None = None,
-    more: Sequence[str] = (),
-) -> None:
-    """Compose and validate the settings of a job; needs no GPU.
-
-    Raises:
-        ConfigError: If the settings are invalid.
-    """
-    gpus = [str(gpu) for gpu in range(JOBS[name].gpus)]
-    load(
-        list_overrides(
-            name,
-            gpus,
-            shape=shape,
-            steps=steps,
-            rollout_python=rollout_python,
-            out=out,
-            more=more,
-        )
-    )
-    print(f"{name}: the settings are valid")
-
-
 def main() -> None:
     """Read the command line, and run or check the chosen jobs."""
     parser = argparse.ArgumentParser()
@@ -428,38 +383,46 @@ def main() -> None:
 
 
 def run_chosen(chosen: argparse.Namespace) -> None:
-    """Run or check the chosen jobs."""
-    if chosen.check:
-        for name in chosen.jobs.split(","):
-            check_job(
-                name,
-                shape=chosen.shape,
-                steps=chosen.steps,
-                rollout_python=chosen.rollout_python,
-                out=chosen.out,
-                more=chosen.override,
-            )
-        return
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    rows = Rows(path=chosen.rows or chosen.out / "rows.jsonl")
-    gpus = (
-        chosen.gpus.split(",")
-        if chosen.gpus
-        else [str(gpu) for gpu in range(torch.cuda.device_count())]
-    )
-    if chosen.weights:
+    """Run or check the chosen jobs.
+
+    Raises:
+        ConfigError: If the settings of a job to check are invalid.
+    """
+    out = chosen.out.resolve()
+    if chosen.weights and not chosen.check:
         write_weights(chosen.weights, chosen.shape)
+    out.mkdir(parents=True, exist_ok=True)
+    rows = Rows(path=chosen.rows or out / "rows.jsonl")
+    count = torch.cuda.device_count()
+    gpus = chosen.gpus.split(",") if chosen.gpus else [str(gpu) for gpu in range(count)]
     for name in chosen.jobs.split(","):
-        run_job(
-            rows,
+        needed = JOBS[name].gpus
+        used = [str(gpu) for gpu in range(needed)] if chosen.check else gpus[:needed]
+        if len(used) < needed:
+            rows.add({"job": name, "skipped": f"needs {needed} GPUs, and there are {len(used)}"})
+            continue
+        settings = list_overrides(
             name,
-            gpus,
+            used,
             shape=chosen.shape,
             steps=chosen.steps,
             rollout_python=chosen.rollout_python,
-            out=chosen.out.resolve(),
-            limit_s=chosen.limit,
+            out=out,
             weights=chosen.weights,
+            more=chosen.override,
+        )
+        if chosen.check:
+            load(settings)
+            print(f"{name}: the settings are valid")
+            continue
+        run_job(
+            rows,
+            name,
+            used,
+            shape=chosen.shape,
+            settings=settings,
+            out=out,
+            limit_s=chosen.limit,
             more=chosen.override,
         )
 
