@@ -2,7 +2,7 @@ r"""Run GRPO with vLLM through `temper-train`: colocated on one GPU, or on separ
 
     python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON \
         [--shape 0.5B] [--jobs colocated,separate] [--gpus 2,3] [--check] \
-        [--weights FOLDER] [--override SETTING]
+        [--weights FOLDER] [--mean-length N] [--override SETTING]
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on
 PYTHONPATH are enough). This interpreter needs the trainer and the FSDP engine with their
@@ -14,6 +14,9 @@ Each job is a `temper-train` run in its own process, on arithmetic problems with
 the given shape. The timings of all steps except the first become rows of FOLDER/rows.jsonl.
 `--weights` reads the model from FOLDER/SHAPE, and writes a random one there first if it is absent.
 Without it, every run initializes the model on the CPU, which takes minutes for 8B.
+`--mean-length` makes that model end completions: so many token ids end one that completions of
+uniformly drawn tokens would have this mean length. A random model draws nearly uniformly, so
+lengths are nearly geometric, up to `sampling.max_tokens`. Without it, all have that length.
 `--override` adds a setting to every job, and may be given several times. The state of AdamW for 8B
 does not fit on the actor's GPU, which torch.optim.SGD without `betas` and `weight_decay` avoids.
 The jobs `experts` and `experts_replayed` need a shape with experts, such as `--shape 30B-A3B-4L`.
@@ -152,6 +155,9 @@ OTHERS = (
     "mismatch/kl",
     "staleness/max",
     "rollout/tokens",
+    "rollout/length_mean",
+    "rollout/length_max",
+    "rollout/truncated_fraction",
     "groups/zero_std_fraction",
     "actor/grad_norm",
 )
@@ -165,13 +171,21 @@ def _card(shape: str) -> list[tuple[str, object]]:
     return [*kept, ("max_position_embeddings", 4096)]
 
 
-def write_weights(folder: Path, shape: str) -> None:
-    """Write a random model of the shape to `folder`/`shape`, unless it is there already."""
+def write_weights(folder: Path, shape: str, *, mean_length: int | None) -> None:
+    """Write a random model of the shape to `folder`/`shape`, unless it is there already.
+
+    Args:
+        folder: Folder of models.
+        shape: Key of `CARDS` or `SHAPES`.
+        mean_length: Mean number of tokens of a completion; None if only the limit ends one.
+    """
     if (folder / shape / "config.json").exists():
         return
     config = transformers.AutoConfig.for_model(**dict(_card(shape)))
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if mean_length is not None:
+        model.generation_config.eos_token_id = list(range(config.vocab_size // mean_length))
     model.save_pretrained(folder / shape)
     del model
     torch.cuda.empty_cache()
@@ -294,7 +308,7 @@ def run_job(
         row["killed"] = killed
     if code != 0:
         row["log"] = log_text.splitlines()[-25:]
-        row["server_log"] = _tail(folder / "rollout" / "replica-0.log")
+        row["server_log"] = tail(folder / "rollout" / "replica-0.log")
     row |= summarize_metrics(folder / "metrics.jsonl")
     rows.add(row)
 
@@ -359,7 +373,8 @@ def summarize_metrics(metrics: Path) -> dict[str, object]:
     return summary
 
 
-def _tail(path: Path) -> list[str]:
+def tail(path: Path) -> list[str]:
+    """Return the last 25 lines of a file; none if it does not exist."""
     return path.read_text(errors="replace").splitlines()[-25:] if path.exists() else []
 
 
@@ -375,9 +390,12 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="file of results; default: rows.jsonl in --out")
     parser.add_argument("--limit", type=float, default=540.0, help="time limit of a job in seconds")
     parser.add_argument("--weights", type=Path, help="folder of models, written if absent")
+    parser.add_argument("--mean-length", type=int, help="mean tokens of a completion")
     parser.add_argument("--override", action="append", default=[], help="a setting of every job")
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
+    if chosen.mean_length and not chosen.weights:
+        parser.error("--mean-length needs --weights, the folder of the model that it changes")
     with provide_entry_points():
         run_chosen(chosen)
 
@@ -390,7 +408,7 @@ def run_chosen(chosen: argparse.Namespace) -> None:
     """
     out = chosen.out.resolve()
     if chosen.weights and not chosen.check:
-        write_weights(chosen.weights, chosen.shape)
+        write_weights(chosen.weights, chosen.shape, mean_length=chosen.mean_length)
     out.mkdir(parents=True, exist_ok=True)
     rows = Rows(path=chosen.rows or out / "rows.jsonl")
     count = torch.cuda.device_count()
