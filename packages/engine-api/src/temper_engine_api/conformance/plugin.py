@@ -12,6 +12,8 @@ from temper_engine_api.conformance.harness.engine_lookup import load_engine_clas
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.conformance.harness.tolerances import use_tolerances_for
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
+from temper_engine_api.conformance.inputs.tiny_models import has_experts
 from temper_engine_api.conformance.options import (
     ExpectedFailure,
     KitOptions,
@@ -156,7 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     if not options.is_thorough:
         inapplicable |= {test for test in tests if test.get_closest_marker("thorough")}
-    inapplicable |= {test for test in tests if test.callspec.params.get("family") == NO_FAMILY}
+    inapplicable |= {test for test in tests if not _has_applicable_family(test)}
     not_requested = [
         test
         for test in tests
@@ -309,6 +311,16 @@ def _may_have_experts(layout: Layout) -> bool:
     experts.
     """
     return layout.has_experts or not layout.fields
+
+
+def _has_applicable_family(test: pytest.Function) -> bool:
+    """Return False for the placeholder, and for families without experts in layouts with some."""
+    family = test.callspec.params.get("family")
+    if family is None:
+        return True
+    if family == NO_FAMILY:
+        return False
+    return not _get_layout(test).has_experts or has_experts(FAMILIES[cast(str, family)])
 
 
 def _get_layout(test: pytest.Function) -> Layout:

@@ -153,8 +153,18 @@ EXPERTS: Mapping[str, Scalar] = MappingProxyType(
 LANGUAGE_MODELS = (QWEN2_TIED, QWEN2_UNTIED, QWEN2_GROUPED, LLAMA, QWEN3)
 
 
+def has_experts(model: TinyModel) -> bool:
+    """Return True if the model has MoE layers of its own."""
+    return "num_experts_per_tok" in model.architecture
+
+
 def with_experts(model: TinyModel) -> TinyModel:
-    """Return the model with MoE layers; each expert is half as wide as the dense layer."""
+    """Return the model with MoE layers; each expert is half as wide as the dense layer.
+
+    A model that has some already is returned as it is.
+    """
+    if has_experts(model):
+        return model
     width = {**model.settings, **model.architecture}["intermediate_size"]
     architecture = {**model.architecture, **EXPERTS, "moe_intermediate_size": int(str(width)) // 2}
     return replace(model, name=f"{model.name}-experts", architecture=architecture)
