@@ -56,8 +56,19 @@ class FileNames:
         self, parts: Mapping[str, tuple[FilePart, ...]], *, model_type: str, unknown: Sequence[str]
     ) -> None:
         self._parts = parts
+        self._owners = {
+            part.name: (name, part) for name, own_parts in parts.items() for part in own_parts
+        }
         self._model_type = model_type
         self._unknown = unknown
+
+    def find_owner(self, file_name: str) -> tuple[str, FilePart] | None:
+        """Return the name of the tensor in memory that a tensor of a file is a part of.
+
+        Returns:
+            The name and the part; None if no tensor in memory has such a part.
+        """
+        return self._owners.get(file_name)
 
     def check_known(self) -> None:
         """Check that the names of all tensors in files are known.

@@ -11,6 +11,7 @@ from temper_engine_api.adapter_checks import check_target_names
 from temper_engine_api.compile_cache import protect_compile_cache
 from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError
+from temper_engine_api.file_names import FileNames
 from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader, OffloadPolicy
 from temper_engine_api.process_group import ThreadGroup
 from temper_engine_api.settings_check import warn_about_undeclared_keys
@@ -22,6 +23,7 @@ from temper_engine_megatron.huggingface.huggingface_model import (
     list_weight_modules,
     load_hf_config,
     open_initial_weights,
+    read_file_names,
 )
 from temper_engine_megatron.model.config_overrides import check_overrides, to_megatron_values
 from temper_engine_megatron.model.gpt_chunks import ModelChunks, build_chunks
@@ -49,6 +51,8 @@ class EngineComponents:
     """Rank, device and process groups of this process."""
     hf_config: PretrainedConfig
     """Hugging Face config of the model."""
+    file_names: FileNames
+    """Names of its tensors in files, where other engines have them joined as in transformers."""
     chunks: ModelChunks
     """This rank's part of the model."""
     runner: ScheduleRunner
@@ -142,10 +146,15 @@ def _build(
     translation: BridgeTranslation,
     membership: Membership,
 ) -> EngineComponents:
+    file_names = read_file_names(config.model, hf_config)
     placement = None
     if config.lora.is_enabled:
         placement = plan_placement(
-            config, hf_config=hf_config, translation=translation, membership=membership
+            config,
+            hf_config=hf_config,
+            translation=translation,
+            file_names=file_names,
+            membership=membership,
         )
     # On a GPU, Megatron compiles small functions of its own at their first call.
     if config.compile_head or membership.device.type == "cuda":
@@ -166,6 +175,7 @@ def _build(
         ParameterMap(
             chunks,
             translation=translation,
+            file_names=file_names,
             membership=membership,
             vocab_size=hf_config.vocab_size,
             has_scalar_head=config.model.model_type != "language_model",
@@ -177,7 +187,7 @@ def _build(
     base_state = ShardedState(base_map, optimizer if placement is None else None)
     adapter = None
     names = [entry.name for entry in base_state.list_weight_entries()]
-    with open_initial_weights(config.model, hf_config, names=names) as read:
+    with open_initial_weights(config.model, hf_config, names=names, file_names=file_names) as read:
         base_state.fill(read)
         if placement is not None:
             adapter = initialize_adapter(placement, ShardedState(adapter_map, optimizer), read)
@@ -185,6 +195,7 @@ def _build(
     return EngineComponents(
         membership=membership,
         hf_config=hf_config,
+        file_names=file_names,
         chunks=chunks,
         runner=ScheduleRunner(chunks, membership=membership, is_packed=config.remove_padding),
         optimizer=optimizer,

@@ -33,6 +33,7 @@ from temper_engine_api.checkpoint.saved_state import (
     open_dcp_state,
 )
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
+from temper_engine_api.file_names import FileNames
 from temper_engine_api.weights import NamedWeight, TrainingState
 from temper_engine_megatron.huggingface.weight_names import (
     map_to_saved_names,
@@ -139,7 +140,7 @@ def _open_state_files(directory: str) -> SavedState:
     )
 
 
-def select_saved(saved: SavedState, names: Collection[str]) -> SavedState:
+def select_saved(saved: SavedState, names: Collection[str], *, file_names: FileNames) -> SavedState:
     """Select weights by their names in Hugging Face files.
 
     `has_moments` is computed again, for the selected weights only: a checkpoint that contains an
@@ -155,14 +156,14 @@ def select_saved(saved: SavedState, names: Collection[str]) -> SavedState:
         stored = set(
             SafeDcpReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata
         )
-    saved_name_of = map_to_saved_names(saved)
+    saved_name_of = map_to_saved_names(saved, file_names)
     saved_names = dict.fromkeys(saved_name_of[name] for name in names)
     selected = replace(
         saved,
         weights={name: saved.weights[name] for name in saved_names},
         has_moments=_have_moments(saved_names, stored),
     )
-    split_saved, requested = split_saved_experts(selected), frozenset(names)
+    split_saved, requested = split_saved_experts(selected, file_names), frozenset(names)
     # A saved tensor can contain all experts of a layer. Its split also yields those that were not
     # requested.
     return replace(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from temper_engine_api.file_names import FileNames
 from temper_engine_api.process_group import gather_objects
 from temper_engine_api.weights import WeightEntry
 from temper_engine_megatron.adapter.expert_adapters import join_expert_shards, take_expert_shard
@@ -67,6 +68,7 @@ class ParameterMap:
         chunks: ModelChunks,
         *,
         translation: BridgeTranslation,
+        file_names: FileNames,
         membership: Membership,
         vocab_size: int,
         has_scalar_head: bool,
@@ -74,7 +76,7 @@ class ParameterMap:
     ) -> None:
         """Map the parameters of the base model, or with `maps_adapter` its adapter. Collective."""
         self._maps_adapter = maps_adapter
-        self._translation = translation
+        self._translation, self._file_names = translation, file_names
         self._membership = membership
         self._vocab_size = vocab_size
         self._has_scalar_head = has_scalar_head
@@ -326,6 +328,7 @@ class ParameterMap:
                 find_mapping=self._translation.find_mapping,
                 head="score" if self._has_scalar_head else "lm_head",
                 names=self._names,
+                file_names=self._file_names,
             )
         if self._has_scalar_head and name in _SCALAR_HEAD_MAPPINGS:
             return _SCALAR_HEAD_MAPPINGS[name]
