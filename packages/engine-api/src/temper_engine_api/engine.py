@@ -184,8 +184,8 @@ class BaseEngine(ABC):
             loss: An Objective; or a function of complete sequences that returns a mean. Its value
                 is averaged over data-parallel ranks, and calls before a step add up. With a plain
                 function the gradient may depend on how the mini-batch is split.
-            required_outputs: Outputs that a plain function needs. By default the log-probs of a
-                language model, the values of a value model or the scores of a reward model.
+            required_outputs: Outputs that a plain function needs. By default a language model's
+                log-probs, a value model's values or a reward model's scores.
 
         Raises:
             ConfigError: If `required_outputs` is given for an Objective.
@@ -363,8 +363,8 @@ class BaseEngine(ABC):
         """Reset gradients and start an update.
 
         After an exception in a call of the last update this discards what the call left behind, so
-        that the next update is the one of a run without it. Random numbers that it drew, for
-        dropout, stay drawn.
+        that the next update is as if it had not happened. Random numbers that it drew, for dropout,
+        stay drawn.
 
         Raises:
             RankFailedError: If a rank raised and the process group did not survive.
@@ -450,7 +450,7 @@ class BaseEngine(ABC):
 
     @property
     def num_schedule_steps(self) -> int:
-        """Number of completed steps of the learning-rate schedule."""
+        """Number of completed learning-rate schedule steps."""
         return self._update_cycle.num_schedule_steps
 
     @num_schedule_steps.setter
@@ -520,7 +520,7 @@ class BaseEngine(ABC):
     def unshard_outputs(
         self, outputs: ForwardOutputs | None, *, sample_ids: Tensor
     ) -> ForwardOutputs:
-        """Gather outputs of all ranks to every rank, in the order of these ids [B]. Collective."""
+        """Gather outputs from all ranks to every rank, ordered by these ids [B]. Collective."""
         return gather_outputs(self.gather_objects(outputs), sample_ids=sample_ids)
 
     @contextmanager
@@ -587,8 +587,8 @@ class BaseEngine(ABC):
         Use it as `with engine.export_weights() as stream`. Tensors are gathered one by one while
         the stream is read. Collective.
 
-        If the body of one rank raises before the end of the stream, the other ranks, which wait for
-        it to gather the rest, raise RankFailedError.
+        If the body raises on one rank before the stream ends, the other ranks, which wait for it to
+        gather the rest, raise RankFailedError.
         """
         return WeightStream(
             self._iterate_unchanged(self._iterate_weights(), mode="eval", call="export_weights"),
@@ -616,9 +616,9 @@ class BaseEngine(ABC):
     def export_state(self) -> StateStream:
         """Return a stream of the portable training state, one parameter at a time. Collective.
 
-        Use it as `with engine.export_state() as stream`: if the body of one rank raises before the
-        end of the stream, the other ranks raise RankFailedError with its message. Without `with`
-        they learn only that the stream was not read to its end.
+        Use it as `with engine.export_state() as stream`: if the body raises on one rank before the
+        stream ends, the other ranks raise RankFailedError with its message. Without `with` they
+        learn only that the stream was not read to its end.
         """
         self.require(Capability.PORTABLE_STATE)
         failures = self._rank_failures

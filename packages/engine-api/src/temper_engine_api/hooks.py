@@ -1,4 +1,4 @@
-"""Types of the user's hook functions of `forward_backward_step`, and one call through them."""
+"""Types for user hook functions in `forward_backward_step`, and one call through them."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 

@@ -24,7 +24,7 @@ from temper_engine_api.rendezvous import store_from_environment
 ObjectT = TypeVar("ObjectT")
 
 MAX_MESSAGE_BYTES = 4 << 30
-"""Maximum size of the encoded value of a rank, see `gather_objects`."""
+"""Maximum size of a rank's encoded value, see `gather_objects`."""
 
 
 class _Rendezvous:
@@ -162,7 +162,7 @@ def join_default_group(*, device: torch.device, timeout_s: float) -> bool:
 
 
 def gather_objects(item: ObjectT, *, group: ProcessGroup | None = None) -> list[ObjectT]:
-    """Gather a small value from every rank of a group, in rank order, on each of them. Collective.
+    """Gather a small value from every rank in a group to every rank, in rank order. Collective.
 
     Replaces `torch.distributed.all_gather_object`, which unpickles what arrives. The values travel
     as bytes in tensor collectives; `gather_codec` lists the supported types. Tensors arrive on the

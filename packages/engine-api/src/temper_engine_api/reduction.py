@@ -121,7 +121,7 @@ def count_denominators(batch: SequenceBatch) -> Denominators:
 
 
 class ObjectiveLoss:
-    """Loss of an objective on each micro-batch of a packed batch; collects the metrics."""
+    """An objective's loss on each micro-batch of a packed batch; collects the metrics."""
 
     def __init__(self, objective: Objective, *, batch: PackedBatch) -> None:
         missing = objective.columns - batch.columns.keys() - batch.sequence_columns.keys()

@@ -84,7 +84,7 @@ class LoraSpec:
     exclude_modules: str | tuple[str, ...] = ()
     """Targets to leave without an adapter, in the same notation."""
     target_parameters: tuple[str, ...] = ()
-    """Last parts of the names of fused expert tensors, as in PEFT: `mlp.experts.gate_up_proj` and
+    """Last name parts of fused expert tensors, as in PEFT: `mlp.experts.gate_up_proj` and
     `mlp.experts.down_proj`. If set, target_modules may be empty, and `all-linear` there means the
     linear layers outside the experts."""
     modules_to_save: tuple[str, ...] = ()
@@ -377,5 +377,5 @@ class EngineConfig:
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks with one copy of the model and the same samples; divides world size."""
+        """Number of ranks per model replica; divides the world size."""
         return 1

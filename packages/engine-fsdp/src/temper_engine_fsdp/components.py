@@ -126,7 +126,7 @@ class EngineComponents:
     """Profiles the configured updates."""
 
     def iterate_model_tensors(self) -> Iterator[Tensor]:
-        """Yield the local shards of parameters and of existing gradients."""
+        """Yield the local shards of parameters and existing gradients."""
         yield from _iterate_parameter_tensors({**self.parameters, **self.trainable})
         yield from _iterate_gradient_tensors(self.trainable)
 

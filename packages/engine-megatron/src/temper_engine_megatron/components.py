@@ -100,7 +100,7 @@ def check_model(config: MegatronConfig) -> None:
     hf_config = load_hf_config(config.model)
     warn_about_undeclared_keys(hf_config, architecture=config.model.architecture)
     if config.device == "auto":
-        # The host of the check may lack the GPUs of the run.
+        # The host that runs the check may lack the run's GPUs.
         config = replace(config, device="cuda")
     with ignore_known_warnings(), support_missing_cuda():
         configure_transformer(

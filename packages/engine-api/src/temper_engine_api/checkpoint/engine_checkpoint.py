@@ -68,7 +68,7 @@ class Participant(Protocol):
         """Sizes and ranks of the parallel axes."""
 
     def write_part(self, directory: str) -> PartReport:
-        """Write this rank's files of the engine's part of the checkpoint. Collective."""
+        """Write this rank's files for the engine's part of the checkpoint. Collective."""
 
     def read_part(self, directory: str) -> None:
         """Read the files of `write_part`. Collective."""
@@ -88,7 +88,7 @@ class StagedEngine:
     which trains meanwhile."""
 
     def write_part(self, directory: str) -> PartReport:
-        """Write this rank's files of the engine's part of the checkpoint. Collective."""
+        """Write this rank's files for the engine's part of the checkpoint. Collective."""
         files = self.write(directory)
         if self.topology.global_rank == 0:
             files = [*files, write_json(directory, PROGRESS_FILE, self.progress)]
@@ -128,7 +128,7 @@ class BackgroundSave(Generic[T]):
 
         Args:
             action: Function that saves.
-            path: Path of the checkpoint, for the log and the name of the thread.
+            path: Checkpoint path, used in the log and for the thread name.
         """
         assert self._thread is None, "the previous save was not finished"
 

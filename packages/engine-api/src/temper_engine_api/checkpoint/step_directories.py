@@ -38,7 +38,7 @@ MARKER_NAME = ".temper-partial"
 """File in every directory that is not committed yet. It holds the id of the run that writes it, so
 that only this run deletes it."""
 INVENTORY_NAME = ".temper-files"
-"""List of the files of a killed save, each with its size and modification time. It is written when
+"""Lists the files that a killed save left, each with size and modification time. It is written when
 the run renames the directory. Files that are added or changed later do not belong to the run."""
 STEP_NAME = re.compile(r"step_(\d{8,})")
 """Name of a committed step directory."""
@@ -148,7 +148,7 @@ def prune(
     keep_every: int = 0,
     check: Callable[[Path], object] | None = None,
 ) -> list[int]:
-    """Delete old complete steps of a run, and the remains of its killed saves and deletions.
+    """Delete a run's old complete steps, and what its killed saves and deletions left.
 
     Starting with the newest, steps are kept until `max_to_keep` of them have passed `check`. Steps
     among them that fail it are kept, too. The older steps of this run are deleted, damaged or not.
@@ -199,7 +199,7 @@ def prune(
 
 
 def delete_killed_saves(root: str | Path, *, run_id: str | None = None) -> None:
-    """Delete what `set_aside` has renamed of the killed saves and deletions of a run.
+    """Delete a run's killed saves and deletions that `set_aside` has renamed.
 
     Unlike `prune`, this function may be called while a save is running. See there for which files
     belong to the run.

@@ -187,7 +187,7 @@ def begin_checkpoint(
 
 
 def open_part(staging: Path, name: str) -> Path:
-    """Return the directory of one participant of a save; create it if it does not exist."""
+    """Return one participant's directory in a save; create it if it does not exist."""
     directory = staging / name
     # parents is not set, so that a rank that is late cannot create the directory of an aborted save
     # again.

@@ -34,7 +34,7 @@ from temper_engine_api.conformance.results import (
 from temper_engine_api.layout import Layout
 
 SHARED_RESOURCES_PLUGIN = "temper-conformance-shared"
-"""Name of a plugin whose rank pool and oracle are used instead of new ones.
+"""Name of a plugin whose rank pool and oracle are reused.
 
 The kit's own tests register it, because they run the kit many times in one process.
 """
@@ -43,7 +43,7 @@ OPTIONS = pytest.StashKey[KitOptions]()
 RUN = pytest.StashKey[ConformanceRun]()
 """Key of the results in pytest's stash."""
 NO_FAMILY = "none"
-"""Parameter of the tests of families if none are requested."""
+"""Parameter for the family tests when none are requested."""
 _TESTS = Path(__file__).parent / "tests"
 
 

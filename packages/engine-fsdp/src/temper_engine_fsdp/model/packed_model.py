@@ -28,7 +28,7 @@ from temper_engine_fsdp.model.packed_attention import PackLayout
 from temper_engine_fsdp.model.token_mixers import count_mixing_layers
 
 PREFIX = "hf."
-"""Prefix of our module in front of every Hugging Face parameter name."""
+"""Our module's prefix in front of every Hugging Face parameter name."""
 
 
 class PackedModel(nn.Module):

@@ -1,6 +1,6 @@
 """Causal attention whose scores SDPA has no argument for: sinks and soft-capping.
 
-Both work on padded rows of equally long sequences, like one call of SDPA.
+Both work on padded rows of equally long sequences, like one SDPA call.
 """
 
 from functools import partial
@@ -11,13 +11,13 @@ from torch.nn.functional import dropout, pad
 from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK_SCORES = 1 << 26
-"""Number of scores per block of queries with soft-capping; bounds the memory."""
+"""Number of scores per query block with soft-capping; bounds the memory."""
 
 
 def add_sinks(
     query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Put a token in front of each sequence whose score is the sink of the head.
+    """Put a token in front of each sequence whose score is the head's sink.
 
     A sink takes part in the softmax of its head and adds nothing to the output
     (https://arxiv.org/abs/2309.17453, and gpt-oss with a trained logit per head). As a token of its

@@ -1,7 +1,7 @@
 """Convolution and state-space layers over packs: each sequence starts with an empty state.
 
 Such a layer (linear attention, Mamba, short convolutions) carries a state along the tokens of a
-row. Here each sequence of a pack becomes a row of its own, padded on the right. That is exact,
+row. Here each sequence in a pack becomes its own row, padded on the right. That is exact,
 because these layers are causal: no real token sees the padding after it, and padding has no
 gradient. The layer itself is that of transformers, with the kernels that it selects.
 """
@@ -20,9 +20,9 @@ from temper_engine_fsdp.model.packed_attention import PackLayout
 ATTENTION_TYPES = frozenset(("full_attention", "sliding_attention"))
 """Values of `layer_types` in which tokens only interact in the registered attention."""
 MIXER_TYPES = frozenset(("linear_attention", "conv", "mamba", "mamba2", "hybrid"))
-"""Values of `layer_types` of layers with a state, with or without attention."""
+"""`layer_types` values for layers with a state, with or without attention."""
 TOKENWISE_TYPES = frozenset(("mlp", "moe"))
-"""Values of `layer_types` of layers that treat each token alone."""
+"""`layer_types` values for layers that process each token by itself."""
 
 
 def find_token_mixers(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -1,6 +1,6 @@
 """Publish what each rank is doing, and explain a collective that times out.
 
-Each rank writes the name and start time of its current stage to the store of the process group.
+Each rank writes its current stage's name and start time to the process group's store.
 When a collective times out, the error lists the stages of the other ranks. Gloo raises in the
 waiting rank. NCCL aborts the process from its own watchdog thread, so on CUDA a thread of ours logs
 the same message shortly before. On CUDA the host runs ahead of the device: a stage ends when the

@@ -210,8 +210,8 @@ def _pause_garbage_collection() -> Iterator[None]:
 
     Reference counting still frees objects as usual.
     """
-    # A collection in the middle of a pass delays kernel launches by tens of milliseconds, on one
-    # rank at a time.
+    # A collection during a pass delays kernel launches by tens of milliseconds, on one rank at a
+    # time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

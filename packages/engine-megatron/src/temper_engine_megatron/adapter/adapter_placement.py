@@ -38,7 +38,7 @@ from temper_engine_megatron.runtime.process_groups import Membership
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedHead:
-    """Parameters of the output layer that are trained in place of the base model's."""
+    """Output layer parameters trained in place of the base model's."""
 
     weight: nn.Parameter
     """Same shape as the base weight."""

@@ -37,9 +37,9 @@ _UNSUPPORTED_FIELDS = (
 )
 """Fields of PEFT's config that change the computation and are not implemented here."""
 _EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
-"""Names of expert matrices in files. transformers stacks the matrices of all experts of a layer."""
+"""Names of expert matrices in files. transformers stacks a layer's expert matrices."""
 _PRIVATE_ADAPTER_FILES = ("adapter_checkpoint", "mp_rank_*_adapter.pt", "dist_ckpt")
-"""Files of adapter directories in the private layouts of other systems."""
+"""Adapter files in other systems' private layouts."""
 
 
 class AdapterPlan:
@@ -141,7 +141,7 @@ class AdapterPlan:
         return tuple(name.rpartition(".")[2] for name in modules if name in self.targets)
 
     def select_expert_targets(self, module: str) -> tuple[str, ...]:
-        """Return the last parts of the adapted tensors of one module with experts."""
+        """Return the last name parts of the adapted tensors in a module with experts."""
         return tuple(
             name.rpartition(".")[2]
             for name in self.expert_targets

@@ -44,7 +44,7 @@ MappingKind = Literal["plain", "qkv", "gated", "experts_a", "experts_b", "gated_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMapping:
-    """Hugging Face weights that one of Megatron's parameters consists of."""
+    """Hugging Face weights that one Megatron parameter consists of."""
 
     kind: MappingKind
     """Way in which they are combined.

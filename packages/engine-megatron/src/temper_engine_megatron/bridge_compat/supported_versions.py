@@ -18,7 +18,7 @@ NO_VERSION = "without a version"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPair:
-    """Versions of megatron-core and of megatron-bridge that work together."""
+    """Versions of megatron-core and megatron-bridge that work together."""
 
     core: SpecifierSet
     """Supported versions of megatron-core."""
@@ -31,7 +31,7 @@ class VersionPair:
     unused_package_importers: Mapping[str, str] = field(hash=False)
     """Modules that import a package which this engine never needs, by package.
 
-    The value is a prefix of the names of the importing modules. `bridge_import` stubs the package
+    The value is a name prefix of the importing modules. `bridge_import` stubs the package
     while they are imported."""
     ignores_rope_parameters: bool
     """True if the bridge reads `rope_theta` (transformers 4), but not `rope_parameters` (5).

@@ -1,4 +1,4 @@
-"""Files of the engine's part of a checkpoint.
+"""Files in the engine's part of a checkpoint.
 
 The training state is stored as full tensors under Hugging Face names in safetensors files, so any
 layout can load it; each rank writes the tensors assigned to it. Release 0.1 wrote all of them from
@@ -42,10 +42,10 @@ from temper_engine_megatron.huggingface.weight_names import (
 from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 
 FILE_BYTES = 2 << 30
-"""Approximate size of a file of the training state."""
+"""Approximate size of a training state file."""
 RNG_FOLDER, ADAPTER_FOLDER = "random", "adapter"
 _MEGATRON_PREFIX = "megatron."
-"""Prefix of the names of Megatron's RNG states."""
+"""Name prefix of Megatron's RNG states."""
 FileTensors = dict[str, Tensor]
 """Tensors of one parameter, by name in the file."""
 

@@ -22,7 +22,7 @@ AdapterContent = tuple[Mapping[str, object], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SmallFiles:
-    """Contents of the files of one rank other than the training state."""
+    """Contents of one rank's files other than the training state."""
 
     rank: int
     rng_states: Mapping[str, Tensor]
@@ -79,7 +79,7 @@ def _write(state: Iterable[FileTensors], small_files: _SmallFiles, *, directory:
 
 
 def _iterate_state(components: EngineComponents) -> Iterator[FileTensors]:
-    """Yield copies of what this rank saves of the training state. Collective.
+    """Yield copies of the training state that this rank saves. Collective.
 
     Includes the base weights of an adapter if they differ from the model's files.
     """

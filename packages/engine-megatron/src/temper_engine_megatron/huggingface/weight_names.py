@@ -1,7 +1,7 @@
 """Weight names: experts as in Hugging Face files, and adapters as in PEFT files.
 
 Checkpoints of FSDPEngine have joined experts, as transformers has them in memory. In Megatron's
-model the parameters of an adapter are in a submodule of the layer that they adapt.
+model, adapter parameters are in a submodule of the layer that they adapt.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -17,7 +17,7 @@ from temper_engine_megatron.bridge_compat import MappingKind, WeightMapping
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSlice:
-    """Location of a file's expert tensor in the joined tensor of its layer."""
+    """Location of a file's expert tensor in its layer's joined tensor."""
 
     joined: str
     """Name of the joined tensor."""
@@ -82,7 +82,7 @@ def split_saved_experts(saved: SavedState, file_names: FileNames) -> SavedState:
 
 
 ADAPTER_MODULE = "adapter"
-"""Submodule with the adapters of a linear layer, by the last part of their Hugging Face module."""
+"""Submodule with a linear layer's adapters, by the last part of their Hugging Face module name."""
 TRAINED_WEIGHT, TRAINED_BIAS = "trained_weight", "trained_bias"
 """Parameters of the output layer that an adapter trains in place of its own."""
 ATTENTION_LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj")
@@ -91,7 +91,7 @@ DENSE_LINEARS = (*ATTENTION_LINEARS, "mlp.linear_fc1", "mlp.linear_fc2")
 EXPERTS_PATH = "mlp.experts"
 """Module of a decoder layer with its experts."""
 EXPERT_LINEARS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
-"""Linear layer of each expert, by the joined tensor that it is part of.
+"""Each expert's linear layer, by the joined tensor that contains it.
 
 If both tensors are adapted, PEFT wraps them in this order, so the first wrapper is inside the
 second."""
@@ -111,7 +111,7 @@ def is_expert_adapter(name: str) -> bool:
 
 
 def is_trained_head(name: str) -> bool:
-    """Return True for the weight of the head that is trained in place of the base model's."""
+    """Return True for the head weight that is trained in place of the base model's."""
     return name == f"output_layer.{TRAINED_WEIGHT}"
 
 
@@ -129,7 +129,7 @@ def find_peft_mapping(
         name: Megatron name with the global layer number.
         find_mapping: Returns the mapping of a base weight by Megatron name.
         head: Hugging Face name of the output layer.
-        names: Megatron names of all parameters of the adapter.
+        names: Megatron names of all adapter parameters.
         file_names: Names in files of the tensors in memory.
     """
     if name.startswith("output_layer."):
@@ -180,7 +180,7 @@ def peft_expert_prefix(module: str, target: str, *, adapted: Collection[str]) ->
     Args:
         module: Transformers module with the experts.
         target: Last part of the tensor's name.
-        adapted: Last parts of all adapted tensors of this module.
+        adapted: Last name parts of all adapted tensors in this module.
     """
     is_inner = target == "gate_up_proj" and "down_proj" in adapted
     return f"{PEFT_PREFIX}{module}.base_layer" if is_inner else f"{PEFT_PREFIX}{module}"

@@ -63,7 +63,7 @@ class GroupedExperts(SequentialMLP):
         has_own_activation = (
             config.activation_func_clamp_value is not None or config.glu_linear_offset
         )
-        # Rows of each operand have to start at multiples of 16 bytes.
+        # Each operand's rows have to start at multiples of 16 bytes.
         is_aligned = all(
             expert_weight.shape[1] % 8 == 0 for expert_weight in self.local_experts[0].parameters()
         )

@@ -252,8 +252,8 @@ def _build_topology(config: MegatronConfig, pg_collection: Any) -> Topology:
             pg_collection.ep,
         )
     )
-    # The interleaved schedule needs a number of micro-batches that is a positive multiple of the
-    # number of stages.
+    # The interleaved schedule needs a micro-batch count that is a positive multiple of the stage
+    # count.
     micro_batch_multiple = pp.size if config.virtual_pipeline is not None else 1
     return Topology(
         world_size=dist.get_world_size(),
@@ -269,8 +269,8 @@ def _build_topology(config: MegatronConfig, pg_collection: Any) -> Topology:
         plan_constraints=PlanConstraints(
             micro_batch_multiple=micro_batch_multiple,
             min_micro_batches=micro_batch_multiple,
-            # Context and sequence parallelism all-gather slices of the tokens, so the slices of all
-            # ranks must have the same length.
+            # Context and sequence parallelism all-gather slices of the tokens, so all ranks' slices
+            # must have the same length.
             token_multiple=cp.size * (tp.size if config.sequence_parallel else 1),
         ),
     )

@@ -51,7 +51,7 @@ class LoraAdapter:
     def make_merge(self) -> MergeAdapter:
         """Return a function that merges the adapter into the weights of one export.
 
-        The A and B of all experts of a layer are gathered once and kept until the next layer: an
+        A and B for all experts in a layer are gathered once and kept until the next layer: an
         export yields the experts of a layer one after another.
         """
         cached_pairs: dict[str, tuple[Tensor, Tensor]] = {}

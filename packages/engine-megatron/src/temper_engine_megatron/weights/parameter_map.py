@@ -146,7 +146,7 @@ class ParameterMap:
 
         Args:
             entry: The parameter.
-            local: This rank's shard of the parameter, or of a tensor of its shape; None if this
+            local: This rank's shard of the parameter, or of a tensor with its shape; None if this
                 rank has no shard.
             dtype: Dtype of the shards, for the ranks without one.
         """
@@ -171,7 +171,7 @@ class ParameterMap:
 
         Args:
             entry: The parameter.
-            local: This rank's shard of the parameter, or of a tensor of its shape.
+            local: This rank's shard of the parameter, or of a tensor with its shape.
         """
         info, group = entry.info, self._shard_group(entry.info)
         writer = self._writers[info.name]
@@ -258,7 +258,7 @@ class ParameterMap:
         return {info.name: writer for info, writer in zip(infos, writers, strict=True)}
 
     def _shard_shape(self, info: ParameterInfo) -> tuple[int, ...]:
-        """Return the shape of a tensor-parallel shard, with the experts of all ranks."""
+        """Return a tensor-parallel shard's shape, with all ranks' experts."""
         if not info.is_expert_adapter:
             return info.shape
         return (info.shape[0] * self._membership.ep.size(), *info.shape[1:])
@@ -266,8 +266,8 @@ class ParameterMap:
     def _broadcast(self, info: ParameterInfo, tensor: Tensor) -> None:
         """Broadcast to ranks with other experts, then to the other stages; in place."""
         membership = self._membership
-        # The order matters: all ranks of the stage that has the parameter must have received it
-        # before each of them sends it to the other stages.
+        # The order matters: all ranks in the stage that has the parameter must have received it
+        # before each sends it to the other stages.
         sources = ((membership.ep, info.expert_rank), (membership.pp, info.stage))
         for group, source in sources:
             takes_part = group is membership.pp or membership.topology.pp.rank == info.stage

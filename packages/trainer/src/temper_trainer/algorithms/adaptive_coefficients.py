@@ -1,4 +1,4 @@
-"""Controllers that adapt the weights of the KL penalty and of the entropy bonus."""
+"""Controllers that adapt the weights for the KL penalty and the entropy bonus."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class EntropyController:
 
     @property
     def applied_coef(self) -> float:
-        """Weight of the bonus in the loss of the next step."""
+        """Weight of the bonus in the next step's loss."""
         return self.coef if self.is_active else 0.0
 
     def adapt(self, *, entropy: float) -> "EntropyController":

@@ -32,7 +32,7 @@ class Reweighting(Variant):
 
     @abstractmethod
     def weigh(self, rewards: Tensor) -> Tensor:
-        """Return weights to draw with, from the float64 rewards of a group or of the step."""
+        """Return sampling weights, given the float64 rewards for a group or the step."""
 
 
 @variant("power")

@@ -87,7 +87,7 @@ def run_trials(
 
     Args:
         engine: Name under which the engine is registered.
-        seeds: Seeds of the moments of the kills.
+        seeds: Random seeds for when to kill.
         how: Whether the ranks save in the foreground or in the background.
         folder: Empty folder for checkpoints.
         save_fields: Config fields of the ranks that save, such as their layout.

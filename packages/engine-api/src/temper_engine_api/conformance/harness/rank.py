@@ -102,7 +102,7 @@ class EngineSetup:
 
 
 class Rank:
-    """One rank of the engine under test, or of the oracle, which runs in the test's process.
+    """One rank of the engine under test; or the oracle, which runs in the test's process.
 
     Jobs get it as their first argument and build their engines through it.
     """

@@ -40,7 +40,7 @@ class FailingProbe(SftProbe):
     """The loss of SftProbe, with an exception in one micro-batch. Each instance fails once."""
 
     fails_at: int
-    """Index of the micro-batch of this rank."""
+    """Micro-batch index on this rank."""
     kind: Kind = "loss"
     fails_on: tuple[int, ...] | None = None
     """Global ranks; None is all of them."""
@@ -84,7 +84,7 @@ class FailingProbe(SftProbe):
 
 
 def raise_halfway_through_backward(column: Tensor) -> None:
-    """Make the backward pass of a column raise when about half of the parameters have gradients.
+    """Make a column's backward pass raise when about half of the parameters have gradients.
 
     Parameters are the same on ranks that have parts of a sequence, although the rest of their
     graphs differs. So all ranks raise after the same collectives.

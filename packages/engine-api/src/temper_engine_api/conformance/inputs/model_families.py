@@ -41,7 +41,7 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         "num_key_value_heads": 2,
         # Windowed and full attention alternate, starting with a window.
         "sliding_window": 6,
-        # The default of the family extends it by a factor that changes the scale of scores.
+        # The family's default extends it by a factor that changes the scale of scores.
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "gemma2": {

@@ -25,7 +25,7 @@ from temper_engine_api.specs import ModelType, Scalar
 
 VOCABULARY = 211
 PADDING = 143
-"""Padding token of QWEN2_TIED, which the first ragged batch of the kit contains twice."""
+"""Padding token of QWEN2_TIED. The kit's first ragged batch contains it twice."""
 
 _COMMON: Mapping[str, Scalar] = MappingProxyType(
     {
@@ -200,7 +200,7 @@ def _fill(network: nn.Module, *, generator: torch.Generator, head_scale: float) 
     for name, parameter in network.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
-            # Some families add 1 to the weight of a norm, and initialize it with 0 instead of 1.
+            # Some families add 1 to the norm weight, and initialize it with 0 instead of 1.
             parameter.copy_(parameter.mean().round() + 0.2 * noise)
         elif parameter.ndim == 1:
             parameter.copy_(0.1 * noise)
@@ -209,7 +209,7 @@ def _fill(network: nn.Module, *, generator: torch.Generator, head_scale: float) 
         elif "conv1d" in name:
             parameter.copy_(noise / math.sqrt(parameter.shape[2]))  # the fan-in of one channel
         else:
-            # Divided by the root of the fan-in, which keeps the size of activations through the
+            # Divide by the square root of the fan-in, so that activations keep their size across
             # layers.
             parameter.copy_(noise / math.sqrt(parameter.shape[1]))
     saved = network.state_dict().keys()

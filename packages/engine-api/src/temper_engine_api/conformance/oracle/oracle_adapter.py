@@ -64,7 +64,7 @@ class OracleAdapter:
         return off
 
     def export(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """Return the contents of both files of a PEFT directory."""
+        """Return the contents of both files in a PEFT directory."""
         tensors = {
             name: parameter.detach().clone() for name, parameter in self.parameters().items()
         }

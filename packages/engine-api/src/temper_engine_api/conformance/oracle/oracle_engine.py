@@ -1,7 +1,7 @@
 """The oracle: a complete engine in plain torch, float32, one process, one sequence at a time.
 
 Other engines are compared with it, so it is written to be read: nothing is packed, chunked, sharded
-or fused. Its gradients of a full mini-batch are also the expected sum over any number of data-
+or fused. Its gradients for a full mini-batch are also the expected sum across any number of data-
 parallel ranks.
 """
 

@@ -11,8 +11,8 @@ from transformers.core_model_loading import revert_weight_conversion
 class FileLayout:
     """Converts tensors of a model between their form in memory and that in files.
 
-    transformers joins the experts of a layer in memory, for example. Its conversion runs once, on
-    the positions of all entries, so this class knows no rule of any model.
+    transformers joins the experts of a layer in memory, for example. The conversion runs once, on
+    the positions of all entries, so no model's rules are needed here.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FileLayout:
         }
 
     def list_owners(self) -> dict[str, str]:
-        """Return the name in memory of the tensor that holds each tensor of the files."""
+        """Return the name of the in-memory tensor that contains each tensor in the files."""
         ends = torch.tensor([shape.numel() for shape in self._shapes.values()]).cumsum(0)
         names = list(self._shapes)
         return {

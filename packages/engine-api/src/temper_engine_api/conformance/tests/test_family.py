@@ -45,7 +45,8 @@ from temper_engine_api.weights import NamedWeight
 
 NUM_UPDATES = 5
 SMALL_ADAMW = replace(ADAMW, lr=1e-3)
-"""Steps of 1e-2 change the states of linear attention so much that rounding grows with each."""
+"""With a learning rate of 1e-2, linear attention states change so much that errors grow every
+step."""
 
 
 def make_setup(oracle: OracleCache, family: str, **fields: object) -> EngineSetup:
@@ -65,7 +66,7 @@ def get_batch(oracle: OracleCache, family: str, *, seed: int = 0) -> SequenceBat
 def test_family_outputs_match_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
 ) -> None:
-    """Log-probs and entropies of packs equal those of transformers, one sequence at a time."""
+    """Packed log-probs and entropies equal transformers' own, one sequence at a time."""
     setup, batch = make_setup(oracle, family), get_batch(oracle, family)
     requested = [HeadOutput.LOGPROB, HeadOutput.ENTROPY]
     for split in (ONE_MICRO_BATCH, TWO_MICRO_BATCHES):
@@ -182,7 +183,7 @@ def export_around_update(
 def test_family_adapter_matches_oracle(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
 ) -> None:
-    """Gradients of a LoRA adapter on the attention equal those of transformers with PEFT."""
+    """LoRA gradients on the attention layers equal those from transformers with PEFT."""
     setup = replace(
         oracle.make_adapter_setup(make_adapter(family)),
         compute=make_gradient_setup(oracle, family).compute,

@@ -68,7 +68,7 @@ def estimate_advantages(
     if kl is not None and coef:
         # `where` instead of a product with the mask, because an entry outside it may be NaN.
         penalty = coef * torch.where(samples.loss_mask, kl.double(), 0.0)
-    # A sum and not a mean: the KL of a completion is the sum of the KL of its tokens.
+    # A sum and not a mean: a completion's KL is summed over its tokens.
     penalty_sum = sum_per_sequence(penalty, samples)
     step = StepRewards(
         samples=samples,

@@ -22,7 +22,7 @@ class ReverseKl(DistillationLoss):
 
         loss = k(log p, log q)
 
-    k is Schulman's k2 or k3, p the policy and q the teacher. The expected gradient of k2 is that of
+    k is Schulman's k2 or k3, p the policy and q the teacher. k2 has the expected gradient of
     KL(policy, teacher), which is mode-seeking.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, section 3; Gu et al. 2023, arXiv:2306.08543;

@@ -23,7 +23,7 @@ from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 
 CORRECTION_WEIGHTS = "correction_weights"
-"""Name of the [T] float32 column of importance weights from ``compute_rollout_correction``."""
+"""Name of the [T] float32 column with importance weights from ``compute_rollout_correction``."""
 
 
 @register_objective("policy")

@@ -84,7 +84,7 @@ class Ppo(ClippedLoss):
     def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
-        """Return the clip fractions of both sides and of the dual clip, if there is one."""
+        """Return the clip fractions for both sides and the dual clip, if there is one."""
         metrics = ClippedLoss.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         if self.dual_clip is not None:
             metrics["policy/dual_clip_fraction"] = weighted_mean(

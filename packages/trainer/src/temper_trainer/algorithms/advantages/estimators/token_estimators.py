@@ -170,9 +170,9 @@ def compute_length_adaptive_lambdas(samples: SequenceBatch, *, length_factor: fl
 
         lambda = 1 - 1 / (length_factor * l), at least 0
 
-    l is the number of trained tokens. The sum of the weights of the deltas, 1 / (1 - lambda), is
-    then proportional to the length, so that a reward at the end reaches the first tokens of long
-    completions, too.
+    l is the number of trained tokens. The deltas' weights then add up to 1 / (1 - lambda), which is
+    proportional to the length, so that a reward at the end also reaches the first tokens of long
+    completions.
 
     Returns:
         [B] float64 in [0, 1).

@@ -44,7 +44,7 @@ def select_token_rewards(step: StepRewards, *, turn_rewards: bool) -> Tensor:
 
 @variant("turn_grpo")
 class TurnGrpo(AdvantageEstimator):
-    """Return of each turn, compared with the same turn of the group (arXiv:2505.11821)."""
+    """Compares each turn's return with its group (arXiv:2505.11821)."""
 
     is_per_token: ClassVar[bool] = True
 
@@ -76,8 +76,8 @@ def compute_turn_rewards(
     the rewards of a rollout add up to the same number as without turns.
 
     Args:
-        rewards: [B] reward of each rollout, which includes the rewards of its turns.
-        turn_rewards: [T] reward of the environment at the last trained token of each turn, else 0.
+        rewards: [B] reward per rollout, including its turn rewards.
+        turn_rewards: [T] reward from the environment at each turn's last trained token, else 0.
         samples: B sequences, T tokens.
 
     Returns:
@@ -96,7 +96,7 @@ def compute_turn_advantages(
     gamma: float,
     scale_by_std: bool,
 ) -> Tensor:
-    """Compare the return of each turn with that of the group's rollouts in the same turn.
+    """Compare each turn's return with the returns of the group's rollouts for the same turn.
 
         G_k = R_k + gamma * G_(k+1)
         A_k = (G_k - mean(G_k)) / (std(G_k) + 1e-6)
