@@ -19,7 +19,7 @@ T = TypeVar("T")
 class PriorityLimit:
     """Limit on how many bodies run at the same time; the smallest priority continues first.
 
-    Requests of old rollouts so overtake those of new ones. All methods run in one event loop.
+    So requests for old rollouts overtake requests for new ones. All methods run in one event loop.
     """
 
     def __init__(self, max_concurrent: int | None) -> None:

@@ -42,7 +42,7 @@ another directory.
 """
 
 _TO_URLSAFE = str.maketrans("+/", "-_")
-"""Translation of the standard characters of base64 to those for URLs."""
+"""Translates standard base64 characters to the URL-safe ones."""
 
 _INTERRUPTION = r"(?:[\r\n]|\\{1,16}[rn]|\x1b\[[0-9;:]*[A-Za-z])+"
 """Text that may be inside a secret: line breaks, as MIME wraps base64, also in Python's quotes, and
@@ -121,8 +121,8 @@ def redact_secrets(text: str) -> str:
 def list_secret_forms(secret: str) -> frozenset[str]:
     """Return texts in which a secret may appear: as it is, quoted, and in hex, base32 and base64.
 
-    Base64 of a longer text, such as ``user:token``, has one of three forms of the token, according
-    to the number of bytes before it; base32 has one of five.
+    Base64 of a longer text, such as ``user:token``, has the token in one of three forms, depending
+    on the number of bytes before it; base32 has one of five.
 
     Example:
         >>> sorted(list_secret_forms("my_token"))[:4]
@@ -176,7 +176,7 @@ def _unquote(text: str) -> str:
 
 @lru_cache(maxsize=256)
 def _quoted_pattern(secret: str) -> re.Pattern[str]:
-    """Return a pattern of a secret of which any character may be quoted, once or more often."""
+    """Return a pattern for a secret in which any character may be quoted, once or more often."""
     return re.compile(f"(?:{_INTERRUPTION})?".join(_quoted_character(char) for char in secret))
 
 

@@ -53,7 +53,7 @@ class _PendingSave:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one phase of a run.
+    """Writes the checkpoints for one phase of a run.
 
     As a context it waits for the save in progress, also if the body raises an Exception. It does
     not wait after KeyboardInterrupt and the like, which must end the process at once.

@@ -31,7 +31,7 @@ class Entry:
     is_open: bool
     """True for a mapping with arbitrary keys."""
     item: "Entry | None" = None
-    """Values of a mapping, if its keys are user-chosen names of blocks."""
+    """Type of a mapping's values, when its keys are user-chosen block names."""
     choice: Choice | None = None
     """Variants that it chooses from, if it is a tagged union."""
     has_default: bool
@@ -50,7 +50,7 @@ class Entry:
 def iterate_entries(
     cls: type, *, engine_class: type[EngineConfig], instance: object = None
 ) -> Iterator[Entry]:
-    """Yield the fields of a dataclass in order of definition.
+    """Yield a dataclass's fields in definition order.
 
     Args:
         cls: The dataclass.
@@ -103,7 +103,7 @@ def find_block_class(annotation: object) -> type | None:
 
 
 def find_item_class(annotation: object) -> type | None:
-    """Return the dataclass of the values of a mapping from names to blocks, else None."""
+    """Return the value dataclass of a mapping from names to blocks, else None."""
     return (
         find_block_class(get_args(annotation)[1])
         if get_origin(annotation) in (dict, Mapping)

@@ -235,7 +235,7 @@ def _shorten(value: object) -> object:
 
 
 def _configuration(directory: Path) -> str:
-    """Return a table of the settings that are not defaults, and a folded one of all settings."""
+    """Return a table with changed settings, and a folded one with all settings."""
     values = read_settings(directory)
     origins = read_settings(directory, name="config_origins.yaml")
     if not (values and origins):
@@ -252,7 +252,7 @@ def _to_text(value: object) -> str:
 
 
 def _environment(starts: Sequence[Mapping[str, object]]) -> str:
-    """Return a table of this machine and of the versions that the last start recorded."""
+    """Return a table with this machine and the versions that the last start recorded."""
     import torch  # slow to import: only when a report is written
 
     lines: list[Cells] = [

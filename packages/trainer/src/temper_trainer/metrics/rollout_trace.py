@@ -1,4 +1,4 @@
-"""Times of rollouts and of servers, recorded for every rollout at little cost."""
+"""Rollout and server times, recorded for every rollout at little cost."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ Phase = Literal["sampling", "environment", "scoring"]
 """Activity of a rollout. In the rest of its time it waits."""
 
 MAX_BINS = 128
-"""Bins of a server's occupancy between two calls of `OccupancyGauge.drain`."""
+"""Bins of a server's occupancy between two `OccupancyGauge.drain` calls."""
 _FIRST_WIDTH_S = 0.001
 """Width of a bin at first; it doubles whenever the bins are full."""
 

@@ -90,7 +90,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the fields of a line of metrics or samples; None if it is damaged."""
+    """Return the fields from a line of metrics or samples; None if it is damaged."""
     try:
         fields = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested too deep
@@ -100,7 +100,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_latest_rows(path: Path) -> list[Row]:
-    """Read the rows of a file, keeping the last one if a step of a phase was logged twice."""
+    """Read the rows from a file. If a step in a phase was logged twice, keep the last row."""
     return keep_latest(read_rows(path)) if path.exists() else []
 
 

@@ -13,7 +13,7 @@ Messages = list[dict[str, str]]
 
 
 _MAX_ANSWER_CHARS = 20_000
-"""Length of the end of an answer in which the score is searched for: the search for JSON takes
+"""How much of an answer's end is searched for the score: the search for JSON takes
 quadratic time in texts of opening braces."""
 
 

@@ -1,4 +1,4 @@
-"""The API key of a judge, and checks of its endpoint before a run starts."""
+"""A judge's API key, and checks for its endpoint before a run starts."""
 
 import importlib.util
 import logging

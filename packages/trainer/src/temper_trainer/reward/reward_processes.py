@@ -45,7 +45,7 @@ time.
 """
 
 _EXTERNAL_KILL_CODES = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of a process that the kernel (out of memory) or a user has killed."""
+"""Exit codes after the kernel (out of memory) or a user has killed a process."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -22,7 +22,7 @@ from temper_trainer.reward.reward_calls import (
 )
 
 _MAX_THREADS = 1024
-"""Maximum number of calls at a time if too many of them hang."""
+"""Maximum number of calls at a time when too many hang."""
 
 
 _MAX_WAITING_CALLS = 8
@@ -35,8 +35,8 @@ class CallPace:
     """Number of calls that may run at a time, doubled each time that all threads had fast waits.
 
     Calls that compute stay one at a time: they would take turns at the GIL, so that each one takes
-    longer and may exceed its time. If calls wait for something that serves one of them at a time,
-    they take longer with each doubling, which ends at a third of the timeout.
+    longer and may exceed its time. When calls wait for something that serves one at a time, they
+    take longer with each doubling. Doubling ends at a third of the timeout.
     """
 
     def __init__(self, *, timeout_s: float) -> None:

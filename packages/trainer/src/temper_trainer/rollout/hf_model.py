@@ -77,7 +77,7 @@ def _copy_out_of_file(model: PreTrainedModel) -> None:
 def find_end_token_ids(
     model: PreTrainedModel, spec: ModelSpec, *, tokenizer_end: int | None
 ) -> frozenset[int]:
-    """Return the end tokens of the tokenizer and of a loaded model's generation config.
+    """Return the end tokens from the tokenizer and a loaded model's generation config.
 
     The config of a model from scratch is ignored: its default end token belongs to another
     tokenizer.
@@ -111,7 +111,7 @@ def read_end_token_ids(spec: ModelSpec, *, tokenizer_end: int | None) -> frozens
 def _collect_end_tokens(
     generation: GenerationConfig | None, *, tokenizer_end: int | None
 ) -> frozenset[int]:
-    """Return the end tokens of a tokenizer and of a generation config; raise if there is none."""
+    """Return the end tokens from a tokenizer and a generation config; raise if there is none."""
     ends = set() if tokenizer_end is None else {tokenizer_end}
     if generation is not None:
         # Chat models have several end tokens, such as the end of a turn, which only this file

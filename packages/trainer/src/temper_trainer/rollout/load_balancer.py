@@ -47,7 +47,7 @@ class LoadBalancer:
         self.forget(replica)
 
     def assign(self, requests: Sequence[SamplingRequest]) -> list[list[int]]:
-        """Return the indices of the requests of each replica; they count until `release`.
+        """Return the request indices for each replica; they count until `release`.
 
         At least one replica must be enabled.
         """

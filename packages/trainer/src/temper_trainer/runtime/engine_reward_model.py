@@ -27,7 +27,7 @@ class EngineRewardModel:
 
         Args:
             group: An initialized worker group.
-            max_tokens: Largest number of tokens of a micro-batch.
+            max_tokens: Maximum number of tokens per micro-batch.
         """
         self._group = group
         self._max_tokens = max_tokens
@@ -70,7 +70,7 @@ def build_reward_model(
 
     Args:
         model: Configuration of the model.
-        max_tokens: Largest number of tokens of a micro-batch.
+        max_tokens: Maximum number of tokens per micro-batch.
         runtime: Starts the workers.
         tokenizer: Tokenizer of the policy.
 

@@ -12,7 +12,7 @@ from temper_trainer.config.trainer_config import TrainerConfig
 REWARD_MODEL_ROLE = "reward_model"
 """Name of the reward model's worker group."""
 AVERAGED_ROLE = "averaged_actor"
-"""Name of the role whose weights are the moving average of the actor's."""
+"""Role whose weights are a moving average of the actor's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class RoleRequest:
     num_workers: int
     """Number of processes, one per rank or server."""
     pool: str
-    """Resource pool. Workers of the same rank of all roles in a pool share a bundle."""
+    """Resource pool. In a pool, workers with the same rank share a bundle across roles."""
     devices_per_worker: int = 1
-    """Devices of each worker, such as the tensor-parallel size of a server."""
+    """Devices per worker, such as a server's tensor-parallel size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Placement:
     """Ordered by pool and rank."""
 
     def find_bundle(self, role: str, rank: int) -> int:
-        """Return the index of the bundle of one worker."""
+        """Return the bundle index for one worker."""
         return next(
             i
             for i, bundle in enumerate(self.bundles)
@@ -109,7 +109,7 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
 
 
 def format_teacher_role(name: str, replica: int) -> str:
-    """Format the role name of one replica of a teacher."""
+    """Format the role name for one teacher replica."""
     return f"teacher.{name}.{replica}"
 
 
@@ -144,8 +144,8 @@ def plan_placement(
 def find_missing_cpus(config: TrainerConfig) -> str | None:
     """Return the message of `plan_placement` if Ray would start on this host and it is too small.
 
-    Nothing is known of a running cluster, nor of the hosts of a run with GPUs, which may be
-    checked on a host without any.
+    Nothing is known about a running cluster, nor about the hosts of a GPU run, which may be checked
+    on a host without GPUs.
     """
     runtime = config.runtime
     if runtime.kind != "ray" or runtime.address is not None or "RAY_ADDRESS" in os.environ:
@@ -174,13 +174,13 @@ def plan_bundles(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tu
             gpus=runtime.gpus_per_worker * _count_devices(pool, members),
         )
         for pool, members in pools.items()
-        # Bundle i has the workers of rank i of all roles, so colocated roles use the same devices.
+        # Bundle i has all roles' workers with rank i, so colocated roles use the same devices.
         for rank in range(max(request.num_workers for request in members.values()))
     )
 
 
 def _count_devices(pool: str, members: Mapping[str, RoleRequest]) -> int:
-    """Return the number of devices per bundle, which all roles of a pool must agree on."""
+    """Return the number of devices per bundle, which all roles in a pool must agree on."""
     sizes = {request.devices_per_worker for request in members.values()}
     if len(sizes) > 1:
         listed = ", ".join(
@@ -216,7 +216,7 @@ def describe_plan(config: TrainerConfig) -> list[str]:
     starts.
 
     Raises:
-        ConfigError: If roles of one pool need different numbers of devices.
+        ConfigError: If roles in one pool need different device counts.
     """
     if config.runtime.kind == "inline":
         return [*_describe_inline_placement(config), *describe_weight_path(config)]

@@ -1,4 +1,4 @@
-"""Plan and create the vLLM servers of a run and of its teachers."""
+"""Plan and create the vLLM servers for a run and its teachers."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -196,7 +196,7 @@ def call_worker(worker: TrainingWorker, call: Callable[..., T], arguments: tuple
 
     A method of TrainingWorker is looked up by name first, because a deprecated worker overrides it.
     """
-    # Functions of transports are not methods, so only functions of this very class are looked up.
+    # Transport functions are not methods, so only functions defined in this class are looked up.
     if vars(TrainingWorker).get(call.__name__) is call:
         method: Callable[..., T] = getattr(worker, call.__name__)
         return method(*arguments)
@@ -263,7 +263,7 @@ class WorkerGroup(ABC):
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks, and of parts that `update` and `forward` take."""
+        """Number of data-parallel ranks; `update` and `forward` take as many parts."""
         return self.topology.dp.size
 
     def init(self) -> None:
@@ -363,7 +363,7 @@ class WorkerGroup(ABC):
         self.run_on_all(TrainingWorker.read_part, directory)
 
     def _assign_to_ranks(self, parts: Sequence[tuple[object, ...]]) -> list[tuple[object, ...]]:
-        """Return the arguments of each rank, given those of each data-parallel rank.
+        """Return each rank's arguments, given those for each data-parallel rank.
 
         All ranks of a model-parallel replica get the same object, so that `run` can send it once.
         """

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class CollectiveTransport:
-    """A channel between rank 0 of the actor and every worker of every server.
+    """A channel between the actor's rank 0 and every worker on every server.
 
     A channel cannot lose or get members. So when a server has died, joined or left, a new channel
     is opened before the next publish, and a publish during which one dies is repeated.

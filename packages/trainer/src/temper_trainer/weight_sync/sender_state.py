@@ -35,7 +35,7 @@ class CachedWeights:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of all tensors."""
+        """Number of elements in all tensors."""
         return sum(tensor.numel() for bucket in self.tensors for tensor in bucket)
 
 

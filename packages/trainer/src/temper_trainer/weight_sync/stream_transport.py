@@ -93,7 +93,7 @@ class StreamTransport:
 
 
 class InProcessTransport:
-    """Passes the tensors of an actor of one rank to a sampler in the same process.
+    """Passes tensors from a one-rank actor to a sampler in the same process.
 
     The tensors stay on their device. Nothing is copied in between, so there is no checksum.
     """

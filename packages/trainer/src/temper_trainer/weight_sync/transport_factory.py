@@ -106,7 +106,7 @@ def choose_transport(
 
     Args:
         sender: Location of the actor's rank 0.
-        receivers: Location of every worker of every server.
+        receivers: Location of every worker on every server.
 
     Raises:
         ConfigError: If no transport reaches all of them: some are on the actor's GPU and others on

@@ -113,7 +113,7 @@ def _has_warm_start(config: RunConfig) -> bool:
 
 
 def read_sample(key: str, source: DataSource, *, use: SampleUse) -> FirstSample:
-    """Return the first rows of the local files of a source."""
+    """Return the first rows from a source's local files."""
     # Imported here, because pyarrow and fsspec take 0.2 s.
     from temper_trainer.data.sources import iterate_preferences, iterate_rows
 

@@ -34,7 +34,7 @@ from temper_trainer.weight_sync.buckets import (
 logger = logging.getLogger(__name__)
 
 TRAINED_CONFIG = ".trained_config.yaml"
-"""Copy of `config.yaml` of the last start that completed a step, while a later one has not."""
+"""Copy of `config.yaml` from the last start that completed a step, until a later one has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def _load_training_rows(data: DataConfig) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """The rows of all sources and the tokenizer of a run."""
+    """A run's tokenizer, and the rows from all sources."""
 
     problems: dict[str, list[Row]]
     """Rows by source, as `load_problems` returns them."""
@@ -176,13 +176,13 @@ def _with_vocabulary(model: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> Mo
 
 
 def get_demonstration_limit(actor_model: ModelSpec, *, max_tokens: int) -> tuple[int, str]:
-    """Return the maximum number of tokens of a demonstration, and the key that sets it.
+    """Return the maximum number of tokens per demonstration, and the key that sets it.
 
-    It is the smaller of the micro-batch limit and the model's number of positions.
+    It is the micro-batch limit or the model's number of positions, whichever is smaller.
 
     Args:
         actor_model: Model of the actor.
-        max_tokens: Maximum number of tokens of a micro-batch (``batching.max_tokens``).
+        max_tokens: Maximum number of tokens per micro-batch (``batching.max_tokens``).
     """
     positions = actor_model.architecture.get("max_position_embeddings")
     if isinstance(positions, int) and positions < max_tokens:
@@ -238,7 +238,7 @@ def with_schedule_length(
 
     Args:
         engine: Configuration of the engine.
-        total_steps: Number of steps of the run.
+        total_steps: Number of steps in the run.
         updates_per_step: Optimizer updates in a step, for a schedule that advances per update.
     """
     schedule = engine.schedule

@@ -36,8 +36,8 @@ def uses_saved_tokenizer(
 ) -> bool:
     """Return True if the run starts from weights that it has trained before.
 
-    These weights need the saved tokenizer. They are those of the checkpoint, or of a warm start
-    that has saved a model or a checkpoint.
+    These weights need the saved tokenizer. They come from the checkpoint, or from a warm start that
+    has saved a model or a checkpoint.
 
     Args:
         folder: The run folder.
@@ -67,7 +67,7 @@ def load_or_train_tokenizer(
         config: The configuration.
         folder: The run folder.
         rows: Rows whose texts a new tokenizer is trained on.
-        checkpoint: Checkpoint from which the run resumes, of this run or of another one.
+        checkpoint: Checkpoint from which the run resumes, written by this run or another one.
 
     Raises:
         CheckpointError: If the tokenizer of the weights is lost.

@@ -1,4 +1,4 @@
-"""Seeds of all random choices of a run.
+"""Seeds for all random choices in a run.
 
 Each choice has its own seed, derived from what it is for. So there are no generators whose state a
 checkpoint would have to save, and a resumed run draws the same numbers.

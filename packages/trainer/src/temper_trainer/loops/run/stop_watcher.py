@@ -107,8 +107,8 @@ class StopWatcher:
 class _ExitTrigger:
     """A descriptor such that whoever writes to it ends this process with an exit code.
 
-    An asynchronous read of the C library calls `_exit` from a thread that knows nothing of Python.
-    Where there is none (macOS), writing has no effect, and the process is killed.
+    With asynchronous reads, the C library calls `_exit` from a thread that does not know about
+    Python. On systems without such reads (macOS), writing has no effect, and the process is killed.
     """
 
     def __init__(self, code: int) -> None:
@@ -229,7 +229,7 @@ def _list_saved_step(run_dir: str) -> str:
 
 
 def find_signal(received: bytes) -> int | None:
-    """Return the first of SIGNALS in bytes of `signal.set_wakeup_fd`; None if there is none."""
+    """Return the first of SIGNALS in the bytes that arrived; None if there is none."""
     return next((number for number in received if number in SIGNALS), None)
 
 

@@ -129,8 +129,8 @@ def train(
         except WorkAbandoned:  # before the task has started
             raise stop.make_interrupted(step=completed_steps, checkpoint=checkpoint) from None
         except SystemExit:
-            # A library, such as another version of Ray, may have set its own handler of SIGTERM,
-            # which raises SystemExit.
+            # A library, such as another Ray version, may have set its own SIGTERM handler, which
+            # raises SystemExit.
             if not stop.is_set:
                 raise
             raise stop.make_interrupted(step=completed_steps, checkpoint=checkpoint) from None
@@ -427,9 +427,9 @@ class _TaskRun:
         )
 
     def _can_skip_warm_start(self) -> bool:
-        """Return True if no model of this run would keep a weight of the warm start.
+        """Return True if no model in this run would keep warm start weights.
 
-        This is so if the run resumes from the checkpoint of another run, in a folder of its own.
+        This is the case when the run resumes from another run's checkpoint, in a separate folder.
         """
         if self.checkpoint is None or self.folder.warm_start.root.exists():
             return False

@@ -1,6 +1,6 @@
 """A server process: `python -m temper_trainer.rollout.vllm.server FD`.
 
-It exits when its trainer does. FD is the file descriptor of one end of a socket pair. The process
+It exits when its trainer does. FD is the file descriptor for one end of a socket pair. The process
 inherits it; the trainer has the other end.
 """
 

@@ -13,7 +13,7 @@ from temper_trainer.rollout.weight_delta import DeltaManifest
 from temper_trainer.types import Completion, SamplingRequest
 
 PromptLogprobs = tuple[list[float], list[list[int]], list[list[float]]]
-"""Log-probs of the given tokens, ids of the most likely tokens, and their log-probs."""
+"""Log-probs for the given tokens, ids of the most likely tokens, and their log-probs."""
 
 
 class EngineMethods(Protocol):
@@ -28,7 +28,7 @@ class EngineMethods(Protocol):
         ...
 
     def logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probs of every token but the first of each sequence."""
+        """Return the log-probs for every token except each sequence's first."""
         ...
 
     def score_prompts(

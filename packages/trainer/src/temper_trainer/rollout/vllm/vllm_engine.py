@@ -23,7 +23,7 @@ from temper_trainer.rollout.weight_delta import DeltaManifest, StaleBaseError, o
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 RequestKey = tuple[int, int]
-"""Number of the `sample` call, and index of the request in it."""
+"""Number of the `sample` call, and the request's index in it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,7 +183,7 @@ class VllmEngine:
             top_k: Number of most likely tokens to return for each position.
 
         Returns:
-            For each row: [N] log-probs of its tokens, [N][top_k] ids of the most likely tokens in
+            For each row: [N] log-probs for its tokens, [N][top_k] ids of the most likely tokens in
             descending order, and [N][top_k] their log-probs.
         """
         self._check_idle()

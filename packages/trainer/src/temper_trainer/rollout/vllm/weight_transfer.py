@@ -64,7 +64,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     keep_copy: bool = False
     """Keep a CPU copy of a bucket from the channel, so that a delta can follow."""
     is_delta: bool = False
-    """The channel carries the delta of a bucket of which this worker has a copy."""
+    """The channel carries the delta for a bucket that this worker has a copy of."""
     versions: tuple[int, int] = (0, 0)
     """Version after a delta, and version before it."""
 
@@ -213,7 +213,7 @@ def _apply_and_check(
 class WorkerExtension:
     """Mixed into vLLM's workers, which makes them import this module.
 
-    It stores the version of the weights, because vLLM has a version of its own only since 0.27.
+    It stores the weight version, because vLLM has its own only since 0.27.
     """
 
     _temper_weight_version = 0

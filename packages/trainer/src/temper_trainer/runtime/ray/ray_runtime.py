@@ -1,4 +1,4 @@
-"""The Ray runtime: a placement group with the actors of all roles and of the sampler."""
+"""The Ray runtime: a placement group with the actors for all roles and the sampler."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""A role as Ray actors: the actor of each rank, and the driver's handle on all of them."""
+"""A role as Ray actors: each rank's actor, and the driver's handle on all of them."""
 
 import os
 from collections import Counter
@@ -108,8 +108,8 @@ def store_shared_arguments(
 ) -> list[object]:
     """Put arguments that several ranks get into the object store, once for each object.
 
-    They may be the full weights, or a shard of a batch that all ranks of a model-parallel replica
-    compute on. Others are serialized with the call.
+    They may be full weights, or a batch shard that all ranks in a model-parallel replica compute
+    on. Others are serialized with the call.
     """
     counts = Counter(map(id, arguments))
     shared = {id(each): each for each in arguments if counts[id(each)] > 1}
