@@ -45,7 +45,7 @@ class MegatronConfig(EngineConfig):
     expert_tensor_parallel: int | None = None
     """Number of ranks that split an expert's matrices; null is tensor_parallel."""
     expert_products: Literal["auto", "grouped", "sequential"] = "auto"
-    """How a layer's experts compute their matrix products.
+    """Kernel for the experts' matrix products.
 
     `grouped` computes all experts in one product, which needs bf16 on CUDA and no adapter on
     experts; `sequential` computes one expert after another; `auto` is grouped where possible."""

@@ -1,4 +1,4 @@
-"""What dead processes leave in shared memory and temporary folders, including Ray's.
+"""Leftovers from dead processes in shared memory and temporary folders, including Ray's.
 
 `temper_engine_api.process_folders` makes and names the other folders. Ray names its own, so a
 process marks them as its own. Linux only, because it reads /proc.

@@ -8,7 +8,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _PICKLE_PROTOCOL = b"\x80"
 """First byte of a pickle."""
 _LFS_POINTER = b"version https://git-lfs"
-"""How a file starts that git writes in place of a large one when git-lfs is not installed."""
+"""Start of files that git writes in place of large ones when git-lfs is not installed."""
 
 
 def find_damaged_model(folder: Path) -> str | None:

@@ -26,7 +26,7 @@ MAIN_METRICS = {
 configuration, or preference or sft in supervised tasks. No held-out set is called like a kind.
 """
 INTERVAL = "_ci95"
-"""How the names of metrics end that have half the width of a confidence interval."""
+"""Name suffix for metrics with half a confidence interval's width."""
 _AT_K = re.compile(r"(pass|maj)_at_(\d+)")
 
 

@@ -121,7 +121,7 @@ class TensorDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DeltaSlices:
-    """Where one tensor's delta is in its bucket's delta bytes."""
+    """Position of one tensor's delta in its bucket's delta bytes."""
 
     entry: TensorEntry
     count: int

@@ -45,7 +45,7 @@ from temper_engine_api.weights import NamedWeight
 
 NUM_UPDATES = 5
 SMALL_ADAMW = replace(ADAMW, lr=1e-3)
-"""With a learning rate of 1e-2, linear attention states change so much that errors grow every
+"""Learning rate 1e-2 changes linear attention states so much that rounding errors grow every
 step."""
 
 
