@@ -105,7 +105,7 @@ def find_adapter_weights(path: str) -> Path:
 def check_target_names(spec: LoraSpec, *, module_names: Collection[str]) -> None:
     """Reject target names that match no module of the model.
 
-    PEFT ignores such a name as long as another one matches.
+    PEFT ignores such a name when another name matches.
 
     Args:
         spec: Adapter settings.

@@ -184,7 +184,7 @@ def balance_bins(
 
     Args:
         sizes: Size of each item; the sum in a bin does not exceed `capacity`.
-        costs: Cost of each item, which is balanced.
+        costs: Cost per item, to be balanced.
         num_bins: Number of bins; some may stay empty.
         capacity: Capacity of a bin.
 

@@ -23,7 +23,7 @@ DUMMY_ID = -1
 @gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """Counts of a mini-batch over all ranks, by which summed losses are divided.
+    """Counts for a mini-batch across all ranks; summed losses are divided by them.
 
     They are counted once, when the mini-batch is planned and all masks are final. So all ranks and
     micro-batches divide by the same numbers, however many tokens they have themselves.
@@ -316,7 +316,7 @@ def copy_to_device(column: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor; the host waits only for copies to the host.
 
     A host that waits for the device within a micro-batch starts the next one with an empty queue.
-    With several ranks, all of them then wait for the slowest host.
+    With several ranks, all then wait for the slowest host.
     """
     if torch.device(device).type == "cuda" and column.device.type == "cpu":
         # A copy from pageable memory would block the host until the stream has drained.

@@ -1,6 +1,6 @@
 """Base class of training engines.
 
-A trainer calls the public methods, which are implemented here once for all engines. An engine
+A trainer calls the public methods, implemented here once for all engines. An engine
 implements the abstract methods at the end of the class, and names its configuration class and its
 capabilities. Order of calls: `init_model`, `set_loss_fn`, then for each update
 `optimizer_zero_grad`, forward and backward passes, `optimizer_step`, `lr_scheduler_step`. Gradients
@@ -527,7 +527,7 @@ class BaseEngine(ABC):
     def disable_adapter(self) -> Iterator[None]:
         """Disable the adapter, so that forward passes compute the reference policy.
 
-        Weights exported inside the context are those of the base model. A backward pass inside it
+        Inside the context, base model weights are exported. A backward pass inside it
         raises EngineStateError.
 
         Raises:
@@ -787,7 +787,7 @@ class BaseEngine(ABC):
         )
 
     def finish_saving(self) -> None:
-        """Wait for background saves, those of `stage_part` included. Collective.
+        """Wait for background saves, including those from `stage_part`. Collective.
 
         Raises:
             CheckpointError: If the save failed; earlier steps are unchanged.
@@ -1053,7 +1053,7 @@ class BaseEngine(ABC):
     def _record_call(self, *, forward_only: bool, final: bool) -> Iterator[None]:
         """Enclose a forward or training call: report its exception, and record its gradients.
 
-        It encloses all of the call, not only the passes: the caller got no result, so it may repeat
+        It encloses the entire call, not only the passes: the caller got no result, so it may repeat
         the call, and would then add the same gradients twice.
         """
         result = GradientState.REDUCED if final else GradientState.ACCUMULATED

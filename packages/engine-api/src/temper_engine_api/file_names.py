@@ -17,7 +17,7 @@ _PROBE_ROWS = 8
 """Rows of a probe; a multiple of any number of matrices that files join by rows."""
 _PROBE_COLUMNS = 2
 _PROBE_TENSOR = 1 << 24
-"""Factor of the tensor's number in the values of a probe; it leaves room for the experts."""
+"""Factor for the tensor's number in probe values; it leaves room for the experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class FilePart:
     name: str
     """Name in the file."""
     expert: int | None = None
-    """Index in the first dimension; None takes all of it."""
+    """Index in the first dimension; None takes all rows."""
     chunk: int = 0
     """Index of the chunk of rows."""
     num_chunks: int = 1
@@ -49,7 +49,7 @@ class FilePart:
 class FileNames:
     """Maps a model's tensors in memory to those in its files.
 
-    Tensors that it does not know, such as those of an adapter, keep their names.
+    Unknown tensors, such as adapter tensors, keep their names.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def find_file_names(
 
 
 def _make_probe(shape: torch.Size, *, number: int) -> Tensor:
-    """Return a small tensor with one value per entry, from which its parts are recognized.
+    """Return a small tensor with one value per entry, used to recognize its parts.
 
     The first dimension of three is kept, because files have one tensor per expert.
     """

@@ -34,7 +34,8 @@ class Layout:
     """Fields of the engine's configuration class that differ from the tests' defaults, for example
     `{"tensor_parallel": 2}`."""
     without: frozenset[Capability] = frozenset()
-    """Capabilities that the engine claims, but refuses in this layout by naming one of its fields.
+    """Capabilities that the engine claims, but refuses in this layout with a message that names a
+    field.
 
     Their tests do not run in it."""
 

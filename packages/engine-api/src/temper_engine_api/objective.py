@@ -106,8 +106,8 @@ class HeadOutputs:
 
 
 MicroBatchLoss = Callable[[HeadOutputs, SequenceBatch], Tensor]
-"""Computes the scalar of one micro-batch to differentiate. Engines must not rescale it: the values
-of all micro-batches on all data-parallel ranks add up to the loss."""
+"""Computes the scalar of one micro-batch to differentiate. Engines must not rescale it: values from
+all micro-batches on all data-parallel ranks add up to the loss."""
 
 
 class AggregationMode(StrEnum):

@@ -54,7 +54,7 @@ def reduce_loss(
     # Mask loss and weight before they are multiplied: 0 * NaN is NaN, also in the gradient.
     loss = torch.where(mask, terms.loss.float(), 0.0)
     if terms.weight is not None:
-        # Detached: a weight such as an importance ratio must not add a gradient of its own.
+        # Detached: a weight such as an importance ratio must not add its own gradient.
         loss = loss * torch.where(mask, terms.weight.detach().float(), 0.0)
     mode = aggregation.mode
     if mode == AggregationMode.TOKEN_SUM:

@@ -43,7 +43,7 @@ _FOREVER_S = 365 * 86400.0
 
 @functools.cache
 def get_run_token() -> str:
-    """Return the random token of this run, which is created at the first call and never saved."""
+    """Return this run's random token, created at the first call and never saved."""
     return os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
 
 
@@ -236,7 +236,7 @@ class TokenStore(Store):
 
     def clone(self) -> "TokenStore":
         """Return a client with its own connection, which does not wait for this one."""
-        # A blocking get() holds the lock of its client, so a clone needs a connection of its own.
+        # A blocking get() holds its client's lock, so a clone needs a separate connection.
         address, port, token = self._arguments
         return TokenStore(address, port, token=token, timeout=self._timeout)
 
@@ -249,7 +249,7 @@ class TokenStore(Store):
         self._call(b"set", *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add bytes to the end of a key's value."""
+        """Append bytes to a key's value."""
         self._call(b"append", key, value)
 
     def get(self, key: str) -> bytes:

@@ -274,7 +274,7 @@ class PrecisionSpec:
     parameters: Dtype = "fp32"
     """Dtype of the master weights. In bf16 an update below 0.4 % of a weight is lost."""
     reduce: Dtype = "fp32"
-    """Dtype in which gradients are summed over ranks."""
+    """Dtype used to sum gradients across ranks."""
     buffers: Dtype = "fp32"
     """Dtype of the model's buffers, such as rotary frequencies."""
     initial_loss_scale: float | None = None
@@ -369,7 +369,7 @@ class EngineConfig:
             )
 
     def check_folders(self) -> None:
-        """Check that folders to which the engine writes can be written, without creating them.
+        """Check that the engine can write to its folders, without creating them.
 
         Raises:
             ConfigError: If one cannot.

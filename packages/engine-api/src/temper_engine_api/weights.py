@@ -59,9 +59,9 @@ class WeightEntry:
     name: str
     """Name in the files of the Hugging Face model."""
     shape: tuple[int, ...]
-    """Full shape, not that of a shard."""
+    """Full shape, not a shard's."""
     dtype: torch.dtype
-    """Dtype in which the tensor is sent."""
+    """Dtype used to send the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ class FSDPConfig(EngineConfig):
     """
     sequence_parallel: int = 1
     """Ranks that split the tokens of each micro-batch (Ulysses). Must divide the world size and the
-    number of heads."""
+    head count."""
     fsdp_size: int | None = None
     """Ranks over which one copy of the parameters is sharded; None means all, fewer is hybrid
     sharding."""
@@ -97,7 +97,7 @@ class FSDPConfig(EngineConfig):
     save_huggingface_weights: bool = False
     """Write safetensors next to `huggingface/config.json` in every checkpoint."""
     huggingface_shard_bytes: int = 4 << 30
-    """Maximum size of a safetensors file; a larger tensor has a file of its own."""
+    """Maximum size of a safetensors file; a larger tensor has a separate file."""
     profile_to: str | None = None
     """Folder for torch profiler traces, one file per rank; None disables profiling."""
     profile_from: int = 5

@@ -156,7 +156,7 @@ def _build(
             file_names=file_names,
             membership=membership,
         )
-    # On a GPU, Megatron compiles small functions of its own at their first call.
+    # On a GPU, Megatron compiles its own small functions at their first call.
     if config.compile_head or membership.device.type == "cuda":
         protect_compile_cache()
     # Building modules draws random numbers that no weight keeps.

@@ -1,7 +1,7 @@
 """Hide the values of secrets in messages: exceptions of user code may quote what they were given.
 
-A value is a secret if it is that of an environment variable with the name of a secret, or of a
-setting that `register_secrets` was told about. Standard library only.
+A value is a secret if an environment variable with a secret's name has it, or a setting that was
+passed to `register_secrets`. Standard library only.
 """
 
 import html
@@ -214,7 +214,7 @@ def configure_logging() -> None:
 class RedactingStream:
     """A text stream that hides secrets in each text that is written to it.
 
-    Everything else, such as `isatty`, `fileno` and `encoding`, is that of the original stream. A
+    Everything else, such as `isatty`, `fileno` and `encoding`, comes from the original stream. A
     secret that is written in several pieces is not found, and neither is one that is written to the
     binary stream `buffer` or the descriptor.
     """
@@ -223,7 +223,7 @@ class RedactingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text without its secrets; return the number of its characters."""
+        """Write a text without its secrets; return its character count."""
         self._stream.write(redact_secrets(text))
         return len(text)
 

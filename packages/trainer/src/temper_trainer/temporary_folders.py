@@ -48,7 +48,7 @@ def remove_leftovers() -> list[Path]:
 
 
 def find_ray_root() -> Path:
-    """Return the folder in which Ray creates a folder of logs and sockets for each cluster.
+    """Return the folder where Ray creates a folder with logs and sockets for each cluster.
 
     Ray lets all users write to this folder, so its parent is a folder that only this user can
     enter. Both names are short, because a socket path may have at most 107 characters.

@@ -60,7 +60,7 @@ class Prompt:
     answer: str
     """Reference answer, unchanged from the source."""
     difficulty: float | None = None
-    """Difficulty of the row, by which an epoch is sorted; None if its source has no
+    """The row's difficulty, used to sort an epoch; None if its source has no
     ``difficulty_key``."""
     question: str = field(default="", compare=False)
     """The prompt of the row before templates, for judges; chat messages as text."""
@@ -255,7 +255,7 @@ class Rollout:
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """All completions in order, those of branches last."""
+        """All completions in order, branches last."""
         return (
             self.completion,
             *(turn.completion for turn in self.turns),
@@ -314,7 +314,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabeledCompletion:
-    """A completion with a label, without another one to compare it with."""
+    """A completion with a label, without another completion to compare it with."""
 
     completion: Demonstration
     is_desirable: bool

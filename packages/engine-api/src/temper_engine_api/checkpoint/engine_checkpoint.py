@@ -340,7 +340,7 @@ def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:
 
 def _raise_on_every_rank(outcome: _Outcome[T], gather: Gather) -> None:
     """Raise the first error of any rank on every rank."""
-    # Gather the errors and not the values, some of which cannot be encoded.
+    # Gather the errors and not the values, because some values cannot be encoded.
     for error in gather(outcome.error):
         if error is not None:
             raise error
@@ -360,7 +360,7 @@ def _attempt(action: Callable[[], T]) -> _Outcome[T]:
 def _list_failure_types() -> tuple[type[BaseException], ...]:
     """Return the exception types that a failed save or load may raise.
 
-    All exceptions are included, because libraries raise errors of their own for a full disk.
+    All exceptions are included, because libraries raise their own errors when a disk is full.
     torch's CheckpointException is not a subclass of Exception. The import is local because it takes
     a second.
     """

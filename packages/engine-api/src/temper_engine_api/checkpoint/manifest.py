@@ -85,7 +85,7 @@ class ManifestInfo:
     packages: Mapping[str, str] = field(default_factory=list_package_versions)
     """Versions by distribution, from `list_package_versions`."""
     run_id: str | None = None
-    """Run that wrote the step: retention deletes only steps of its own run. None if the writer has
+    """Run that wrote the step: retention deletes only its own run's steps. None if the writer has
     no such identity, for example an engine that saves by itself."""
 
 

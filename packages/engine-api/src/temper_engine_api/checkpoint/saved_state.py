@@ -68,7 +68,7 @@ _DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """Training state in a checkpoint, which is read tensor by tensor."""
+    """Training state in a checkpoint, read tensor by tensor."""
 
     directory: str
     """Engine folder of the step directory."""

@@ -107,7 +107,7 @@ def find_latest_step(root: str | Path) -> int | None:
 
 
 def list_partial_saves(root: str | Path) -> list[Path]:
-    """List directories of uncommitted saves: running ones, and those of runs that crashed."""
+    """List directories of uncommitted saves: running ones, and ones left by crashed runs."""
     if not Path(root).is_dir():
         return []
     return sorted(
@@ -237,7 +237,7 @@ def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -
         if not is_read and _lock(file, fcntl.LOCK_EX) is False:
             logger.info("%s is kept for now: another process is reading it", directory)
             return False
-        # Renamed first, so that a crash never leaves half a step under the name of a complete one.
+        # Rename first, so that a crash never leaves half a step under a complete step's name.
         (directory / MARKER_NAME).write_text(manifest.info.run_id or "")
         hidden = make_partial_path(directory.parent, manifest.step)
         os.rename(directory, hidden)
@@ -252,7 +252,7 @@ def lock_for_reading(directory: str | Path) -> Iterator[None]:
     """Lock a step directory, so that no process deletes it inside the ``with`` block.
 
     The lock is ``flock`` on the manifest, shared among readers. Linux extends it over NFS to all
-    clients. On a file system without locks (some Lustre mounts) nothing is locked, which is only
+    clients. On a file system without locks (some Lustre mounts) nothing is locked. This is only
     logged at level DEBUG. If other programs read checkpoints there, set ``max_ckpt_to_keep=None``,
     so that none is deleted.
 

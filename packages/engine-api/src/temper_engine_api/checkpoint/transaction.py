@@ -117,7 +117,7 @@ class CheckpointTransaction:
 
     def abort(self) -> None:
         """Remove the staging directory; does nothing after a commit."""
-        # Errors are ignored because they would replace the error of the save, which is more useful.
+        # Errors are ignored because they would hide the save's error, which is more useful.
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def failure(self, reason: str) -> CheckpointError:

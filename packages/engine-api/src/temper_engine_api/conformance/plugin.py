@@ -108,7 +108,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             "layout", layouts, ids=[layout.name for layout in layouts], scope="session"
         )
     if "family" in metafunc.fixturenames:
-        # Without families one instance is made, which is then left out.
+        # Without families, one instance is made and then left out.
         families = metafunc.config.stash[OPTIONS].families or (NO_FAMILY,)
         metafunc.parametrize("family", families)
 

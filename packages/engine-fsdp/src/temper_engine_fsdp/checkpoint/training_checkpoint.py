@@ -292,8 +292,8 @@ def stage_checkpoint(
         components: Components of the engine.
         config: Engine config.
         group: Process group of the background threads.
-        weights: Full tensors; consumed only to save safetensors of a merged adapter, the only case
-            in which a full model is copied.
+        weights: Full tensors; consumed only to save safetensors for a merged adapter, the only case
+            where a full model is copied.
 
     Returns:
         A function that writes the copy to a directory and returns the relative paths. Collective

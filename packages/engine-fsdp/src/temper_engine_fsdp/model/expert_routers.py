@@ -106,7 +106,7 @@ class ExpertRouters:
         Args:
             batch: Micro-batch on the CPU.
             num_trained: Trained tokens of the mini-batch.
-            gradient_factor: Factor by which the objective is multiplied too; None in a pass that
+            gradient_factor: Factor that also multiplies the objective; None in a pass that
                 does not train, in which nothing is recorded.
             device: Device of the model.
             records_choices: Keep the choices for `pop_choices`.
@@ -304,7 +304,7 @@ def _attach(gates: Tensor, loss: Tensor) -> Tensor:
 def find_routers(model: PreTrainedModel) -> list[nn.Module]:
     """Return a model's routers in layer order.
 
-    A router is a module `gate` or `router` with a weight of its own next to a module `experts`, of
+    A router is a module `gate` or `router` with its own weight next to a module `experts`, of
     a class that transformers names a router; other mixtures of experts have none.
     """
     return [

@@ -223,7 +223,7 @@ def _check_attention_interface(model: PreTrainedModel) -> None:
 
 
 def _check_packable(config: PretrainedConfig) -> None:
-    """Reject models in which a sequence depends on the other sequences of its pack."""
+    """Reject models where a sequence depends on other sequences in its pack."""
     ropes = {
         str(settings.get(key))
         for settings in _nested_mappings(config.to_dict())

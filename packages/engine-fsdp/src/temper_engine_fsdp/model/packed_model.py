@@ -217,9 +217,9 @@ def build_head(
 
 
 def _read_logit_settings(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Return the factor of the logits and their limit after it, which is None without one.
+    """Return the logits' factor and the limit applied after it (None without one).
 
-    Models of transformers have one of these fields. Read as attributes, since some are properties
+    transformers models have one of these fields. Read as attributes, since some are properties
     computed from other fields.
     """
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)

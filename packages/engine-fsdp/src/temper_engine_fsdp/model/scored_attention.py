@@ -20,9 +20,9 @@ def add_sinks(
     """Put a token in front of each sequence whose score is the head's sink.
 
     A sink takes part in the softmax of its head and adds nothing to the output
-    (https://arxiv.org/abs/2309.17453, and gpt-oss with a trained logit per head). As a token of its
-    own it needs no kernel: the value is zero, and one more dimension of the heads holds the score,
-    with 1 in all queries and the sink in the key. Causal attention lets every token see it.
+    (https://arxiv.org/abs/2309.17453, and gpt-oss with a trained logit per head). As a separate
+    token it needs no kernel: the value is zero, and one more dimension of the heads holds the
+    score, with 1 in all queries and the sink in the key. Causal attention lets every token see it.
 
     Args:
         query: [N, H, L, D].

@@ -220,7 +220,7 @@ def _logits(
 ) -> Tensor:
     """Return [C, V] float32 logits in the first rows of `out`."""
     logits = out[: hidden.shape[0]]
-    # Small matmuls take another CPU kernel, whose results depend on the number of rows.
+    # Small matmuls use another CPU kernel, with results that depend on the row count.
     if weight.dtype == torch.float32 and hidden.shape[0] >= BATCH_INVARIANT_MIN_ROWS:
         torch.mm(hidden, weight.t(), out=logits)
     else:
@@ -431,7 +431,7 @@ class _FullLogprobs(torch.autograd.Function):
 
 @cache
 def _compiled(function: Callable[P, T]) -> Callable[P, T]:
-    # dynamic: the number of rows differs between micro-batches.
+    # dynamic: the row count differs between micro-batches.
     compiled: Callable[P, T] = torch.compile(function, dynamic=True)
     return compiled
 

@@ -195,8 +195,8 @@ class CollectiveTracer:
 def find_unfinished_collective() -> str:
     """Return the oldest unfinished collective in torch's flight recorder, or "a collective".
 
-    The recorder keeps the newest 2,000 entries; TORCH_FR_BUFFER_SIZE changes that. NCCL has a
-    recorder of its own.
+    The recorder keeps the newest 2,000 entries; TORCH_FR_BUFFER_SIZE changes that. NCCL has its own
+    recorder.
     """
     # Newer torch versions record NCCL separately; the generic dump covers gloo and older versions.
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json")  # noqa: B009  (no stubs)

@@ -101,5 +101,5 @@ def fork_rng(seed: int) -> Iterator[None]:
 
 
 def restart_rng(seed: int) -> None:
-    """Reset the CPU generator to the first number of a seed; use inside `fork_rng`."""
+    """Reset the CPU generator to a seed's first number; use inside `fork_rng`."""
     torch.default_generator.manual_seed(seed)

@@ -35,7 +35,7 @@ class Division:
     group: ProcessGroup
     """Ranks that have different experts."""
     compute: torch.dtype
-    """Dtype in which experts compute."""
+    """Compute dtype for the experts."""
     local_function: str
     """Name of transformers' function that computes one rank's experts."""
 
@@ -222,7 +222,7 @@ class _LocalExperts:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; the backward pass sends the gradients back."""
+    """All-to-all for rows; the backward pass sends the gradients back."""
 
     @staticmethod
     def forward(

@@ -193,7 +193,8 @@ class MicroBatchRunner:
             with torch.set_grad_enabled(trains), _pause_garbage_collection():
                 yield
         except BaseException:
-            # Gradients stay, because those of earlier calls are still needed after a forward call.
+            # Gradients stay, because earlier calls' gradients are still needed after a forward
+            # call.
             self._sharded.reset()
             if self._routers is not None:
                 self._routers.discard()

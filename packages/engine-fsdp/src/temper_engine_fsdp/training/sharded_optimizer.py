@@ -285,7 +285,7 @@ class ShardedAdamW(ShardedOptimizer):
                 )
                 continue
 
-            # The defaults bind the values of this iteration; a closure would see the last ones.
+            # The defaults bind this iteration's values; a closure would see the last ones.
             def update(
                 i: int,
                 weight: Tensor,

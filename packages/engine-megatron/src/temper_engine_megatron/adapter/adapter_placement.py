@@ -68,7 +68,7 @@ class AdapterPlacement:
         Raises:
             ConfigError: If no parameter of the chunk would be trained.
         """
-        # Freeze first: the parameters of the adapter, which are attached below, stay trainable.
+        # Freeze first: adapter parameters, attached below, stay trainable.
         chunk.requires_grad_(False)
         chunk.inputs_require_grad = True
         for layer in chunk.decoder.layers:

@@ -116,7 +116,7 @@ class AdapterPlan:
         return targets
 
     def _trains_head(self, modules: tuple[str, ...]) -> bool:
-        # PEFT adds all names of heads that it knows to modules_to_save, so a name that the model
+        # PEFT adds all head names that it knows to modules_to_save, so a name that the model
         # does not have is an error only if the user gave it.
         requested = set(self.config.modules_to_save or ())
         matched = {
@@ -173,7 +173,7 @@ class AdapterPlan:
         with torch.random.fork_rng(devices=[]):
             # Seed only the CPU generator, because torch.manual_seed would also seed every GPU.
             torch.default_generator.manual_seed(self._seed)
-            # Draw in the order in which peft initializes them: linear layers first, then experts.
+            # Draw in peft's initialization order: linear layers first, then experts.
             for prefix in (
                 *(PEFT_PREFIX + module for module in self.targets),
                 *map(self.peft_prefix, self.expert_targets),
@@ -291,7 +291,7 @@ def _match_expert_tensors(config: LoraConfig, expert_tensors: tuple[str, ...]) -
 
 
 def _short_tensor_names(expert_tensors: tuple[str, ...]) -> list[str]:
-    """Return the ends of tensor names, which are the same in all layers."""
+    """Return the ends of tensor names; they are the same in all layers."""
     return sorted({".".join(name.split(".")[-3:]) for name in expert_tensors})
 
 

@@ -186,7 +186,8 @@ class LinearAdapter(nn.Module):
         """Exchange A x between tensor-parallel ranks, as Megatron does around its matrices.
 
         A row-parallel layer has a slice of x on each rank, so the result is summed over ranks. A
-        column-parallel layer needs all of A x on every rank, and sums its gradient over ranks.
+        column-parallel layer needs the complete A x on every rank, and sums its gradient across
+        ranks.
         """
         tp = self._context.tp
         if tp.size() == 1:

@@ -47,7 +47,7 @@ class WeightMapping:
     """Hugging Face weights that one Megatron parameter consists of."""
 
     kind: MappingKind
-    """Way in which they are combined.
+    """The way they are combined.
 
     - plain: a single tensor.
     - qkv: query, key and value, interleaved by group of heads.
@@ -113,7 +113,7 @@ class BridgeTranslation:
         return joined
 
     def split_qkv(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return query, key and value of a full interleaved tensor; inverse of `join_qkv`."""
+        """Return query, key and value from a full interleaved tensor; inverse of `join_qkv`."""
         mapping = _import_param_mapping()
         split = mapping.split_qkv_weights if tensor.ndim > 1 else mapping.split_qkv_biases
         return tuple(split(self.transformer_config, tensor))

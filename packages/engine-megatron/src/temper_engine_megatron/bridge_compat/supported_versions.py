@@ -27,7 +27,7 @@ class VersionPair:
     tested: Mapping[str, str] = field(hash=False)
     """Tested version by distribution."""
     python: SpecifierSet
-    """Python versions for which pip installs both."""
+    """Python versions that pip installs both for."""
     unused_package_importers: Mapping[str, str] = field(hash=False)
     """Modules that import a package which this engine never needs, by package.
 
@@ -120,7 +120,7 @@ def replace_experts(layer_spec: Any, experts: type) -> None:
 
 
 def _closest_pair(*, core: str | None, bridge: str | None) -> VersionPair:
-    """Return the supported pair for which the user has to install the fewest packages.
+    """Return the supported pair that needs the fewest packages to be installed.
 
     That is the pair that matches the installed core, else the installed bridge, else the newest
     pair for this Python.

@@ -1,8 +1,8 @@
 """Experts whose matrices are multiplied in one grouped product per layer on CUDA.
 
 Megatron's own grouped experts need TransformerEngine or the package grouped_gemm. Here each expert
-keeps its own parameters, so names, checkpoints and optimizer are those of Megatron's sequential
-experts; the weights of a layer are copied to one tensor for the product.
+keeps its own parameters, so names, checkpoints and optimizer are the same as for Megatron's
+sequential experts; the weights of a layer are copied to one tensor for the product.
 """
 
 from collections.abc import Callable, Sequence

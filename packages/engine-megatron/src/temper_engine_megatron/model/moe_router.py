@@ -54,7 +54,7 @@ class SequenceLossRouter(TopKRouter):
     expert e, and P_se its mean probability. Source: Fedus et al. 2022, arXiv:2101.03961, equation
     4, for each sequence as in DeepSeek-AI 2024, arXiv:2412.19437, equation 17. Z-loss: sum_s w_s
     times the mean squared logsumexp of s's router logits. Source: Zoph et al. 2022,
-    arXiv:2202.08906, equation 5. Each rank computes the terms of its own tokens.
+    arXiv:2202.08906, equation 5. Each rank computes the terms for its own tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

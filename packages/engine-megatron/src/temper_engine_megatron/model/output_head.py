@@ -1,8 +1,8 @@
 """Outputs of the last pipeline stage: log-probs, or values and scores from a scalar head.
 
 The output of token t is computed from the hidden state of token t - 1, which may be on another
-context-parallel rank. Each rank computes the outputs of its own hidden states; their sum over ranks
-gives full sequences to the objective.
+context-parallel rank. Each rank computes the outputs for its own hidden states; their sum over
+ranks gives full sequences to the objective.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ class OutputHead:
         """Check that this head can compute the requested outputs.
 
         Raises:
-            CapabilityError: If it cannot compute some of them.
+            CapabilityError: If it cannot compute some.
         """
         scalar = self.scalar_output
         supported = LANGUAGE_OUTPUTS if scalar is None else frozenset({scalar})

@@ -46,7 +46,7 @@ class RouterTokens:
 class PackLayout:
     """Sequence boundaries of a pack on one rank; passed as Megatron's `packed_seq_params`.
 
-    A token attends to the tokens of its own sequence up to itself.
+    A token attends to the tokens in its own sequence, up to itself.
     """
 
     num_queries: tuple[int, ...]

@@ -214,7 +214,7 @@ def _expert_fields(
     """Return the additional fields for an MoE model; none for a dense model.
 
     Raises:
-        CapabilityError: If only some of its layers have experts.
+        CapabilityError: If only some layers have experts.
         ConfigError: If its experts cannot be divided like this, or a dense model has settings of
             experts.
     """

@@ -1,9 +1,9 @@
 """Log-probs, entropies and normalizers of a head whose vocabulary is split over ranks.
 
-Logits are never gathered. Positions are processed in chunks; each rank has the logits of its own
-shard of the vocabulary V and exchanges three numbers per position. With logits
-z = h W^T / temperature and p = softmax(z), the gradients are d logsumexp / dz = p,
-d log p_y / dz = 1_y - p and dH / dz = -p (log p + H).
+Logits are never gathered. Positions are processed in chunks; each rank has the logits for its own
+shard of the vocabulary V and exchanges three numbers per position. With logits z = h W^T /
+temperature and p = softmax(z), the gradients are d logsumexp / dz = p, d log p_y / dz = 1_y - p and
+dH / dz = -p (log p + H).
 """
 
 from collections.abc import Callable

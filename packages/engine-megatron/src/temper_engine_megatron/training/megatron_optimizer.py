@@ -81,7 +81,7 @@ class MegatronAdamW:
             self._chain = get_megatron_optimizer(
                 config, list(chunks), use_gloo_process_groups=False
             )
-        # Experts that are divided over ranks have an optimizer of their own, the last one.
+        # Experts that are divided across ranks have a separate optimizer, the last one.
         self._optimizers: list[Any] = self._chain.chained_optimizers
 
     @torch.no_grad()
@@ -236,7 +236,7 @@ class MegatronAdamW:
         )
 
     def _local_range(self, parameter: nn.Parameter) -> slice:
-        """Return the range of a flattened parameter for which this rank has optimizer state."""
+        """Return the range in a flattened parameter that this rank has optimizer state for."""
         if not self.is_distributed:
             return slice(0, parameter.numel())
         optimizer = self._optimizer_for(parameter)

@@ -1,7 +1,7 @@
 """The LoRA adapter of an engine: initialize, disable, merge, export and load.
 
 Its parameters are part of Megatron's model. In exports, checkpoints and loaded files, its tensors
-have the names of PEFT's `adapter_model.safetensors`.
+are named as in PEFT's `adapter_model.safetensors`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -131,8 +131,8 @@ class LoraAdapter:
             directory: Directory of the checkpoint.
 
         Raises:
-            CheckpointError: If the checkpoint contains no base weights, but those of this engine
-                were replaced.
+            CheckpointError: If the checkpoint contains no base weights, but this engine's were
+                replaced.
         """
         adapter_checks.check_base_weights(
             has_replaced_base=self.has_replaced_base, has_weights=has_weights, directory=directory

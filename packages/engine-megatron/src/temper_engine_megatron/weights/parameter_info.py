@@ -24,11 +24,11 @@ class ParameterInfo:
     """Everything about a parameter except its values, known on every rank."""
 
     name: str
-    """Megatron name with global numbers of layer and expert."""
+    """Megatron name with global layer and expert numbers."""
     stage: int
     """Pipeline stage that has it."""
     expert_rank: int | None
-    """Rank in the expert-parallel group that has it; None if all of them do."""
+    """Rank in the expert-parallel group that has it; None if all do."""
     shape: tuple[int, ...]
     """Shape per shard."""
     split_dim: int | None

@@ -167,7 +167,7 @@ class ParameterMap:
     def gather_to_writer(self, entry: MappedParameter, local: Tensor) -> dict[str, Tensor]:
         """Return full tensors by Hugging Face name on the rank that writes them, else none.
 
-        Collective over the ranks for which `takes_part_in_saving` is True; call on them only.
+        Collective over the ranks where `takes_part_in_saving` is True; call on them only.
 
         Args:
             entry: The parameter.
@@ -299,7 +299,8 @@ class ParameterMap:
                 yield global_name(name, chunk, first_expert=first_expert), parameter
 
     def _describe(self, name: str, parameter: nn.Parameter) -> ParameterInfo:
-        # Megatron marks parameters with attributes: whether they are split, and in which dimension.
+        # Megatron marks parameters with attributes: whether they are split, and along which
+        # dimension.
         marks: Mapping[str, Any] = vars(parameter)
         is_expert = EXPERT_NUMBER.search(name) is not None
         group = (

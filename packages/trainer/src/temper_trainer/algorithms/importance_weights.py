@@ -50,8 +50,7 @@ def compute_rollout_correction(
     self_normalize the weights are divided by their mean over the step's trained tokens. Sums are
     float64.
 
-    Rejected tokens keep counting in the loss denominators, which are fixed when the batch is
-    planned.
+    Rejected tokens still count in the loss denominators, which are fixed when the batch is planned.
 
     Source: truncation: Espeholt et al. 2018, arXiv:1802.01561, and Yao et al. 2025, "Your Efficient
     RL Framework Secretly Brings You Off-Policy RL Training"; sequence level: Liu et al. 2025, "When
@@ -127,7 +126,7 @@ def _describe(
 
 
 RATIO_SQUARE_MEAN = "mismatch/ratio_square_mean"
-"""Metric from which the effective sample fraction is computed; it is not logged itself."""
+"""Metric used to compute the effective sample fraction; it is not logged itself."""
 
 
 def compute_mismatch_metrics(

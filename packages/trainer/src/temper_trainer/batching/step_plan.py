@@ -60,7 +60,7 @@ class MiniBatch:
     indices: tuple[int, ...]
     """Ascending indices into the samples of the step."""
     denominators: Denominators
-    """Counts over all samples of the mini-batch, by which losses are divided."""
+    """Counts over all samples in the mini-batch; losses are divided by them."""
     plans: Mapping[str, MiniBatchPlan]
     """Plan by role. Its indices point into ``indices``, not into the samples of the step."""
     seed: int
@@ -186,7 +186,7 @@ def _plan_mini_batch(
 def find_zero_advantage_samples(samples: SequenceBatch) -> Tensor:
     """Return a [B] bool mask of samples whose advantages are all zero.
 
-    These are the samples of groups in which all completions have the same reward.
+    These are samples in groups where all completions have the same reward.
     """
     return sum_per_sequence((samples.columns["advantages"] != 0).float(), samples) == 0
 

@@ -145,8 +145,8 @@ class CheckpointWriter:
         """
         if self._pending is None:
             return
-        # Cleared first: if the save fails, a later `wait`, such as that of `__exit__`, must not
-        # finish it a second time.
+        # Cleared first: if the save fails, a later `wait`, such as in `__exit__`, must not finish
+        # it a second time.
         pending, self._pending = self._pending, None
         with abort_on_error(pending.transaction):
             parts = {name: role.finish_part() for name, role in self._roles.items()}

@@ -463,7 +463,7 @@ def check_resume_step(step: int, *, total_steps: int, checkpoint: Path | None) -
 
 
 def load_run_id(folder: Path) -> str:
-    """Return the id of the run in a folder, which is created at its first start.
+    """Return the run id in a folder, created at its first start.
 
     A file that is empty or not text, as a crash of the host can leave it, is renamed, and the run
     gets a new id.

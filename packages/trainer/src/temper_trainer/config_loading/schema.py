@@ -55,7 +55,7 @@ def iterate_entries(
     Args:
         cls: The dataclass.
         engine_class: Class of the fields with the type EngineConfig.
-        instance: Object of the class whose values are the defaults; None takes those of the class.
+        instance: Object of the class whose values are the defaults; None uses the class's own.
     """
     hints = _resolve_hints(cls)
     for field in dataclasses.fields(cls):
@@ -119,7 +119,7 @@ def is_optional(annotation: object) -> bool:
 def collect_keys(
     cls: type, *, engine_class: type[EngineConfig], prefix: str = ""
 ) -> dict[str, Entry]:
-    """Return all dotted keys below a dataclass in order, those of nested dataclasses included."""
+    """Return all dotted keys below a dataclass in order, including nested dataclasses."""
     collected: dict[str, Entry] = {}
     for entry in iterate_entries(cls, engine_class=engine_class):
         collected |= _collect_entry(entry, engine_class=engine_class, prefix=prefix)
@@ -204,7 +204,7 @@ def collect_defaults(
         cls: The dataclass.
         engine_class: Class of the fields with the type EngineConfig.
         given: Values that are set.
-        instance: Object of the class whose values are the defaults; None takes those of the class.
+        instance: Object of the class whose values are the defaults; None uses the class's own.
     """
     defaults: dict[str, Plain] = {}
     for entry in iterate_entries(cls, engine_class=engine_class, instance=instance):

@@ -73,7 +73,7 @@ def drop_former_variants(
 
 
 def get_default_name(key: str, *, choices: Mapping[str, Entry]) -> str | None:
-    """Return the name of the variant that is in force if nothing chooses one."""
+    """Return the name of the variant that is used when nothing chooses one."""
     return choices[_to_pattern(key, choices)].default_variant
 
 

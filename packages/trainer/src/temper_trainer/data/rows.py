@@ -37,7 +37,7 @@ class Row:
 
     Equal to the answer, unless wrong demonstrations were generated on purpose."""
     location: str
-    """File and line, or the name of the data source, for messages."""
+    """File and line, or the data source's name, for messages."""
     teacher_prompt: str | tuple[ChatMessage, ...] | None = None
     """Prompt of the policy as its own teacher; None if it is the same."""
     completion: str | None = None
@@ -312,7 +312,7 @@ def _build_conversation_row(
 
 
 def parse_number(record: object, *, key: str, setting: str, location: str) -> float:
-    """Return a finite number of a record.
+    """Return a finite number from a record.
 
     Raises:
         DataError: If the field is missing or has another value.

@@ -104,7 +104,7 @@ def load_preferences(source: DataSource, *, kind: PreferenceKind) -> list[Prefer
 
     Raises:
         DataError: If a record lacks a field, a completion is empty, or all labels are equal.
-        ConfigError: If the source generates its rows, which are no preferences.
+        ConfigError: If the source generates its rows, because these are not preferences.
     """
     if not isinstance(source, RecordSource):
         raise ConfigError(

@@ -176,7 +176,7 @@ class InMemoryStream(Generic[Item]):
 class MixedStream(Generic[Item]):
     """Endless stream that draws from several sources in fixed fractions; see ``InMemoryStream``.
 
-    Every source is repeated as often as its fraction needs, in an order of its own. Any stretch of
+    Every source is repeated as often as its fraction needs, each in its own order. Any stretch of
     the stream has the fractions to within one item. Which source an item comes from depends only on
     its position, so a cursor with two numbers is enough to resume.
 

@@ -59,7 +59,7 @@ def add_advantages(
             estimator=get_value_estimator(algorithm.kl_estimator),
             clamp=algorithm.kl_clamp,
         )
-    # The first samples are those of the rollouts. Branches must not count in the statistics of a
+    # The first samples belong to the rollouts. Branches must not count in the statistics of a
     # group, because their rollout would then count several times.
     has_branches = len(parents) > len(rollouts)
     estimated = estimate_advantages(
@@ -193,7 +193,7 @@ def replace_squares(values: dict[str, float], *, metrics: Mapping[str, Metric]) 
 
     Args:
         values: Values to log, by metric name.
-        metrics: The metrics from which the values were taken.
+        metrics: The metrics that the values were taken from.
     """
     if RATIO_SQUARE_MEAN not in metrics:
         return values

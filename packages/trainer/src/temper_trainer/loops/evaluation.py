@@ -268,7 +268,7 @@ def count_trained_prompts(
     """Return how many prompts have a question that is also trained on, ignoring white space.
 
     Args:
-        prompts: Prompts made from ``rows``, some of which may have been dropped.
+        prompts: Prompts made from ``rows``; some rows may have been dropped.
         rows: Rows of the held-out source.
         trained: Rows of all sources that this run trains on.
     """

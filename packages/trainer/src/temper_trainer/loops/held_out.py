@@ -80,7 +80,7 @@ class HeldOutEvaluator:
         step: int,
         check_stop: Callable[[], object] = lambda: None,
     ) -> dict[str, float]:
-        """Evaluate and log all sets; return their metrics, which are empty without sets.
+        """Evaluate and log all sets; return their metrics; empty without sets.
 
         Args:
             groups: Workers for the actor, and for the reference policy if there is one.

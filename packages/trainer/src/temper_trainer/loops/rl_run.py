@@ -303,7 +303,7 @@ def _save_on_failure(
             boundary.set_saved(saved_step, writer.save(previous_state, wait=True))
         raise boundary.make_interrupted(stop) from None
     except TemperError:
-        # After some of the updates, the weights belong to no step and must not be saved. A group
+        # After only some updates, the weights belong to no step and must not be saved. A group
         # that has lost a worker cannot save its part.
         is_unchanged = sum(role.num_updates for role in roles) == num_updates
         can_save = is_unchanged and not any(role.is_broken for role in roles)
@@ -334,7 +334,7 @@ def restore_controllers(config: AlgorithmConfig, state: TrainerState) -> Control
 
 
 def save_controllers(controllers: Controllers, state: TrainerState) -> TrainerState:
-    """Return a state with the values of the controllers; inverse of `restore_controllers`."""
+    """Return a state with the controllers' values; inverse of `restore_controllers`."""
     return replace(
         state,
         kl_coef=controllers.kl.coef,

@@ -208,7 +208,7 @@ def _resume(
     """Restore the actor, if there is a checkpoint.
 
     Returns:
-        The remaining examples, and the number of completed steps.
+        The remaining examples, and how many steps are completed.
     """
     stream = stage.open_stream(DataCursor())
     checkpoint = stage.resume_from

@@ -251,7 +251,7 @@ def _arrange_panels(panels: Sequence[Panel]) -> list[tuple[int, int]]:
 
 
 def _points(rows: Sequence[Row], phase: str, name: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of one metric, without non-finite values."""
+    """Return steps and values for one metric, without non-finite values."""
     points = [
         (row.step, row.values[name]) for row in rows if row.phase == phase and name in row.values
     ]

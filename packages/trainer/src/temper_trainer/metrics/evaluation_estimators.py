@@ -78,7 +78,7 @@ def compute_pass_at_k(*, num_completions: int, num_solved: int, k: int) -> float
 
 
 def list_pass_k(num_completions: int) -> list[int]:
-    """Return the values of k for which pass@k is reported: powers of two, and all completions.
+    """Return the k values that pass@k is reported for: powers of two, and all completions.
 
     Example:
         >>> list_pass_k(6)

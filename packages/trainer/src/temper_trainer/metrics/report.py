@@ -39,7 +39,7 @@ REPORT_FILE = "report.html"
 NUM_SAMPLES = 100
 """Number of completions shown; the newest ones."""
 MAX_OPEN_LINES = 12
-"""Lines from which on the table of evaluations is folded."""
+"""Evaluation tables with more lines are folded."""
 MAX_SAMPLE_CHARACTERS = 4000
 """Longest text of a sample; samples.jsonl has the rest."""
 STYLE = """
@@ -74,7 +74,7 @@ document.getElementById("search").addEventListener("input", event => {
   }
 });
 """
-"""Hides the samples that lack one of the words in the search field."""
+"""Hides samples that lack any word in the search field."""
 
 Cells = Sequence[object]
 

@@ -135,8 +135,8 @@ def supersede_rows(path: Path, *, after_step: int, phase: str | None = None) -> 
     if moved:
         _write_lines(next_superseded_path(path), moved)
     if path.exists():
-        # Rewrite the file even if nothing was moved. This drops an incomplete last line, to which
-        # the next row would otherwise be appended.
+        # Rewrite the file even if nothing was moved. This drops an incomplete last line, because
+        # the next row would otherwise be appended to it.
         _write_lines(path, [line for line, kept in zip(lines, is_kept, strict=True) if kept])
     return len(moved)
 
@@ -258,7 +258,7 @@ def read_settings(directory: Path, *, name: str = "config.yaml") -> dict[str, ob
 
 
 def flatten_settings(tree: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, object]]:
-    """Yield dotted keys and values of nested mappings; an empty mapping counts as a value.
+    """Yield dotted keys and values from nested mappings; an empty mapping counts as a value.
 
     Example:
         >>> list(flatten_settings({"run": {"seed": 0}, "critic": None}))

@@ -223,7 +223,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Print a table of completions, and append them to ``samples.jsonl``, without secrets.
 
         Args:
-            step: Step in which they were sampled.
+            step: Step when they were sampled.
             rows: The completions.
             kind: What their prompts are for.
         """

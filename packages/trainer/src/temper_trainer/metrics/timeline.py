@@ -22,7 +22,7 @@ MIN_SPAN_FRACTION = 1 / 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRollout:
-    """A scored rollout and what it did when. Times are those of `time.perf_counter`."""
+    """A scored rollout and what it did when. Times come from `time.perf_counter`."""
 
     group: int
     """Number of its prompt in the step."""
@@ -126,7 +126,7 @@ def measure_timeline(timeline: StepTimeline) -> dict[str, float]:
 def to_timeline_row(timeline: StepTimeline) -> dict[str, object]:
     """Return a step as a line of the file.
 
-    Times are seconds after ``time_s``, which is the Unix time of the first request.
+    Times are seconds after ``time_s``, the first request's Unix time.
     """
     shown = _choose_rollouts(timeline.rollouts)
     origin = min([timeline.began_at, *(each.requested_at for each in shown)])

@@ -56,7 +56,7 @@ class Outcome:
     """Requests of a judge; None for other rewards."""
 
     def redacted(self) -> "Outcome":
-        """Return this outcome with the values of secrets hidden, which exceptions may quote."""
+        """Return this outcome with secret values hidden, because exceptions may quote them."""
         if self.kind is None:
             return self
         return replace(self, message=redact_secrets(self.message), trace=redact_secrets(self.trace))
@@ -171,9 +171,9 @@ class CallRound:
     def choose_num_calls(self, usual: int) -> int:
         """Return how many calls may run at a time.
 
-        That is the usual number until more calls fail than accepted. From then on it is the number
-        of failures that would stop the run: if the function hangs, this takes one more
-        ``timeout_s``, and not one per call. After a slow call that returned it takes two more.
+        That is the usual number until more calls fail than accepted. From then on it is the failure
+        count that would stop the run: if the function hangs, this takes one more ``timeout_s``, and
+        not one per call. After a slow call that returned it takes two more.
         """
         if self._num_failures * self.num_items <= self._max_failures * self.num_called:
             return usual

@@ -51,7 +51,7 @@ class CallPace:
 
         Args:
             seconds: Time of the call.
-            busy_s: Part of it in which the thread computed, or waited only for a core.
+            busy_s: The part when the thread computed, or waited only for a core.
             thread: Identifier of the thread.
         """
         is_wait = seconds - busy_s > max(busy_s, _MIN_WAIT_S)
@@ -127,7 +127,7 @@ class ThreadScoring:
 
 
 def _measure_busy_s() -> float:
-    """Return the time in which this thread has computed or waited for a core.
+    """Return how long this thread has computed or waited for a core.
 
     Time on the run queue is no reason for more threads; Linux counts it.
     """

@@ -270,7 +270,7 @@ def _combine(
 def measure_scores(
     items: Sequence[ScoredItem], *, config: RewardConfig, has_parts: bool
 ) -> dict[str, float]:
-    """Return failures by kind, the mean per part, and the number of repeated calls.
+    """Return failures by kind, the mean per part, and how many calls were repeated.
 
     Args:
         items: Scored completions.

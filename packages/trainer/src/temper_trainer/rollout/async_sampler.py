@@ -272,7 +272,7 @@ def _compact(completion: Completion) -> Completion:
     """Return an equal completion that needs 17 bytes per token instead of 80.
 
     A step may have a hundred million tokens. Token ids share one object per id, and log-probs are
-    stored as float64, which is exact.
+    stored exactly, as float64.
     """
     try:
         tokens = tuple(map(_token_ids.__getitem__, completion.tokens))
@@ -286,7 +286,7 @@ def _compact(completion: Completion) -> Completion:
 
 
 def _make_continuation(request: SamplingRequest, completion: Completion) -> SamplingRequest:
-    """Return a request for the rest of a completion."""
+    """Return a request that continues a completion."""
     sampling = replace(
         request.sampling, max_tokens=request.sampling.max_tokens - len(completion.tokens)
     )

@@ -64,7 +64,7 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
 
 
 def _copy_out_of_file(model: PreTrainedModel) -> None:
-    """Copy every tensor into aligned memory of its own.
+    """Copy every tensor into separate, aligned memory.
 
     transformers maps weights from their file, so they would change with the file. Mapped tensors
     can also start at any offset, and matrix libraries repeat their sums bit for bit only for
@@ -174,7 +174,7 @@ class WeightTargets:
                 targets[weight.name].copy_(weight.tensor)
 
     def load_delta(self, buckets: Sequence[DeltaBucket]) -> None:
-        """Apply a delta to the model in place. Nothing is written before all of it is checked.
+        """Apply a delta to the model in place. Nothing is written before everything is checked.
 
         Raises:
             WeightError: If a bucket is damaged or missing, a name is unknown, or a shape differs.

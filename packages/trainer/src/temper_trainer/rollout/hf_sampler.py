@@ -5,7 +5,7 @@ second to last token. The last token is the first input of decoding, so that eve
 the first included, comes from the same kind of forward pass. Equal prompts are prefilled once.
 
 Models with other layers than attention, such as linear attention, have no cache here: each step
-computes the full sequences, which is exact and slow.
+computes the full sequences, exact but slow.
 """
 
 import threading

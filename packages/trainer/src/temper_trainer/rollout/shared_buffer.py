@@ -1,8 +1,7 @@
 """A GPU buffer that another process maps through CUDA IPC, described by plain fields.
 
 torch.multiprocessing would send a pickled function with arguments, and a forged pickle runs any
-code. Here only numbers and handles are sent, as JSON, and all of them are checked before torch
-uses them.
+code. Here only numbers and handles are sent, as JSON, and all are checked before torch uses them.
 """
 
 import hmac

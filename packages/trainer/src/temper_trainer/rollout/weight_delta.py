@@ -357,7 +357,7 @@ def _compute_tensor_delta(
         # Work block by block, so that the weights' device never holds a second copy of the tensor.
         indices = (block != old[start : start + _BLOCK].to(block.device)).nonzero()[:, 0]
         count += len(indices)
-        # The tensor is sent in full anyway, so the rest of it need not be compared.
+        # The tensor is sent in full anyway, so the remaining elements need not be compared.
         if count > max_count:
             return TensorDelta(indices=None, values=tensor)
         changed.append((indices + start).to(dtype))

@@ -33,7 +33,7 @@ class EngineRewardModel:
         self._max_tokens = max_tokens
 
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Return the score of each sequence, which is the head's output at its last token."""
+        """Return each sequence's score, the head's output at its last token."""
         batch = from_sequences(
             [torch.tensor(row) for row in rows],
             loss_masks=[torch.arange(len(row)) == len(row) - 1 for row in rows],

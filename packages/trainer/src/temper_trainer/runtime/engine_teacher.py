@@ -209,7 +209,7 @@ def _collect_scores(
                 else None,
             )
             start += length
-    # Ranks have scored the requests in the order in which they were balanced.
+    # Ranks have scored the requests in the order from balancing.
     return [rows[i] for i in range(len(requests))]
 
 

@@ -309,7 +309,7 @@ class WorkerGroup(ABC):
         Metrics are merged over replicas; the time is that of the slowest rank.
         """
         # Count before the call: an update that fails halfway may have changed weights, which must
-        # not be saved as those of the step before.
+        # not be saved as the previous step's.
         self.num_updates += 1
         results = self.run(
             TrainingWorker.update,

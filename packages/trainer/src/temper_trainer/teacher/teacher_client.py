@@ -55,7 +55,7 @@ class TeacherSpec:
 
 
 def build_self_teacher_spec(config: DistillationConfig) -> TeacherSpec:
-    """Build the spec in which the policy is the only teacher, for all routes."""
+    """Build the spec with the policy as only teacher, for all routes."""
     return TeacherSpec(
         routes=((SELF_TEACHER, SELF_TEACHER),),
         weights=((SELF_TEACHER, 1.0),),

@@ -198,7 +198,7 @@ class CollectiveTransport:
         return version
 
     def _open(self, replicas: Sequence[Replica]) -> ChannelSpec:
-        """Open a channel to these servers; each of them closes its previous channel."""
+        """Open a channel to these servers; each closes its previous channel."""
         address, port, token = self._actor.run_on_all(open_store, self._bind_address)[0]
         spec = ChannelSpec(
             backend=self._backend,
@@ -222,7 +222,7 @@ class CollectiveTransport:
         return spec
 
     def _resend(self, replica: Replica) -> "Future[object]":
-        """Send the last weights to one restarted server over a channel of its own.
+        """Send the last weights to one restarted server over a separate channel.
 
         The other servers continue to sample meanwhile.
 
@@ -297,7 +297,7 @@ def open_store(worker: WeightSender, bind_address: str) -> tuple[str, int, str]:
 
 
 def plan_buckets(worker: WeightExporter, bucket_bytes: int) -> list[PackedBucket]:
-    """Return the layout of each bucket, which is the same at every publish."""
+    """Return each bucket's layout, the same at every publish."""
     with worker.export_weights() as stream:
         layouts = [
             plan_layout(bucket) for bucket in split_into_buckets(stream, bucket_bytes=bucket_bytes)

@@ -61,7 +61,7 @@ class WeightSender(WeightExporter, Protocol):
 
 
 def get_sender_state(worker: WeightSender) -> SenderState:
-    """Return the state of this worker, which is created at the first use."""
+    """Return this worker's state, created at the first use."""
     state = worker.transport_state.setdefault("sender", SenderState())
     assert isinstance(state, SenderState)
     return state

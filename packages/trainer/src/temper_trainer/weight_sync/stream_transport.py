@@ -1,4 +1,4 @@
-"""Transports to a transformers sampler: in the same process, or in a process of its own on Ray."""
+"""Transports to a transformers sampler: in the same process, or in a separate process on Ray."""
 
 import logging
 import uuid
@@ -74,7 +74,7 @@ class DeltaReceiver(Protocol):
 
 
 class StreamTransport:
-    """Sends buckets with checksums, through the driver, to a sampler that has no way of its own."""
+    """Sends buckets with checksums, through the driver, to a sampler that has no other way."""
 
     def __init__(
         self, *, export: Callable[[], Iterable[WeightBucket]], sampler: StreamReceiver

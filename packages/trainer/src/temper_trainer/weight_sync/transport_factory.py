@@ -109,7 +109,7 @@ def choose_transport(
         receivers: Location of every worker on every server.
 
     Raises:
-        ConfigError: If no transport reaches all of them: some are on the actor's GPU and others on
+        ConfigError: If no transport reaches all: some are on the actor's GPU and others on
             another host, or a CPU and a GPU are on different hosts.
     """
     is_one_host = all(receiver.host == sender.host for receiver in receivers)
@@ -186,7 +186,7 @@ def _locate_sender(actor: RankGroup, *, may_use_gpu: bool) -> DeviceLocation:
 
 def _locate_receivers(sampler: VllmSampler) -> list[DeviceLocation]:
     """Return the location of every worker; a server that has died is restarted first."""
-    # Otherwise the number of servers could change before the call.
+    # Otherwise the server count could change before the call.
     with sampler.hold_members():
         answers = sampler.call_each("device_locations", [()] * len(sampler.replicas))
     # None is the answer of a server that has left.

@@ -83,7 +83,7 @@ def run_trials(
     load_fields: Mapping[str, object] | None = None,
     timeout_s: float = 1100.0,
 ) -> list[Trial]:
-    """Run one trial per seed in a process of its own.
+    """Run one trial per seed, each in a separate process.
 
     Args:
         engine: Name under which the engine is registered.

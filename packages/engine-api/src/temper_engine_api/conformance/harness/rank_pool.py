@@ -78,7 +78,7 @@ class RankPool:
             arguments: Keyword arguments of the job; they are pickled.
 
         Returns:
-            The return values of all ranks, in rank order.
+            Return values from all ranks, in rank order.
 
         Raises:
             RankFailureError: A rank raised, died or hung.

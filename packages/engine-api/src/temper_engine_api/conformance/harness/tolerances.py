@@ -207,7 +207,7 @@ def _describe_difference(
 ) -> tuple[str, float] | None:
     """Return a sentence and the largest allowed error, or None if every entry is close."""
     actual_values, expected_values = (
-        # In float64, so that the comparison adds no rounding error of its own.
+        # Use float64, so that the comparison adds no rounding error.
         torch.as_tensor(actual).double(),
         torch.as_tensor(expected).double(),
     )

@@ -15,7 +15,7 @@ _EXPERTS: Mapping[str, object] = MappingProxyType(
         "moe_intermediate_size": 24,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
-        # Groups of experts from which the router chooses first.
+        # Number of expert groups that the router chooses from first.
         "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,

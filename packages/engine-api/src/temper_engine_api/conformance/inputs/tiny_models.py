@@ -215,6 +215,6 @@ def _fill(network: nn.Module, *, generator: torch.Generator, head_scale: float) 
     saved = network.state_dict().keys()
     for name, buffer in network.named_buffers():
         if name in saved and buffer.is_floating_point():
-            # The values differ from those of a new model, so that tests notice a buffer that is not
+            # The values differ from a new model's, so that tests notice when a buffer is not
             # loaded.
             buffer.copy_(1.0 + 0.2 * torch.randn(buffer.shape, generator=generator))

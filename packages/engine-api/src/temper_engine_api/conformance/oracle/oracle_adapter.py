@@ -59,7 +59,7 @@ class OracleAdapter:
         }
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes without the adapter."""
+        """Return a context that disables the adapter."""
         off: AbstractContextManager[None] = self.peft.disable_adapter()
         return off
 

@@ -18,12 +18,12 @@ class FileLayout:
     def __init__(
         self, model: PreTrainedModel, tensors: Mapping[str, Tensor], *, is_adapter: bool = False
     ) -> None:
-        """Find the layout of tensors; those of an adapter have the same form in memory and files.
+        """Find the layout of tensors; adapter names have the same form in memory and in files.
 
         Args:
             model: The model, whose type decides about the conversion.
             tensors: Tensors by their name in memory.
-            is_adapter: True if the names are those of PEFT files.
+            is_adapter: True for names in PEFT files.
         """
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         positions, start = {}, 0

@@ -1,4 +1,4 @@
-"""Routers of the oracle's MoE models: their logits and choices, from which losses are computed."""
+"""Routers of the oracle's MoE models: their logits and choices, which losses are computed from."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

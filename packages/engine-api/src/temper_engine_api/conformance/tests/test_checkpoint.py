@@ -63,7 +63,7 @@ def test_resume_is_bitwise(
 ) -> None:
     """A run resumed from a checkpoint has the state, norms, rates and losses of an unbroken run."""
     uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches)
-    # The step is not the number of updates: a trainer counts skipped updates and mini-batches.
+    # The step is not the update count: a trainer counts skipped updates and mini-batches.
     engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=7)
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[2:], folder=tmp_path

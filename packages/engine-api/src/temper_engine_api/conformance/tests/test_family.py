@@ -59,7 +59,7 @@ def make_gradient_setup(oracle: OracleCache, family: str) -> EngineSetup:
 
 
 def get_batch(oracle: OracleCache, family: str, *, seed: int = 0) -> SequenceBatch:
-    """Return sequences of odd lengths; their old log-probs are those of the family's model."""
+    """Return sequences of odd lengths; their old log-probs come from the family's model."""
     return oracle.get_batch(model=FAMILIES[family], seed=seed)
 
 
@@ -87,7 +87,7 @@ def test_family_outputs_match_transformers(
 def test_family_gradient_matches_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
 ) -> None:
-    """Loss and every gradient equal those of transformers, also at temperature 1 everywhere."""
+    """Loss and every gradient equal transformers', also at temperature 1 everywhere."""
     setup, tempered = make_gradient_setup(oracle, family), get_batch(oracle, family)
     plain = replace(tempered, temperature=torch.ones_like(tempered.temperature))
     for split, batch in ((ONE_MICRO_BATCH, tempered), (TWO_MICRO_BATCHES, plain)):

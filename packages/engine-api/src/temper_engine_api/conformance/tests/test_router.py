@@ -103,7 +103,7 @@ def prescribe_experts(oracle: OracleCache) -> SequenceBatch:
 def test_log_probs_with_replayed_experts_match_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Compare log-probs with those of transformers whose tokens go to the same experts."""
+    """Compare log-probs with transformers, with tokens sent to the same experts."""
     setup, batch = make_setup(oracle), prescribe_experts(oracle)
     for split in (ONE_MICRO_BATCH, FIVE_MICRO_BATCHES):
         outputs = engine_under_test.run(

@@ -341,7 +341,7 @@ def test_zeroed_gradients_stay_zero(
 def update_after_a_dropped_one(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, dropped: SequenceBatch, is_final: bool
 ) -> Update:
-    """Drop the gradients of one batch, which are reduced if the call was final; train on another.
+    """Drop one batch's gradients, which are reduced if the call was final; train on another.
 
     Nothing may come between: a final call would reduce local gradients, and hide that they stay.
     """

@@ -1,4 +1,4 @@
-"""Sums over trained tokens and statistics of groups, from which estimators compute advantages.
+"""Sums over trained tokens and group statistics, which estimators compute advantages from.
 
 Sums are in float64. Groups are defined by ``group_ids``, never by position.
 
@@ -91,7 +91,7 @@ def whiten(column: Tensor, *, mask: Tensor) -> Tensor:
 
         A'_t = (A_t - mean(A)) / (std(A) + 1e-8)
 
-    std divides by the number of entries N, not by N - 1.
+    std divides by the entry count N, not by N - 1.
 
     Args:
         column: [T]; entries outside the mask are ignored, even NaN.

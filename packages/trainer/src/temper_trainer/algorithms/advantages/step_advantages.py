@@ -44,7 +44,7 @@ def estimate_advantages(
         samples: B sequences with T tokens. ``group_ids`` defines the groups; the order does not
             matter.
         rewards: [B] finite rewards. Completions whose reward failed must not be among the samples.
-        values: [T] values of the critic before this step's first update; required for gae.
+        values: [T] critic values before this step's first update; required for gae.
         kl: [T] KL(policy, reference) from ``kl.estimate_kl``; required if the penalty has a weight.
         kl_coef: Weight of the KL penalty if a controller sets it; None takes
             ``config.kl_reward_coef``.

@@ -45,7 +45,7 @@ class ReverseKlReward(DistillationLoss):
         reward = -k(log p_old, log q)
 
     With k1 it is log q - log p_old: if each token is credited with only its own reward, the policy
-    gradient is that of KL(policy, teacher). Any policy loss can be used.
+    gradient equals KL(policy, teacher)'s. Any policy loss can be used.
 
     Source: Lu 2025, "On-Policy Distillation", Thinking Machines Lab.
     """

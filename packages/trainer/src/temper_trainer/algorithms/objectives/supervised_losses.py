@@ -62,7 +62,7 @@ class SftObjective(Objective):
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
         """Return the loss weights divided by their mean over the trained tokens, if there are any.
 
-        Scaled weights add up to the number of trained tokens, by which the engine divides the loss.
+        Scaled weights add up to the trained token count, and the engine divides the loss by it.
         """
         if not self.has_weights:
             return {}

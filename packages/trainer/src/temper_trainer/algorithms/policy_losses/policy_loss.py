@@ -86,7 +86,7 @@ def compute_clip_fractions(
     """Return the fractions of trained tokens whose gradient the low and the high clip remove.
 
     The low clip removes the gradient of tokens below the clip range with a negative advantage. The
-    high clip removes that of tokens above the range with a positive advantage.
+    high clip removes it for tokens above the range with a positive advantage.
     """
     return {
         "policy/clip_fraction_low": weighted_mean(is_low & (advantages < 0), mask),

@@ -72,7 +72,7 @@ class PreferenceLoss(Variant):
         """Return [B] the scores' margin, which is above 0 where the policy has the preference."""
 
     def measure(self, batch: SequenceBatch) -> dict[str, Metric]:
-        """Return metrics of its own; empty by default."""
+        """Return its own metrics; empty by default."""
         return {}
 
     @abstractmethod
@@ -87,7 +87,7 @@ class PairLoss(PreferenceLoss):
 
     @property
     def likelihood_coef(self) -> float:
-        """Weight of the chosen completion's mean negative log-likelihood, which is added."""
+        """Weight for adding the chosen completion's mean negative log-likelihood."""
         return 0.0
 
     @abstractmethod

@@ -58,7 +58,7 @@ class Kto(PreferenceLoss):
         return torch.where(batch.sequence_columns[IS_CHOSEN], difference, -difference)
 
     def measure(self, batch: SequenceBatch) -> dict[str, Metric]:
-        """Return z, which is the same for all completions of an update."""
+        """Return z, the same for all completions in an update."""
         baseline = batch.sequence_columns[KL_BASELINE]
         return {"preference/kl_baseline": weighted_mean(baseline, ~batch.is_dummy)}
 

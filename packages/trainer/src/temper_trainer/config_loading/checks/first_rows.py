@@ -186,7 +186,7 @@ def _find_problems(config: TrainerConfig, samples: list[FirstSample]) -> Iterato
         fitted.actor.engine.model, max_tokens=config.batching.max_tokens
     )
     for sample in samples:
-        # If there are more rows, it is no problem that a limit drops all of the first ones.
+        # When there are more rows, a limit may drop all the first ones.
         must_keep = sample.is_complete and not config.data.streaming
         # Held-out demonstrations have their own messages_key.
         held_out = config.data.eval_sources.get(sample.key)

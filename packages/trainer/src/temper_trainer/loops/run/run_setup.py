@@ -1,4 +1,4 @@
-"""Prepare a run: checkpointer, data, models that fit it, and the number of steps."""
+"""Prepare a run: checkpointer, data, models that fit it, and the step count."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +40,8 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
 
     Returns:
         Rows by ``train``, ``warm_start`` and the keys of ``DataConfig.eval_sources``. Only
-        ``train`` is always there. It is empty for streamed data and for preferences, which are read
-        elsewhere, as those of held-out sources.
+        ``train`` is always there. Empty for streamed data, and for preferences, which are read
+        elsewhere together with held-out sources.
     """
     has_preferences = config.preference_kind is not None
     is_read_elsewhere = config.data.streaming or has_preferences
@@ -81,7 +81,7 @@ class RunData:
     """
     tokenizer: PreTrainedTokenizerBase
     has_saved_tokenizer: bool
-    """True if the tokenizer is that of existing weights."""
+    """True if the tokenizer belongs to existing weights."""
 
 
 def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path | None) -> RunData:

@@ -57,7 +57,7 @@ def uses_saved_tokenizer(
 def load_or_train_tokenizer(
     config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row], checkpoint: Path | None = None
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a run, which is then saved in the run folder.
+    """Return a run's tokenizer, and save it in the run folder.
 
     A run that continues with trained weights uses the tokenizer that was saved with them, whatever
     ``data.tokenizer`` says. If that one is damaged, or has another digest than the weights record,
@@ -154,7 +154,7 @@ def _find_saved(
 
 
 def _replace_saved(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Save a tokenizer; rename another one that is already there."""
+    """Save a tokenizer; rename any other tokenizer that is already there."""
     if directory.exists():
         try:
             saved = load_saved_tokenizer(directory)

@@ -21,6 +21,6 @@ def derive_seed(run_seed: int, purpose: str, *indices: int) -> int:
         >>> derive_seed(0, "sampling", 1, 0) == derive_seed(0, "sampling", 1, 1)
         False
     """
-    # The values of `hash` would differ between processes.
+    # `hash` would give different values in each process.
     text = ":".join([purpose, str(run_seed), *map(str, indices)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

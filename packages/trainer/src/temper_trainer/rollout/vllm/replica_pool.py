@@ -42,7 +42,7 @@ class Member:
     """One server of a pool."""
 
     number: int
-    """Position in the pool, which is never used again for another server."""
+    """Position in the pool; never reused for another server."""
     replica: Replica
     state: MemberState
     num_restarts: int = 0

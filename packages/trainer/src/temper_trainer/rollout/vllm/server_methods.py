@@ -56,7 +56,7 @@ class EngineMethods(Protocol):
         ...
 
     def cached_version(self) -> int:
-        """Return the version of the weights to which every worker can apply a delta, or -1."""
+        """Return the weight version that every worker can apply a delta to, or -1."""
         ...
 
     def receive_delta(

@@ -121,8 +121,8 @@ class VllmEngine:
             stop_token_ids=list(self._spec.end_token_ids),
             # The end token in the model's config may belong to another tokenizer.
             ignore_eos=True,
-            # No seed for greedy decoding, which needs no random numbers: vLLM samples requests with
-            # a seed one by one, which is slower.
+            # No seed for greedy decoding, which needs no random numbers: vLLM samples seeded
+            # requests one by one, which is slower.
             seed=None if sampling.temperature == 0 else request.seed,
             # 0 returns the log-prob of the sampled token only, None would return none.
             logprobs=0,
@@ -272,7 +272,7 @@ class VllmEngine:
             return self.finish_update(version)
 
     def cached_version(self) -> int:
-        """Return the version to which every worker can apply a delta; -1 if one cannot."""
+        """Return the version that every worker can apply a delta to; -1 if one cannot."""
         versions: set[int] = set(self._llm.collective_rpc("temper_cached_version"))
         return versions.pop() if len(versions) == 1 else -1
 
@@ -361,7 +361,7 @@ class VllmEngine:
         if self._is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
             self._is_asleep = False
-        # A prompt that was seen before must not continue from keys and values of old weights.
+        # A prompt that was seen before must not reuse keys and values from old weights.
         if not self._engine.reset_prefix_cache():
             raise WeightError(
                 "vLLM could not reset its prefix cache after a weight update: report this as a bug."

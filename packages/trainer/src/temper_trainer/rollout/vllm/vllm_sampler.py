@@ -271,7 +271,7 @@ class VllmSampler:
             WeightError: If a replica refused the weights.
         """
         with self._lock:
-            # Until all have the weights, those of a server that dies are nowhere.
+            # Until all servers have the weights, a server that dies has lost them.
             self._pool.last_load, self._pool.weights_are_lost = None, True
             receivers = self._pool.receivers
             futures = [receive(member.replica) for member in receivers]

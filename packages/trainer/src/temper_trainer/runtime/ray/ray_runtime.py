@@ -71,7 +71,7 @@ _guards: list[RayGuard] = []
 
 
 class RayRuntime:
-    """A connection to Ray and one placement group, from the start of a run to its end."""
+    """A connection to Ray and one placement group, for the duration of a run."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class RayRuntime:
             roles: Resources by role name.
             engine_name: Engine of all worker groups (``model_engine``).
             num_threads: CPU threads of a worker (``run.num_threads``).
-            weight_path: Lines of `describe_weight_path`, which are logged with the placement.
+            weight_path: Lines from `describe_weight_path`, logged with the placement.
 
         Raises:
             ConfigError: If there is no cluster at the address, or it is too small.
@@ -328,8 +328,8 @@ def _defer_signals() -> Iterator[None]:
     for a fork. An exception that a signal handler raises in such a hook is lost, and the hook does
     not release its lock: the stop request would be ignored, and every other thread that logs would
     wait forever. For the same reason, Ray must not install its own handlers of SIGTERM: one in
-    Python, which raises SystemExit, and one in C++, which aborts the process. A start that hangs is
-    ended with its process at the end of the grace period.
+    Python, which raises SystemExit, and one in C++, which aborts the process. A start that hangs
+    ends with its process, after the grace period.
     """
     is_main = threading.current_thread() is threading.main_thread()
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

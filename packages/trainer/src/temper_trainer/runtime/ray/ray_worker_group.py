@@ -61,7 +61,7 @@ class RoleActor:
 
     def rendezvous(self, token: str) -> tuple[str, int]:
         """Open the store at which the ranks of the role meet; return its address and port."""
-        # Ray knows by which of its addresses other nodes reach this one.
+        # Ray knows which address other nodes use to reach this one.
         address = ray.util.get_node_ip_address()
         # StoreServer binds its port immediately, so that no other process can take it.
         self._server = StoreServer(address, token=token)
@@ -118,7 +118,7 @@ def store_shared_arguments(
 
 
 class RayWorkerGroup(WorkerGroup):
-    """A role whose ranks are Ray actors in a process group of their own."""
+    """A role whose ranks are Ray actors in a separate process group."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class StepRewards:
     penalty: Tensor
     """[B] float64 KL penalty."""
     values: Tensor | None = None
-    """[T] values of the critic before this step's first update."""
+    """[T] critic values before this step's first update."""
     baselines: Tensor | None = None
     """[B] rewards of the greedy completions."""
     components: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Estimators that credit turns, and token rewards with those of turns."""
+"""Estimators that credit turns, and token rewards that include turn rewards."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TurnGrpo(AdvantageEstimator):
 def compute_turn_rewards(
     rewards: Tensor, *, turn_rewards: Tensor, samples: SequenceBatch
 ) -> Tensor:
-    """Return per-token rewards with the environment's rewards at the end of their turns.
+    """Return per-token rewards, with the environment's rewards at their turn's end.
 
     What is left of a rollout's reward, the score after shaping, is at its last trained token. So
     the rewards of a rollout add up to the same number as without turns.
@@ -125,7 +125,7 @@ def compute_turn_advantages(
     shape = (samples.num_sequences, num_turns)
     rewards = torch.where(mask, token_rewards.double(), 0.0)
     returns = rewards.new_zeros(shape).view(-1).index_add(0, cell, rewards).view(shape)
-    # Column 0 is the last turn, so a turn's return needs that of the column before.
+    # Column 0 is the last turn, so a turn's return needs the return in the previous column.
     for k in range(1, num_turns):
         returns[:, k] += gamma * returns[:, k - 1]
     has_turn = mask.new_zeros(shape).view(-1).index_fill(0, cell[mask], True).view(shape)
