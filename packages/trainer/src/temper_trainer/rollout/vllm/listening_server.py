@@ -17,9 +17,9 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from temper_engine_api.authenticating_listener import authenticate_socket
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.process_folders import make_temporary_folder
-from temper_engine_api.rendezvous import authenticate_socket
 from temper_trainer.rollout.vllm import server as run_server
 from temper_trainer.rollout.vllm.messages import Hello, encode
 

@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from temper_engine_api.authenticating_listener import authenticate_socket
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_engine_api.rendezvous import authenticate_socket
 from temper_trainer.concurrency import DaemonThreads
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.listening_server import (
