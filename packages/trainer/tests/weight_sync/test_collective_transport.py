@@ -3,13 +3,15 @@
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from temper_engine_api.rendezvous import get_run_token
+from temper_engine_api.errors import EngineStateError
+from temper_engine_api.rendezvous import TokenStore, get_run_token
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.rollout.packed_bucket import PackedBucket, unpack_tensors
 from temper_trainer.rollout.sampler import ReplicaError
@@ -260,7 +262,17 @@ def test_channel_listens_only_on_the_configured_address() -> None:
         other.bind((address, port))
     with socket.socket() as elsewhere:
         elsewhere.bind(("127.0.0.1", port))
-    assert (address, token) == ("127.0.0.3", get_run_token())
+    assert address == "127.0.0.3"
+    assert len(token) == 64
+
+
+def test_each_channel_has_a_token_of_its_own_and_rejects_that_of_the_run() -> None:
+    first, second = (open_store(cast("Any", Actor()), "127.0.0.1") for _ in range(2))
+    seconds = timedelta(seconds=20)
+    for other in (get_run_token(), second[2]):
+        with pytest.raises(EngineStateError, match="has another token"):
+            TokenStore(first[0], first[1], token=other, timeout=seconds)
+    assert TokenStore(first[0], first[1], token=first[2], timeout=seconds).num_keys() == 0
 
 
 def test_channel_stops_listening_when_it_is_closed() -> None:

@@ -81,7 +81,7 @@ class ChannelSpec:
     timeout_s: float = 600.0
     """Longest wait for another member."""
     token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
-    """Secret of the run, which the store requires of every member."""
+    """Secret of this channel, which the store requires of every member."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     """Secret of this channel. With cuda_ipc it authenticates the sender's buffer."""
 

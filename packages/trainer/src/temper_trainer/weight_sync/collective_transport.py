@@ -6,6 +6,7 @@ buffer through CUDA IPC. No copy of the weights remains outside actor and server
 
 import logging
 import os
+import secrets
 import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, get_run_token
+from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.run import LOOPBACK
 from temper_trainer.rollout.packed_bucket import (
@@ -281,7 +282,7 @@ def locate_sender(worker: WeightExporter, may_use_gpu: bool) -> DeviceLocation:
 
 
 def open_store(worker: WeightSender, bind_address: str) -> tuple[str, int, str]:
-    """Start the TCP store of a weight channel on rank 0; return its address, port and token.
+    """Start the store of a weight channel on rank 0; return its address, port and new token.
 
     Other ranks return port 0 and an empty token.
     """
@@ -291,9 +292,12 @@ def open_store(worker: WeightSender, bind_address: str) -> tuple[str, int, str]:
     if not worker.is_first:
         return address, 0, ""
     # StoreServer binds its port immediately, so that no other process can take it.
-    server = StoreServer(address, token=get_run_token())
+    # Not the run's token: a server that others have started would learn the secret of the ranks and
+    # of the gateway, and so would whoever reads its connection, which is not encrypted.
+    token = secrets.token_hex(32)
+    server = StoreServer(address, token=token)
     get_sender_state(worker).stores[f"{address}:{server.port}"] = server
-    return address, server.port, get_run_token()
+    return address, server.port, token
 
 
 def plan_buckets(worker: WeightExporter, bucket_bytes: int) -> list[PackedBucket]:
