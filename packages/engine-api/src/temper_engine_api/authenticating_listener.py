@@ -91,6 +91,8 @@ class AuthenticatingListener:
     def _authenticate(self, client: socket.socket, origin: str) -> None:
         """Pass on the connection of a client that knows the token; disconnect any other."""
         try:
+            # A client on another host may disappear without closing its connection.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection = authenticate_socket(
                 client, self._key, is_server=True, timeout_s=self._handshake_s
             )
@@ -100,7 +102,12 @@ class AuthenticatingListener:
             )
             return
         except (EOFError, OSError) as error:
-            logger.debug("a client of %s from %s disconnected: %s", self._name, origin, error)
+            logger.warning(
+                "dropped a client of %s from %s, which did not prove that it knows the token: %r",
+                self._name,
+                origin,
+                error,
+            )
             return
         finally:
             # Released before the client is served: the limit is for clients that have not proved
