@@ -16,12 +16,8 @@ from torch.multiprocessing.spawn import spawn
 
 from temper_engine_api.errors import CollectiveTimeoutError, ConfigError, RankFailedError
 from temper_engine_api.process_group import join_default_group, report_failed_start
-from temper_engine_api.rank_failures import (
-    RankFailures,
-    close_connections,
-    has_lost_connection,
-    own_connections,
-)
+from temper_engine_api.rank_connections import close_connections, own_connections
+from temper_engine_api.rank_failures import RankFailures, has_lost_connection
 from temper_engine_api.topology import Axis, Topology
 
 

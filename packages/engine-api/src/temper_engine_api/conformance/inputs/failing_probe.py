@@ -12,7 +12,7 @@ from typing_extensions import override
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms
-from temper_engine_api.rank_failures import close_connections, own_connections
+from temper_engine_api.rank_connections import close_connections, own_connections
 
 Kind = Literal[
     "loss",
