@@ -59,6 +59,7 @@ from temper_engine_api.outputs import (
 )
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.process_group import report_failed_start
+from temper_engine_api.rank_connections import connect_groups
 from temper_engine_api.rank_failures import RankFailures
 from temper_engine_api.reduction import ObjectiveLoss, count_denominators
 from temper_engine_api.schedule import compute_learning_rate
@@ -135,6 +136,7 @@ class BaseEngine(ABC):
         ):
             self.require(*find_required_capabilities(self.config))
             topology = self._build()
+            connect_groups()
         self._topology = topology
         # An engine may create its group without join_default_group.
         self._rank_failures = start.failures or RankFailures.join()
@@ -1025,6 +1027,8 @@ class BaseEngine(ABC):
 
         def compute_loss(head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
             if failures is not None:
+                # The outputs are wrong if a collective of the pass was aborted.
+                failures.check()
                 failures.set_position(f" at micro-batch {next(positions)} of {num}")
             return head_outputs.connect(micro_batch_loss(head_outputs, micro))
 

@@ -1,9 +1,10 @@
-"""Connections between the ranks: count and abort collectives, and close TCP connections.
+"""Connections between the ranks: make them, count and abort collectives, close TCP connections.
 
 torch offers no public functions for this, so several private ones are used here.
 """
 
 import errno
+import logging
 import os
 import socket
 import stat
@@ -13,14 +14,52 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _world
+
+_CUDA = torch.device("cuda")
+_LOG = logging.getLogger(__name__)
 
 
 def list_groups() -> list[ProcessGroup]:
     """Return the process groups of this process in the order of their creation."""
     # torch has no public list of groups.
     return list(_world.pg_map)
+
+
+def _has_nccl(group: ProcessGroup) -> bool:
+    return "nccl" in dist.get_backend_config(group)
+
+
+def connect_groups() -> None:
+    """Create the NCCL communicators of all groups now. Collective over the default group.
+
+    By default NCCL creates the communicator of a group at its first collective. A rank that waits
+    there for the others waits on the host, where it can't be aborted. So it would not learn that
+    another rank has failed, and not leave until its timeout.
+    """
+    # All ranks create groups in the same order, so those of two ranks cannot wait for each other.
+    for group in list_groups():
+        if group.size() > 1 and _has_nccl(group):
+            dist.all_reduce(torch.zeros(1, device=_CUDA), group=group)
+
+
+def end_interrupted_batches() -> None:
+    """End batches of operations that an exception has interrupted; call it on the same thread.
+
+    torch does not end a batch, such as one of `batch_isend_irecv`, if one of its operations raises.
+    Every later collective of the thread would then belong to it, and never start.
+    """
+    while _world.pg_coalesce_state:
+        group, _ = _world.pg_coalesce_state.popitem()
+        if not _has_nccl(group):
+            continue  # gloo starts each operation at once
+        try:
+            group._end_coalescing(_CUDA)
+        except RuntimeError as error:
+            # An aborted communicator refuses the operations of the batch, which nothing needs.
+            _LOG.warning("a batch of collectives ended with an error: %s", error)
 
 
 def count_collectives() -> dict[str, int]:
@@ -43,10 +82,7 @@ def abort_device_collectives() -> None:
     the other they would time out, and all groups are aborted at the same time
     (github.com/pytorch/pytorch/issues/119797).
     """
-    device = torch.device("cuda")
-    backends = [
-        group._get_backend(device) for group in list_groups() if device in group._device_types
-    ]
+    backends = [group._get_backend(_CUDA) for group in list_groups() if _has_nccl(group)]
     if backends:
         with ThreadPoolExecutor(len(backends)) as pool:
             for aborted in [pool.submit(backend.abort) for backend in backends]:

@@ -46,6 +46,7 @@ from temper_engine_api.rank_connections import (
     abort_device_collectives,
     close_connections,
     count_collectives,
+    end_interrupted_batches,
     own_connections,
 )
 from temper_engine_api.topology import Topology
@@ -74,6 +75,8 @@ _LOST_CONNECTION = (
     "Write error",
     "pair closure",
     "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "ncclSystemError",
 )
 """Parts of the messages with which gloo, NCCL and stores report a timeout or a lost peer."""
 _SURVIVES = "survives"
@@ -268,8 +271,10 @@ class RankFailures:
             error: The exception of this rank.
             where: Call and position to report; None reports nothing.
         """
+        end_interrupted_batches()
         if isinstance(error, RankFailedError) or getattr(error, _IS_REPORTED, False):
             return
+        was_broken = self._broken is not None
         try:
             failure = self._read_declaration()
             if failure is None and where is not None:
@@ -285,7 +290,10 @@ class RankFailures:
         if failure is None:
             return
         self._leave_broken_group(failure)
-        if has_lost_connection(error) and not failure.startswith(f"rank {self._rank} "):
+        # A collective that the watching thread has aborted ends without a result. So any later
+        # error may come from what it did not write, such as the shape of the next message.
+        is_consequence = has_lost_connection(error) or (was_broken and isinstance(error, Exception))
+        if is_consequence and not failure.startswith(f"rank {self._rank} "):
             raise RankFailedError(self._broken) from error
         error.add_note(str(self._broken))
 

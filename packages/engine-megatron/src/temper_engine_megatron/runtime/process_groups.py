@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 
 from temper_engine_api import process_group
 from temper_engine_api.errors import ConfigError
@@ -151,6 +153,22 @@ def join_groups(config: MegatronConfig) -> Membership:
         pg_collection=pg_collection,
         owns_group=owns_group,
     )
+
+
+def connect_stages(membership: Membership, config: TransformerConfig) -> None:
+    """Connect this rank to the pipeline stages next to it. Collective over the stages.
+
+    NCCL connects two ranks at their first message. A rank that waits there for the other waits on
+    the host, and would not learn that the other has failed.
+    """
+    if membership.pp.size() == 1:
+        return
+    shape = (1, 1, 1)
+    message = torch.zeros(shape, dtype=config.pipeline_dtype, device=membership.device)
+    with support_missing_cuda(), torch.no_grad():
+        P2PCommunicator(membership.pp, config).send_forward_backward_recv_forward_backward(
+            message, message, recv_prev=True, recv_next=True, tensor_shape=shape
+        )
 
 
 def leave_groups(membership: Membership) -> None:
