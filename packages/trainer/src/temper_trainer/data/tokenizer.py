@@ -191,7 +191,8 @@ def check_texts(
 
     Args:
         tokenizer: The tokenizer.
-        texts: Texts in this start of the run. The tokenizer may have been trained on others.
+        texts: Texts of this start of the run, which may differ from those that the tokenizer was
+            trained on.
         directory: Where it is saved, for the message.
 
     Raises:

@@ -57,7 +57,7 @@ class Update:
     """Measurements of one update on one rank."""
 
     metrics: Mapping[str, Metric]
-    """Not merged with other ranks' metrics."""
+    """Not merged with those of the other ranks."""
     grad_norm: float
     """Return value of `optimizer_step`."""
     report: UpdateReport

@@ -1,4 +1,4 @@
-"""Conformance tests for the optimizer, beyond a few ordinary language model updates."""
+"""Conformance tests of the optimizer beyond a few ordinary updates of a language model."""
 
 import math
 from dataclasses import replace

@@ -34,7 +34,7 @@ NO_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRows:
-    """Properties of a file's first rows."""
+    """Properties of the first rows of a file."""
 
     num_rows: int
     has_messages: bool
