@@ -52,6 +52,7 @@ THIRD_PARTY_RULES = (
             KIT,
             "temper_engine_api.checkpoint",
             "temper_engine_api.process_group",
+            "temper_engine_api.rank_connections",
             "temper_engine_api.rank_failures",
             "temper_engine_api.rendezvous",
             "temper_trainer.rollout.weight_channel",

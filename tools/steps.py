@@ -171,7 +171,8 @@ STEPS = (
         # Every mandatory group that trains or computes outputs, each in its most demanding layout.
         commands=_conformance_tests(
             "megatron",
-            *("--layouts", "tp2,pp2-vpp2,cp2,tp2-sp"),
+            *("--layouts", "tp2,pp2-vpp2,cp2,tp2-sp,ep2"),
+            *("--families", "mixtral"),
             expressions={
                 "[tp2 and not [tp2-sp": "test_gradient.py or test_weights.py",
                 "[pp2-vpp2": "test_gradient.py or test_update.py or test_value.py "
@@ -179,6 +180,7 @@ STEPS = (
                 "[cp2": "test_logprob.py or test_gradient.py "
                 "and (data_parallel_size or oracle or logprob or entropy)",
                 "[tp2-sp": "test_adapter.py and gradient",
+                "[ep2": "test_family.py",
             },
         ),
         is_pytest=True,

@@ -2,19 +2,21 @@ r"""Run GRPO with vLLM through `temper-train`: colocated on one GPU, or on separ
 
     python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON \
         [--shape 0.5B] [--jobs colocated,separate] [--gpus 2,3] [--check] \
-        [--weights FOLDER] [--override SETTING]
+        [--weights FOLDER] [--mean-length N] [--override SETTING]
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on
 PYTHONPATH are enough). This interpreter needs the trainer and the FSDP engine with their
-dependencies; sources are enough here, too, because the script writes the entry points of engines
-that are not installed. Only the jobs with several ranks of the actor (`shared_tp2` and others that
-begin with `shared`) need Ray. `--gpus` names the GPUs to use, so that several of these scripts
+dependencies, but not Ray; sources are enough here, too, because the script writes the entry points
+of engines that are not installed. `--gpus` names the GPUs to use, so that several of these scripts
 can run in parallel; `--check` validates the settings of each job and runs nothing.
 
 Each job is a `temper-train` run in its own process, on arithmetic problems with a random model of
 the given shape. The timings of all steps except the first become rows of FOLDER/rows.jsonl.
 `--weights` reads the model from FOLDER/SHAPE, and writes a random one there first if it is absent.
 Without it, every run initializes the model on the CPU, which takes minutes for 8B.
+`--mean-length` makes that model end completions: so many token ids end one that completions of
+uniformly drawn tokens would have this mean length. A random model draws nearly uniformly, so
+lengths are nearly geometric, up to `sampling.max_tokens`. Without it, all have that length.
 `--override` adds a setting to every job, and may be given several times. The state of AdamW for 8B
 does not fit on the actor's GPU, which torch.optim.SGD without `betas` and `weight_decay` avoids.
 The jobs `experts` and `experts_replayed` need a shape with experts, such as `--shape 30B-A3B-4L`.
@@ -51,8 +53,6 @@ class Job:
 
     gpus: int
     """The actor gets the first GPU, the servers get the others; a single GPU is shared."""
-    ranks: int = 1
-    """Ranks of the actor. Several of them share all GPUs with the servers, on Ray."""
     per_server: int = 1
     """Number of GPUs of a server that is not colocated."""
     overrides: tuple[str, ...]
@@ -109,25 +109,6 @@ def _with_adapter(job: Job) -> Job:
     return replace(job, overrides=(*kept, *asleep, *lora), warm_start=True)
 
 
-def _make_shared_job(gpus: int, *, per_server: int) -> Job:
-    """Return a job whose servers share the GPUs of all ranks of the actor."""
-    return Job(
-        gpus=gpus,
-        ranks=gpus,
-        per_server=per_server,
-        overrides=(
-            "runtime.kind=ray",
-            "runtime.gpus_per_worker=1",
-            f"actor.num_workers={gpus}",
-            f"rollout.num_replicas={gpus // per_server}",
-            f"rollout.vllm.tensor_parallel_size={per_server}",
-            "rollout.vllm.sleep_level=2",
-            "rollout.vllm.gpu_memory_utilization=0.5",
-        ),
-        expected_log=("weights get to the servers by cuda_ipc",),
-    )
-
-
 _COLOCATED = Job(
     gpus=1,
     overrides=(
@@ -156,12 +137,6 @@ JOBS: dict[str, Job] = {
     "experts_replayed": _make_separate_job(2, "rollout.routing_replay=sampler"),
     "adapter": _with_adapter(_make_separate_job(2)),
     "adapter_colocated": _with_adapter(_COLOCATED),
-    "shared_tp2": _make_shared_job(2, per_server=2),
-    "shared_tp1": _make_shared_job(2, per_server=1),
-    "shared_tp2_4": _make_shared_job(4, per_server=2),
-    "killed_shared_tp2": _with_killed_server(
-        _make_shared_job(2, per_server=2), transport="cuda_ipc"
-    ),
 }
 
 TIMES = (
@@ -180,6 +155,9 @@ OTHERS = (
     "mismatch/kl",
     "staleness/max",
     "rollout/tokens",
+    "rollout/length_mean",
+    "rollout/length_max",
+    "rollout/truncated_fraction",
     "groups/zero_std_fraction",
     "actor/grad_norm",
 )
@@ -193,13 +171,21 @@ def _card(shape: str) -> list[tuple[str, object]]:
     return [*kept, ("max_position_embeddings", 4096)]
 
 
-def write_weights(folder: Path, shape: str) -> None:
-    """Write a random model of the shape to `folder`/`shape`, unless it is there already."""
+def write_weights(folder: Path, shape: str, *, mean_length: int | None) -> None:
+    """Write a random model of the shape to `folder`/`shape`, unless it is there already.
+
+    Args:
+        folder: Folder of models.
+        shape: Key of `CARDS` or `SHAPES`.
+        mean_length: Mean number of tokens of a completion; None if only the limit ends one.
+    """
     if (folder / shape / "config.json").exists():
         return
     config = transformers.AutoConfig.for_model(**dict(_card(shape)))
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if mean_length is not None:
+        model.generation_config.eos_token_id = list(range(config.vocab_size // mean_length))
     model.save_pretrained(folder / shape)
     del model
     torch.cuda.empty_cache()
@@ -249,7 +235,7 @@ def list_overrides(
     weights: Path | None,
     more: Sequence[str],
 ) -> list[str]:
-    """Return the overrides of a job with its GPUs; see `Job.gpus` and `Job.ranks`."""
+    """Return the overrides of a job: the actor gets the first GPU, servers get the others."""
     shared = overrides(
         shape,
         steps=steps,
@@ -267,7 +253,6 @@ def list_overrides(
     sets = [
         ",".join(gpus[first : first + job.per_server])
         for first in range(1, job.gpus, job.per_server)
-        if job.ranks == 1
     ]
     servers = ",".join(f'"{devices}"' for devices in sets)
     return [
@@ -323,7 +308,7 @@ def run_job(
         row["killed"] = killed
     if code != 0:
         row["log"] = log_text.splitlines()[-25:]
-        row["server_log"] = _tail(folder / "rollout" / "replica-0.log")
+        row["server_log"] = tail(folder / "rollout" / "replica-0.log")
     row |= summarize_metrics(folder / "metrics.jsonl")
     rows.add(row)
 
@@ -351,28 +336,20 @@ def watch(
     return process.returncode, killed
 
 
-def find_servers(run: int) -> list[int]:
+def find_servers(parent: int) -> list[int]:
     """Return the process ids of the servers that a run has started, in start order."""
-    servers, parents = [], dict[int, int]()
+    servers = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             # The command name in parentheses may contain spaces; the state and the parent's id
             # follow it.
-            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            is_child = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent
         except (FileNotFoundError, ProcessLookupError):
             continue  # the process has ended
-        parents[int(folder.name)] = parent
-        if SERVER_MODULE.encode() in words:
+        if is_child and SERVER_MODULE.encode() in words:
             servers.append(int(folder.name))
-
-    def is_of_run(process: int) -> bool:
-        # With Ray, there are processes of Ray between a run and its servers.
-        while process not in (0, run):
-            process = parents.get(process, 0)
-        return process == run
-
-    return sorted(filter(is_of_run, servers))
+    return sorted(servers)
 
 
 def read_steps(metrics: Path) -> list[dict[str, float]]:
@@ -396,7 +373,8 @@ def summarize_metrics(metrics: Path) -> dict[str, object]:
     return summary
 
 
-def _tail(path: Path) -> list[str]:
+def tail(path: Path) -> list[str]:
+    """Return the last 25 lines of a file; none if it does not exist."""
     return path.read_text(errors="replace").splitlines()[-25:] if path.exists() else []
 
 
@@ -412,9 +390,12 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="file of results; default: rows.jsonl in --out")
     parser.add_argument("--limit", type=float, default=540.0, help="time limit of a job in seconds")
     parser.add_argument("--weights", type=Path, help="folder of models, written if absent")
+    parser.add_argument("--mean-length", type=int, help="mean tokens of a completion")
     parser.add_argument("--override", action="append", default=[], help="a setting of every job")
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
+    if chosen.mean_length and not chosen.weights:
+        parser.error("--mean-length needs --weights, the folder of the model that it changes")
     with provide_entry_points():
         run_chosen(chosen)
 
@@ -427,7 +408,7 @@ def run_chosen(chosen: argparse.Namespace) -> None:
     """
     out = chosen.out.resolve()
     if chosen.weights and not chosen.check:
-        write_weights(chosen.weights, chosen.shape)
+        write_weights(chosen.weights, chosen.shape, mean_length=chosen.mean_length)
     out.mkdir(parents=True, exist_ok=True)
     rows = Rows(path=chosen.rows or out / "rows.jsonl")
     count = torch.cuda.device_count()

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -138,7 +137,7 @@ def receive_all(
     device = get_device(gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    channel = WeightChannel(replace(spec, rank=rank), device=device)
+    channel = WeightChannel(spec, rank=rank, device=device)
     stored: dict[str, Tensor] = {}
     for round_ in range(1 + REPEATS):
         for bucket, digest in zip(buckets, digests, strict=True):
@@ -191,7 +190,7 @@ def measure_channel(
     for receiver in receivers:
         receiver.start()
     try:
-        channel = WeightChannel(spec, device=device)
+        channel = WeightChannel(spec, rank=0, device=device)
 
         def send() -> None:
             for part, bucket in zip(parts, buckets, strict=True):

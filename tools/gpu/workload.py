@@ -93,6 +93,22 @@ _QWEN3_30B_A3B: Mapping[str, object] = {
     "tie_word_embeddings": False,
 }
 CARDS: Mapping[str, Mapping[str, object]] = {
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2",
+        **HALF_BILLION,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
     "0.6B": {
         **_QWEN3,
         "hidden_size": 1024,

@@ -6,22 +6,20 @@ import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.multiprocessing.spawn import spawn
 
 from temper_engine_api.errors import CollectiveTimeoutError, ConfigError, RankFailedError
 from temper_engine_api.process_group import join_default_group, report_failed_start
-from temper_engine_api.rank_failures import (
-    RankFailures,
-    close_connections,
-    has_lost_connection,
-    own_connections,
-)
+from temper_engine_api.rank_connections import close_connections, own_connections
+from temper_engine_api.rank_failures import RankFailures, has_lost_connection
 from temper_engine_api.topology import Axis, Topology
 
 
@@ -234,6 +232,56 @@ def test_call_that_ends_after_a_declaration_raises() -> None:
         first.check()
 
 
+def end_first_rank(*, error: BaseException) -> None:
+    """Raise on rank 0 after it has learned that rank 1 broke the group, and aborted collectives."""
+    store = dist.HashStore()
+    first, second = (
+        RankFailures(store, rank=rank, world_size=2, watches=True) for rank in range(2)
+    )
+    with first.report_failure("an update"):
+        with pytest.raises(RuntimeError), second.report_failure("an update"):
+            raise RuntimeError("Connection reset by peer")
+        with suppress(RankFailedError), first.report_failure("a gather"):
+            pass
+        raise error
+
+
+def test_error_after_an_aborted_collective_names_the_failed_rank() -> None:
+    # A shape that was never received can be anything.
+    error = RuntimeError("Trying to create tensor with negative dimension -3")
+    with pytest.raises(RankFailedError, match="rank 1 raised in an update") as caught:
+        end_first_rank(error=error)
+    assert caught.value.__cause__ is error
+
+
+def test_interrupt_after_an_aborted_collective_stays_an_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        end_first_rank(error=KeyboardInterrupt())
+    assert "rank 1 raised in an update" in str(caught.value.__notes__)
+
+
+def interrupt_batch(rank: int, folder: str) -> None:
+    failures = join(rank, folder)
+
+    def fail() -> None:
+        with failures.report_failure("a training call"), _coalescing_manager():
+            dist.all_reduce(torch.zeros(1))
+            raise ValueError("bad sample")
+
+    with pytest.raises(ValueError, match="bad sample"):
+        fail()
+    total = torch.ones(1)
+    with _coalescing_manager():
+        dist.all_reduce(total)
+    assert total.item() == 2.0
+    dist.destroy_process_group()
+
+
+def test_batch_of_collectives_that_was_interrupted_is_ended(tmp_path: Path) -> None:
+    # Otherwise later collectives of the same thread would wait for the end of this batch.
+    run_ranks(interrupt_batch, tmp_path)
+
+
 def test_single_process_needs_no_agreement() -> None:
     assert RankFailures.join() is None
 
@@ -273,6 +321,10 @@ def test_connection_that_was_reset_meanwhile_does_not_end_the_closing() -> None:
         (CollectiveTimeoutError("rank 0 timed out in all_reduce"), True),
         (dist.DistStoreError("timed out after 3 s waiting for keys"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (
+            RuntimeError("NCCL error: ncclRemoteError: A call failed possibly due to a network"),
+            True,
+        ),
         (ValueError("Connection closed"), False),
     ],
 )

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from temper_engine_api import rendezvous
+from temper_engine_api.authenticating_listener import MAX_HANDSHAKES
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.rendezvous import (
     StoreServer,
@@ -46,6 +47,15 @@ class Evil:
 
 @pytest.fixture
 def server() -> Iterator[StoreServer]:
+    made = StoreServer(LOOPBACK, token="right")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hasty_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreServer]:
+    """A server with a time limit of a second for the handshake."""
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
     made = StoreServer(LOOPBACK, token="right")
     yield made
     made.close()
@@ -163,21 +173,19 @@ def test_pickle_of_an_unknown_client_is_not_executed(server: StoreServer, tmp_pa
 
 
 def test_silent_client_delays_no_other_and_is_disconnected(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+    hasty_server: StoreServer,
 ) -> None:
-    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
-    with socket.create_connection((server.address, server.port), timeout=20) as silent:
-        client_of(server).set("a", "b")
+    with socket.create_connection((hasty_server.address, hasty_server.port), timeout=20) as silent:
+        client_of(hasty_server).set("a", "b")
         while silent.recv(1024):
             pass  # the challenge, then the end
 
 
 def test_client_that_sends_single_bytes_is_disconnected_after_the_time_limit(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+    hasty_server: StoreServer,
 ) -> None:
-    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
     begin = time.monotonic()
-    with socket.create_connection((server.address, server.port), timeout=0.4) as slow:
+    with socket.create_connection((hasty_server.address, hasty_server.port), timeout=0.4) as slow:
         slow.recv(1024)  # the challenge
         for byte in b"\0\0\0\xff" + bytes(12):  # the length of an answer, and its first bytes
             slow.send(bytes([byte]))
@@ -188,17 +196,17 @@ def test_client_that_sends_single_bytes_is_disconnected_after_the_time_limit(
             break
     assert is_hung_up_on
     assert time.monotonic() - begin < 5
-    client_of(server).set("a", "b")
+    client_of(hasty_server).set("a", "b")
 
 
 def test_store_survives_clients_that_use_up_the_open_files(
-    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+    hasty_server: StoreServer,
 ) -> None:
-    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     program = f"""
 import socket, time
-silent = [socket.create_connection(("{server.address}", {server.port})) for _ in range(300)]
+address = ("{hasty_server.address}", {hasty_server.port})
+silent = [socket.create_connection(address) for _ in range(300)]
 print("connected", flush=True)
 time.sleep(600)
 """
@@ -215,7 +223,7 @@ time.sleep(600)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         unknown_clients.kill()
         unknown_clients.communicate()
-    client = client_of(server)
+    client = client_of(hasty_server)
     client.set("a", "b")
     assert client.get("a") == b"b"
 
@@ -226,7 +234,7 @@ def test_handshakes_of_unknown_clients_use_a_limited_number_of_threads(server: S
         socket.create_connection((server.address, server.port), timeout=20) for _ in range(200)
     ]
     time.sleep(1)
-    assert threading.active_count() - before <= rendezvous.MAX_HANDSHAKES
+    assert threading.active_count() - before <= MAX_HANDSHAKES
     for unknown in unknown_clients:
         unknown.close()
     client_of(server).set("a", "b")

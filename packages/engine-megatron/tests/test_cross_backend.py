@@ -28,6 +28,7 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_TIED, VALUE
 from temper_engine_api.errors import CheckpointError
+from temper_engine_api.file_names import FileNames, FilePart
 from temper_engine_api.layout import default_layout
 from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_api.specs import ScheduleSpec
@@ -118,7 +119,27 @@ def test_joined_experts_are_read_once_and_split_by_names_in_files():
 
     shapes = {f"layer.mlp.experts.{kind}": tuple(tensor.shape) for kind, tensor in joined.items()}
     saved = split_saved_experts(
-        SavedState(directory="here", weights=shapes, has_moments=True, read=read)
+        SavedState(directory="here", weights=shapes, has_moments=True, read=read),
+        FileNames(
+            {
+                "layer.mlp.experts.gate_up_proj": tuple(
+                    FilePart(
+                        name=f"layer.mlp.experts.{expert}.{matrix}.weight",
+                        expert=expert,
+                        chunk=chunk,
+                        num_chunks=2,
+                    )
+                    for expert in range(2)
+                    for chunk, matrix in enumerate(("gate_proj", "up_proj"))
+                ),
+                "layer.mlp.experts.down_proj": tuple(
+                    FilePart(name=f"layer.mlp.experts.{expert}.down_proj.weight", expert=expert)
+                    for expert in range(2)
+                ),
+            },
+            model_type="qwen3_moe",
+            unknown=(),
+        ),
     )
     states = {state.name: state for state in saved.iterate_state()}
     assert [(name, tuple(state.master.shape)) for name, state in states.items()] == list(

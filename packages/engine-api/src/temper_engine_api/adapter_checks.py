@@ -16,7 +16,7 @@ from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import WeightEntry, check_weight_entries
 
 PEFT_PREFIX = "base_model.model."
-"""Prefix of every tensor name in an adapter file of PEFT."""
+"""Prefix of every tensor name in PEFT's adapter files."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Names of PEFT's two files."""
 _COMPARED_FIELDS = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
@@ -56,7 +56,7 @@ def new_lora_config(spec: LoraSpec, *, model: ModelSpec) -> dict[str, object]:
 
 
 def to_adapter_config(fields: Mapping[str, object]) -> dict[str, object]:
-    """Convert the fields of a PEFT config to the contents of adapter_config.json."""
+    """Convert PEFT config fields to the contents of adapter_config.json."""
     sorted_fields = {
         key: sorted(value) if isinstance(value, set) else value for key, value in fields.items()
     }
@@ -105,7 +105,7 @@ def find_adapter_weights(path: str) -> Path:
 def check_target_names(spec: LoraSpec, *, module_names: Collection[str]) -> None:
     """Reject target names that match no module of the model.
 
-    PEFT ignores such a name as long as another one matches.
+    PEFT ignores such a name when another name matches.
 
     Args:
         spec: Adapter settings.
@@ -148,8 +148,8 @@ def check_same_adapter(config: Mapping[str, object], *, own_config: Mapping[str,
     With others, its tensors would change the model in another way than where they were trained.
 
     Args:
-        config: Contents of adapter_config.json of the adapter to load.
-        own_config: Contents of adapter_config.json of this engine's adapter.
+        config: Contents of the loaded adapter's adapter_config.json.
+        own_config: Contents of this engine's own adapter_config.json.
 
     Raises:
         ConfigError: If a field that scales or combines the tensors differs.

@@ -1,4 +1,4 @@
-"""Deterministic balancing of items over ranks, and packing of items into bins.
+"""Balance items across ranks and pack items into bins, deterministically.
 
 Costs and sizes are integers, so that sums are exact and every rank computes the same plan.
 """
@@ -152,8 +152,8 @@ def _move(
 def pack_bins(sizes: Sequence[int], *, capacity: int) -> list[list[int]]:
     """Pack items into few bins with best-fit decreasing.
 
-    Each item goes into the fullest bin that still has space. The number of bins is at most 11/9 of
-    the optimum plus 1.
+    Each item goes into the fullest bin that still has space. It uses at most 11/9 times the optimal
+    number of bins, plus 1.
 
     Args:
         sizes: Size of each item, in [1, capacity].
@@ -184,7 +184,7 @@ def balance_bins(
 
     Args:
         sizes: Size of each item; the sum in a bin does not exceed `capacity`.
-        costs: Cost of each item, which is balanced.
+        costs: Cost per item, to be balanced.
         num_bins: Number of bins; some may stay empty.
         capacity: Capacity of a bin.
 

@@ -23,7 +23,7 @@ DUMMY_ID = -1
 @gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """Counts of a mini-batch over all ranks, by which summed losses are divided.
+    """Counts for a mini-batch across all ranks; summed losses are divided by them.
 
     They are counted once, when the mini-batch is planned and all masks are final. So all ranks and
     micro-batches divide by the same numbers, however many tokens they have themselves.
@@ -90,7 +90,7 @@ class SequenceBatch:
     temperature: Tensor = field(metadata=_PER_SEQUENCE)
     """[B] float32, above 0; logits are divided by it before the log-softmax."""
     columns: Mapping[str, Tensor] = field(metadata=_PER_TOKEN, default_factory=dict)
-    """Per-token inputs of an objective or of the engine by name, [T], [T, K] or [T, layers, K]."""
+    """Per-token inputs for an objective or the engine by name, [T], [T, K] or [T, layers, K]."""
     sequence_columns: Mapping[str, Tensor] = field(metadata=_PER_SEQUENCE, default_factory=dict)
     """Per-sequence inputs of an objective by name, [B] or [B, K]."""
     position_ids: Tensor | None = field(metadata=_PER_TOKEN_LAST, default=None)
@@ -186,7 +186,8 @@ class SequenceBatch:
         index = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         lengths = self.lengths[index]
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        # For each token of the result, the start of its sequence here minus that in the result.
+        # For each token in the result: where its sequence starts here, minus where it starts in the
+        # result.
         offsets = torch.repeat_interleave(
             self.sequence_starts.long()[:-1][index] - starts[:-1], lengths
         )
@@ -227,7 +228,7 @@ class SequenceBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch(SequenceBatch):
-    """One rank's sequences of one mini-batch, in the order and split of its micro-batches.
+    """One rank's sequences of a mini-batch, ordered and split into micro-batches.
 
     Example:
         >>> batch = from_sequences(
@@ -248,7 +249,7 @@ class PackedBatch(SequenceBatch):
     """[M + 1] int32, from 0 to B. Micro-batch m has sequences micro_batch_starts[m] to
     micro_batch_starts[m + 1] - 1, at least one. The engine runs exactly this split."""
     denominators: Denominators
-    """Counts of the full mini-batch over all ranks, not of this rank."""
+    """Counts for the full mini-batch across all ranks, not for this rank."""
 
     def __post_init__(self) -> None:
         SequenceBatch.__post_init__(self)
@@ -284,12 +285,12 @@ class PackedBatch(SequenceBatch):
 
 
 class Column(NamedTuple):
-    """One tensor of a batch and the axis of its entries."""
+    """One tensor in a batch, and the axis that its entries belong to."""
 
     field: str
     """Field of SequenceBatch that has the tensor."""
     name: str
-    """Key of the tensor if the field is a mapping, else the name of the field."""
+    """Key of the tensor when the field is a mapping, else the field name."""
     axis: Literal["token", "sequence"]
     """Axis of the entries: one for each token, or one for each sequence."""
     dim: int
@@ -315,7 +316,7 @@ def copy_to_device(column: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor; the host waits only for copies to the host.
 
     A host that waits for the device within a micro-batch starts the next one with an empty queue.
-    With several ranks, all of them then wait for the slowest host.
+    With several ranks, all then wait for the slowest host.
     """
     if torch.device(device).type == "cuda" and column.device.type == "cpu":
         # A copy from pageable memory would block the host until the stream has drained.
@@ -379,7 +380,7 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
 
 
 def make_dummy_sequence(batch: SequenceBatch) -> SequenceBatch:
-    """Return a sequence of one untrained token with the columns of `batch`, all zero.
+    """Return a sequence with one untrained token and the columns of `batch`, all zero.
 
     It fills a micro-batch that would otherwise be empty. Every rank must run the same number of
     micro-batches, because each one runs collectives.

@@ -1,4 +1,4 @@
-"""The folder in which torch.compile caches code, closed to other users of the machine."""
+"""The torch.compile cache folder, which other users on the machine cannot access."""
 
 import os
 import stat
@@ -13,7 +13,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def protect_compile_cache() -> None:
-    """Let torch.compile cache its code in a folder to which only this user can write.
+    """Let torch.compile cache its code in a folder that only this user can write to.
 
     torch unpickles and executes files of its cache. By default that is `torchinductor_USER` in the
     temporary directory, and torch also uses the folder if another user made it. Call this function
@@ -39,7 +39,7 @@ def protect_compile_cache() -> None:
 
 
 def _is_default(folder: str) -> bool:
-    """Return True for torch's default, to which torch sets the variable when it is imported."""
+    """Return True for torch's default. torch sets the variable to it on import."""
     # Imported here, because it takes 3 s unless torch has done so. Private, but torch has no public
     # name for the folder.
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir

@@ -47,7 +47,7 @@ def check_contract(distribution: Distribution, *, engine: str) -> None:
 def read_contract_bounds(distribution: Distribution) -> list[str]:
     """Return a distribution's bounds on temper-engine-api, such as `>=0.1,<0.2`.
 
-    Requirements with a marker, such as those of extras, are ignored.
+    Requirements with a marker, such as extras, are ignored.
     """
     requirements = (_REQUIREMENT.fullmatch(line) for line in distribution.requires or ())
     return [

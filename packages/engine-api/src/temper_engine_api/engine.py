@@ -1,6 +1,6 @@
 """Base class of training engines.
 
-A trainer calls the public methods, which are implemented here once for all engines. An engine
+A trainer calls the public methods, implemented here once for all engines. An engine
 implements the abstract methods at the end of the class, and names its configuration class and its
 capabilities. Order of calls: `init_model`, `set_loss_fn`, then for each update
 `optimizer_zero_grad`, forward and backward passes, `optimizer_step`, `lr_scheduler_step`. Gradients
@@ -59,6 +59,7 @@ from temper_engine_api.outputs import (
 )
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.process_group import report_failed_start
+from temper_engine_api.rank_connections import connect_groups
 from temper_engine_api.rank_failures import RankFailures
 from temper_engine_api.reduction import ObjectiveLoss, count_denominators
 from temper_engine_api.schedule import compute_learning_rate
@@ -135,6 +136,7 @@ class BaseEngine(ABC):
         ):
             self.require(*find_required_capabilities(self.config))
             topology = self._build()
+            connect_groups()
         self._topology = topology
         # An engine may create its group without join_default_group.
         self._rank_failures = start.failures or RankFailures.join()
@@ -184,8 +186,8 @@ class BaseEngine(ABC):
             loss: An Objective; or a function of complete sequences that returns a mean. Its value
                 is averaged over data-parallel ranks, and calls before a step add up. With a plain
                 function the gradient may depend on how the mini-batch is split.
-            required_outputs: Outputs that a plain function needs. By default the log-probs of a
-                language model, the values of a value model or the scores of a reward model.
+            required_outputs: Outputs that a plain function needs. By default a language model's
+                log-probs, a value model's values or a reward model's scores.
 
         Raises:
             ConfigError: If `required_outputs` is given for an Objective.
@@ -363,8 +365,8 @@ class BaseEngine(ABC):
         """Reset gradients and start an update.
 
         After an exception in a call of the last update this discards what the call left behind, so
-        that the next update is the one of a run without it. Random numbers that it drew, for
-        dropout, stay drawn.
+        that the next update is as if it had not happened. Random numbers that it drew, for dropout,
+        stay drawn.
 
         Raises:
             RankFailedError: If a rank raised and the process group did not survive.
@@ -450,7 +452,7 @@ class BaseEngine(ABC):
 
     @property
     def num_schedule_steps(self) -> int:
-        """Number of completed steps of the learning-rate schedule."""
+        """Number of completed learning-rate schedule steps."""
         return self._update_cycle.num_schedule_steps
 
     @num_schedule_steps.setter
@@ -520,14 +522,14 @@ class BaseEngine(ABC):
     def unshard_outputs(
         self, outputs: ForwardOutputs | None, *, sample_ids: Tensor
     ) -> ForwardOutputs:
-        """Gather outputs of all ranks to every rank, in the order of these ids [B]. Collective."""
+        """Gather outputs from all ranks to every rank, ordered by these ids [B]. Collective."""
         return gather_outputs(self.gather_objects(outputs), sample_ids=sample_ids)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """Disable the adapter, so that forward passes compute the reference policy.
 
-        Weights exported inside the context are those of the base model. A backward pass inside it
+        Inside the context, base model weights are exported. A backward pass inside it
         raises EngineStateError.
 
         Raises:
@@ -587,8 +589,8 @@ class BaseEngine(ABC):
         Use it as `with engine.export_weights() as stream`. Tensors are gathered one by one while
         the stream is read. Collective.
 
-        If the body of one rank raises before the end of the stream, the other ranks, which wait for
-        it to gather the rest, raise RankFailedError.
+        If the body raises on one rank before the stream ends, the other ranks, which wait for it to
+        gather the rest, raise RankFailedError.
         """
         return WeightStream(
             self._iterate_unchanged(self._iterate_weights(), mode="eval", call="export_weights"),
@@ -616,9 +618,9 @@ class BaseEngine(ABC):
     def export_state(self) -> StateStream:
         """Return a stream of the portable training state, one parameter at a time. Collective.
 
-        Use it as `with engine.export_state() as stream`: if the body of one rank raises before the
-        end of the stream, the other ranks raise RankFailedError with its message. Without `with`
-        they learn only that the stream was not read to its end.
+        Use it as `with engine.export_state() as stream`: if the body raises on one rank before the
+        stream ends, the other ranks raise RankFailedError with its message. Without `with` they
+        learn only that the stream was not read to its end.
         """
         self.require(Capability.PORTABLE_STATE)
         failures = self._rank_failures
@@ -787,7 +789,7 @@ class BaseEngine(ABC):
         )
 
     def finish_saving(self) -> None:
-        """Wait for background saves, those of `stage_part` included. Collective.
+        """Wait for background saves, including those from `stage_part`. Collective.
 
         Raises:
             CheckpointError: If the save failed; earlier steps are unchanged.
@@ -1025,6 +1027,8 @@ class BaseEngine(ABC):
 
         def compute_loss(head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
             if failures is not None:
+                # The outputs are wrong if a collective of the pass was aborted.
+                failures.check()
                 failures.set_position(f" at micro-batch {next(positions)} of {num}")
             return head_outputs.connect(micro_batch_loss(head_outputs, micro))
 
@@ -1053,7 +1057,7 @@ class BaseEngine(ABC):
     def _record_call(self, *, forward_only: bool, final: bool) -> Iterator[None]:
         """Enclose a forward or training call: report its exception, and record its gradients.
 
-        It encloses all of the call, not only the passes: the caller got no result, so it may repeat
+        It encloses the entire call, not only the passes: the caller got no result, so it may repeat
         the call, and would then add the same gradients twice.
         """
         result = GradientState.REDUCED if final else GradientState.ACCUMULATED

@@ -16,7 +16,7 @@ TemperError
     ├── IncompleteCheckpointError       a directory without its manifest: never committed
     └── DamagedCheckpointError          a file is missing, short, or its checksum differs
 
-`format_install` is the part of a message that says how to install a package of Temper.
+`format_install` is the part of a message that says how to install a Temper package.
 """
 
 import shlex
@@ -31,7 +31,7 @@ class ConfigError(TemperError, ValueError):
 
 
 class BatchError(TemperError, ValueError):
-    """A batch breaks a rule of its type, such as the shape of a column."""
+    """A batch breaks a rule of its type, such as a column's shape."""
 
 
 class PlanError(BatchError):
@@ -70,7 +70,7 @@ class ContractVersionError(EngineNotFoundError):
 
 
 class WeightError(TemperError, ValueError):
-    """Names, shapes, dtypes or checksums of a set of weights do not match."""
+    """Weight names, shapes, dtypes or checksums do not match."""
 
 
 class CheckpointError(TemperError, RuntimeError):

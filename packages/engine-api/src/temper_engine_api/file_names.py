@@ -1,4 +1,4 @@
-"""Names of a model's tensors in its files, derived from the conversions of transformers.
+"""Names of a model's tensors in its files, derived from transformers' conversions.
 
 transformers joins tensors of files in memory, such as the experts of a layer, and renames others.
 The rules are in its conversion mapping, by model type. The caller passes its function, because
@@ -14,15 +14,15 @@ from torch import Tensor
 from temper_engine_api.errors import CapabilityError
 
 _PROBE_ROWS = 8
-"""Rows of a probe; a multiple of every number of matrices that files join by rows."""
+"""Rows of a probe; a multiple of any number of matrices that files join by rows."""
 _PROBE_COLUMNS = 2
 _PROBE_TENSOR = 1 << 24
-"""Factor of the tensor's number in the values of a probe; it leaves room for the experts."""
+"""Factor for the tensor's number in probe values; it leaves room for the experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
-    """A tensor of a file, as a part of a tensor in memory.
+    """A tensor in a file, as part of a tensor in memory.
 
     Example:
         The `up_proj` of expert 3, where memory has gate above up for all experts:
@@ -34,7 +34,7 @@ class FilePart:
     name: str
     """Name in the file."""
     expert: int | None = None
-    """Index in the first dimension; None takes all of it."""
+    """Index in the first dimension; None takes all rows."""
     chunk: int = 0
     """Index of the chunk of rows."""
     num_chunks: int = 1
@@ -47,17 +47,28 @@ class FilePart:
 
 
 class FileNames:
-    """Maps the tensors of a model in memory to those of its files.
+    """Maps a model's tensors in memory to those in its files.
 
-    Tensors that it does not know, such as those of an adapter, keep their names.
+    Unknown tensors, such as adapter tensors, keep their names.
     """
 
     def __init__(
         self, parts: Mapping[str, tuple[FilePart, ...]], *, model_type: str, unknown: Sequence[str]
     ) -> None:
         self._parts = parts
+        self._owners = {
+            part.name: (name, part) for name, own_parts in parts.items() for part in own_parts
+        }
         self._model_type = model_type
         self._unknown = unknown
+
+    def find_owner(self, file_name: str) -> tuple[str, FilePart] | None:
+        """Return the name of the tensor in memory that a tensor of a file is a part of.
+
+        Returns:
+            The name and the part; None if no tensor in memory has such a part.
+        """
+        return self._owners.get(file_name)
 
     def check_known(self) -> None:
         """Check that the names of all tensors in files are known.
@@ -98,7 +109,7 @@ def find_file_names(
         shapes: Shape of each tensor in memory, by name.
         model_type: Type of the model, for messages.
         revert: Converts tensors by name from their form in memory to that in files.
-        files: Names of the tensors in the files of the model. A tensor that they have under its
+        files: Tensor names in the model's files. A tensor that they have under its
             name in memory keeps it: some models exist with experts joined and one by one.
 
     Returns:
@@ -136,7 +147,7 @@ def find_file_names(
 
 
 def _make_probe(shape: torch.Size, *, number: int) -> Tensor:
-    """Return a small tensor with one value per entry, from which its parts are recognized.
+    """Return a small tensor with one value per entry, used to recognize its parts.
 
     The first dimension of three is kept, because files have one tensor per expert.
     """
@@ -148,7 +159,7 @@ def _make_probe(shape: torch.Size, *, number: int) -> Tensor:
 
 
 def _find_part(file_name: str, values: Tensor, probe: Tensor) -> FilePart | None:
-    """Return which part of a probe a tensor of a file is; None if it is none."""
+    """Return which part of a probe a file's tensor is; None if it is none."""
     if torch.equal(values, probe):
         return FilePart(name=file_name)
     owner = probe[0] if probe.ndim == 3 else probe

@@ -1,12 +1,12 @@
 """Encoding of the values that ranks gather: JSON, followed by the bytes of tensors.
 
-The object collectives of torch.distributed pickle values, so whoever can write to a connection of
-the process group could run code on every rank. Decoding this format calls nothing but the
-constructors of classes that are marked as `gatherable`. The names of their fields are checked, the
-types of the values are not.
+The object collectives of torch.distributed pickle values, so anyone who can write to one of the
+process group's connections could run code on every rank. Decoding this format calls nothing but the
+constructors of classes that are marked as `gatherable`. Field names are checked, value types are
+not.
 
-A message is the length of the JSON text (8 bytes, little-endian), the JSON text, and the contents
-of the tensors in their order in the text. Numbers, strings, booleans, None and lists are JSON; any
+A message is the JSON text's length (8 bytes, little-endian), the JSON text, and the tensor contents
+in the order in which the text lists them. Numbers, strings, booleans, None and lists are JSON; any
 other value is an object with one entry, whose key is the kind: `{"tuple": [1, 2]}`.
 """
 
@@ -169,7 +169,7 @@ def _decode_object(cls: type, content: dict[str, object], tensors: "_TensorReade
 
 
 class _TensorReader:
-    """Takes the contents of tensors from the end of a message, one after the other."""
+    """Reads tensor contents from the end of a message, one after the other."""
 
     def __init__(self, content: Tensor) -> None:
         self._content = content
@@ -198,7 +198,7 @@ class _TensorReader:
 
 
 def _error_class(error: TemperError) -> str:
-    """Return the name of an error's class, or of its nearest base class in `errors`."""
+    """Return an error's class name, or that of its nearest base class in `errors`."""
     names = (cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
     return next(names)
 

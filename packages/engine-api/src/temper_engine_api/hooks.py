@@ -1,4 +1,4 @@
-"""Types of the user's hook functions of `forward_backward_step`, and one call through them."""
+"""Types for user hook functions in `forward_backward_step`, and one call through them."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 
@@ -60,7 +60,7 @@ def pack_single_micro_batch(
         )
         tokens, sequences, groups = (int(n) for n in sum_over_ranks(local).tolist())
         denominators = Denominators(tokens=tokens, sequences=sequences, groups=groups)
-    # The constraints may need further micro-batches, which are empty, for example in a pipeline.
+    # The constraints may need more, empty micro-batches, for example in a pipeline.
     plan = plan_single_micro_batch(batch.num_sequences, constraints=constraints)
     return build_packed_batch(batch, plan=plan, rank=0, denominators=denominators)
 

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Number of ranks and the engine settings of one parallel layout.
+    """Rank count and engine settings for one parallel layout.
 
     Example:
         >>> Layout(name="tp2-dp2", world_size=4, fields={"tensor_parallel": 2}).has_experts
@@ -34,7 +34,8 @@ class Layout:
     """Fields of the engine's configuration class that differ from the tests' defaults, for example
     `{"tensor_parallel": 2}`."""
     without: frozenset[Capability] = frozenset()
-    """Capabilities that the engine claims, but refuses in this layout by naming one of its fields.
+    """Capabilities that the engine claims, but refuses in this layout with a message that names a
+    field.
 
     Their tests do not run in it."""
 
@@ -53,7 +54,7 @@ class Layout:
     def has_experts(self) -> bool:
         """True with expert parallelism; such a layout is tested with MoE models, not dense ones.
 
-        The field is a number of ranks, or true for all of them.
+        The field is a number of ranks, or true for all ranks.
         """
         ranks = self.fields.get("expert_parallel", 1)
         return ranks is True or (isinstance(ranks, int) and ranks > 1)

@@ -33,7 +33,7 @@ class Metric:
     """Weighted sum (for a mean), sum, or extremum. A scalar tensor stays on its device until
     `materialize_metrics`."""
     weight: float | Tensor = 1.0
-    """Sum of weights, such as a number of tokens. A mean of weight 0 is NaN."""
+    """Sum of weights, such as a token count. A mean of weight 0 is NaN."""
     reduction: Reduction = "mean"
 
     def merge(self, other: "Metric") -> "Metric":
@@ -102,15 +102,15 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Metric:
 
 
 def compute_load_metrics(loads: Tensor) -> dict[str, Metric]:
-    """Return metrics of how evenly the routers of a MoE model load its experts.
+    """Return metrics for how evenly a MoE model's routers load its experts.
 
     Args:
         loads: [layers, E] tokens per layer and expert, summed over all ranks.
 
     Returns:
-        `router/max_load`: the largest load of an expert divided by the mean load of its layer, mean
-        over layers; 1 is even. `router/max_load_of_worst_layer`: the same, largest layer.
-        `router/idle_experts`: fraction of the experts of all layers without a token.
+        `router/max_load`: an expert's largest load divided by its layer's mean load, averaged
+        across layers; 1 is even. `router/max_load_of_worst_layer`: the same, largest layer.
+        `router/idle_experts`: fraction of experts without a token, across all layers.
 
     Example:
         >>> metrics = compute_load_metrics(torch.tensor([[2.0, 2.0], [4.0, 0.0]]))

@@ -27,8 +27,8 @@ ROUTED_EXPERTS = "routed_experts"
 
 Layers are those with experts, in order. An engine with `Capability.ROUTING_REPLAY` sends the tokens
 to these experts, in training and in forward-only calls; -1 leaves the choice to the router. Gate
-weights are computed from the router's logits as usual, and are differentiable. A sampler's choices
-are those of the pass in which a token is the input, so the last token of a sequence has none.
+weights are computed from the router's logits as usual, and are differentiable. A sampler records
+choices when a token is the input, so a sequence's last token has none.
 """
 
 
@@ -106,8 +106,8 @@ class HeadOutputs:
 
 
 MicroBatchLoss = Callable[[HeadOutputs, SequenceBatch], Tensor]
-"""Computes the scalar of one micro-batch to differentiate. Engines must not rescale it: the values
-of all micro-batches on all data-parallel ranks add up to the loss."""
+"""Computes the scalar of one micro-batch to differentiate. Engines must not rescale it: values from
+all micro-batches on all data-parallel ranks add up to the loss."""
 
 
 class AggregationMode(StrEnum):
@@ -229,7 +229,7 @@ class Objective(ABC):
 
     @abstractmethod
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
-        """Compute losses and weights of one micro-batch of complete sequences."""
+        """Compute losses and weights for one micro-batch of complete sequences."""
 
 
 ObjectiveT = TypeVar("ObjectiveT", bound=type[Objective])

@@ -29,7 +29,7 @@ class ForwardOutputs:
     """
 
     sample_ids: Tensor
-    """[B] int64 ids of the sequences, in the order of the columns."""
+    """[B] int64 sequence ids, in the order used by the columns."""
     sequence_starts: Tensor
     """[B + 1] int64."""
     columns: Mapping[HeadOutput, Tensor]
@@ -123,7 +123,7 @@ def build_step_result(
 
 
 def gather_outputs(parts: Sequence[ForwardOutputs | None], *, sample_ids: Tensor) -> ForwardOutputs:
-    """Join the outputs of all ranks in the order of these ids [B]; None entries are skipped.
+    """Join the outputs from all ranks, ordered by these ids [B]; None entries are skipped.
 
     Raises:
         BatchError: If no rank returned outputs, or an id is unknown, missing or repeated.

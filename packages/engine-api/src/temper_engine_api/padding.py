@@ -237,6 +237,5 @@ def _read_columns(
                 f"column {name!r} has shape {tuple(value.shape)}, but must be [{rows}, {width}] or "
                 f"[{rows}, {width}, K] per token, or [{rows}] or [{rows}, K] per sequence."
             )
-    # Sorted, because the order of a set of names depends on the hash seed and differs between
-    # ranks.
+    # Sorted, because set order depends on the hash seed, which differs across ranks.
     return dict(sorted(token_columns.items())), dict(sorted(sequence_columns.items()))

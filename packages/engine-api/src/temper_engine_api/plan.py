@@ -25,12 +25,12 @@ from temper_engine_api.errors import PlanError
 from temper_engine_api.topology import PlanConstraints
 
 NO_CONSTRAINTS = PlanConstraints()
-"""Allow any number of micro-batches of any size."""
+"""Allow any number and size of micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Estimated cost of a sequence of l tokens, linear * l + quadratic * l^2, in any unit.
+    """Estimated cost for a sequence with l tokens, linear * l + quadratic * l^2, in any unit.
 
     The coefficients are integers so that sums are exact and every rank computes the same plan.
     """
@@ -48,7 +48,7 @@ class RankPlan:
 
     micro_batches: tuple[tuple[int, ...], ...]
     """Indices of sequences in the mini-batch, sorted by cost (largest first), so that all ranks run
-    micro-batches of similar cost at the same time. An empty one becomes one dummy token."""
+    similarly expensive micro-batches at the same time. An empty one becomes one dummy token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ def split_mini_batches(
         )
     if seed is None:
         return _cut_in_order(units, num_mini_batches)
-    # Python keeps the sequence of random() across versions, but not the algorithm of shuffle().
+    # Python keeps random() the same across versions, but not the algorithm behind shuffle().
     draw = random.Random(seed)
     keyed = sorted((draw.random(), i) for i in range(len(units)))
     shuffled = [units[i] for _, i in keyed]

@@ -32,7 +32,7 @@ def make_folder_path(kind: str, *, root: Path) -> Path:
 
     Args:
         kind: Purpose of the folder, in lowercase letters.
-        root: Folder in which the caller makes the new one.
+        root: Folder where the caller makes the new one.
     """
     remove_orphans(root)
     process = os.getpid()

@@ -24,7 +24,7 @@ from temper_engine_api.rendezvous import store_from_environment
 ObjectT = TypeVar("ObjectT")
 
 MAX_MESSAGE_BYTES = 4 << 30
-"""Maximum size of the encoded value of a rank, see `gather_objects`."""
+"""Maximum size of a rank's encoded value, see `gather_objects`."""
 
 
 class _Rendezvous:
@@ -128,8 +128,8 @@ def join_default_group(*, device: torch.device, timeout_s: float) -> bool:
 
     A new group uses RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them it has a single
     rank. Within `init_model` ranks wait for each other here. So do first what may fail on a single
-    rank, such as reading files, and create other groups right afterwards: a rank that waits for the
-    creation of a group can't be told that another one failed.
+    rank, such as reading files, and create other groups right afterwards: a rank that waits for a
+    group to be created can't be told that another rank failed.
 
     Returns:
         True if the group was created here, so that the caller must destroy it.
@@ -142,7 +142,7 @@ def join_default_group(*, device: torch.device, timeout_s: float) -> bool:
         if start is not None and start.failures is not None:
             start.failures.wait_for_arrivals(timeout_s=start.timeout_s)
         return False
-    # gloo as well: some collectives use host memory, such as those of offloaded tensors.
+    # gloo as well: some collectives use host memory, for example for offloaded tensors.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -162,7 +162,7 @@ def join_default_group(*, device: torch.device, timeout_s: float) -> bool:
 
 
 def gather_objects(item: ObjectT, *, group: ProcessGroup | None = None) -> list[ObjectT]:
-    """Gather a small value from every rank of a group, in rank order, on each of them. Collective.
+    """Gather a small value from every rank in a group to every rank, in rank order. Collective.
 
     Replaces `torch.distributed.all_gather_object`, which unpickles what arrives. The values travel
     as bytes in tensor collectives; `gather_codec` lists the supported types. Tensors arrive on the

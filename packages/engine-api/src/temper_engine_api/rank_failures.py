@@ -28,28 +28,27 @@ number does not show which are under way, and a stage that waits for one can lea
 the connection. With stages a group therefore survives only if no rank raised during its passes.
 """
 
-import errno
 import json
-import os
-import socket
-import stat
-import sys
 import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store, _world
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from temper_engine_api.errors import CollectiveTimeoutError, EngineStateError, RankFailedError
+from temper_engine_api.rank_connections import (
+    abort_device_collectives,
+    close_connections,
+    count_collectives,
+    end_interrupted_batches,
+    own_connections,
+)
 from temper_engine_api.topology import Topology
 
 AGREEMENT_S = 4.0
@@ -76,6 +75,8 @@ _LOST_CONNECTION = (
     "Write error",
     "pair closure",
     "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "ncclSystemError",
 )
 """Parts of the messages with which gloo, NCCL and stores report a timeout or a lost peer."""
 _SURVIVES = "survives"
@@ -270,8 +271,10 @@ class RankFailures:
             error: The exception of this rank.
             where: Call and position to report; None reports nothing.
         """
+        end_interrupted_batches()
         if isinstance(error, RankFailedError) or getattr(error, _IS_REPORTED, False):
             return
+        was_broken = self._broken is not None
         try:
             failure = self._read_declaration()
             if failure is None and where is not None:
@@ -287,7 +290,10 @@ class RankFailures:
         if failure is None:
             return
         self._leave_broken_group(failure)
-        if has_lost_connection(error) and not failure.startswith(f"rank {self._rank} "):
+        # A collective that the watching thread has aborted ends without a result. So any later
+        # error may come from what it did not write, such as the shape of the next message.
+        is_consequence = has_lost_connection(error) or (was_broken and isinstance(error, Exception))
+        if is_consequence and not failure.startswith(f"rank {self._rank} "):
             raise RankFailedError(self._broken) from error
         error.add_note(str(self._broken))
 
@@ -297,7 +303,7 @@ class RankFailures:
             call_number=self._num_calls,
             where=where,
             message=f"{type(error).__name__}: {error}"[:MAX_MESSAGE],
-            num_collectives=_count_collectives(),
+            num_collectives=count_collectives(),
             may_have_messages=self._may_have_messages,
             has_lost_connection=has_lost_connection(error),
         )
@@ -366,7 +372,7 @@ class RankFailures:
                 "engine can't be used any more: close() it, destroy the default process group if "
                 "the engine did not create it, and build a new engine on every rank."
             )
-        _abort_device_collectives()
+        abort_device_collectives()
         other_ends = self._other_ends()
         if self._before_start is not None:
             # Connections of groups that were being built; the other ranks have not listed theirs.
@@ -403,98 +409,6 @@ def has_lost_connection(error: BaseException) -> bool:
         # gloo and NCCL raise plain RuntimeErrors: only the message tells.
         isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST_CONNECTION)
     )
-
-
-def close_connections(other_ends: set[str]) -> None:
-    """Close this process's TCP connections to given ends, as the end of the process would.
-
-    torch cannot close the connections of a gloo group: its `abort` does nothing, and a group is
-    freed only when no module, mesh or traceback refers to it any more.
-
-    Args:
-        other_ends: Connections as the other processes see them, from `own_connections`.
-    """
-    for connection, endpoint in _connections():
-        with endpoint:
-            local, _, remote = connection.partition(" ")
-            if f"{remote} {local}" in other_ends:
-                # Shuts the connection itself down, also for gloo's descriptor of it. The other
-                # rank closes its connections too, and may have reset this one a moment ago.
-                try:
-                    endpoint.shutdown(socket.SHUT_RDWR)
-                except OSError as error:
-                    if error.errno != errno.ENOTCONN:
-                        raise
-
-
-def own_connections() -> set[str]:
-    """Return the TCP connections of this process as `local remote`, without those to the store."""
-    connections = set()
-    for connection, endpoint in _connections():
-        endpoint.close()
-        connections.add(connection)
-    return connections
-
-
-def _connections() -> Iterator[tuple[str, socket.socket]]:
-    """Yield this process's TCP connections as `local remote`, without those to the store."""
-    store_port = os.environ.get("MASTER_PORT")
-    for descriptor in os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
-                continue
-            endpoint = socket.socket(fileno=os.dup(int(descriptor)))
-        except OSError:
-            continue  # closed since it was listed
-        try:
-            if endpoint.family not in (socket.AF_INET, socket.AF_INET6):
-                raise OSError("not a network socket")
-            ends = [
-                f"{host.removeprefix('::ffff:')}:{port}"
-                for host, port, *_ in (endpoint.getsockname(), endpoint.getpeername())
-            ]
-        except OSError:
-            endpoint.close()
-            continue  # not connected
-        if any(end.rpartition(":")[2] == store_port for end in ends):
-            # torch's store runs in the process of rank 0, and ranks still need it.
-            endpoint.close()
-            continue
-        yield " ".join(ends), endpoint
-
-
-def _groups() -> list[ProcessGroup]:
-    """Return the process groups of this process in the order of their creation."""
-    # torch has no public list of groups.
-    return list(_world.pg_map)
-
-
-def _count_collectives() -> dict[str, int]:
-    """Return the number of collectives that were started, by group and device type."""
-    counts = {}
-    for group in _groups():
-        for device in group._device_types:
-            # torch has no public accessor for this number, and no stub for the private one.
-            backend: Any = group._get_backend(device)
-            name = f"{_world.pg_names[group]}/{device.type}"
-            counts[name] = backend._get_sequence_number_for_group()
-    return counts
-
-
-def _abort_device_collectives() -> None:
-    """Abort NCCL's collectives, in which this or another thread may wait on the device.
-
-    The abort of a group frees device memory, which waits for every kernel on the device. A kernel
-    of another group may itself wait for the failed rank until that group is aborted. So one after
-    the other they would time out, and all groups are aborted at the same time
-    (github.com/pytorch/pytorch/issues/119797).
-    """
-    device = torch.device("cuda")
-    backends = [group._get_backend(device) for group in _groups() if device in group._device_types]
-    if backends:
-        with ThreadPoolExecutor(len(backends)) as pool:
-            for aborted in [pool.submit(backend.abort) for backend in backends]:
-                aborted.result()
 
 
 def _next_declaration_key(store: Store) -> str:

@@ -54,7 +54,7 @@ def reduce_loss(
     # Mask loss and weight before they are multiplied: 0 * NaN is NaN, also in the gradient.
     loss = torch.where(mask, terms.loss.float(), 0.0)
     if terms.weight is not None:
-        # Detached: a weight such as an importance ratio must not add a gradient of its own.
+        # Detached: a weight such as an importance ratio must not add its own gradient.
         loss = loss * torch.where(mask, terms.weight.detach().float(), 0.0)
     mode = aggregation.mode
     if mode == AggregationMode.TOKEN_SUM:
@@ -121,7 +121,7 @@ def count_denominators(batch: SequenceBatch) -> Denominators:
 
 
 class ObjectiveLoss:
-    """Loss of an objective on each micro-batch of a packed batch; collects the metrics."""
+    """An objective's loss on each micro-batch of a packed batch; collects the metrics."""
 
     def __init__(self, objective: Objective, *, batch: PackedBatch) -> None:
         missing = objective.columns - batch.columns.keys() - batch.sequence_columns.keys()

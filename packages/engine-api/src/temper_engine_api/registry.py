@@ -39,7 +39,7 @@ _PUBLISHED_ENGINES = ("fsdp", "megatron")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEntry:
-    """Entry point of an installed engine, which is not imported."""
+    """Entry point for an installed engine, not imported yet."""
 
     name: str
     """Name to use as `model_engine`."""

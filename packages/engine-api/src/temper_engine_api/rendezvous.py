@@ -3,12 +3,10 @@
 The TCPStore of torch listens on every address and answers every client, so anyone who finds the
 port can read NCCL's identifiers or overwrite keys. `StoreServer` binds to one address and answers
 only clients that know its token. `TokenStore` is the client, a `torch.distributed.Store` that every
-process group accepts. The handshake is the one of `multiprocessing.connection`, an HMAC challenge
-in both directions. After it, messages are length-prefixed bytes: nothing is pickled. The connection
-is authenticated but not encrypted.
+process group accepts. Messages are length-prefixed bytes over connections of
+`authenticating_listener`: nothing is pickled, and nothing is encrypted.
 """
 
-import contextlib
 import functools
 import logging
 import os
@@ -21,12 +19,13 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from temper_engine_api.authenticating_listener import AuthenticatingListener, authenticate_socket
 from temper_engine_api.errors import EngineStateError
 
 logger = logging.getLogger(__name__)
@@ -35,15 +34,12 @@ TOKEN_VARIABLE = "TEMPER_STORE_TOKEN"
 """Environment variable with the token, if a `StoreServer` listens at MASTER_ADDR:MASTER_PORT."""
 HANDSHAKE_S = 10.0
 """Time limit of the complete handshake with a client."""
-MAX_HANDSHAKES = 128
-"""Maximum number of simultaneous handshakes. Further clients wait in the listener's queue, so that
-unknown clients cannot exhaust the threads or open files of the process."""
 _FOREVER_S = 365 * 86400.0
 
 
 @functools.cache
 def get_run_token() -> str:
-    """Return the random token of this run, which is created at the first call and never saved."""
+    """Return this run's random token, created at the first call and never saved."""
     return os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
 
 
@@ -61,59 +57,30 @@ class StoreServer:
         Raises:
             OSError: If the address is not one of this machine, or the port is in use.
         """
-        self._key = token.encode()
         self._values: dict[bytes, bytes] = {}
         self._arrivals: dict[bytes, threading.Event] = {}
         self._lock = threading.Lock()
-        self._listener = socket.create_server((address, port), backlog=1024)
-        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
-        self._is_closed = False
+        self._listener = AuthenticatingListener(
+            address,
+            port=port,
+            token=token,
+            name="the store",
+            handshake_s=HANDSHAKE_S,
+            serve=self._serve,
+        )
         self.address = address
-        self.port: int = self._listener.getsockname()[1]
-        # A daemon, because a blocked accept() must not keep the process from ending.
-        threading.Thread(target=self._accept, daemon=True, name="store-server").start()
+        self.port = self._listener.port
 
     def close(self) -> None:
         """Stop listening; connected clients are still answered."""
-        self._is_closed = True
-        # On Linux close() alone leaves a thread in accept(), which keeps the port open.
-        # macOS refuses to shut down a socket that only listens; there close() is enough.
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self) -> None:
-        while not self._is_closed:
-            self._handshakes.acquire()
-            try:
-                client, (origin, *_) = self._listener.accept()
-                # One thread per client: a client that sends nothing must not delay the others.
-                thread = threading.Thread(target=self._serve, args=(client, origin), daemon=True)
-                thread.start()
-            except (OSError, RuntimeError) as error:
-                # The client disconnected, or a limit of open files or threads was reached. The
-                # server must survive both, because the ranks of this run still need it.
-                self._handshakes.release()
-                if not self._is_closed:
-                    logger.warning("the store could not accept a client: %s", error)
-                    time.sleep(0.1)
-
-    def _serve(self, client: socket.socket, origin: str) -> None:
+    def _serve(self, connection: "Connection[bytes, bytes]", origin: str) -> None:
         try:
-            try:
-                connection = authenticate_socket(
-                    client, self._key, is_server=True, timeout_s=HANDSHAKE_S
-                )
-            finally:
-                # Released before the first request: the limit is for clients that have not proved
-                # that they know the token, and a rank stays connected until the run ends.
-                self._handshakes.release()
             with connection:
                 while True:
                     method, *parts = _unpack(connection.recv_bytes())
                     connection.send_bytes(_pack(*self._answer(method, *parts)))
-        except AuthenticationError:
-            logger.warning("rejected a client of the store from %s: it has another token", origin)
         except (EOFError, OSError) as error:
             logger.debug("a client of the store from %s disconnected: %s", origin, error)
         except (ValueError, EngineStateError, struct.error) as error:
@@ -236,7 +203,7 @@ class TokenStore(Store):
 
     def clone(self) -> "TokenStore":
         """Return a client with its own connection, which does not wait for this one."""
-        # A blocking get() holds the lock of its client, so a clone needs a connection of its own.
+        # A blocking get() holds its client's lock, so a clone needs a separate connection.
         address, port, token = self._arguments
         return TokenStore(address, port, token=token, timeout=self._timeout)
 
@@ -249,7 +216,7 @@ class TokenStore(Store):
         self._call(b"set", *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add bytes to the end of a key's value."""
+        """Append bytes to a key's value."""
         self._call(b"append", key, value)
 
     def get(self, key: str) -> bytes:
@@ -389,74 +356,6 @@ def _connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
         else:
             client.settimeout(None)
             return client
-
-
-def authenticate_socket(
-    client: socket.socket, key: bytes, *, is_server: bool, timeout_s: float
-) -> Connection:
-    """Authenticate both sides of a socket and return it as a connection.
-
-    Raises:
-        AuthenticationError: If the other side has another key.
-        OSError: If it does not answer within timeout_s, or uses another protocol.
-    """
-    with client:
-        # Requests are small; with Nagle's algorithm each would wait for an acknowledgment.
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        handshake = _Handshake(client, deadline=time.monotonic() + timeout_s)
-        try:
-            first, second = deliver_challenge, answer_challenge
-            if not is_server:
-                first, second = second, first
-            # Both use only the two methods that a _Handshake has.
-            first(handshake, key)  # type: ignore[arg-type]
-            second(handshake, key)  # type: ignore[arg-type]
-        except AssertionError as error:  # Python 3.11 checks the format of a challenge by assert
-            raise AuthenticationError(str(error)) from error
-        client.settimeout(None)
-        # Both the socket and the Connection close their descriptor, so the Connection gets a
-        # duplicate.
-        return Connection(os.dup(client.fileno()))
-
-
-class _Handshake:
-    """Exchange length-prefixed messages over a socket until one deadline.
-
-    A receive timeout of the socket starts again with each byte. A client that sends single bytes
-    could occupy one of MAX_HANDSHAKES for hours.
-    """
-
-    def __init__(self, client: socket.socket, *, deadline: float) -> None:
-        self._client = client
-        self._deadline = deadline
-
-    def send_bytes(self, data: bytes) -> None:
-        self._limit_next_call()
-        self._client.sendall(struct.pack("!I", len(data)) + data)
-
-    def recv_bytes(self, max_length: int) -> bytes:
-        (length,) = struct.unpack("!I", self._read(4))
-        if length > max_length:
-            raise OSError(f"a message has {length} bytes, but must have at most {max_length}")
-        return self._read(length)
-
-    def _read(self, num_bytes: int) -> bytes:
-        data = b""
-        while len(data) < num_bytes:
-            self._limit_next_call()
-            # Never more than this message, since the next bytes belong to the Connection that
-            # follows.
-            received = self._client.recv(num_bytes - len(data))
-            if not received:
-                raise EOFError
-            data += received
-        return data
-
-    def _limit_next_call(self) -> None:
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the handshake took too long")
-        self._client.settimeout(left_s)
 
 
 def _pack(*parts: bytes) -> bytes:

@@ -26,7 +26,7 @@ class ScheduleSpec:
     """Steps until min_lr_ratio is reached, including warmup; required by linear, cosine, wsd and
     warmup_ratio. 0 means the length of the run, which the trainer fills in."""
     decay_steps: int | None = None
-    """Steps of decay at the end of wsd, required by it and refused by other kinds; Hu et al. 2024,
+    """Decay steps at the end of wsd, required there and refused by other kinds; Hu et al. 2024,
     arXiv:2404.06395."""
     min_lr_ratio: float = 0.0
     """Final learning rate as a fraction of the peak."""

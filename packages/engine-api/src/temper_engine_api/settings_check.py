@@ -16,7 +16,7 @@ from temper_engine_api.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _PROBE = ".temper-check-"
-"""Beginning of the name of a folder that is made to see whether it can be."""
+"""Name prefix for folders that are made only to check that this is possible."""
 
 
 def find_write_error(folder: str | Path) -> OSError | None:
@@ -63,7 +63,7 @@ def check_num_layers(config: object) -> None:
 
 
 def warn_about_undeclared_keys(config: object, *, architecture: Mapping[str, object]) -> None:
-    """Log a warning about keys of an architecture that the class of the config does not declare.
+    """Log a warning about architecture keys that the config class does not declare.
 
     They are not refused: transformers keeps any key, and some models read keys that their config
     class does not declare, such as head_dim.
@@ -85,7 +85,7 @@ def warn_about_undeclared_keys(config: object, *, architecture: Mapping[str, obj
 
 
 def check_head_counts(config: object, *, architecture: Mapping[str, object]) -> None:
-    """Check that the numbers of attention heads of a Hugging Face config fit each other.
+    """Check that the attention head counts in a Hugging Face config fit each other.
 
     The configs of some model types check it themselves; with others the first forward pass fails.
 
@@ -147,7 +147,7 @@ def check_field_types(settings: object, *, prefix: str = "") -> None:
 
 @cache
 def _list_checked_fields(kind: type) -> tuple[tuple[str, tuple[object, ...], bool, bool], ...]:
-    """Return (name, literals, is_number, may_be_none) of the Literal and int fields of a class."""
+    """Return (name, literals, is_number, may_be_none) for a class's Literal and int fields."""
     checked_fields = []
     for name, hint in get_type_hints(kind).items():
         members = {hint} if get_origin(hint) is Literal else set(get_args(hint)) or {hint}

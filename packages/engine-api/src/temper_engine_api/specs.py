@@ -84,7 +84,7 @@ class LoraSpec:
     exclude_modules: str | tuple[str, ...] = ()
     """Targets to leave without an adapter, in the same notation."""
     target_parameters: tuple[str, ...] = ()
-    """Last parts of the names of fused expert tensors, as in PEFT: `mlp.experts.gate_up_proj` and
+    """Last name parts of fused expert tensors, as in PEFT: `mlp.experts.gate_up_proj` and
     `mlp.experts.down_proj`. If set, target_modules may be empty, and `all-linear` there means the
     linear layers outside the experts."""
     modules_to_save: tuple[str, ...] = ()
@@ -274,7 +274,7 @@ class PrecisionSpec:
     parameters: Dtype = "fp32"
     """Dtype of the master weights. In bf16 an update below 0.4 % of a weight is lost."""
     reduce: Dtype = "fp32"
-    """Dtype in which gradients are summed over ranks."""
+    """Dtype used to sum gradients across ranks."""
     buffers: Dtype = "fp32"
     """Dtype of the model's buffers, such as rotary frequencies."""
     initial_loss_scale: float | None = None
@@ -369,7 +369,7 @@ class EngineConfig:
             )
 
     def check_folders(self) -> None:
-        """Check that folders to which the engine writes can be written, without creating them.
+        """Check that the engine can write to its folders, without creating them.
 
         Raises:
             ConfigError: If one cannot.
@@ -377,5 +377,5 @@ class EngineConfig:
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks with one copy of the model and the same samples; divides world size."""
+        """Number of ranks per model replica; divides the world size."""
         return 1

@@ -26,11 +26,11 @@ class PlanConstraints:
     """An engine's requirements for the split into micro-batches."""
 
     micro_batch_multiple: int = 1
-    """Number of micro-batches per rank must be a multiple of this (interleaved pipeline)."""
+    """The micro-batch count per rank must be a multiple of this (interleaved pipeline)."""
     min_micro_batches: int = 1
     """Smallest number of micro-batches per rank that the pipeline schedule accepts."""
     token_multiple: int = 1
-    """The engine pads the tokens of a micro-batch to a multiple of this (context and sequence
+    """The engine pads each micro-batch's tokens to a multiple of this (context and sequence
     parallel); the token cap includes the padding."""
 
 
@@ -48,7 +48,7 @@ class Topology:
     """
 
     world_size: int = 1
-    """Number of processes of this engine."""
+    """Number of processes in this engine."""
     global_rank: int = 0
     """Rank of this process, in [0, world_size)."""
     dp: Axis = field(default_factory=Axis)

@@ -159,7 +159,7 @@ class UpdateCycle:
         completes: frozenset[str] = frozenset(),
         harmless: tuple[type[Exception], ...] = (),
     ) -> Iterator[None]:
-        """Enclose a call that replaces parameters, and record whether it replaced all of them.
+        """Enclose a call that replaces parameters, and record whether it replaced all.
 
         Args:
             call: Name of the call, such as `load_weights()`.

@@ -49,7 +49,7 @@ class TrainingState:
     second_moment: Tensor
     """Adam's second moment; zeros before the first update."""
     update_count: int
-    """Number of Adam updates of this parameter."""
+    """Number of Adam updates so far for this parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +59,14 @@ class WeightEntry:
     name: str
     """Name in the files of the Hugging Face model."""
     shape: tuple[int, ...]
-    """Full shape, not that of a shard."""
+    """Full shape, not a shard's."""
     dtype: torch.dtype
-    """Dtype in which the tensor is sent."""
+    """Dtype used to send the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """Version of a set of weights, with every name, shape and dtype.
+    """Weight version, with every name, shape and dtype.
 
     Example:
         >>> norm = WeightEntry(name="model.norm.weight", shape=(64,), dtype=torch.bfloat16)
@@ -258,7 +258,7 @@ def check_saved_entries(
 
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
-    """Return the SHA-256 of the bytes of tensors, in order, for any dtype."""
+    """Return the SHA-256 of the tensors' bytes, in order, for any dtype."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -126,7 +126,7 @@ class EngineComponents:
     """Profiles the configured updates."""
 
     def iterate_model_tensors(self) -> Iterator[Tensor]:
-        """Yield the local shards of parameters and of existing gradients."""
+        """Yield the local shards of parameters and existing gradients."""
         yield from _iterate_parameter_tensors({**self.parameters, **self.trainable})
         yield from _iterate_gradient_tensors(self.trainable)
 
@@ -183,7 +183,7 @@ def _build(
     # FSDPConfig cannot check this, because only the loaded model knows its number of heads.
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     check_no_sequence_parallel(hf, size=config.sequence_parallel)
-    # Before an adapter is attached, which changes the names of the weights below it.
+    # Do this before an adapter is attached, which changes the weight names below it.
     file_names = read_file_names(hf, files=find_model_files(config.model))
     adapter = _attach_adapter(config, hf)
     sequence_group = (
@@ -378,7 +378,7 @@ def _shard(
     streamer: WeightStreamer | None,
 ) -> ShardedModule:
     """Shard the model; weights that are not loaded yet are loaded module by module."""
-    # Offloaded shards are gathered with gloo, over a mesh of their own.
+    # Offloaded shards are gathered with gloo, over a separate mesh.
     host_mesh = (
         process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu")
         if membership.device.type != "cpu"

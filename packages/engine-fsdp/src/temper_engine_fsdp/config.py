@@ -1,4 +1,4 @@
-"""Settings of the FSDP engine in addition to those of every engine. Does not import torch."""
+"""FSDP engine settings, in addition to those that all engines have. Does not import torch."""
 
 import math
 from dataclasses import dataclass, fields
@@ -23,7 +23,7 @@ class FSDPConfig(EngineConfig):
     """
     sequence_parallel: int = 1
     """Ranks that split the tokens of each micro-batch (Ulysses). Must divide the world size and the
-    number of heads."""
+    head count."""
     fsdp_size: int | None = None
     """Ranks over which one copy of the parameters is sharded; None means all, fewer is hybrid
     sharding."""
@@ -53,7 +53,7 @@ class FSDPConfig(EngineConfig):
     activation_checkpointing: bool = False
     """Recompute decoder layers in the backward pass: about 20 % slower, far less memory."""
     checkpointing_keeps_products: bool = False
-    """Selective checkpointing: keep the outputs of attention and of every second matmul."""
+    """Selective checkpointing: keep the outputs of attention and every second matmul."""
     offload_activations: bool = False
     """Keep the inputs of recomputed layers in host memory until the backward pass."""
     attention: AttentionKernel = "auto"
@@ -83,9 +83,9 @@ class FSDPConfig(EngineConfig):
     fast_float32_matmul: bool = True
     """Use oneDNN's float32 matmul on a CPU if a test shows that it is as exact as the default."""
     router_aux_loss: float = 0.0
-    """Coefficient of the load-balancing loss of experts, which is added to the objective.
+    """Coefficient of the experts' load-balancing loss, which is added to the objective.
 
-    The loss of a sequence is weighted by its fraction of the trained tokens. Losses of all layers
+    Each sequence's loss is weighted by its fraction of the trained tokens. Losses of all layers
     are added."""
     router_z_loss: float = 0.0
     """Coefficient of the router z-loss, which keeps router logits small.
@@ -97,7 +97,7 @@ class FSDPConfig(EngineConfig):
     save_huggingface_weights: bool = False
     """Write safetensors next to `huggingface/config.json` in every checkpoint."""
     huggingface_shard_bytes: int = 4 << 30
-    """Maximum size of a safetensors file; a larger tensor has a file of its own."""
+    """Maximum size of a safetensors file; a larger tensor has a separate file."""
     profile_to: str | None = None
     """Folder for torch profiler traces, one file per rank; None disables profiling."""
     profile_from: int = 5

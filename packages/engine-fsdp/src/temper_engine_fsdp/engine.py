@@ -320,7 +320,7 @@ class FSDPEngine(BaseEngine):
 
     def _read_state(self, directory: str) -> None:
         components, membership = self._components, self._components.membership
-        # An engine of another backend may have saved this part of the checkpoint.
+        # Another backend's engine may have saved this part of the checkpoint.
         if has_safetensors_state(directory):
             self._load_portable_state(open_portable_state(directory))
         else:

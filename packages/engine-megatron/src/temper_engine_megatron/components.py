@@ -11,6 +11,7 @@ from temper_engine_api.adapter_checks import check_target_names
 from temper_engine_api.compile_cache import protect_compile_cache
 from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError
+from temper_engine_api.file_names import FileNames
 from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader, OffloadPolicy
 from temper_engine_api.process_group import ThreadGroup
 from temper_engine_api.settings_check import warn_about_undeclared_keys
@@ -22,6 +23,7 @@ from temper_engine_megatron.huggingface.huggingface_model import (
     list_weight_modules,
     load_hf_config,
     open_initial_weights,
+    read_file_names,
 )
 from temper_engine_megatron.model.config_overrides import check_overrides, to_megatron_values
 from temper_engine_megatron.model.gpt_chunks import ModelChunks, build_chunks
@@ -30,6 +32,7 @@ from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 from temper_engine_megatron.runtime.process_groups import (
     Membership,
+    connect_stages,
     join_groups,
     leave_groups,
     preserve_rng_state,
@@ -49,6 +52,8 @@ class EngineComponents:
     """Rank, device and process groups of this process."""
     hf_config: PretrainedConfig
     """Hugging Face config of the model."""
+    file_names: FileNames
+    """Names of its tensors in files, where other engines have them joined as in transformers."""
     chunks: ModelChunks
     """This rank's part of the model."""
     runner: ScheduleRunner
@@ -96,7 +101,7 @@ def check_model(config: MegatronConfig) -> None:
     hf_config = load_hf_config(config.model)
     warn_about_undeclared_keys(hf_config, architecture=config.model.architecture)
     if config.device == "auto":
-        # The host of the check may lack the GPUs of the run.
+        # The host that runs the check may lack the run's GPUs.
         config = replace(config, device="cuda")
     with ignore_known_warnings(), support_missing_cuda():
         configure_transformer(
@@ -142,12 +147,17 @@ def _build(
     translation: BridgeTranslation,
     membership: Membership,
 ) -> EngineComponents:
+    file_names = read_file_names(config.model, hf_config)
     placement = None
     if config.lora.is_enabled:
         placement = plan_placement(
-            config, hf_config=hf_config, translation=translation, membership=membership
+            config,
+            hf_config=hf_config,
+            translation=translation,
+            file_names=file_names,
+            membership=membership,
         )
-    # On a GPU, Megatron compiles small functions of its own at their first call.
+    # On a GPU, Megatron compiles its own small functions at their first call.
     if config.compile_head or membership.device.type == "cuda":
         protect_compile_cache()
     # Building modules draws random numbers that no weight keeps.
@@ -159,6 +169,7 @@ def _build(
             membership=membership,
             adapter=placement,
         )
+    connect_stages(membership, chunks.transformer_config)
     # Build the optimizer before the weights are loaded. It makes float32 copies of 16-bit
     # parameters, and `ShardedState.fill` below sets each parameter together with its copy.
     optimizer = _build_optimizer(config, chunks=chunks, membership=membership)
@@ -166,6 +177,7 @@ def _build(
         ParameterMap(
             chunks,
             translation=translation,
+            file_names=file_names,
             membership=membership,
             vocab_size=hf_config.vocab_size,
             has_scalar_head=config.model.model_type != "language_model",
@@ -177,7 +189,7 @@ def _build(
     base_state = ShardedState(base_map, optimizer if placement is None else None)
     adapter = None
     names = [entry.name for entry in base_state.list_weight_entries()]
-    with open_initial_weights(config.model, hf_config, names=names) as read:
+    with open_initial_weights(config.model, hf_config, names=names, file_names=file_names) as read:
         base_state.fill(read)
         if placement is not None:
             adapter = initialize_adapter(placement, ShardedState(adapter_map, optimizer), read)
@@ -185,6 +197,7 @@ def _build(
     return EngineComponents(
         membership=membership,
         hf_config=hf_config,
+        file_names=file_names,
         chunks=chunks,
         runner=ScheduleRunner(chunks, membership=membership, is_packed=config.remove_padding),
         optimizer=optimizer,

@@ -9,7 +9,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig, Scalar
 
 Override = Scalar | tuple[Scalar, ...]
-"""Value of a field of Megatron's own configs."""
+"""Value of a field in Megatron's own configs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class MegatronConfig(EngineConfig):
     """
 
     tensor_parallel: int = 1
-    """Number of ranks that split the matrices of a layer."""
+    """Number of ranks that split each layer's matrices."""
     sequence_parallel: bool = False
     """Split activations outside of these matrices along the sequence, over the tensor-parallel
     ranks.
@@ -35,24 +35,24 @@ class MegatronConfig(EngineConfig):
     virtual_pipeline: int | None = None
     """Chunks of layers per stage (interleaved schedule); null is a single one.
 
-    The number of micro-batches becomes a multiple of the stage count."""
+    The micro-batch count becomes a multiple of the stage count."""
     context_parallel: int = 1
-    """Number of ranks that split the tokens of a micro-batch."""
+    """Number of ranks that split a micro-batch's tokens."""
     expert_parallel: int = 1
-    """Number of ranks that divide the experts of a layer among them.
+    """Number of ranks that divide a layer's experts among them.
 
     These are the data-, context- and tensor-parallel ranks, so no further ranks are needed."""
     expert_tensor_parallel: int | None = None
-    """Number of ranks that split the matrices of an expert; null is tensor_parallel."""
+    """Number of ranks that split an expert's matrices; null is tensor_parallel."""
     expert_products: Literal["auto", "grouped", "sequential"] = "auto"
-    """Matrix products of the experts of a layer.
+    """Kernel for the experts' matrix products.
 
     `grouped` computes all experts in one product, which needs bf16 on CUDA and no adapter on
     experts; `sequential` computes one expert after another; `auto` is grouped where possible."""
     router_aux_loss: float = 0.0
-    """Coefficient of the load-balancing loss of experts, which is added to the objective.
+    """Coefficient of the experts' load-balancing loss, which is added to the objective.
 
-    The loss of a sequence is weighted by its fraction of the trained tokens. Losses of all layers
+    Each sequence's loss is weighted by its fraction of the trained tokens. Losses of all layers
     are added."""
     router_z_loss: float = 0.0
     """Coefficient of the router z-loss, which keeps router logits small.
@@ -142,12 +142,12 @@ class MegatronConfig(EngineConfig):
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that share one copy of the model and see the same samples."""
+        """Number of ranks that together have one model copy and see the same samples."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
     def expert_tensor_parallel_size(self) -> int:
-        """Number of ranks that split the matrices of an expert."""
+        """Number of ranks that split an expert's matrices."""
         return (
             self.tensor_parallel
             if self.expert_tensor_parallel is None

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: Arguments after the program's name; None takes those of the process.
+        arguments: Arguments after the program's name; None uses the process's own.
 
     Returns:
         The exit code: 0 done, 1 failed, 2 wrong configuration, 130 stopped by SIGINT, 143 stopped
@@ -125,7 +125,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + self._suggest_flag())
 
     def _suggest_flag(self) -> str:
-        """Return the flag that a misspelled one resembles, as the end of a message."""
+        """Return the flag that a misspelled one resembles, formatted to end a message."""
         known = list(self._option_string_actions)
         for argument in self._arguments:
             flag = argument.partition("=")[0]
@@ -330,7 +330,7 @@ def _train(
         _describe_end(
             result.directory,
             seconds=time.monotonic() - begin,
-            # An earlier start may have left a report, which is then behind metrics.jsonl.
+            # An earlier start may have left a report that is behind metrics.jsonl.
             has_report=loaded.config.run.report,
         )
     )

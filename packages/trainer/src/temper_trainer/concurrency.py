@@ -19,7 +19,7 @@ T = TypeVar("T")
 class PriorityLimit:
     """Limit on how many bodies run at the same time; the smallest priority continues first.
 
-    Requests of old rollouts so overtake those of new ones. All methods run in one event loop.
+    So requests for old rollouts overtake requests for new ones. All methods run in one event loop.
     """
 
     def __init__(self, max_concurrent: int | None) -> None:
@@ -105,7 +105,7 @@ class DaemonThreads:
                 result = function(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - raised where the result is awaited
                 return partial(_settle, future, error=error)
-            # An event loop would end with SystemExit or KeyboardInterrupt of one of its tasks.
+            # An event loop would end when a task raises SystemExit or KeyboardInterrupt.
             except BaseException as error:  # noqa: BLE001
                 failure = RuntimeError(f"{type(error).__name__} in a thread: {error}")
                 return partial(_settle, future, error=failure)
@@ -125,7 +125,7 @@ class DaemonThreads:
         return await asyncio.wrap_future(self.start(function, *args, **kwargs))
 
     def close(self, *, timeout_s: float = 0.0) -> None:
-        """End idle threads, and those of open calls when these return; wait for them this long."""
+        """End idle threads at once and others when their calls return; wait up to `timeout_s`."""
         for _ in self._threads:
             self._tasks.put(None)
         deadline = time.monotonic() + timeout_s

@@ -63,7 +63,7 @@ def advance_progress(name: str, count: int = 1) -> None:
 
 
 def list_active_tasks() -> list[ProgressTask]:
-    """Return the operations in progress, in the order in which they started."""
+    """Return the operations in progress, in start order."""
     with _lock:
         return list(_active)
 
@@ -143,7 +143,7 @@ def describe_long_waits(longer_than_s: float) -> list[str]:
 
 
 class Watchdog:
-    """Context in which a thread reports long waits once per interval; None disables it."""
+    """Context with a thread that reports long waits once per interval; None disables it."""
 
     def __init__(self, interval_s: float | None, *, log: Callable[[str], None]) -> None:
         self._interval_s = interval_s

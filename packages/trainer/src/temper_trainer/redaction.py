@@ -1,7 +1,7 @@
 """Hide the values of secrets in messages: exceptions of user code may quote what they were given.
 
-A value is a secret if it is that of an environment variable with the name of a secret, or of a
-setting that `register_secrets` was told about. Standard library only.
+A value is a secret if an environment variable with a secret's name has it, or a setting that was
+passed to `register_secrets`. Standard library only.
 """
 
 import html
@@ -42,7 +42,7 @@ another directory.
 """
 
 _TO_URLSAFE = str.maketrans("+/", "-_")
-"""Translation of the standard characters of base64 to those for URLs."""
+"""Translates standard base64 characters to the URL-safe ones."""
 
 _INTERRUPTION = r"(?:[\r\n]|\\{1,16}[rn]|\x1b\[[0-9;:]*[A-Za-z])+"
 """Text that may be inside a secret: line breaks, as MIME wraps base64, also in Python's quotes, and
@@ -121,8 +121,8 @@ def redact_secrets(text: str) -> str:
 def list_secret_forms(secret: str) -> frozenset[str]:
     """Return texts in which a secret may appear: as it is, quoted, and in hex, base32 and base64.
 
-    Base64 of a longer text, such as ``user:token``, has one of three forms of the token, according
-    to the number of bytes before it; base32 has one of five.
+    Base64 of a longer text, such as ``user:token``, has the token in one of three forms, depending
+    on the number of bytes before it; base32 has one of five.
 
     Example:
         >>> sorted(list_secret_forms("my_token"))[:4]
@@ -176,7 +176,7 @@ def _unquote(text: str) -> str:
 
 @lru_cache(maxsize=256)
 def _quoted_pattern(secret: str) -> re.Pattern[str]:
-    """Return a pattern of a secret of which any character may be quoted, once or more often."""
+    """Return a pattern for a secret in which any character may be quoted, once or more often."""
     return re.compile(f"(?:{_INTERRUPTION})?".join(_quoted_character(char) for char in secret))
 
 
@@ -214,7 +214,7 @@ def configure_logging() -> None:
 class RedactingStream:
     """A text stream that hides secrets in each text that is written to it.
 
-    Everything else, such as `isatty`, `fileno` and `encoding`, is that of the original stream. A
+    Everything else, such as `isatty`, `fileno` and `encoding`, comes from the original stream. A
     secret that is written in several pieces is not found, and neither is one that is written to the
     binary stream `buffer` or the descriptor.
     """
@@ -223,7 +223,7 @@ class RedactingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text without its secrets; return the number of its characters."""
+        """Write a text without its secrets; return its character count."""
         self._stream.write(redact_secrets(text))
         return len(text)
 

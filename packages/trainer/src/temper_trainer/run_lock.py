@@ -265,8 +265,8 @@ def _host(owner: OwnerRecord) -> str:
 def _is_local(owner: OwnerRecord) -> bool:
     """Return True if the owner is on the same host and in the same PID namespace.
 
-    A container that is restarted after a SIGKILL has the same host name but a new namespace, in
-    which the process id of the owner has no meaning.
+    A container that is restarted after a SIGKILL has the same host name but a new namespace, where
+    the owner's process id has no meaning.
     """
     _, _, namespace = owner.hostname.partition(_NAMESPACE_MARK)
     return _host(owner) == socket.gethostname() and namespace == _own_namespace()

@@ -1,4 +1,4 @@
-"""Leftovers of dead processes in shared memory and temporary folders, with those of Ray.
+"""Leftovers from dead processes in shared memory and temporary folders, including Ray's.
 
 `temper_engine_api.process_folders` makes and names the other folders. Ray names its own, so a
 process marks them as its own. Linux only, because it reads /proc.
@@ -32,7 +32,7 @@ _CLAIM = ".temper-owner"
 _SESSION = re.compile(r"session_(?P<time>\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{6})_(?P<process>\d+)")
 """Ray's name for the folder of a cluster: local time and process id of the driver."""
 _SESSION_STARTS_WITHIN_S = 120.0
-"""Maximum time between the announcement of a session and the creation of its folder."""
+"""Maximum time between a session's announcement and the creation of its folder."""
 
 
 def find_shared_memory_root() -> Path:
@@ -48,11 +48,10 @@ def remove_leftovers() -> list[Path]:
 
 
 def find_ray_root() -> Path:
-    """Return the folder in which Ray creates a folder of logs and sockets for each cluster.
+    """Return the folder where Ray creates a folder with logs and sockets for each cluster.
 
     Ray lets all users write to this folder, so its parent is a folder that only this user can
-    enter. The names of both are short, because the path of a socket may have at most 107
-    characters.
+    enter. Both names are short, because a socket path may have at most 107 characters.
     """
     # These are the places where Ray would make its folder. Ray is not imported to ask it.
     parent = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")

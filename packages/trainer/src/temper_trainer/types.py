@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 IS_CHOSEN = "is_chosen"
 """[B] bool sequence column: True for the preferred sample of a pair, or a desirable one."""
 MARGIN = "margin"
-"""[B] float32 sequence column: margin of a pair in the loss of reward models, on both samples."""
+"""[B] float32 sequence column: a pair's margin in the reward model loss, on both samples."""
 LOSS_WEIGHTS = "loss_weights"
-"""[T] float32 column: weight of a token of a demonstration in the loss; 0 at untrained tokens."""
+"""[T] float32 column: loss weight for a demonstration's token; 0 at untrained tokens."""
 KL_BASELINE = "kl_baseline"
 """[B] float32 sequence column: estimate of KL(policy, reference) over the update, for KTO."""
 TURNS_AFTER = "turns_after"
@@ -60,19 +60,19 @@ class Prompt:
     answer: str
     """Reference answer, unchanged from the source."""
     difficulty: float | None = None
-    """Difficulty of the row, by which an epoch is sorted; None if its source has no
+    """The row's difficulty, used to sort an epoch; None if its source has no
     ``difficulty_key``."""
     question: str = field(default="", compare=False)
     """The prompt of the row before templates, for judges; chat messages as text."""
     location: str = ""
-    """File and line of its row, or the name of the data source, for messages."""
+    """Its row's file and line, or the data source's name, for messages."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Fields of the row listed in the source's ``extra_keys``, for reward functions."""
     teacher_tokens: tuple[int, ...] = ()
     """Token ids of the prompt that the policy gets as its own teacher; empty if it is the same."""
     given_completion: tuple[int, ...] = ()
-    """Token ids of the row's completion with the end token, which may be trained in place of one of
-    the policy; empty if there is none."""
+    """Token ids of the row's completion with the end token, which may be trained in place of a
+    sampled one; empty if there is none."""
     route: str = ""
     """Value of the routing key, which selects a teacher."""
     reward: str = ""
@@ -184,7 +184,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Completions of an agent that continue another history than those of its `Rollout`."""
+    """An agent's completions that continue another history than its `Rollout`."""
 
     prompt_tokens: tuple[int, ...]
     """Token ids that the first completion follows; never trained."""
@@ -241,12 +241,12 @@ class Rollout:
     baseline: float | None = None
     """Reward of the prompt's greedy completion, shaped in the same way; only for ReMax."""
     baseline_tokens: int = 0
-    """Number of tokens of that completion."""
+    """Number of tokens in that completion."""
     turn_rewards: tuple[float, ...] = ()
     """The environment's reward of each completion, which `reward` includes; empty without an
     environment."""
     branches: tuple[Branch, ...] = ()
-    """Other histories of an agent, which are samples of their own with the same advantage."""
+    """An agent's other histories, which become separate samples with the same advantage."""
 
     @property
     def is_truncated(self) -> bool:
@@ -255,7 +255,7 @@ class Rollout:
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """All completions in order, those of branches last."""
+        """All completions in order, branches last."""
         return (
             self.completion,
             *(turn.completion for turn in self.turns),
@@ -289,7 +289,7 @@ class Demonstration:
     tokens: tuple[int, ...]
     """Token ids of the completion, including the end token."""
     loss_mask: tuple[bool, ...] | None = None
-    """True for each of ``tokens`` that is trained, such as the assistant's turns of a conversation;
+    """True for each of ``tokens`` that is trained, such as the assistant's turns in a conversation;
     None trains all."""
     loss_weights: tuple[float, ...] | None = None
     """Weight of each of ``tokens`` in the loss, at least 0, where 0 leaves a token untrained; None
@@ -314,7 +314,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabeledCompletion:
-    """A completion with a label, without another one to compare it with."""
+    """A completion with a label, without another completion to compare it with."""
 
     completion: Demonstration
     is_desirable: bool
@@ -332,16 +332,16 @@ class DataCursor:
     epoch: int = 0
     """Number of completed epochs."""
     index: int = 0
-    """Number of prompts of this epoch that were already used."""
+    """Number of prompts already used in this epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """The result of an advantage estimator, in the layout of the samples of a step.
+    """An advantage estimator's result, in the layout of a step's samples.
 
     Example:
-        Two completions of one prompt with the rewards 1 and 0, each of a prompt token and a trained
-        token, by the estimator dr_grpo:
+        Two completions for one prompt with rewards 1 and 0, each a prompt token and a trained
+        token, with estimator dr_grpo:
 
         >>> import torch
         >>> from temper_engine_api.batch import from_sequences

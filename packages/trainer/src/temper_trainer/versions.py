@@ -26,7 +26,7 @@ PACKAGES = (
 
 
 def list_installed_versions() -> dict[str, str]:
-    """Return the version of each installed package of `PACKAGES`; others are left out."""
+    """Return the version of each installed package in `PACKAGES`; others are left out."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -55,7 +55,8 @@ class Listeners:
     def __init__(self) -> None:
         self._before = {inode for _, inode, _ in _listening()}
         self._seen: dict[str, tuple[int, str, str]] = {}
-        self._commands: set[bytes] = set()
+        self.commands: set[bytes] = set()
+        """Observed command lines of this process tree."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -97,8 +98,8 @@ class Listeners:
 
     def check_secret(self, secret: str, *, folder: Path) -> None:
         """Check that a secret is in no command line of a process and in no file below a folder."""
-        assert self._commands
-        assert not [command for command in self._commands if secret.encode() in command]
+        assert self.commands
+        assert not [command for command in self.commands if secret.encode() in command]
         files = [path for path in folder.rglob("*") if path.is_file()]
         assert files
         assert not [path for path in files if secret.encode() in path.read_bytes()]
@@ -113,7 +114,7 @@ class Listeners:
 
     def _watch(self) -> None:
         while not self._is_over.is_set():
-            self._commands |= {_command(process_id) for process_id in _tree()}
+            self.commands |= {_command(process_id) for process_id in _tree()}
             for address, inode, process_id in _listening():
                 if (
                     inode not in self._before

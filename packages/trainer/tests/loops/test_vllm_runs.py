@@ -18,6 +18,8 @@ from temper_trainer.loops import RunResult, train
 from temper_trainer.loops.rl_loop import StepLoop
 from temper_trainer.loops.rl_step import StepResult
 from temper_trainer.rollout.sampler import Replica
+from temper_trainer.rollout.vllm import listening_server
+from temper_trainer.rollout.vllm.listening_server import TOKEN_VARIABLE
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import WeightChannel
@@ -103,6 +105,38 @@ def test_run_with_a_server_opens_only_the_sockets_in_security_md(
         expected += listed(run="vllm 0.27")
     listeners.check(expected)
     listeners.check_secret(get_run_token(), folder=tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux, whose /proc names the sockets of a process"
+)
+def test_run_on_a_listening_server_opens_only_the_sockets_in_security_md(
+    run: Run, tmp_path: Path, on_vllm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret of run and server")
+    python = os.environ.get("TEMPER_ROLLOUT_PYTHON", sys.executable)
+    command = [python, "-m", listening_server.__name__, "127.0.0.1:0"]
+    with (
+        Listeners() as listeners,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        run(
+            tmp_path / "run",
+            *SHORT_RUN,
+            *on_vllm,
+            f"rollout.vllm.servers=['{address}']",
+            "weight_sync.transport=collective",
+        )
+        process.terminate()
+    expected = [*listed(run="vllm"), *listed(run="listening server")]
+    if version_of_vllm() < (0, 32):
+        expected += listed(run="vllm 0.27")
+    listeners.check(expected)
+    for secret in (get_run_token(), "secret of run and server"):
+        listeners.check_secret(secret, folder=tmp_path)
 
 
 def version_of_vllm() -> tuple[int, ...]:

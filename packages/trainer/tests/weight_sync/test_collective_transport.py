@@ -3,13 +3,15 @@
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from temper_engine_api.rendezvous import get_run_token
+from temper_engine_api.errors import EngineStateError
+from temper_engine_api.rendezvous import TokenStore, get_run_token
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.rollout.packed_bucket import PackedBucket, unpack_tensors
 from temper_trainer.rollout.sampler import ReplicaError
@@ -30,7 +32,7 @@ WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": tor
 class Actor:
     """One rank, in this process."""
 
-    is_first, rank, num_updates = True, 0, 0
+    is_first, num_updates = True, 0
 
     def __init__(self) -> None:
         self.transport_state: dict[str, object] = {}
@@ -93,10 +95,9 @@ class Server:
             raise ReplicaError(f"{self.name}: {error}") from error
         raise ReplicaError(f"{self.name} died")
 
-    def join_channels(self, specs: list[ChannelSpec]) -> None:
+    def join_channel(self, spec: ChannelSpec) -> None:
         """Open this end."""
-        (spec,) = specs
-        self.channel = join_channel(spec.to_dict(), device=torch.device("cpu"))
+        self.channel = join_channel(spec.to_dict(), worker_rank=0, device=torch.device("cpu"))
 
     def receive_weights(
         self, layout: list[PackedBucket], version: int, keep_copy: bool = False
@@ -261,13 +262,23 @@ def test_channel_listens_only_on_the_configured_address() -> None:
         other.bind((address, port))
     with socket.socket() as elsewhere:
         elsewhere.bind(("127.0.0.1", port))
-    assert (address, token) == ("127.0.0.3", get_run_token())
+    assert address == "127.0.0.3"
+    assert len(token) == 64
+
+
+def test_each_channel_has_a_token_of_its_own_and_rejects_that_of_the_run() -> None:
+    first, second = (open_store(cast("Any", Actor()), "127.0.0.1") for _ in range(2))
+    seconds = timedelta(seconds=20)
+    for other in (get_run_token(), second[2]):
+        with pytest.raises(EngineStateError, match="has another token"):
+            TokenStore(first[0], first[1], token=other, timeout=seconds)
+    assert TokenStore(first[0], first[1], token=first[2], timeout=seconds).num_keys() == 0
 
 
 def test_channel_stops_listening_when_it_is_closed() -> None:
     transport = transport_between(Actor(), Server())
-    (spec,) = transport._specs.values()
-    listen_address = (spec.address, spec.port)
+    assert transport._spec is not None
+    listen_address = (transport._spec.address, transport._spec.port)
     transport.send(1)
     transport.close()
     with pytest.raises(ConnectionRefusedError):

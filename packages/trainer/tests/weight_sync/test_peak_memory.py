@@ -169,10 +169,10 @@ class Receiver(Server):
         self.target = target
         self.live = LiveBytes(*target.values())
 
-    def join_channels(self, specs: list[ChannelSpec]) -> None:
+    def join_channel(self, spec: ChannelSpec) -> None:
         """Open this end."""
         with self.live:
-            super().join_channels(specs)
+            super().join_channel(spec)
 
     def receive_weights(
         self, layout: list[PackedBucket], version: int, keep_copy: bool = False

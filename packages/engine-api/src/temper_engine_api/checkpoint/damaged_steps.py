@@ -16,7 +16,7 @@ from temper_engine_api.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 NUM_DAMAGED_TO_KEEP = 2
-"""Number of damaged steps of a run that `delete_old_damaged_steps` keeps."""
+"""Number of damaged steps per run that `delete_old_damaged_steps` keeps."""
 _DAMAGED = re.compile(r"step_(\d{8,})\.damaged-(\d+)")
 
 
@@ -40,7 +40,7 @@ def delete_old_damaged_steps(
 
     As in `prune`, nothing is deleted that this run did not write: steps of other runs or without a
     readable manifest, directories with a file that their manifest does not list, and symbolic
-    links. Permanent steps are kept, too. None of these count as one of the newest ones.
+    links. Permanent steps are kept, too. All these are kept in addition to the newest ones.
 
     Args:
         root: Folder of step directories.

@@ -68,7 +68,7 @@ class Participant(Protocol):
         """Sizes and ranks of the parallel axes."""
 
     def write_part(self, directory: str) -> PartReport:
-        """Write this rank's files of the engine's part of the checkpoint. Collective."""
+        """Write this rank's files for the engine's part of the checkpoint. Collective."""
 
     def read_part(self, directory: str) -> None:
         """Read the files of `write_part`. Collective."""
@@ -88,7 +88,7 @@ class StagedEngine:
     which trains meanwhile."""
 
     def write_part(self, directory: str) -> PartReport:
-        """Write this rank's files of the engine's part of the checkpoint. Collective."""
+        """Write this rank's files for the engine's part of the checkpoint. Collective."""
         files = self.write(directory)
         if self.topology.global_rank == 0:
             files = [*files, write_json(directory, PROGRESS_FILE, self.progress)]
@@ -128,7 +128,7 @@ class BackgroundSave(Generic[T]):
 
         Args:
             action: Function that saves.
-            path: Path of the checkpoint, for the log and the name of the thread.
+            path: Checkpoint path, used in the log and for the thread name.
         """
         assert self._thread is None, "the previous save was not finished"
 
@@ -340,7 +340,7 @@ def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:
 
 def _raise_on_every_rank(outcome: _Outcome[T], gather: Gather) -> None:
     """Raise the first error of any rank on every rank."""
-    # Gather the errors and not the values, some of which cannot be encoded.
+    # Gather the errors and not the values, because some values cannot be encoded.
     for error in gather(outcome.error):
         if error is not None:
             raise error
@@ -360,7 +360,7 @@ def _attempt(action: Callable[[], T]) -> _Outcome[T]:
 def _list_failure_types() -> tuple[type[BaseException], ...]:
     """Return the exception types that a failed save or load may raise.
 
-    All exceptions are included, because libraries raise errors of their own for a full disk.
+    All exceptions are included, because libraries raise their own errors when a disk is full.
     torch's CheckpointException is not a subclass of Exception. The import is local because it takes
     a second.
     """

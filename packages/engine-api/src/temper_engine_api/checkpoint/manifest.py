@@ -27,7 +27,7 @@ from temper_engine_api.topology import Topology
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 2
-"""Newest version of the manifest and of the directory layout; a higher one is refused. Version 2
+"""Newest version of the manifest and directory layout; a higher one is refused. Version 2
 adds ``run_id``; a manifest without one is written as version 1, which older releases read."""
 MAX_READ_THREADS = 8
 """Maximum number of threads that compute checksums in one process."""
@@ -60,7 +60,7 @@ _TEMPORARY_ERRORS = frozenset(
 def list_package_versions(
     libraries: Collection[str] = ("torch", "transformers", "megatron-core"),
 ) -> dict[str, str]:
-    """Return the versions of all Temper distributions, and of the libraries that are installed."""
+    """Return the versions of all Temper distributions and all installed `libraries`."""
     return {
         name: version
         for name, version in _installed()
@@ -85,7 +85,7 @@ class ManifestInfo:
     packages: Mapping[str, str] = field(default_factory=list_package_versions)
     """Versions by distribution, from `list_package_versions`."""
     run_id: str | None = None
-    """Run that wrote the step: retention deletes only steps of its own run. None if the writer has
+    """Run that wrote the step: retention deletes only its own run's steps. None if the writer has
     no such identity, for example an engine that saves by itself."""
 
 
@@ -317,7 +317,7 @@ def topology_sizes(topology: Topology) -> dict[str, int]:
 
 
 def config_hash(config: object) -> str:
-    """Return the SHA-256 of a configuration, independent of the order of keys."""
+    """Return the SHA-256 of a configuration. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(_plain(config), sort_keys=True).encode()).hexdigest()
 
 

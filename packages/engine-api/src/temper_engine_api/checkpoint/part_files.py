@@ -1,4 +1,4 @@
-"""Files of one participant of a checkpoint, with sizes and checksums from the writing rank."""
+"""One participant's checkpoint files, with sizes and checksums from the writing rank."""
 
 import hashlib
 import json

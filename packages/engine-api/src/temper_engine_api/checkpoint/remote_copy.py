@@ -46,11 +46,12 @@ class FileSystem(Protocol):
 def upload(directory: Path, url: str) -> str:
     """Upload a committed step directory, its manifest last.
 
-    Files of an interrupted upload of the same step are replaced. Uploaded copies are never pruned.
+    Replaces files that an interrupted upload left for the same step. Uploaded copies are never
+    pruned.
 
     Args:
         directory: Committed step directory.
-        url: fsspec URL of the folder of step directories.
+        url: fsspec URL of the folder with step directories.
 
     Returns:
         URL of the copy.

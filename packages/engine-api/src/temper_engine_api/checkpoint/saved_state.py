@@ -32,7 +32,7 @@ DCP_FOLDER = "dcp"
 SAFETENSORS_FOLDER = "state"
 """Folder of safetensors files."""
 FIRST, SECOND, COUNT = "first_moment", "second_moment", "update_count"
-"""Kinds of saved tensors in addition to the weight, as the first parts of their keys."""
+"""Kinds of tensors saved in addition to the weight; each is the first part of a key."""
 METADATA_FILE = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _WITH_ATTRIBUTES = frozenset(
@@ -68,7 +68,7 @@ _DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """Training state in a checkpoint, which is read tensor by tensor."""
+    """Training state in a checkpoint, read tensor by tensor."""
 
     directory: str
     """Engine folder of the step directory."""

@@ -38,7 +38,7 @@ MARKER_NAME = ".temper-partial"
 """File in every directory that is not committed yet. It holds the id of the run that writes it, so
 that only this run deletes it."""
 INVENTORY_NAME = ".temper-files"
-"""List of the files of a killed save, each with its size and modification time. It is written when
+"""Lists the files that a killed save left, each with size and modification time. It is written when
 the run renames the directory. Files that are added or changed later do not belong to the run."""
 STEP_NAME = re.compile(r"step_(\d{8,})")
 """Name of a committed step directory."""
@@ -107,7 +107,7 @@ def find_latest_step(root: str | Path) -> int | None:
 
 
 def list_partial_saves(root: str | Path) -> list[Path]:
-    """List directories of uncommitted saves: running ones, and those of runs that crashed."""
+    """List directories of uncommitted saves: running ones, and ones left by crashed runs."""
     if not Path(root).is_dir():
         return []
     return sorted(
@@ -148,7 +148,7 @@ def prune(
     keep_every: int = 0,
     check: Callable[[Path], object] | None = None,
 ) -> list[int]:
-    """Delete old complete steps of a run, and the remains of its killed saves and deletions.
+    """Delete a run's old complete steps, and what its killed saves and deletions left.
 
     Starting with the newest, steps are kept until `max_to_keep` of them have passed `check`. Steps
     among them that fail it are kept, too. The older steps of this run are deleted, damaged or not.
@@ -199,7 +199,7 @@ def prune(
 
 
 def delete_killed_saves(root: str | Path, *, run_id: str | None = None) -> None:
-    """Delete what `set_aside` has renamed of the killed saves and deletions of a run.
+    """Delete a run's killed saves and deletions that `set_aside` has renamed.
 
     Unlike `prune`, this function may be called while a save is running. See there for which files
     belong to the run.
@@ -237,7 +237,7 @@ def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -
         if not is_read and _lock(file, fcntl.LOCK_EX) is False:
             logger.info("%s is kept for now: another process is reading it", directory)
             return False
-        # Renamed first, so that a crash never leaves half a step under the name of a complete one.
+        # Rename first, so that a crash never leaves half a step under a complete step's name.
         (directory / MARKER_NAME).write_text(manifest.info.run_id or "")
         hidden = make_partial_path(directory.parent, manifest.step)
         os.rename(directory, hidden)
@@ -252,7 +252,7 @@ def lock_for_reading(directory: str | Path) -> Iterator[None]:
     """Lock a step directory, so that no process deletes it inside the ``with`` block.
 
     The lock is ``flock`` on the manifest, shared among readers. Linux extends it over NFS to all
-    clients. On a file system without locks (some Lustre mounts) nothing is locked, which is only
+    clients. On a file system without locks (some Lustre mounts) nothing is locked. This is only
     logged at level DEBUG. If other programs read checkpoints there, set ``max_ckpt_to_keep=None``,
     so that none is deleted.
 

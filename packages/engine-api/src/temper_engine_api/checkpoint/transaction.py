@@ -117,7 +117,7 @@ class CheckpointTransaction:
 
     def abort(self) -> None:
         """Remove the staging directory; does nothing after a commit."""
-        # Errors are ignored because they would replace the error of the save, which is more useful.
+        # Errors are ignored because they would hide the save's error, which is more useful.
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def failure(self, reason: str) -> CheckpointError:
@@ -187,7 +187,7 @@ def begin_checkpoint(
 
 
 def open_part(staging: Path, name: str) -> Path:
-    """Return the directory of one participant of a save; create it if it does not exist."""
+    """Return one participant's directory in a save; create it if it does not exist."""
     directory = staging / name
     # parents is not set, so that a rank that is late cannot create the directory of an aborted save
     # again.

@@ -16,7 +16,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: Sequence[st
 
     A conftest inside the package would be loaded too late to add options, because pytest resolves
     `--pyargs` at collection. The plugin is not loaded in other sessions, where its options could
-    collide with those of other plugins.
+    collide with other plugins' options.
 
     Raises:
         UsageError: The kit's extra is not installed.

@@ -12,6 +12,8 @@ from temper_engine_api.conformance.harness.engine_lookup import load_engine_clas
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.conformance.harness.tolerances import use_tolerances_for
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
+from temper_engine_api.conformance.inputs.tiny_models import has_experts
 from temper_engine_api.conformance.options import (
     ExpectedFailure,
     KitOptions,
@@ -32,7 +34,7 @@ from temper_engine_api.conformance.results import (
 from temper_engine_api.layout import Layout
 
 SHARED_RESOURCES_PLUGIN = "temper-conformance-shared"
-"""Name of a plugin whose rank pool and oracle are used instead of new ones.
+"""Name of a plugin whose rank pool and oracle are reused.
 
 The kit's own tests register it, because they run the kit many times in one process.
 """
@@ -41,7 +43,7 @@ OPTIONS = pytest.StashKey[KitOptions]()
 RUN = pytest.StashKey[ConformanceRun]()
 """Key of the results in pytest's stash."""
 NO_FAMILY = "none"
-"""Parameter of the tests of families if none are requested."""
+"""Parameter for the family tests when none are requested."""
 _TESTS = Path(__file__).parent / "tests"
 
 
@@ -106,7 +108,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             "layout", layouts, ids=[layout.name for layout in layouts], scope="session"
         )
     if "family" in metafunc.fixturenames:
-        # Without families one instance is made, which is then left out.
+        # Without families, one instance is made and then left out.
         families = metafunc.config.stash[OPTIONS].families or (NO_FAMILY,)
         metafunc.parametrize("family", families)
 
@@ -156,7 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     if not options.is_thorough:
         inapplicable |= {test for test in tests if test.get_closest_marker("thorough")}
-    inapplicable |= {test for test in tests if test.callspec.params.get("family") == NO_FAMILY}
+    inapplicable |= {test for test in tests if not _has_applicable_family(test)}
     not_requested = [
         test
         for test in tests
@@ -309,6 +311,16 @@ def _may_have_experts(layout: Layout) -> bool:
     experts.
     """
     return layout.has_experts or not layout.fields
+
+
+def _has_applicable_family(test: pytest.Function) -> bool:
+    """Return False for the placeholder, and for families without experts in layouts with some."""
+    family = test.callspec.params.get("family")
+    if family is None:
+        return True
+    if family == NO_FAMILY:
+        return False
+    return not _get_layout(test).has_experts or has_experts(FAMILIES[cast(str, family)])
 
 
 def _get_layout(test: pytest.Function) -> Layout:

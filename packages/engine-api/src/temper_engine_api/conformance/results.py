@@ -74,7 +74,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConformanceResult:
-    """Result of one test in one layout with one set of parameters."""
+    """Result of one test in one layout with given parameters."""
 
     test: str
     """Name of the test with its parameters."""
@@ -83,12 +83,12 @@ class ConformanceResult:
     layout: str
     outcome: Outcome
     detail: str = ""
-    """First line of the failure, or the reason of an expected failure."""
+    """First line of the failure message, or why the failure is expected."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ConformanceRun:
-    """Results of a run of the kit, filled while it runs."""
+    """Results of a kit run, filled as it runs."""
 
     engine: str
     """Entry point name or `module:Class`, as on the command line."""

@@ -3,8 +3,8 @@
 Config, tokenizer files if the model came with them, and safetensors on request. Safetensors are
 written tensor by tensor, because names, shapes and dtypes are known in advance.
 
-A safetensors file is the length of its header (8 bytes), a JSON header, and the data of the
-tensors. Source: https://github.com/huggingface/safetensors, README, "Format".
+A safetensors file is the header length (8 bytes), a JSON header, and the tensor data. Source:
+https://github.com/huggingface/safetensors, README, "Format".
 """
 
 import json
@@ -47,7 +47,7 @@ def write_model_config(
 
     Args:
         config: Config of the model.
-        directory: Directory of the engine's part of the checkpoint.
+        directory: Directory for the engine's part of the checkpoint.
         source: Directory from which the model was loaded; None for a model from scratch.
         dtype: Dtype of exported weights.
 
@@ -104,7 +104,7 @@ def write_weights(
     Args:
         stream: Full tensors.
         entries: Name, shape and dtype of the tensors in the stream, in order.
-        directory: Directory of the engine's part of the checkpoint.
+        directory: Directory for the engine's part of the checkpoint.
         is_writer: True if this rank writes.
         shard_bytes: Maximum size of a file, unless a single tensor is larger.
 

@@ -35,7 +35,7 @@ from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParame
 from temper_engine_fsdp.training.sharded_optimizer import ShardedOptimizer, StateTensor
 
 STATE_FOLDER = "dcp"
-"""Folder of the DCP files, relative to the engine's part of a checkpoint."""
+"""Folder with the DCP files, relative to the engine's part of a checkpoint."""
 RNG_FOLDER = "random"
 """Folder of the RNG states, one file per rank."""
 
@@ -71,7 +71,7 @@ def write_dcp(
     """Write tensors with DCP. Collective over the group, or over all ranks.
 
     Returns:
-        Relative paths of the files of this rank.
+        Relative paths of this rank's files.
 
     Raises:
         CheckpointError: If a rank could not write; includes the message of torch.
@@ -253,11 +253,11 @@ def write_checkpoint(
     Args:
         components: Components of the engine.
         config: Engine config.
-        directory: Directory of the engine's part of the checkpoint.
+        directory: Directory for the engine's part of the checkpoint.
         weights: Full tensors for safetensors; consumed only if those are configured.
 
     Returns:
-        Relative paths of the files of this rank.
+        Relative paths of this rank's files.
     """
     state_tensors = collect_state_tensors(
         components.checkpoint_parameters, components.buffers, components.optimizer
@@ -292,8 +292,8 @@ def stage_checkpoint(
         components: Components of the engine.
         config: Engine config.
         group: Process group of the background threads.
-        weights: Full tensors; consumed only to save safetensors of a merged adapter, the only case
-            in which a full model is copied.
+        weights: Full tensors; consumed only to save safetensors for a merged adapter, the only case
+            where a full model is copied.
 
     Returns:
         A function that writes the copy to a directory and returns the relative paths. Collective

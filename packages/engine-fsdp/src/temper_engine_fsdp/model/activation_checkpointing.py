@@ -20,13 +20,13 @@ _MATMULS = frozenset(
     {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 )
 _ATTENTION = ("scaled_dot_product", "varlen_attn", "flash_attention")
-"""Parts of the names of attention operators, which differ by device and torch version."""
+"""Name parts of attention operators; the names differ by device and torch version."""
 
 
 def checkpoint_layers(model: PreTrainedModel, *, config: FSDPConfig) -> None:
     """Recompute each decoder layer in the backward pass, as configured.
 
-    With `checkpointing_keeps_products`, keep the outputs of attention and of every second matmul.
+    With `checkpointing_keeps_products`, keep the outputs of attention and every second matmul.
     """
     # Reentrant checkpointing does not support selective contexts or saved-tensor hooks.
     options: dict[str, object] = {"use_reentrant": False}

@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts: loads of the experts, losses that balance them, and replay.
+"""MoE routers: loads of the experts, losses that balance them, and replay.
 
 Routers of transformers return (logits [T, E], gate weights [T, K], chosen experts [T, K]). Their
 forward is wrapped in place. The losses are attached to the gate weights: the forward pass is
@@ -28,7 +28,7 @@ RouterOutput = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLosses:
-    """Coefficients of the losses of all routers; see FSDPConfig."""
+    """Coefficients of the router losses; see FSDPConfig."""
 
     load_balancing: float = 0.0
     z: float = 0.0
@@ -52,7 +52,7 @@ class _MicroBatch:
     is_real: Tensor
     """[S] bool, False for dummies and padding."""
     gradient_factor: float | None
-    """Factor of the gradients of all losses; None in a pass that does not train."""
+    """Gradient factor for all losses; None in a pass that does not train."""
     choices: Tensor | None
     """[layers, S, K] experts of each token, see `routing_replay`; None leaves them to routers."""
     recorded: dict[int, Tensor] | None
@@ -67,12 +67,11 @@ class ExpertRouters:
     The losses do not depend on how a mini-batch is divided into micro-batches and ranks. Those of a
     sequence s are weighted by its fraction w_s of the trained tokens in the mini-batch:
 
-    Load balancing: sum_s w_s E sum_e f_se P_se, where f_se is the fraction of the choices of s that
-    are expert e, and P_se the mean over its tokens of the softmax of the router logits. Source:
-    Fedus et al. 2022, arXiv:2101.03961, equation 4, for each sequence as in DeepSeek-AI 2024,
-    arXiv:2412.19437, equation 17. Z-loss: sum_s w_s times the mean of the squared logsumexp of the
-    router logits of s. Source: Zoph et al. 2022, arXiv:2202.08906, equation 5. Losses of all layers
-    are added.
+    Load balancing: sum_s w_s E sum_e f_se P_se, where f_se is the fraction of s's choices that are
+    expert e, and P_se the mean softmax of the router logits over its tokens. Source: Fedus et al.
+    2022, arXiv:2101.03961, equation 4, for each sequence as in DeepSeek-AI 2024, arXiv:2412.19437,
+    equation 17. Z-loss: sum_s w_s times the mean squared logsumexp of s's router logits. Source:
+    Zoph et al. 2022, arXiv:2202.08906, equation 5. Losses of all layers are added.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class ExpertRouters:
         Args:
             batch: Micro-batch on the CPU.
             num_trained: Trained tokens of the mini-batch.
-            gradient_factor: Factor by which the objective is multiplied too; None in a pass that
+            gradient_factor: Factor that also multiplies the objective; None in a pass that
                 does not train, in which nothing is recorded.
             device: Device of the model.
             records_choices: Keep the choices for `pop_choices`.
@@ -188,7 +187,7 @@ class ExpertRouters:
         for name in sums:
             total = sums[name]
             if self._sequence_group is not None:
-                # Each rank of the group has the terms of its own tokens.
+                # Each rank in the group has the terms for its own tokens.
                 total = self._sequence_group.sum_outputs(total)
             metrics[name] = Metric(value=total / self.num_routers, reduction="sum")
         return metrics
@@ -223,7 +222,7 @@ class ExpertRouters:
                 gates = _attach(gates, loss * micro_batch.gradient_factor)
             return logits, gates, experts
 
-        # Loads and losses are kept outside of the graph of a compiled layer.
+        # Loads and losses are kept outside a compiled layer's graph.
         uncompiled: Callable[..., RouterOutput] = torch.compiler.disable(run)
         return uncompiled
 
@@ -254,7 +253,7 @@ class ExpertRouters:
     def _compute_loss(
         self, micro_batch: _MicroBatch, logits: Tensor, experts: Tensor, *, is_reported: bool
     ) -> Tensor:
-        """Return the sum of the losses of this rank's tokens, times their coefficients."""
+        """Return the sum of this rank's token losses, times their coefficients."""
         logits = logits.float()
         total = logits.new_zeros(())
         if self._losses.load_balancing:
@@ -303,9 +302,9 @@ def _attach(gates: Tensor, loss: Tensor) -> Tensor:
 
 
 def find_routers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the routers of a model in the order of its layers.
+    """Return a model's routers in layer order.
 
-    A router is a module `gate` or `router` with a weight of its own next to a module `experts`, of
+    A router is a module `gate` or `router` with its own weight next to a module `experts`, of
     a class that transformers names a router; other mixtures of experts have none.
     """
     return [

@@ -223,7 +223,7 @@ def _check_attention_interface(model: PreTrainedModel) -> None:
 
 
 def _check_packable(config: PretrainedConfig) -> None:
-    """Reject models in which a sequence depends on the other sequences of its pack."""
+    """Reject models where a sequence depends on other sequences in its pack."""
     ropes = {
         str(settings.get(key))
         for settings in _nested_mappings(config.to_dict())
@@ -289,12 +289,12 @@ def _nested_mappings(value: object) -> Iterator[Mapping[str, object]]:
 
 
 def is_value_head(name: str) -> bool:
-    """Return True for parameters of the head of a value or reward model."""
+    """Return True for a value or reward model's head parameters."""
     return name.startswith("score.")
 
 
 def is_lm_head(name: str) -> bool:
-    """Return True for parameters of the head of a language model."""
+    """Return True for a language model's head parameters."""
     return name.startswith("lm_head.")
 
 

@@ -109,8 +109,7 @@ def check_kernels(
         sizes: Row lengths for "norm" and "gate".
 
     Raises:
-        ConfigError: If the error of a kernel exceeds the limit, a multiple of the plain formula's
-            error.
+        ConfigError: If a kernel's error exceeds the limit, a multiple of the plain formula's error.
     """
     generator = torch.Generator().manual_seed(0)
     x, norm_grad = (torch.randn(_ROWS, sizes["norm"], generator=generator) for _ in range(2))

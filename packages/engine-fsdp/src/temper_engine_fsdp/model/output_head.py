@@ -1,4 +1,4 @@
-"""Output heads: log-probs of a language model, values and scores of a scalar head.
+"""Output heads: log-probs from a language model, values and scores from a scalar head.
 
 The output for token t is computed from the hidden state of token t - 1, so the first position of
 each sequence is 0.
@@ -132,7 +132,7 @@ class LanguageHead:
         )
         selected = hidden.index_select(0, positions - 1 - request.first_position)
         logprobs = compute_logprobs(
-            # The projection is linear: a factor of the logits is one of the hidden states.
+            # The projection is linear: a factor for the logits is also one for the hidden states.
             selected if self._scale == 1.0 else selected * self._scale,
             self._linear().weight,
             batch.tokens[positions],

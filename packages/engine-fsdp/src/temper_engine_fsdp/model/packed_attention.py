@@ -32,20 +32,20 @@ from temper_engine_fsdp.model.scored_attention import (
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, parallelize_attention
 
 CALL_COST = {"cpu": 2048, "cuda": 1 << 18}
-"""Cost of one more SDPA call, in pairs of attended positions.
+"""Cost of an additional SDPA call, in attended position pairs.
 
 Measured: a call takes about 0.2 ms on one CPU thread and 0.1 ms on CUDA.
 """
 
 
 SHAPES_PER_DOUBLING = 8
-"""Number of rounded lengths from one power of two to the next."""
+"""Number of rounded lengths per power of two."""
 MIN_LENGTH_STEP = 128
 """Rounded lengths are multiples of this."""
 CUDNN_MIN_LENGTH = 2048
 """Shortest bucket that runs on cuDNN rather than on FlashAttention 2.
 
-On an H200 in bf16 a causal sequence of 16,384 tokens takes half of the time on cuDNN, forward and
+On an H200 in bf16, cuDNN halves the time for a causal sequence with 16,384 tokens, forward and
 backward. Below this length attention is a small part of an update.
 """
 
@@ -64,7 +64,7 @@ class Bucket:
 
 
 class PackLayout:
-    """Positions of the sequences of one micro-batch, and their buckets.
+    """Sequence positions in one micro-batch, and their buckets.
 
     Not a dataclass: FSDP2 rebuilds dataclass arguments of a module's forward, which would lose
     state.
@@ -189,8 +189,8 @@ def unpad_output(rows: Tensor, layout: PackLayout) -> Tensor:
     return tokens
 
 
-# Autograd functions rather than a context around the attention: its backward pass runs between the
-# backward of _UnpadOutput and that of _PadInput, and needs the same matmul kernels.
+# Autograd functions rather than a context around the attention: its backward pass runs between
+# those of _UnpadOutput and _PadInput, and needs the same matmul kernels.
 class _PadInput(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -230,7 +230,7 @@ class _UnpadOutput(torch.autograd.Function):
 
 
 def round_length(length: int) -> int:
-    """Round a length up to one of eight between two powers of two, so that bucket shapes recur.
+    """Round a length up to one of eight values per power of two, so that bucket shapes recur.
 
     cuDNN plans its kernels again for every new shape, which takes 0.1 s on an H200. Padding to a
     rounded length adds at most an eighth, and nothing to a power of two.
@@ -242,7 +242,7 @@ def round_length(length: int) -> int:
 def _make_buckets(lengths: Sequence[int], *, call_cost: int) -> tuple[list[int], list[Bucket]]:
     """Group sequences into buckets of minimal total cost.
 
-    The cost of a bucket is `call_cost` plus, for each sequence, the square of the padded length.
+    A bucket costs `call_cost` plus the squared padded length for each sequence.
     Sequences are sorted by length, longest first, and split by dynamic programming.
 
     Returns:
@@ -490,8 +490,8 @@ def torch_varlen_forward(
     check_dropout("torch_varlen", dropout=dropout)
     # Rotary embeddings may leave query and key in float32; the kernel wants the compute dtype.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
-    # (left, right): -1 is unlimited, and 0 to the right makes it causal. The window of transformers
-    # includes the token itself, that of the kernel does not.
+    # (left, right): -1 is unlimited, and 0 to the right makes it causal. transformers' window
+    # includes the token itself, the kernel's does not.
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     starts, longest = packing.starts, packing.max_length
     is_grouped = q.shape[1] != k.shape[1]

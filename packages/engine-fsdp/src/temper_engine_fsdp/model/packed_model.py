@@ -28,7 +28,7 @@ from temper_engine_fsdp.model.packed_attention import PackLayout
 from temper_engine_fsdp.model.token_mixers import count_mixing_layers
 
 PREFIX = "hf."
-"""Prefix of our module in front of every Hugging Face parameter name."""
+"""Our module's prefix in front of every Hugging Face parameter name."""
 
 
 class PackedModel(nn.Module):
@@ -217,9 +217,9 @@ def build_head(
 
 
 def _read_logit_settings(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Return the factor of the logits and their limit after it, which is None without one.
+    """Return the logits' factor and the limit applied after it (None without one).
 
-    Models of transformers have one of these fields. Read as attributes, since some are properties
+    transformers models have one of these fields. Read as attributes, since some are properties
     computed from other fields.
     """
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)

@@ -1,8 +1,8 @@
 """Send tokens to given experts: replace the choice inside a router of transformers.
 
 A router chooses experts with `torch.topk` over scores [T, E], and computes gate weights from its
-logits at the chosen experts. Only the result of that call is replaced, so gate weights have the
-formula and the gradient of the router's family.
+logits at the chosen experts. Only that call's result is replaced, so gate weights keep the formula
+and gradient of the router's family.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -40,7 +40,7 @@ class ReplayedChoice(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Return the result of any torch function; of the choice of experts, the given one."""
+        """Return torch's own result, or the given experts for the call that chooses experts."""
         options = kwargs or {}
         result = func(*args, **options)
         if func not in (torch.topk, Tensor.topk):

@@ -1,6 +1,6 @@
 """Causal attention whose scores SDPA has no argument for: sinks and soft-capping.
 
-Both work on padded rows of equally long sequences, like one call of SDPA.
+Both work on padded rows of equally long sequences, like one SDPA call.
 """
 
 from functools import partial
@@ -11,18 +11,18 @@ from torch.nn.functional import dropout, pad
 from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK_SCORES = 1 << 26
-"""Number of scores per block of queries with soft-capping; bounds the memory."""
+"""Number of scores per query block with soft-capping; bounds the memory."""
 
 
 def add_sinks(
     query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Put a token in front of each sequence whose score is the sink of the head.
+    """Put a token in front of each sequence whose score is the head's sink.
 
     A sink takes part in the softmax of its head and adds nothing to the output
-    (https://arxiv.org/abs/2309.17453, and gpt-oss with a trained logit per head). As a token of its
-    own it needs no kernel: the value is zero, and one more dimension of the heads holds the score,
-    with 1 in all queries and the sink in the key. Causal attention lets every token see it.
+    (https://arxiv.org/abs/2309.17453, and gpt-oss with a trained logit per head). As a separate
+    token it needs no kernel: the value is zero, and one more dimension of the heads holds the
+    score, with 1 in all queries and the sink in the key. Causal attention lets every token see it.
 
     Args:
         query: [N, H, L, D].

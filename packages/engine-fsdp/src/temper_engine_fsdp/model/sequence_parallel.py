@@ -30,7 +30,7 @@ class SequenceGroup:
         self.rank = dist.get_rank(group)
 
     def num_padding(self, num_tokens: int) -> int:
-        """Return the number of tokens to add for slices of equal length."""
+        """Return the number of tokens to add for equally long slices."""
         return -num_tokens % self.size
 
     def slice_bounds(self, num_tokens: int) -> tuple[int, int]:

@@ -141,7 +141,7 @@ def use_meta_parameters() -> Iterator[None]:
 
 
 def find_model_files(spec: ModelSpec) -> dict[str, Path]:
-    """Return the safetensors file of every tensor of a model; empty if there are none."""
+    """Return the safetensors file for every tensor in a model; empty if there are none."""
     return {} if spec.path is None else find_weight_files(Path(spec.path))
 
 

@@ -1,9 +1,9 @@
 """Convolution and state-space layers over packs: each sequence starts with an empty state.
 
 Such a layer (linear attention, Mamba, short convolutions) carries a state along the tokens of a
-row. Here each sequence of a pack becomes a row of its own, padded on the right. That is exact,
+row. Here each sequence in a pack becomes its own row, padded on the right. That is exact,
 because these layers are causal: no real token sees the padding after it, and padding has no
-gradient. The layer itself is that of transformers, with the kernels that it selects.
+gradient. The layer itself is transformers' own, with the kernels that it selects.
 """
 
 import inspect
@@ -18,11 +18,11 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_fsdp.model.packed_attention import PackLayout
 
 ATTENTION_TYPES = frozenset(("full_attention", "sliding_attention"))
-"""Values of `layer_types` in which tokens only interact in the registered attention."""
+"""`layer_types` values for layers where tokens only interact in the registered attention."""
 MIXER_TYPES = frozenset(("linear_attention", "conv", "mamba", "mamba2", "hybrid"))
-"""Values of `layer_types` of layers with a state, with or without attention."""
+"""`layer_types` values for layers with a state, with or without attention."""
 TOKENWISE_TYPES = frozenset(("mlp", "moe"))
-"""Values of `layer_types` of layers that treat each token alone."""
+"""`layer_types` values for layers that process each token by itself."""
 
 
 def find_token_mixers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -42,7 +42,7 @@ def list_layer_types(config: PretrainedConfig) -> list[str] | None:
 
 
 def count_mixing_layers(config: PretrainedConfig) -> int:
-    """Return the number of layers in which tokens interact."""
+    """Return the number of layers where tokens interact."""
     kinds = list_layer_types(config)
     if kinds is None:
         return int(config.get_text_config(decoder=True).num_hidden_layers)

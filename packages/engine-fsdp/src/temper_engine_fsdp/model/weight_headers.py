@@ -16,7 +16,7 @@ from temper_engine_fsdp.model.streaming_load import find_model_files
 
 
 def check_weight_headers(hf: PreTrainedModel, *, spec: ModelSpec) -> None:
-    """Check that the weights of a directory have the names and shapes of the model.
+    """Check that a directory's weights have the model's names and shapes.
 
     Directories without safetensors files are not checked, because other formats have no header.
 

@@ -1,4 +1,4 @@
-"""Names of weights in Hugging Face files, and of adapters in PEFT files; joins tensors of files."""
+"""Weight names in Hugging Face files, and adapter names in PEFT files; joins tensors of files."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ def read_file_names(hf: PreTrainedModel, *, files: Collection[str] = ()) -> File
 
     Args:
         hf: The model, which may be on the meta device.
-        files: Names of the tensors in the files of the model.
+        files: Tensor names in the model's files.
     """
     return find_file_names(
         {name: tensor.shape for name, tensor in hf.state_dict().items()},

@@ -1,6 +1,6 @@
 """Publish what each rank is doing, and explain a collective that times out.
 
-Each rank writes the name and start time of its current stage to the store of the process group.
+Each rank writes its current stage's name and start time to the process group's store.
 When a collective times out, the error lists the stages of the other ranks. Gloo raises in the
 waiting rank. NCCL aborts the process from its own watchdog thread, so on CUDA a thread of ours logs
 the same message shortly before. On CUDA the host runs ahead of the device: a stage ends when the
@@ -195,8 +195,8 @@ class CollectiveTracer:
 def find_unfinished_collective() -> str:
     """Return the oldest unfinished collective in torch's flight recorder, or "a collective".
 
-    The recorder keeps the newest 2,000 entries; TORCH_FR_BUFFER_SIZE changes that. NCCL has a
-    recorder of its own.
+    The recorder keeps the newest 2,000 entries; TORCH_FR_BUFFER_SIZE changes that. NCCL has its own
+    recorder.
     """
     # Newer torch versions record NCCL separately; the generic dump covers gloo and older versions.
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json")  # noqa: B009  (no stubs)

@@ -92,8 +92,8 @@ def fork_rng(seed: int) -> Iterator[None]:
     """Seed the CPU generator inside the context and restore its state afterwards.
 
     Models are initialized on the CPU, so only that generator is forked. `torch.manual_seed` would
-    seed every GPU as well, and saving the states of the GPUs allocates memory on each of them,
-    including those of other ranks.
+    seed every GPU as well, and saving GPU states allocates memory on each GPU, including those used
+    by other ranks.
     """
     with torch.random.fork_rng(devices=[]):
         restart_rng(seed)
@@ -101,5 +101,5 @@ def fork_rng(seed: int) -> Iterator[None]:
 
 
 def restart_rng(seed: int) -> None:
-    """Reset the CPU generator to the first number of a seed; use inside `fork_rng`."""
+    """Reset the CPU generator to a seed's first number; use inside `fork_rng`."""
     torch.default_generator.manual_seed(seed)

@@ -1,7 +1,7 @@
 """Measure throughput, memory and profiles.
 
 FLOPs are counted as 6 per matmul weight and token (including the output head, excluding the
-embedding lookup), plus 6 * s^2 * heads * head_dim per layer for a sequence of s tokens, half of
+embedding lookup), plus 6 * s^2 * heads * head_dim per layer for a sequence with s tokens, half of
 unmasked attention. Frozen weights count 4, since they need no weight gradient. Recomputation is not
 counted, and sliding windows are counted as full attention.
 """

@@ -25,23 +25,23 @@ from temper_engine_fsdp.sharding.sharded_parameter import distribute_rows
 NAME = "temper_expert_parallel"
 """Name under which transformers' modules of experts find `compute_experts`."""
 _DIVISION = "_temper_division"
-"""Attribute of a module of experts with its `Division`."""
+"""Attribute on an expert module with its `Division`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Ranks that share the experts of a model, and how each of them computes its own."""
+    """Ranks that divide a model's experts, and how each rank computes its own."""
 
     group: ProcessGroup
     """Ranks that have different experts."""
     compute: torch.dtype
-    """Dtype in which experts compute."""
+    """Compute dtype for the experts."""
     local_function: str
-    """Name of transformers' function that computes the experts of one rank."""
+    """Name of transformers' function that computes one rank's experts."""
 
 
 class ExpertDivider:
-    """Divides the experts of a model over the ranks of a mesh with one axis.
+    """Divides a model's experts across the ranks in a mesh with one axis.
 
     Raises:
         CapabilityError: If the model computes its experts in its own way.
@@ -166,7 +166,7 @@ class _ExchangePlan:
 
 
 def _plan_exchange(experts: Tensor, num_experts: int, group: ProcessGroup) -> _ExchangePlan:
-    """Exchange the numbers of rows per expert, from the experts [T K] of this rank's rows."""
+    """Exchange row counts per expert, given the experts [T K] for this rank's rows."""
     num_local = num_experts // group.size()
     counts = torch.bincount(experts, minlength=num_experts)
     received = torch.empty_like(counts)
@@ -222,7 +222,7 @@ class _LocalExperts:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; the backward pass sends the gradients back."""
+    """All-to-all for rows; the backward pass sends the gradients back."""
 
     @staticmethod
     def forward(

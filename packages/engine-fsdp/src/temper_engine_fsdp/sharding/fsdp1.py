@@ -42,7 +42,7 @@ class _EmptyRoot(nn.Module):
 
 
 class FSDP1Module:
-    """See ShardedModule. Each decoder layer is one FSDP unit, the rest of the model another."""
+    """See ShardedModule. Each decoder layer is one FSDP unit, everything else another."""
 
     def __init__(
         self, model: PackedModel, *, config: FSDPConfig, mesh: DeviceMesh, host_mesh: DeviceMesh
@@ -60,7 +60,7 @@ class FSDP1Module:
         )
         self.root: nn.Module = self._root
         # FSDP1 accumulates local gradients in the compute dtype, where sums over many micro-batches
-        # lose digits; torch 2.13 also fails to restore those of tied parameters. So with a 16-bit
+        # lose digits; torch 2.13 also fails to restore them for tied parameters. So with a 16-bit
         # compute dtype every micro-batch reduces, in the reduce dtype.
         self._always_reduces = config.precision.compute != config.precision.parameters
         # FSDP1 averages gradients over all ranks, but the denominator of our loss already counts
@@ -187,7 +187,7 @@ def _make_wrapper(
                 mixed_precision=mixed_precision,
                 device_id=device,
                 forward_prefetch=config.forward_prefetch > 0,
-                # Keeps parameters apart, so that some of them can be frozen for LoRA.
+                # Keeps parameters separate, so that some can be frozen for LoRA.
                 use_orig_params=True,
             )
 

@@ -73,7 +73,7 @@ def shard_model(
 
     Raises:
         ConfigError: If a class in wrap_modules does not occur, or reshard_after_forward does not
-            divide the number of shards.
+            divide the shard count.
     """
     # Checkpoint and compile before FSDP wraps the layers, so that both are inside the hooks of
     # FSDP.

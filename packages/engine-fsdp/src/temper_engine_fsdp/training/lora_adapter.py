@@ -1,6 +1,6 @@
 """LoRA adapters through peft: attach, disable, merge, export and load.
 
-The only module that imports peft. Elsewhere, adapter tensors have the names of an
+The only module that imports peft. Elsewhere, adapter tensors are named as in
 `adapter_model.safetensors`.
 """
 
@@ -33,7 +33,7 @@ from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameters
 _ADAPTER = "default"
 """Name that peft gives to a single adapter."""
 _EXPERT_TENSORS = ("gate_up_proj", "down_proj")
-"""Tensors [experts, rows, columns] in which transformers joins the experts of a layer."""
+"""Tensors [experts, rows, columns] that transformers joins a layer's experts into."""
 
 
 class LoraAdapter:
@@ -272,7 +272,7 @@ def _initialize(hf_model: nn.Module, *, seed: int) -> None:
 
 
 def _sort_like_peft(hf_model: nn.Module) -> Iterator[LoraLinear | ParamWrapper]:
-    """Yield layers in the order in which peft initializes them.
+    """Yield layers in peft's initialization order.
 
     Linear layers come first, then expert tensors. Wrappers around the same module are yielded
     from the innermost to the outermost.

@@ -193,7 +193,8 @@ class MicroBatchRunner:
             with torch.set_grad_enabled(trains), _pause_garbage_collection():
                 yield
         except BaseException:
-            # Gradients stay, because those of earlier calls are still needed after a forward call.
+            # Gradients stay, because earlier calls' gradients are still needed after a forward
+            # call.
             self._sharded.reset()
             if self._routers is not None:
                 self._routers.discard()
@@ -210,8 +211,8 @@ def _pause_garbage_collection() -> Iterator[None]:
 
     Reference counting still frees objects as usual.
     """
-    # A collection in the middle of a pass delays kernel launches by tens of milliseconds, on one
-    # rank at a time.
+    # A collection during a pass delays kernel launches by tens of milliseconds, on one rank at a
+    # time.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

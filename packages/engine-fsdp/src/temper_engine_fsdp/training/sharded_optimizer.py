@@ -25,10 +25,10 @@ GradientShards = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamState:
-    """AdamW state of one parameter shard, float32, on the device of the update."""
+    """AdamW state for one parameter shard, float32, on the device that runs the update."""
 
     first: Tensor
-    """Exponential average of the gradient, in the shape of the shard."""
+    """Exponential average of the gradient, in the shard's shape."""
     second: Tensor
     """Exponential average of the squared gradient."""
     count: Tensor
@@ -285,7 +285,7 @@ class ShardedAdamW(ShardedOptimizer):
                 )
                 continue
 
-            # The defaults bind the values of this iteration; a closure would see the last ones.
+            # The defaults bind this iteration's values; a closure would see the last ones.
             def update(
                 i: int,
                 weight: Tensor,
@@ -387,7 +387,7 @@ def update_on_cpu(
 ) -> None:
     """Run `update(i, weight, gradient)` on float32 host copies of CUDA tensors.
 
-    The copies of later weights overlap with the updates of earlier ones.
+    Copying later weights overlaps with updating earlier ones.
 
     Args:
         weights: CUDA tensors; they have the result once the current stream has reached this point.

@@ -37,7 +37,7 @@ ELEMENTWISE = frozenset(
         "SGD",
     }
 )
-"""Classes of torch.optim that give the same update on a slice of a flat parameter."""
+"""torch.optim classes that give the same update on a slice of a flat parameter."""
 ALTERNATIVES = (
     "Torch's elementwise optimizers, such as torch.optim.NAdam or torch.optim.Adagrad, train "
     "sharded parameters."

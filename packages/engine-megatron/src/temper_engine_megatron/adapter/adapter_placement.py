@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.file_names import FileNames
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.adapter.adapter_plan import AdapterPlan
 from temper_engine_megatron.adapter.expert_adapters import attach_to_experts
@@ -37,7 +38,7 @@ from temper_engine_megatron.runtime.process_groups import Membership
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedHead:
-    """Parameters of the output layer that are trained in place of the base model's."""
+    """Output layer parameters trained in place of the base model's."""
 
     weight: nn.Parameter
     """Same shape as the base weight."""
@@ -53,6 +54,8 @@ class AdapterPlacement:
     plan: AdapterPlan
     translation: BridgeTranslation
     """Maps names between Megatron and Hugging Face."""
+    file_names: FileNames
+    """Names in files of the tensors in memory."""
     context: LayerContext
     linear_adapters: dict[str, LinearAdapter] = field(default_factory=dict)
     """Adapters by Hugging Face module; filled by `attach`."""
@@ -65,7 +68,7 @@ class AdapterPlacement:
         Raises:
             ConfigError: If no parameter of the chunk would be trained.
         """
-        # Freeze first: the parameters of the adapter, which are attached below, stay trainable.
+        # Freeze first: adapter parameters, attached below, stay trainable.
         chunk.requires_grad_(False)
         chunk.inputs_require_grad = True
         for layer in chunk.decoder.layers:
@@ -109,7 +112,11 @@ class AdapterPlacement:
                 }
         if self.plan.expert_targets:
             expert_targets = self.plan.select_expert_targets(
-                hf_experts_module(number, find_mapping=self.translation.find_mapping)
+                hf_experts_module(
+                    number,
+                    find_mapping=self.translation.find_mapping,
+                    file_names=self.file_names,
+                )
             )
             if expert_targets:
                 attach_to_experts(
@@ -149,6 +156,7 @@ def plan_placement(
     *,
     hf_config: PretrainedConfig,
     translation: BridgeTranslation,
+    file_names: FileNames,
     membership: Membership,
 ) -> AdapterPlacement:
     """Decide what is adapted, before the model is built.
@@ -204,6 +212,7 @@ def plan_placement(
     return AdapterPlacement(
         plan=plan,
         translation=translation,
+        file_names=file_names,
         context=_build_layer_context(config, membership=membership, model=config.model),
     )
 

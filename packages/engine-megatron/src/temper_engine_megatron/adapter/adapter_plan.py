@@ -37,9 +37,9 @@ _UNSUPPORTED_FIELDS = (
 )
 """Fields of PEFT's config that change the computation and are not implemented here."""
 _EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
-"""Names of expert matrices in files. transformers stacks the matrices of all experts of a layer."""
+"""Names of expert matrices in files. transformers stacks a layer's expert matrices."""
 _PRIVATE_ADAPTER_FILES = ("adapter_checkpoint", "mp_rank_*_adapter.pt", "dist_ckpt")
-"""Files of adapter directories in the private layouts of other systems."""
+"""Adapter files in other systems' private layouts."""
 
 
 class AdapterPlan:
@@ -116,7 +116,7 @@ class AdapterPlan:
         return targets
 
     def _trains_head(self, modules: tuple[str, ...]) -> bool:
-        # PEFT adds all names of heads that it knows to modules_to_save, so a name that the model
+        # PEFT adds all head names that it knows to modules_to_save, so a name that the model
         # does not have is an error only if the user gave it.
         requested = set(self.config.modules_to_save or ())
         matched = {
@@ -141,7 +141,7 @@ class AdapterPlan:
         return tuple(name.rpartition(".")[2] for name in modules if name in self.targets)
 
     def select_expert_targets(self, module: str) -> tuple[str, ...]:
-        """Return the last parts of the adapted tensors of one module with experts."""
+        """Return the last name parts of the adapted tensors in a module with experts."""
         return tuple(
             name.rpartition(".")[2]
             for name in self.expert_targets
@@ -173,7 +173,7 @@ class AdapterPlan:
         with torch.random.fork_rng(devices=[]):
             # Seed only the CPU generator, because torch.manual_seed would also seed every GPU.
             torch.default_generator.manual_seed(self._seed)
-            # Draw in the order in which peft initializes them: linear layers first, then experts.
+            # Draw in peft's initialization order: linear layers first, then experts.
             for prefix in (
                 *(PEFT_PREFIX + module for module in self.targets),
                 *map(self.peft_prefix, self.expert_targets),
@@ -291,7 +291,7 @@ def _match_expert_tensors(config: LoraConfig, expert_tensors: tuple[str, ...]) -
 
 
 def _short_tensor_names(expert_tensors: tuple[str, ...]) -> list[str]:
-    """Return the ends of tensor names, which are the same in all layers."""
+    """Return the ends of tensor names; they are the same in all layers."""
     return sorted({".".join(name.split(".")[-3:]) for name in expert_tensors})
 
 

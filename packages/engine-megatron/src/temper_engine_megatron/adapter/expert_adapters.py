@@ -1,4 +1,4 @@
-"""LoRA for experts: y + s B_e A_e x for the tokens x of expert e, for both matrices of an expert.
+"""LoRA for experts: y + s B_e A_e x for expert e's tokens x, for both matrices of an expert.
 
 The experts of a rank share two parameters, [E, r, in] and [E, out, r]. PEFT stores A as [r E, in],
 expert after expert, and B as [out, r E] with the experts interleaved. Ranks with different experts
@@ -21,7 +21,7 @@ from temper_engine_megatron.bridge_compat import MappingKind
 from temper_engine_megatron.huggingface.weight_names import ADAPTER_MODULE, EXPERT_LINEARS
 
 Output = tuple[Tensor, Tensor | None]
-"""Output of one of Megatron's linear layers, with a bias or None."""
+"""Output of a Megatron linear layer, with a bias or None."""
 
 
 class ExpertLoraPairs(nn.Module):
@@ -57,7 +57,7 @@ class ExpertLoraPairs(nn.Module):
         """Return (A, B) per expert for one pass.
 
         Ranks with shards of the same matrices process the same tokens, and each has one term of the
-        gradient of the replicated parameter; the backward pass sums them.
+        replicated parameter's gradient; the backward pass sums them.
         """
         a, b = (self._sum_gradient(parameter).unbind() for parameter in (self.lora_A, self.lora_B))
         return list(zip(a, b, strict=True))
@@ -70,7 +70,7 @@ class ExpertLoraPairs(nn.Module):
 
 
 class ExpertsAdapter(nn.Module):
-    """Adds the low-rank updates to the experts of one layer, as hooks of their linear layers."""
+    """Adds the low-rank updates to one layer's experts, as hooks on their linear layers."""
 
     def __init__(self, *, settings: LoraSettings, context: LayerContext) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def join_expert_shards(shards: Sequence[Tensor], *, kind: MappingKind) -> Tensor
     if kind == "experts_a":
         return torch.cat([*shards], dim=2).flatten(0, 1)
     if kind == "gated_experts_b":
-        # Each shard has rows of the gate above rows of the up-projection.
+        # Each shard has gate rows above up-projection rows.
         shards = [
             half
             for halves in zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)

@@ -30,7 +30,7 @@ class AdapterSwitch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Settings of all layers of an adapter."""
+    """Settings shared by all layers of an adapter."""
 
     rank: int
     scale: float
@@ -43,7 +43,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """Process groups and random generators of the layers of one rank."""
+    """Process groups and random generators for the layers on one rank."""
 
     tp: dist.ProcessGroup
     """Ranks with shards of the same matrices."""
@@ -69,7 +69,7 @@ class LinearLayer:
     output_indices: Mapping[str, Tensor]
     """Indices into this rank's output, by the last part of the Hugging Face module's name.
 
-    They are in the order of the rows of that module's weight."""
+    They are ordered like the rows of that module's weight."""
 
     @property
     def weight(self) -> Tensor:
@@ -90,7 +90,7 @@ class LinearLayer:
 
 
 class LoraPair(nn.Module):
-    """This rank's shards of A, B and (with DoRA) row norms of one Hugging Face module."""
+    """This rank's shards of A, B and (with DoRA) row norms for one Hugging Face module."""
 
     def __init__(
         self,
@@ -186,7 +186,8 @@ class LinearAdapter(nn.Module):
         """Exchange A x between tensor-parallel ranks, as Megatron does around its matrices.
 
         A row-parallel layer has a slice of x on each rank, so the result is summed over ranks. A
-        column-parallel layer needs all of A x on every rank, and sums its gradient over ranks.
+        column-parallel layer needs the complete A x on every rank, and sums its gradient across
+        ranks.
         """
         tp = self._context.tp
         if tp.size() == 1:
@@ -219,7 +220,7 @@ class LinearAdapter(nn.Module):
 
     @torch.no_grad()
     def row_norms(self, name: str) -> Tensor:
-        """Return the [rows] float32 norms of the rows of W + s B A.
+        """Return the [rows] float32 row norms of W + s B A.
 
         The norm has no gradient, as in equation 11 of DoRA (arXiv:2402.09353). Collective if x is
         split.

@@ -33,7 +33,7 @@ def import_bridge() -> Any:
     if versions.router_needs_transformer_engine:
         from megatron.core.transformer.moe import moe_utils
 
-        # The router uses this name, which is defined only if TransformerEngine is installed.
+        # The router uses this name, but it is only defined when TransformerEngine is installed.
         vars(moe_utils).setdefault("te_general_gemm", None)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     return megatron.bridge

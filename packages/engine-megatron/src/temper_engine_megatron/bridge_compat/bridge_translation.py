@@ -14,7 +14,7 @@ from temper_engine_api.errors import CapabilityError
 from temper_engine_megatron.bridge_compat.bridge_import import import_bridge
 from temper_engine_megatron.bridge_compat.supported_versions import find_installed_pair
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
+SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "mixtral", "llama", "mistral")
 """Model types whose log-probs and gradients are tested against transformers.
 
 The bridge translates more, but with model classes that do what this engine would leave out, such as
@@ -35,7 +35,6 @@ MISSING_COMPONENTS: Mapping[str, str] = {
     "qwen3_5_text": f"{_HYBRID}, and a translation by Megatron-Bridge",
     "qwen3_5_moe_text": f"{_HYBRID}, shared experts and a translation by Megatron-Bridge",
     "nemotron_h": "Mamba layers over packed sequences, for which Megatron-Core needs mamba-ssm",
-    "mixtral": "a translation to the layers and names of Megatron",
     "cohere": "LayerNorm, attention parallel to the MLP, and a factor of the logits",
 }
 """Components that this engine lacks for families that the FSDP engine supports, by model type."""
@@ -45,10 +44,10 @@ MappingKind = Literal["plain", "qkv", "gated", "experts_a", "experts_b", "gated_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMapping:
-    """Hugging Face weights that one of Megatron's parameters consists of."""
+    """Hugging Face weights that one Megatron parameter consists of."""
 
     kind: MappingKind
-    """Way in which they are combined.
+    """The way they are combined.
 
     - plain: a single tensor.
     - qkv: query, key and value, interleaved by group of heads.
@@ -71,6 +70,8 @@ class BridgeTranslation:
         """
         bridge = import_bridge()
         causal_lm_config = _to_causal_lm_config(hf_config)
+        if causal_lm_config.architectures[0] not in bridge.AutoBridge.list_supported_models():
+            _register_own_bridges()
         auto_bridge = bridge.AutoBridge.from_hf_config(causal_lm_config)
         self.transformer_config: Any = auto_bridge.to_megatron_provider(load_weights=False)
         """Megatron's transformer config; the caller adds the settings of the run."""
@@ -112,7 +113,7 @@ class BridgeTranslation:
         return joined
 
     def split_qkv(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return query, key and value of a full interleaved tensor; inverse of `join_qkv`."""
+        """Return query, key and value from a full interleaved tensor; inverse of `join_qkv`."""
         mapping = _import_param_mapping()
         split = mapping.split_qkv_weights if tensor.ndim > 1 else mapping.split_qkv_biases
         return tuple(split(self.transformer_config, tensor))
@@ -139,6 +140,11 @@ def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
     if find_installed_pair().ignores_rope_parameters and "rope_theta" in rope:
         causal_lm_config.rope_theta = rope["rope_theta"]
     return causal_lm_config
+
+
+def _register_own_bridges() -> None:
+    # Importing registers it. Done here, because the module needs Megatron-Bridge.
+    import temper_engine_megatron.bridge_compat.mixtral_bridge  # noqa: F401
 
 
 def _import_model_bridge() -> Any:

@@ -18,7 +18,7 @@ NO_VERSION = "without a version"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPair:
-    """Versions of megatron-core and of megatron-bridge that work together."""
+    """Versions of megatron-core and megatron-bridge that work together."""
 
     core: SpecifierSet
     """Supported versions of megatron-core."""
@@ -27,11 +27,11 @@ class VersionPair:
     tested: Mapping[str, str] = field(hash=False)
     """Tested version by distribution."""
     python: SpecifierSet
-    """Python versions for which pip installs both."""
+    """Python versions that pip installs both for."""
     unused_package_importers: Mapping[str, str] = field(hash=False)
     """Modules that import a package which this engine never needs, by package.
 
-    The value is a prefix of the names of the importing modules. `bridge_import` stubs the package
+    The value is a name prefix of the importing modules. `bridge_import` stubs the package
     while they are imported."""
     ignores_rope_parameters: bool
     """True if the bridge reads `rope_theta` (transformers 4), but not `rope_parameters` (5).
@@ -120,7 +120,7 @@ def replace_experts(layer_spec: Any, experts: type) -> None:
 
 
 def _closest_pair(*, core: str | None, bridge: str | None) -> VersionPair:
-    """Return the supported pair for which the user has to install the fewest packages.
+    """Return the supported pair that needs the fewest packages to be installed.
 
     That is the pair that matches the installed core, else the installed bridge, else the newest
     pair for this Python.

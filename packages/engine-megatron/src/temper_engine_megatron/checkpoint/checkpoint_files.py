@@ -1,4 +1,4 @@
-"""Files of the engine's part of a checkpoint.
+"""Files in the engine's part of a checkpoint.
 
 The training state is stored as full tensors under Hugging Face names in safetensors files, so any
 layout can load it; each rank writes the tensors assigned to it. Release 0.1 wrote all of them from
@@ -33,6 +33,7 @@ from temper_engine_api.checkpoint.saved_state import (
     open_dcp_state,
 )
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
+from temper_engine_api.file_names import FileNames
 from temper_engine_api.weights import NamedWeight, TrainingState
 from temper_engine_megatron.huggingface.weight_names import (
     map_to_saved_names,
@@ -41,10 +42,10 @@ from temper_engine_megatron.huggingface.weight_names import (
 from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 
 FILE_BYTES = 2 << 30
-"""Approximate size of a file of the training state."""
+"""Approximate size of a training state file."""
 RNG_FOLDER, ADAPTER_FOLDER = "random", "adapter"
 _MEGATRON_PREFIX = "megatron."
-"""Prefix of the names of Megatron's RNG states."""
+"""Name prefix of Megatron's RNG states."""
 FileTensors = dict[str, Tensor]
 """Tensors of one parameter, by name in the file."""
 
@@ -139,7 +140,7 @@ def _open_state_files(directory: str) -> SavedState:
     )
 
 
-def select_saved(saved: SavedState, names: Collection[str]) -> SavedState:
+def select_saved(saved: SavedState, names: Collection[str], *, file_names: FileNames) -> SavedState:
     """Select weights by their names in Hugging Face files.
 
     `has_moments` is computed again, for the selected weights only: a checkpoint that contains an
@@ -155,14 +156,14 @@ def select_saved(saved: SavedState, names: Collection[str]) -> SavedState:
         stored = set(
             SafeDcpReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata
         )
-    saved_name_of = map_to_saved_names(saved)
+    saved_name_of = map_to_saved_names(saved, file_names)
     saved_names = dict.fromkeys(saved_name_of[name] for name in names)
     selected = replace(
         saved,
         weights={name: saved.weights[name] for name in saved_names},
         has_moments=_have_moments(saved_names, stored),
     )
-    split_saved, requested = split_saved_experts(selected), frozenset(names)
+    split_saved, requested = split_saved_experts(selected, file_names), frozenset(names)
     # A saved tensor can contain all experts of a layer. Its split also yields those that were not
     # requested.
     return replace(

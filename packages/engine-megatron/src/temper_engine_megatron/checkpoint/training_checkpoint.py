@@ -22,7 +22,7 @@ AdapterContent = tuple[Mapping[str, object], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SmallFiles:
-    """Contents of the files of one rank other than the training state."""
+    """Contents of one rank's files other than the training state."""
 
     rank: int
     rng_states: Mapping[str, Tensor]
@@ -79,7 +79,7 @@ def _write(state: Iterable[FileTensors], small_files: _SmallFiles, *, directory:
 
 
 def _iterate_state(components: EngineComponents) -> Iterator[FileTensors]:
-    """Yield copies of what this rank saves of the training state. Collective.
+    """Yield copies of the training state that this rank saves. Collective.
 
     Includes the base weights of an adapter if they differ from the model's files.
     """
@@ -107,7 +107,8 @@ def load_training_state(components: EngineComponents, *, directory: str) -> None
         CheckpointError: If another configuration made the checkpoint; nothing is loaded then.
     """
     saved = checkpoint_files.open_saved_state(directory)
-    split_saved = split_saved_experts(saved)
+    file_names = components.file_names
+    split_saved = split_saved_experts(saved, file_names)
     base, trainable = components.base_state, components.trainable_state
     expected = trainable.list_weight_entries()
     loads_base = False
@@ -120,9 +121,11 @@ def load_training_state(components: EngineComponents, *, directory: str) -> None
     check_saved_entries(expected, split_saved.entries(), directory=directory)
     if loads_base:
         base.load_local_weights(
-            checkpoint_files.select_saved(saved, base.local_names()).iterate_weights()
+            checkpoint_files.select_saved(
+                saved, base.local_names(), file_names=file_names
+            ).iterate_weights()
         )
-    local = checkpoint_files.select_saved(saved, trainable.local_names())
+    local = checkpoint_files.select_saved(saved, trainable.local_names(), file_names=file_names)
     if components.optimizer is None:
         trainable.load_local_weights(local.iterate_weights())
     else:

@@ -17,12 +17,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     PretrainedConfig,
+    PreTrainedModel,
 )
 
 from temper_engine_api.errors import ConfigError, WeightError
+from temper_engine_api.file_names import FileNames, find_file_names
 from temper_engine_api.settings_check import check_head_counts, check_num_layers
 from temper_engine_api.specs import ModelSpec
-from temper_engine_api.weights import split_experts
 
 SCALAR_HEAD_PREFIX = "score."
 
@@ -89,22 +90,54 @@ def list_weight_modules(spec: ModelSpec, hf_config: PretrainedConfig) -> tuple[s
 
     Builds the model on the meta device, which allocates no memory.
     """
-    model_config = copy.deepcopy(hf_config)
-    auto_class = AutoModelForCausalLM
-    if spec.model_type != "language_model":
-        auto_class, model_config.num_labels = AutoModelForTokenClassification, 1
-    with torch.device("meta"):
-        model = auto_class.from_config(model_config)
     return tuple(
         name
-        for name, module in model.named_modules()
+        for name, module in _build_on_meta(spec, hf_config).named_modules()
         if next(module.parameters(recurse=False), None) is not None
     )
 
 
+def read_file_names(spec: ModelSpec, hf_config: PretrainedConfig) -> FileNames:
+    """Find out how transformers saves the tensors of the model; see `find_file_names`."""
+    model = _build_on_meta(spec, hf_config)
+    return find_file_names(
+        {name: tensor.shape for name, tensor in model.state_dict().items()},
+        model_type=hf_config.model_type,
+        revert=lambda tensors: _revert_conversions(model, tensors),
+    )
+
+
+def _build_on_meta(spec: ModelSpec, hf_config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return _build_model(spec, hf_config)
+
+
+def _build_model(spec: ModelSpec, hf_config: PretrainedConfig) -> PreTrainedModel:
+    # Building a model changes its config.
+    model_config = copy.deepcopy(hf_config)
+    auto_class = AutoModelForCausalLM
+    if spec.model_type != "language_model":
+        auto_class, model_config.num_labels = AutoModelForTokenClassification, 1
+    model: PreTrainedModel = auto_class.from_config(model_config, dtype=torch.float32)
+    return model
+
+
+def _revert_conversions(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert tensors from their form in memory to that in files."""
+    # Imported here, because it is not part of transformers' documented interface.
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return reverted
+
+
 @contextmanager
 def open_initial_weights(
-    spec: ModelSpec, hf_config: PretrainedConfig, *, names: Collection[str]
+    spec: ModelSpec,
+    hf_config: PretrainedConfig,
+    *,
+    names: Collection[str],
+    file_names: FileNames,
 ) -> Iterator[TensorReader]:
     """Open the initial weights: those in the model's files, or new ones.
 
@@ -114,12 +147,13 @@ def open_initial_weights(
         spec: The model.
         hf_config: Its config.
         names: Names of all weights of the model.
+        file_names: Names in files of the tensors in memory.
 
     Raises:
         WeightError: If other names are missing in the files, or unexpected.
     """
     if spec.path is None:
-        new_weights = _initialize_weights(spec, hf_config)
+        new_weights = _initialize_weights(spec, hf_config, file_names=file_names)
         yield new_weights.__getitem__
         return
     files = _find_files(Path(spec.path))
@@ -159,19 +193,18 @@ def _find_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _initialize_weights(spec: ModelSpec, hf_config: PretrainedConfig) -> dict[str, Tensor]:
+def _initialize_weights(
+    spec: ModelSpec, hf_config: PretrainedConfig, *, file_names: FileNames
+) -> dict[str, Tensor]:
     """Return the weights that transformers initializes; they depend on the seed alone."""
-    auto_class = AutoModelForCausalLM
-    if spec.model_type != "language_model":
-        auto_class, hf_config.num_labels = AutoModelForTokenClassification, 1
     with torch.random.fork_rng(devices=[]):
         # Seed only the CPU generator: torch.manual_seed would also seed every GPU.
         torch.default_generator.manual_seed(spec.seed)
-        model = auto_class.from_config(hf_config, dtype=torch.float32)
+        model = _build_model(spec, hf_config)
     return dict(
         file_tensor
         for name, tensor in model.state_dict().items()
-        for file_tensor in split_experts(name, tensor)
+        for file_tensor in file_names.split(name, tensor)
     )
 
 

@@ -1,7 +1,7 @@
 """Weight names: experts as in Hugging Face files, and adapters as in PEFT files.
 
 Checkpoints of FSDPEngine have joined experts, as transformers has them in memory. In Megatron's
-model the parameters of an adapter are in a submodule of the layer that they adapt.
+model, adapter parameters are in a submodule of the layer that they adapt.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from temper_engine_api.adapter_checks import PEFT_PREFIX
 from temper_engine_api.checkpoint.saved_state import COUNT, SavedState
-from temper_engine_api.weights import JOINED_EXPERTS, list_file_shapes, split_experts
+from temper_engine_api.file_names import FileNames
 from temper_engine_megatron.bridge_compat import MappingKind, WeightMapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSlice:
-    """Location of a file's expert tensor in the joined tensor of its layer."""
+    """Location of a file's expert tensor in its layer's joined tensor."""
 
     joined: str
     """Name of the joined tensor."""
@@ -28,48 +28,43 @@ class ExpertSlice:
     num_matrices: int
 
 
-def find_expert_slice(name: str) -> ExpertSlice | None:
+def find_expert_slice(name: str, file_names: FileNames) -> ExpertSlice | None:
     """Find the place of an expert's tensor in memory from its name in files.
 
     Returns:
         None if the tensor does not belong to an expert.
-
-    Example:
-        >>> find_expert_slice("model.layers.0.mlp.experts.3.up_proj.weight").joined
-        'model.layers.0.mlp.experts.gate_up_proj'
     """
-    layer, _, rest = name.partition(".experts.")
-    number, _, matrix = rest.removesuffix(".weight").partition(".")
-    for joined, matrices in JOINED_EXPERTS.items():
-        if number.isdecimal() and matrix in matrices:
-            return ExpertSlice(
-                joined=f"{layer}.experts.{joined}",
-                expert=int(number),
-                index=matrices.index(matrix),
-                num_matrices=len(matrices),
-            )
-    return None
+    owner = file_names.find_owner(name)
+    if owner is None or owner[1].expert is None:
+        return None
+    joined, part = owner
+    assert part.expert is not None
+    return ExpertSlice(
+        joined=joined, expert=part.expert, index=part.chunk, num_matrices=part.num_chunks
+    )
 
 
-def map_to_saved_names(saved: SavedState) -> dict[str, str]:
+def map_to_saved_names(saved: SavedState, file_names: FileNames) -> dict[str, str]:
     """Map names in files to names in a checkpoint, which may have joined tensors."""
-    return {file_name: name for name, file_name, _ in _iterate_file_tensors(saved)}
+    return {file_name: name for name, file_name, _ in _iterate_file_tensors(saved, file_names)}
 
 
-def _iterate_file_tensors(saved: SavedState) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _iterate_file_tensors(
+    saved: SavedState, file_names: FileNames
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield (name in the checkpoint, name in files, shape in files)."""
     for name, shape in saved.weights.items():
-        for file_name, file_shape in list_file_shapes(name, shape):
+        for file_name, file_shape in file_names.list_shapes(name, shape):
             yield name, file_name, tuple(file_shape)
 
 
-def split_saved_experts(saved: SavedState) -> SavedState:
+def split_saved_experts(saved: SavedState, file_names: FileNames) -> SavedState:
     """Return a view of a saved state under names in files.
 
     Keeps the last joined tensor, so that its matrices cost one read if they are read in a row.
     """
-    saved_name_of = map_to_saved_names(saved)
-    shapes = {file_name: shape for _, file_name, shape in _iterate_file_tensors(saved)}
+    saved_name_of = map_to_saved_names(saved, file_names)
+    shapes = {file_name: shape for _, file_name, shape in _iterate_file_tensors(saved, file_names)}
     last_read: dict[str, tuple[str, dict[str, Tensor]]] = {}
 
     def read(kind: str, file_name: str) -> Tensor:
@@ -79,7 +74,7 @@ def split_saved_experts(saved: SavedState) -> SavedState:
             return saved.read(kind, saved_name)
         last_name, matrices = last_read.get(kind, ("", {}))
         if last_name != saved_name:
-            matrices = dict(split_experts(saved_name, saved.read(kind, saved_name)))
+            matrices = dict(file_names.split(saved_name, saved.read(kind, saved_name)))
             last_read[kind] = saved_name, matrices
         return matrices[file_name]
 
@@ -87,7 +82,7 @@ def split_saved_experts(saved: SavedState) -> SavedState:
 
 
 ADAPTER_MODULE = "adapter"
-"""Submodule with the adapters of a linear layer, by the last part of their Hugging Face module."""
+"""Submodule with a linear layer's adapters, by the last part of their Hugging Face module name."""
 TRAINED_WEIGHT, TRAINED_BIAS = "trained_weight", "trained_bias"
 """Parameters of the output layer that an adapter trains in place of its own."""
 ATTENTION_LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj")
@@ -96,7 +91,7 @@ DENSE_LINEARS = (*ATTENTION_LINEARS, "mlp.linear_fc1", "mlp.linear_fc2")
 EXPERTS_PATH = "mlp.experts"
 """Module of a decoder layer with its experts."""
 EXPERT_LINEARS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
-"""Linear layer of each expert, by the joined tensor that it is part of.
+"""Each expert's linear layer, by the joined tensor that contains it.
 
 If both tensors are adapted, PEFT wraps them in this order, so the first wrapper is inside the
 second."""
@@ -116,7 +111,7 @@ def is_expert_adapter(name: str) -> bool:
 
 
 def is_trained_head(name: str) -> bool:
-    """Return True for the weight of the head that is trained in place of the base model's."""
+    """Return True for the head weight that is trained in place of the base model's."""
     return name == f"output_layer.{TRAINED_WEIGHT}"
 
 
@@ -126,6 +121,7 @@ def find_peft_mapping(
     find_mapping: Callable[[str], WeightMapping],
     head: str,
     names: Collection[str],
+    file_names: FileNames,
 ) -> WeightMapping:
     """Return the PEFT name of an adapter parameter.
 
@@ -133,7 +129,8 @@ def find_peft_mapping(
         name: Megatron name with the global layer number.
         find_mapping: Returns the mapping of a base weight by Megatron name.
         head: Hugging Face name of the output layer.
-        names: Megatron names of all parameters of the adapter.
+        names: Megatron names of all adapter parameters.
+        file_names: Names in files of the tensors in memory.
     """
     if name.startswith("output_layer."):
         kind = "weight" if name.endswith(TRAINED_WEIGHT) else "bias"
@@ -141,7 +138,9 @@ def find_peft_mapping(
     linear, _, rest = name.partition(f".{ADAPTER_MODULE}.")
     target, _, parameter = rest.partition(".")
     if is_expert_adapter(name):
-        module = hf_experts_module(int(name.split(".")[2]), find_mapping=find_mapping)
+        module = hf_experts_module(
+            int(name.split(".")[2]), find_mapping=find_mapping, file_names=file_names
+        )
         prefix = peft_expert_prefix(
             module,
             target,
@@ -165,10 +164,14 @@ def find_peft_mapping(
     return WeightMapping(kind="plain", names=(f"{PEFT_PREFIX}{module}.{parameter}{suffix}",))
 
 
-def hf_experts_module(layer: int, *, find_mapping: Callable[[str], WeightMapping]) -> str:
+def hf_experts_module(
+    layer: int, *, find_mapping: Callable[[str], WeightMapping], file_names: FileNames
+) -> str:
     """Return the transformers module with the joined experts of a layer, by its number."""
     first = f"decoder.layers.{layer}.{EXPERTS_PATH}.local_experts.0.linear_fc1.weight"
-    return find_mapping(first).names[0].partition(".experts.")[0] + ".experts"
+    owner = file_names.find_owner(find_mapping(first).names[0])
+    assert owner is not None, "transformers joins the experts of a layer"
+    return owner[0].rpartition(".")[0]
 
 
 def peft_expert_prefix(module: str, target: str, *, adapted: Collection[str]) -> str:
@@ -177,7 +180,7 @@ def peft_expert_prefix(module: str, target: str, *, adapted: Collection[str]) ->
     Args:
         module: Transformers module with the experts.
         target: Last part of the tensor's name.
-        adapted: Last parts of all adapted tensors of this module.
+        adapted: Last name parts of all adapted tensors in this module.
     """
     is_inner = target == "gate_up_proj" and "down_proj" in adapted
     return f"{PEFT_PREFIX}{module}.base_layer" if is_inner else f"{PEFT_PREFIX}{module}"

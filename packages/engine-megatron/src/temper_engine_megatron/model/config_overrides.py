@@ -1,4 +1,4 @@
-"""Overrides of fields of Megatron's own configs, checked against its dataclasses.
+"""Overrides for fields in Megatron's own configs, checked against its dataclasses.
 
 Fields that the model or the engine decides are rejected, and so are fields without an effect here.
 """

@@ -154,7 +154,7 @@ def build_chunks(
             chunk.output_layer = _build_scalar_head(transformer_config, device=membership.device)
         if adapter is not None:
             adapter.attach(chunk, transformer_config=transformer_config)
-        # Plain torch modules lack the marks by which Megatron's gradient norm tells split
+        # Plain torch modules lack the marks that Megatron's gradient norm uses to tell split
         # parameters from replicated ones.
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

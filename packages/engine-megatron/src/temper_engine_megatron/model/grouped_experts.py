@@ -1,8 +1,8 @@
 """Experts whose matrices are multiplied in one grouped product per layer on CUDA.
 
 Megatron's own grouped experts need TransformerEngine or the package grouped_gemm. Here each expert
-keeps its own parameters, so names, checkpoints and optimizer are those of Megatron's sequential
-experts; the weights of a layer are copied to one tensor for the product.
+keeps its own parameters, so names, checkpoints and optimizer are the same as for Megatron's
+sequential experts; the weights of a layer are copied to one tensor for the product.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class GroupedExperts(SequentialMLP):
         has_own_activation = (
             config.activation_func_clamp_value is not None or config.glu_linear_offset
         )
-        # Rows of each operand have to start at multiples of 16 bytes.
+        # Each operand's rows have to start at multiples of 16 bytes.
         is_aligned = all(
             expert_weight.shape[1] % 8 == 0 for expert_weight in self.local_experts[0].parameters()
         )

@@ -34,7 +34,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each sequence; gathers keys and values of context-parallel ranks."""
+    """Causal attention within each sequence; gathers keys and values across ranks."""
 
     def __init__(
         self,

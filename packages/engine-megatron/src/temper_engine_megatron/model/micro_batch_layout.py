@@ -1,6 +1,6 @@
 """One micro-batch as a context-parallel rank computes it: a slice of its padded tokens.
 
-T is the number of tokens of the micro-batch. Packed sequences form one row; otherwise each of the R
+T is the micro-batch's token count. Packed sequences form one row; otherwise each of the R
 sequences is a row, padded to the longest. This rank has S consecutive positions of every row.
 """
 
@@ -104,7 +104,7 @@ def build_local_micro_batch(
     )
     attention: PackLayout | RowLayout
     if layout.is_packed:
-        # Padding is a sequence of its own, so that no real token attends to it.
+        # Padding is a separate sequence, so that no real token attends to it.
         attention = build_pack_layout(
             [*starts, padded_length],
             local=local,

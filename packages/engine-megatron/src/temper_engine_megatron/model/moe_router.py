@@ -1,4 +1,4 @@
-"""Routers of mixtures of experts, whose losses are weighted by the sequences' trained tokens."""
+"""MoE routers whose losses are weighted by the sequences' trained tokens."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ class PrescribedChoice:
     """The choice of prescribed experts, which Megatron's top-k function calls.
 
     It has the interface of Megatron's `RouterReplay`, which keeps its instances and their state in
-    globals of the process.
+    process globals.
     """
 
     def __init__(self, experts: Tensor) -> None:
@@ -46,15 +46,15 @@ class PrescribedChoice:
 class SequenceLossRouter(TopKRouter):
     """Megatron's router with additional losses and counts of tokens per expert.
 
-    Megatron scales these losses by numbers of tokens of a rank or a micro-batch. Here they do not
-    depend on how a mini-batch is divided into micro-batches and ranks: the loss of a sequence s is
+    Megatron scales these losses by token counts per rank or micro-batch. Here they do not
+    depend on how a mini-batch is divided into micro-batches and ranks: the loss for a sequence s is
     weighted by its fraction w_s of the trained tokens in the mini-batch.
 
-    Load balancing: sum_s w_s E sum_e f_se P_se, where f_se is the fraction of the choices of s that
-    are expert e, and P_se its mean probability. Source: Fedus et al. 2022, arXiv:2101.03961,
-    equation 4, for each sequence as in DeepSeek-AI 2024, arXiv:2412.19437, equation 17. Z-loss:
-    sum_s w_s times the mean of the squared logsumexp of the router logits of s. Source: Zoph et al.
-    2022, arXiv:2202.08906, equation 5. Each rank computes the terms of its own tokens.
+    Load balancing: sum_s w_s E sum_e f_se P_se, where f_se is the fraction of s's choices that are
+    expert e, and P_se its mean probability. Source: Fedus et al. 2022, arXiv:2101.03961, equation
+    4, for each sequence as in DeepSeek-AI 2024, arXiv:2412.19437, equation 17. Z-loss: sum_s w_s
+    times the mean squared logsumexp of s's router logits. Source: Zoph et al. 2022,
+    arXiv:2202.08906, equation 5. Each rank computes the terms for its own tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -93,9 +93,9 @@ class SequenceLossRouter(TopKRouter):
     ) -> Tensor:
         """Add the gradient of the load-balancing loss to the gate weights.
 
-        Replaces Megatron's method, which balances the tokens of a micro-batch, weights the loss by
-        token counts and logs to a tracker of the full process. Collective over the ranks with other
-        tokens of the micro-batch.
+        Replaces Megatron's method, which balances a micro-batch's tokens, weights the loss by token
+        counts and logs to a process-wide tracker. Collective over the ranks with other tokens of
+        the micro-batch.
         """
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if not coefficient:
@@ -156,7 +156,7 @@ class MoETransformerLayer(TransformerLayer):
 
 
 def pop_router_losses(layers: list[Any], *, names: tuple[str, ...], num_layers: int) -> Tensor:
-    """Return and clear the router losses of these layers, in the order of the names.
+    """Return and clear the router losses for these layers, in the order of the names.
 
     The value is the mean over all `num_layers` layers of the model; the caller sums over ranks.
     """
@@ -184,7 +184,7 @@ def pop_choices(
 ) -> list[Tensor]:
     """Return and clear the choices [T, num_layers, K] of each micro-batch.
 
-    They are -1 in layers of other ranks and for tokens of other ranks.
+    They are -1 in layers and for tokens that other ranks have.
     """
     columns = []
     for index, local in enumerate(local_batches):
@@ -195,7 +195,8 @@ def pop_choices(
             if column is None:
                 shape = (len(local.local_index), num_layers, router.topk)
                 column = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
-            # With sequence parallelism, a router has one of the equal parts of this rank's tokens.
+            # With sequence parallelism, a router sees one of several equal parts of this rank's
+            # tokens.
             is_divided = router.config.sequence_parallel
             position = local.local_index - (router.tp_group.rank() * len(rows) if is_divided else 0)
             has_token = (local.local_index >= 0) & (position >= 0) & (position < len(rows))

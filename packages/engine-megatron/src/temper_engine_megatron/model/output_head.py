@@ -1,8 +1,8 @@
 """Outputs of the last pipeline stage: log-probs, or values and scores from a scalar head.
 
 The output of token t is computed from the hidden state of token t - 1, which may be on another
-context-parallel rank. Each rank computes the outputs of its own hidden states; their sum over ranks
-gives full sequences to the objective.
+context-parallel rank. Each rank computes the outputs for its own hidden states; their sum over
+ranks gives full sequences to the objective.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ class OutputHead:
     """Computes the outputs of the last pipeline stage."""
 
     weight: nn.Parameter
-    """[V / ranks, D] rows of the output embedding, or [1, D] of a scalar head."""
+    """[V / ranks, D] output embedding rows, or [1, D] for a scalar head."""
     bias: nn.Parameter | None
     """Bias [1] of a scalar head; None for a language model."""
     scalar_output: HeadOutput | None
     """VALUE or SCORE; None for a language model."""
     vocab_size: int
-    """Number of tokens V, without the padding of the vocabulary."""
+    """Vocabulary size V, without padding."""
     chunk_size: int
     """Number of positions whose logits are in memory at once."""
     uses_compile: bool
@@ -64,7 +64,7 @@ class OutputHead:
         """Check that this head can compute the requested outputs.
 
         Raises:
-            CapabilityError: If it cannot compute some of them.
+            CapabilityError: If it cannot compute some.
         """
         scalar = self.scalar_output
         supported = LANGUAGE_OUTPUTS if scalar is None else frozenset({scalar})
@@ -99,8 +99,8 @@ class OutputHead:
         else:
             is_requested = batch.loss_mask if trained_only else _has_predecessor(batch)
             positions = torch.nonzero(is_requested)[:, 0]
-            # The output of a token is computed from the hidden state of the token before it, on the
-            # rank that has that state.
+            # A token's output is computed from the previous token's hidden state, on the rank that
+            # has that state.
             predecessor_index = local.local_index[positions - 1]
             positions = positions[predecessor_index >= 0]
             rows = hidden.index_select(0, predecessor_index[predecessor_index >= 0])

@@ -31,10 +31,9 @@ class RouterTokens:
     weights: Tensor
     """[R, S] float32 weight per token in the router losses; 0 at padding.
 
-    The fraction of its sequence in the trained tokens of the mini-batch, divided by the number of
-    tokens of the sequence."""
+    The sequence's fraction of the mini-batch's trained tokens, divided by its token count."""
     lengths: Tensor
-    """[B + 1] float32 numbers of tokens of the sequences on all ranks; 1 for the padding."""
+    """[B + 1] float32 token counts per sequence, on all ranks; 1 for the padding."""
     is_real: Tensor
     """[R, S] bool; False at dummies and padding."""
     choices: Tensor | None
@@ -47,7 +46,7 @@ class RouterTokens:
 class PackLayout:
     """Sequence boundaries of a pack on one rank; passed as Megatron's `packed_seq_params`.
 
-    A token attends to the tokens of its own sequence up to itself.
+    A token attends to the tokens in its own sequence, up to itself.
     """
 
     num_queries: tuple[int, ...]
@@ -75,7 +74,7 @@ class RowLayout:
     """Layout with one sequence per row: a token attends to its row up to itself."""
 
     num_keys: int
-    """Tokens of a row up to the end of this rank's slice."""
+    """Tokens in a row up to the end of this rank's slice."""
     router_tokens: RouterTokens
     """Same as in `PackLayout`."""
     qkv_format: str = "sbhd"
@@ -185,7 +184,7 @@ def _attention_by_sequence(
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-    """Compute attention of queries [B, H, Q, D] that are the last Q of the N keys [B, K, N, D]."""
+    """Compute attention for queries [B, H, Q, D], the last Q of the N keys [B, K, N, D]."""
     has_earlier_keys = query.shape[2] != key.shape[2]
     # `is_causal` would align the first query with the first key.
     mask = causal_lower_right(query.shape[2], key.shape[2]) if has_earlier_keys else None

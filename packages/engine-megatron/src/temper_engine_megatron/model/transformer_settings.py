@@ -114,7 +114,7 @@ def configure_transformer(
 
 
 def _compute_padded_vocab_size(vocab_size: int, *, num_ranks: int) -> int:
-    """Round the vocabulary size up to a multiple of the number of ranks."""
+    """Round the vocabulary size up to a multiple of the rank count."""
     shard_size = -(-vocab_size // num_ranks)
     if shard_size * (num_ranks - 1) >= vocab_size:
         raise ConfigError(
@@ -211,10 +211,10 @@ def check_divisible_sizes(transformer_config: Any, config: MegatronConfig) -> No
 def _expert_fields(
     transformer_config: Any, config: MegatronConfig, *, hf_config: PretrainedConfig
 ) -> dict[str, object]:
-    """Return the additional fields of a mixture of experts; none for a dense model.
+    """Return the additional fields for an MoE model; none for a dense model.
 
     Raises:
-        CapabilityError: If only some of its layers have experts.
+        CapabilityError: If only some layers have experts.
         ConfigError: If its experts cannot be divided like this, or a dense model has settings of
             experts.
     """

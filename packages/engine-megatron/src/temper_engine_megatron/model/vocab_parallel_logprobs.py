@@ -1,9 +1,9 @@
 """Log-probs, entropies and normalizers of a head whose vocabulary is split over ranks.
 
-Logits are never gathered. Positions are processed in chunks; each rank has the logits of its own
-shard of the vocabulary V and exchanges three numbers per position. With logits
-z = h W^T / temperature and p = softmax(z), the gradients are d logsumexp / dz = p,
-d log p_y / dz = 1_y - p and dH / dz = -p (log p + H).
+Logits are never gathered. Positions are processed in chunks; each rank has the logits for its own
+shard of the vocabulary V and exchanges three numbers per position. With logits z = h W^T /
+temperature and p = softmax(z), the gradients are d logsumexp / dz = p, d log p_y / dz = 1_y - p and
+dH / dz = -p (log p + H).
 """
 
 from collections.abc import Callable
@@ -55,8 +55,8 @@ class VocabShard:
     pads_chunks: bool = False
     """Pad every matmul to `chunk_size` rows.
 
-    A GPU selects its kernel by the number of rows, so that otherwise the bits of a position would
-    depend on how many others are requested."""
+    A GPU selects its kernel by row count. Otherwise a position's bits would depend on how many
+    others are requested."""
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all shards, in place."""
@@ -180,8 +180,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_weight[: shard.num_tokens] += (grad.t() @ hidden[chunk]).float()
         return (
             # The gradient of the hidden states is summed over ranks, because each rank has the
-            # terms of its part of the vocabulary. The gradient of the weight is not summed, because
-            # a rank has all positions for its rows.
+            # terms for its part of the vocabulary. The gradient of the weight is not summed,
+            # because a rank has all positions for its rows.
             shard.sum(grad_hidden).to(hidden.dtype),
             grad_weight.to(weight.dtype),
             None,
@@ -261,7 +261,7 @@ def _logits_to_gradient_(
 
 
 def _to_local_ids(ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Return the columns of token ids on this rank (0 elsewhere) and a mask of those here."""
+    """Return the columns for token ids on this rank (0 elsewhere) and a mask that marks them."""
     # `gather` and `scatter_add` need a valid column for every id; the mask removes the others.
     column = ids - shard.first_id
     is_local = (column >= 0) & (column < shard.num_tokens)
@@ -269,6 +269,6 @@ def _to_local_ids(ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
 
 
 def _gather_logits(logits: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
-    """Return [C, K] float32 logits of token ids of any shard."""
+    """Return [C, K] float32 logits for token ids in any shard."""
     local_ids, is_local = _to_local_ids(ids, shard)
     return shard.sum(torch.where(is_local, logits.gather(1, local_ids).float(), 0.0))

@@ -95,7 +95,7 @@ def _all_gather_uneven(
 ) -> Any:
     """Replace `all_gather` for outputs of different lengths, which gloo does not support.
 
-    Ranks have different numbers of tokens for an expert, so shorter tensors are padded.
+    Ranks have different token counts for an expert, so shorter tensors are padded.
     """
     if async_op or len({output.shape for output in outputs}) == 1:
         return _REAL_ALL_GATHER(outputs, local, group=group, async_op=async_op)

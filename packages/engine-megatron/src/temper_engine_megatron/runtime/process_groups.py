@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 
 from temper_engine_api import process_group
 from temper_engine_api.errors import ConfigError
@@ -153,6 +155,22 @@ def join_groups(config: MegatronConfig) -> Membership:
     )
 
 
+def connect_stages(membership: Membership, config: TransformerConfig) -> None:
+    """Connect this rank to the pipeline stages next to it. Collective over the stages.
+
+    NCCL connects two ranks at their first message. A rank that waits there for the other waits on
+    the host, and would not learn that the other has failed.
+    """
+    if membership.pp.size() == 1:
+        return
+    shape = (1, 1, 1)
+    message = torch.zeros(shape, dtype=config.pipeline_dtype, device=membership.device)
+    with support_missing_cuda(), torch.no_grad():
+        P2PCommunicator(membership.pp, config).send_forward_backward_recv_forward_backward(
+            message, message, recv_prev=True, recv_next=True, tensor_shape=shape
+        )
+
+
 def leave_groups(membership: Membership) -> None:
     """Destroy Megatron's groups when the last engine leaves.
 
@@ -252,8 +270,8 @@ def _build_topology(config: MegatronConfig, pg_collection: Any) -> Topology:
             pg_collection.ep,
         )
     )
-    # The interleaved schedule needs a number of micro-batches that is a positive multiple of the
-    # number of stages.
+    # The interleaved schedule needs a micro-batch count that is a positive multiple of the stage
+    # count.
     micro_batch_multiple = pp.size if config.virtual_pipeline is not None else 1
     return Topology(
         world_size=dist.get_world_size(),
@@ -269,8 +287,8 @@ def _build_topology(config: MegatronConfig, pg_collection: Any) -> Topology:
         plan_constraints=PlanConstraints(
             micro_batch_multiple=micro_batch_multiple,
             min_micro_batches=micro_batch_multiple,
-            # Context and sequence parallelism all-gather slices of the tokens, so the slices of all
-            # ranks must have the same length.
+            # Context and sequence parallelism all-gather slices of the tokens, so all ranks' slices
+            # must have the same length.
             token_multiple=cp.size * (tp.size if config.sequence_parallel else 1),
         ),
     )

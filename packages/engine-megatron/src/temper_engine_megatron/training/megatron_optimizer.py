@@ -1,8 +1,8 @@
 """Megatron's AdamW as the engine contract requires it, with its state by parameter.
 
-One learning rate, one gradient norm, and one decision of all ranks whether to update. The state of
-a parameter is read and written as full float32 tensors of this rank's tensor-parallel shard, even
-if the distributed optimizer splits it further over data-parallel ranks.
+One learning rate, one gradient norm, and one decision of all ranks whether to update. A parameter's
+state is read and written as full float32 tensors for this rank's tensor-parallel shard, even if the
+distributed optimizer splits it further over data-parallel ranks.
 """
 
 import math
@@ -26,7 +26,7 @@ from temper_engine_megatron.runtime.process_groups import Membership
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
-    """Float32 state of this rank's tensor-parallel shard of one parameter, in its shape."""
+    """Float32 state for this rank's tensor-parallel shard of one parameter, in its shape."""
 
     master: Tensor
     """Master weight that AdamW updates."""
@@ -35,7 +35,7 @@ class ParameterState:
     second: Tensor
     """Exponential average of the squared gradient."""
     count: int
-    """Number of updates of this parameter."""
+    """Number of updates so far for this parameter."""
 
 
 class MegatronAdamW:
@@ -76,12 +76,12 @@ class MegatronAdamW:
             **overrides,
         )
         # Without no_grad, the distributed optimizer's views of parameters would remember their
-        # origin, and torch warns whenever the gradient of such a view is read.
+        # origin, and torch warns when such a view's gradient is read.
         with support_missing_cuda(), _use_torch_adamw(), torch.no_grad():
             self._chain = get_megatron_optimizer(
                 config, list(chunks), use_gloo_process_groups=False
             )
-        # Experts that are divided over ranks have an optimizer of their own, the last one.
+        # Experts that are divided across ranks have a separate optimizer, the last one.
         self._optimizers: list[Any] = self._chain.chained_optimizers
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ class MegatronAdamW:
 
     @torch.no_grad()
     def read_state(self, parameter: nn.Parameter) -> ParameterState:
-        """Read the state of this rank's tensor-parallel shard of a parameter.
+        """Read the state for this rank's tensor-parallel shard of a parameter.
 
         With the distributed optimizer this is collective over all ranks with this tensor-parallel
         shard.
@@ -236,7 +236,7 @@ class MegatronAdamW:
         )
 
     def _local_range(self, parameter: nn.Parameter) -> slice:
-        """Return the range of a flattened parameter for which this rank has optimizer state."""
+        """Return the range in a flattened parameter that this rank has optimizer state for."""
         if not self.is_distributed:
             return slice(0, parameter.numel())
         optimizer = self._optimizer_for(parameter)

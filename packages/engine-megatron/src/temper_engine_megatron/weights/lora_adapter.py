@@ -1,7 +1,7 @@
 """The LoRA adapter of an engine: initialize, disable, merge, export and load.
 
 Its parameters are part of Megatron's model. In exports, checkpoints and loaded files, its tensors
-have the names of PEFT's `adapter_model.safetensors`.
+are named as in PEFT's `adapter_model.safetensors`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from temper_engine_api import adapter_checks
 from temper_engine_api.adapter_checks import PEFT_PREFIX
+from temper_engine_api.file_names import FileNames
 from temper_engine_api.weights import NamedWeight
 from temper_engine_megatron.adapter.adapter_placement import AdapterPlacement
 from temper_engine_megatron.adapter.adapter_plan import AdapterPlan
@@ -24,8 +25,15 @@ from temper_engine_megatron.weights.sharded_state import MergeAdapter, ShardedSt
 class LoraAdapter:
     """The adapter of one model; its parameters are part of the model."""
 
-    def __init__(self, plan: AdapterPlan, *, state: ShardedState, switch: AdapterSwitch) -> None:
-        self._plan, self._switch = plan, switch
+    def __init__(
+        self,
+        plan: AdapterPlan,
+        *,
+        state: ShardedState,
+        switch: AdapterSwitch,
+        file_names: FileNames,
+    ) -> None:
+        self._plan, self._switch, self._file_names = plan, switch, file_names
         self.state = state
         """Parameters and optimizer states of the adapter, by PEFT name."""
         self.has_replaced_base = False
@@ -43,7 +51,7 @@ class LoraAdapter:
     def make_merge(self) -> MergeAdapter:
         """Return a function that merges the adapter into the weights of one export.
 
-        The A and B of all experts of a layer are gathered once and kept until the next layer: an
+        A and B for all experts in a layer are gathered once and kept until the next layer: an
         export yields the experts of a layer one after another.
         """
         cached_pairs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -58,7 +66,7 @@ class LoraAdapter:
             return weight
         if self._plan.trains_head and module == self._plan.head:
             return self.state.gather_master(PEFT_PREFIX + name)
-        expert_slice = find_expert_slice(name)
+        expert_slice = find_expert_slice(name, self._file_names)
         if expert_slice is not None and expert_slice.joined in self._plan.expert_targets:
             return self._merge_expert(expert_slice, weight, cached_pairs)
         if module not in self._plan.targets or kind != "weight":
@@ -123,8 +131,8 @@ class LoraAdapter:
             directory: Directory of the checkpoint.
 
         Raises:
-            CheckpointError: If the checkpoint contains no base weights, but those of this engine
-                were replaced.
+            CheckpointError: If the checkpoint contains no base weights, but this engine's were
+                replaced.
         """
         adapter_checks.check_base_weights(
             has_replaced_base=self.has_replaced_base, has_weights=has_weights, directory=directory
@@ -154,4 +162,9 @@ def initialize_adapter(
             magnitude = linear_adapter.get_pair(target).lora_magnitude_vector
             assert magnitude is not None
             state.write_shard(magnitude, linear_adapter.row_norms(target))
-    return LoraAdapter(plan, state=state, switch=placement.context.switch)
+    return LoraAdapter(
+        plan,
+        state=state,
+        switch=placement.context.switch,
+        file_names=placement.file_names,
+    )

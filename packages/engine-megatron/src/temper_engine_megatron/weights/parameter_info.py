@@ -24,11 +24,11 @@ class ParameterInfo:
     """Everything about a parameter except its values, known on every rank."""
 
     name: str
-    """Megatron name with global numbers of layer and expert."""
+    """Megatron name with global layer and expert numbers."""
     stage: int
     """Pipeline stage that has it."""
     expert_rank: int | None
-    """Rank in the expert-parallel group that has it; None if all of them do."""
+    """Rank in the expert-parallel group that has it; None if all do."""
     shape: tuple[int, ...]
     """Shape per shard."""
     split_dim: int | None
@@ -40,7 +40,7 @@ class ParameterInfo:
 
 
 def global_name(name: str, chunk: PackedGPTModel, *, first_expert: int) -> str:
-    """Replace the local numbers of layer and expert in a parameter name of a chunk.
+    """Replace the local layer and expert numbers in a chunk's parameter name.
 
     Args:
         name: Name in the chunk.
@@ -104,13 +104,13 @@ def gather_shards(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 def gather_parameter_infos(
     local: Sequence[ParameterInfo], group: dist.ProcessGroup
 ) -> list[ParameterInfo]:
-    """Return the infos of all ranks of a group, in rank order, without repetitions. Collective."""
+    """Return the distinct infos from all ranks in a group, in rank order. Collective."""
     names = [field.name for field in fields(ParameterInfo)]
     columns: dict[str, list[Any]] = {
         name: [getattr(info, name) for info in local] for name in names
     }
-    # One list per field, and no tuples: a model has thousands of parameters, and a value of a
-    # class or a tuple takes much longer to decode than numbers and strings.
+    # One list per field, and no tuples: a model has thousands of parameters, and class instances or
+    # tuples take much longer to decode than numbers and strings.
     columns["shape"] = [list(info.shape) for info in local]
     # Remove duplicates before objects are built: ranks with different experts send equal rows for
     # all other parameters.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from temper_engine_api.file_names import FileNames
 from temper_engine_api.process_group import gather_objects
 from temper_engine_api.weights import WeightEntry
 from temper_engine_megatron.adapter.expert_adapters import join_expert_shards, take_expert_shard
@@ -67,6 +68,7 @@ class ParameterMap:
         chunks: ModelChunks,
         *,
         translation: BridgeTranslation,
+        file_names: FileNames,
         membership: Membership,
         vocab_size: int,
         has_scalar_head: bool,
@@ -74,7 +76,7 @@ class ParameterMap:
     ) -> None:
         """Map the parameters of the base model, or with `maps_adapter` its adapter. Collective."""
         self._maps_adapter = maps_adapter
-        self._translation = translation
+        self._translation, self._file_names = translation, file_names
         self._membership = membership
         self._vocab_size = vocab_size
         self._has_scalar_head = has_scalar_head
@@ -144,7 +146,7 @@ class ParameterMap:
 
         Args:
             entry: The parameter.
-            local: This rank's shard of the parameter, or of a tensor of its shape; None if this
+            local: This rank's shard of the parameter, or of a tensor with its shape; None if this
                 rank has no shard.
             dtype: Dtype of the shards, for the ranks without one.
         """
@@ -165,11 +167,11 @@ class ParameterMap:
     def gather_to_writer(self, entry: MappedParameter, local: Tensor) -> dict[str, Tensor]:
         """Return full tensors by Hugging Face name on the rank that writes them, else none.
 
-        Collective over the ranks for which `takes_part_in_saving` is True; call on them only.
+        Collective over the ranks where `takes_part_in_saving` is True; call on them only.
 
         Args:
             entry: The parameter.
-            local: This rank's shard of the parameter, or of a tensor of its shape.
+            local: This rank's shard of the parameter, or of a tensor with its shape.
         """
         info, group = entry.info, self._shard_group(entry.info)
         writer = self._writers[info.name]
@@ -256,7 +258,7 @@ class ParameterMap:
         return {info.name: writer for info, writer in zip(infos, writers, strict=True)}
 
     def _shard_shape(self, info: ParameterInfo) -> tuple[int, ...]:
-        """Return the shape of a tensor-parallel shard, with the experts of all ranks."""
+        """Return a tensor-parallel shard's shape, with all ranks' experts."""
         if not info.is_expert_adapter:
             return info.shape
         return (info.shape[0] * self._membership.ep.size(), *info.shape[1:])
@@ -264,8 +266,8 @@ class ParameterMap:
     def _broadcast(self, info: ParameterInfo, tensor: Tensor) -> None:
         """Broadcast to ranks with other experts, then to the other stages; in place."""
         membership = self._membership
-        # The order matters: all ranks of the stage that has the parameter must have received it
-        # before each of them sends it to the other stages.
+        # The order matters: all ranks in the stage that has the parameter must have received it
+        # before each sends it to the other stages.
         sources = ((membership.ep, info.expert_rank), (membership.pp, info.stage))
         for group, source in sources:
             takes_part = group is membership.pp or membership.topology.pp.rank == info.stage
@@ -297,7 +299,8 @@ class ParameterMap:
                 yield global_name(name, chunk, first_expert=first_expert), parameter
 
     def _describe(self, name: str, parameter: nn.Parameter) -> ParameterInfo:
-        # Megatron marks parameters with attributes: whether they are split, and in which dimension.
+        # Megatron marks parameters with attributes: whether they are split, and along which
+        # dimension.
         marks: Mapping[str, Any] = vars(parameter)
         is_expert = EXPERT_NUMBER.search(name) is not None
         group = (
@@ -326,6 +329,7 @@ class ParameterMap:
                 find_mapping=self._translation.find_mapping,
                 head="score" if self._has_scalar_head else "lm_head",
                 names=self._names,
+                file_names=self._file_names,
             )
         if self._has_scalar_head and name in _SCALAR_HEAD_MAPPINGS:
             return _SCALAR_HEAD_MAPPINGS[name]

@@ -1,4 +1,4 @@
-"""Controllers that adapt the weights of the KL penalty and of the entropy bonus."""
+"""Controllers that adapt the weights for the KL penalty and the entropy bonus."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class EntropyController:
 
     @property
     def applied_coef(self) -> float:
-        """Weight of the bonus in the loss of the next step."""
+        """Weight of the bonus in the next step's loss."""
         return self.coef if self.is_active else 0.0
 
     def adapt(self, *, entropy: float) -> "EntropyController":
@@ -35,7 +35,7 @@ class EntropyController:
             entropy: Mean over the step's trained tokens, in nats.
 
         Source: He et al. 2025, arXiv:2505.22312, adaptive entropy control, as also implemented in
-        TRL, from which the upper bound is taken.
+        TRL; the upper bound is taken from TRL.
         """
         if self.target is None:
             return self
@@ -80,7 +80,7 @@ class KlController:
         Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
         """
         # The update of a step with a non-finite KL is skipped. Adapting to it would make the weight
-        # NaN for the rest of the run.
+        # NaN until the run ends.
         if self.target is None or not math.isfinite(kl):
             return self
         # Bounded, because the KL of a single step is noisy.

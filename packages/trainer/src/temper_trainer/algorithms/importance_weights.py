@@ -46,12 +46,11 @@ def compute_rollout_correction(
         sequence:  w_t = min(product of r_s over the completion of t, truncate_at)
         others:    w_t = 1
 
-    Weights of tokens that fail a rule of ``reject`` become 0, see `apply_rejection_rules`. With
+    Weights become 0 for tokens that fail a ``reject`` rule, see `apply_rejection_rules`. With
     self_normalize the weights are divided by their mean over the step's trained tokens. Sums are
     float64.
 
-    Rejected tokens keep counting in the loss denominators, which are fixed when the batch is
-    planned.
+    Rejected tokens still count in the loss denominators, which are fixed when the batch is planned.
 
     Source: truncation: Espeholt et al. 2018, arXiv:1802.01561, and Yao et al. 2025, "Your Efficient
     RL Framework Secretly Brings You Off-Policy RL Training"; sequence level: Liu et al. 2025, "When
@@ -101,7 +100,7 @@ def _raw_weights(level: str, log_ratio: Tensor, *, samples: SequenceBatch) -> Te
     if level == "none":
         return torch.ones_like(log_ratio)
     if level == "sequence":
-        # A sum of logarithms: the product of thousands of ratios would overflow before the clamp.
+        # A sum of logarithms: multiplying thousands of ratios would overflow before the clamp.
         log_ratio = sum_per_sequence(log_ratio, samples)[samples.sequence_index]
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -127,7 +126,7 @@ def _describe(
 
 
 RATIO_SQUARE_MEAN = "mismatch/ratio_square_mean"
-"""Metric from which the effective sample fraction is computed; it is not logged itself."""
+"""Metric used to compute the effective sample fraction; it is not logged itself."""
 
 
 def compute_mismatch_metrics(

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy, reference) from the log-probs of sampled tokens."""
+"""Estimators for KL(policy, reference) from log-probs of sampled tokens."""
 
 from typing import Literal, cast
 
@@ -36,9 +36,9 @@ def estimate_kl(
         k2 = d^2 / 2            biased
         k3 = exp(d) - 1 - d     unbiased, never negative
 
-    All are 0 where the two agree. A loss does not differentiate the sampling probability, so the
-    expected gradients of the estimators differ from those of their expected values. The gradient
-    of k1 is zero, k2 has that of KL(policy, reference), and k3 that of KL(reference, policy).
+    All are 0 where the two agree. A loss does not differentiate the sampling probability, so an
+    estimator's expected gradient differs from the gradient of its expected value. The gradient of
+    k1 is zero, k2 has that of KL(policy, reference), and k3 that of KL(reference, policy).
 
     Args:
         logprobs: [T] float32 of the policy, with or without gradient.

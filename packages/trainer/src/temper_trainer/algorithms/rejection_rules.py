@@ -60,7 +60,7 @@ class RatioRule:
             log_ratio: [T] float64 log p_old - log p_rollout, 0 at untrained tokens.
             samples: B sequences, T tokens.
         """
-        # Compared as logarithms, because products of thousands of ratios overflow.
+        # Compare logarithms, because multiplying thousands of ratios overflows.
         low = -math.inf if self.low is None else math.log(self.low)
         high = math.inf if self.high is None else math.log(self.high)
         if self.over == "max":
@@ -120,7 +120,7 @@ class Rejection:
     is_kept: Tensor
     """[T] bool; False at untrained tokens."""
     metrics: dict[str, float]
-    """Fractions of trained tokens and of completions, together and by rule."""
+    """Rejected fractions of trained tokens and completions, together and by rule."""
 
 
 def apply_rejection_rules(

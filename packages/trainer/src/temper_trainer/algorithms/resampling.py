@@ -32,7 +32,7 @@ class Reweighting(Variant):
 
     @abstractmethod
     def weigh(self, rewards: Tensor) -> Tensor:
-        """Return weights to draw with, from the float64 rewards of a group or of the step."""
+        """Return sampling weights, given the float64 rewards for a group or the step."""
 
 
 @variant("power")
@@ -89,7 +89,7 @@ def resample_by_reward(
     Returns:
         [B] int64 indices, ascending.
     """
-    # Its own generator: a draw from the global one would shift all later random numbers of the
+    # Its own generator: drawing from the global one would shift all later random numbers in the
     # process.
     generator = torch.Generator().manual_seed(seed)
     pools = group_ids if config.draws_by_group else torch.zeros_like(group_ids)

@@ -181,7 +181,7 @@ def _make_segment_columns(segments: "Sequence[_Segment]") -> dict[str, Tensor]:
 
 
 def _repeat_per_token(values: Sequence[float], segments: "Sequence[_Segment]") -> Tensor:
-    """Repeat the value of a segment for each of its tokens; returns [T]."""
+    """Repeat a segment's value for each of its tokens; returns [T]."""
     lengths = torch.tensor([len(segment.tokens) for segment in segments])
     return torch.tensor(values).repeat_interleave(lengths)
 
@@ -218,8 +218,8 @@ def _concatenate_logprobs(segments: "Sequence[_Segment]", *, num_tokens: int) ->
 def _concatenate_experts(rollouts: Sequence[Rollout], *, lengths: Sequence[int]) -> Tensor | None:
     """Return the [T, layers, K] experts of all tokens, -1 where the sampler recorded none.
 
-    Each completion records its full context. The experts of a token are those of the first
-    completion that includes it, whose log-probs were computed with them.
+    Each completion records its full context. A token's experts are those recorded by the first
+    completion that includes it, because its log-probs were computed with them.
     """
     recorded = [c.routed_experts for rollout in rollouts for c in rollout.completions]
     example = next((experts for experts in recorded if experts is not None), None)
@@ -272,7 +272,7 @@ class _Segment:
     tokens: tuple[int, ...]
     is_trained: bool
     turns_after: int
-    """Number of turns that follow the turn of the segment."""
+    """Number of turns that follow the segment's turn."""
     logprobs: Sequence[float] = ()
     """One per token, or empty if they are 0."""
     reward: float = 0.0

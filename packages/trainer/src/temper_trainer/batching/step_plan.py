@@ -55,12 +55,12 @@ class RoleLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """The samples of one optimizer update, and the plan of each role for them."""
+    """The samples for one optimizer update, and each role's plan for them."""
 
     indices: tuple[int, ...]
     """Ascending indices into the samples of the step."""
     denominators: Denominators
-    """Counts over all samples of the mini-batch, by which losses are divided."""
+    """Counts over all samples in the mini-batch; losses are divided by them."""
     plans: Mapping[str, MiniBatchPlan]
     """Plan by role. Its indices point into ``indices``, not into the samples of the step."""
     seed: int
@@ -119,7 +119,7 @@ def plan_step(
     Args:
         samples: Samples of the step. Their loss mask must be final, because it determines the
             denominators.
-        config: Number of passes and mini-batches, and the token limit of a micro-batch.
+        config: Number of passes and mini-batches, and the token limit per micro-batch.
         layouts: Layout by role. Roles with equal layouts get the same plan object.
         seed: Seed of the step; each pass distributes the groups differently.
 
@@ -186,7 +186,7 @@ def _plan_mini_batch(
 def find_zero_advantage_samples(samples: SequenceBatch) -> Tensor:
     """Return a [B] bool mask of samples whose advantages are all zero.
 
-    These are the samples of groups in which all completions have the same reward.
+    These are samples in groups where all completions have the same reward.
     """
     return sum_per_sequence((samples.columns["advantages"] != 0).float(), samples) == 0
 
@@ -228,7 +228,7 @@ def drop_zero_advantage_samples(
 
 
 def _map_indices(plan: MiniBatchPlan, positions: list[int]) -> MiniBatchPlan:
-    """Translate the indices of a plan over selected samples back to those of the mini-batch."""
+    """Translate a plan's indices, which count selected samples, back to mini-batch indices."""
     ranks = [
         RankPlan(
             micro_batches=tuple(tuple(positions[i] for i in micro) for micro in rank.micro_batches)
@@ -249,7 +249,7 @@ def pack_mini_batch(
 
     Args:
         samples: Samples of the step, with every column that the objective reads.
-        mini_batch: A mini-batch of the plan of the step.
+        mini_batch: A mini-batch in the step's plan.
         role: Role whose plan is used.
         objective: Objective that the role trains with.
 
@@ -299,7 +299,7 @@ def measure_plan(plan: StepPlan, samples: SequenceBatch, *, role: str) -> dict[s
         ``batch/tokens`` and ``batch/trained_tokens``: tokens of one pass. ``batch/updates``:
         mini-batches of all passes. ``batch/micro_batches``: micro-batches of each rank in one
         pass. ``batch/dummy_fraction``: fraction of micro-batches that contain only a dummy token.
-        ``batch/imbalance``: tokens of the fullest rank over those of the average rank, minus 1;
+        ``batch/imbalance``: tokens on the fullest rank divided by the average per rank, minus 1;
         the maximum over mini-batches.
     """
     lengths: list[int] = samples.lengths.tolist()
@@ -329,8 +329,8 @@ def _imbalance(mini_batch: MiniBatch, plan: MiniBatchPlan, lengths: list[int]) -
 def describe_plan(plan: StepPlan, samples: SequenceBatch) -> str:
     """Return the sizes of a step as text; printed at the first step.
 
-    It lists the number of updates, the denominators of the first one, and a table of the ranks for
-    each distinct plan.
+    It lists the number of updates, the first one's denominators, and a table of ranks for each
+    distinct plan.
     """
     lengths: list[int] = samples.lengths.tolist()
     first = plan.mini_batches[0]

@@ -28,7 +28,7 @@ def _format_s(seconds: float) -> str:
 
 
 def describe_retention(run: RunConfig) -> str:
-    """Return which checkpoints a run keeps, as the end of a line."""
+    """Return which checkpoints a run keeps, formatted to end a line."""
     if run.max_ckpt_to_keep is None:
         return "all are kept"
     permanent = f" and every {run.keep_every}th step" if run.keep_every else ""

@@ -53,7 +53,7 @@ class _PendingSave:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one phase of a run.
+    """Writes the checkpoints for one phase of a run.
 
     As a context it waits for the save in progress, also if the body raises an Exception. It does
     not wait after KeyboardInterrupt and the like, which must end the process at once.
@@ -145,8 +145,8 @@ class CheckpointWriter:
         """
         if self._pending is None:
             return
-        # Cleared first: if the save fails, a later `wait`, such as that of `__exit__`, must not
-        # finish it a second time.
+        # Cleared first: if the save fails, a later `wait`, such as in `__exit__`, must not finish
+        # it a second time.
         pending, self._pending = self._pending, None
         with abort_on_error(pending.transaction):
             parts = {name: role.finish_part() for name, role in self._roles.items()}

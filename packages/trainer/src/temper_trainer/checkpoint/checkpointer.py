@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 RUN_ID_FILE = "run_id"
 """File in the run folder with the id that the run's checkpoints contain."""
 _SAVE_MARGIN = 1.1
-"""Free space for a save, as a multiple of the size of the checkpoint before it."""
+"""Free space needed for a save, as a multiple of the previous checkpoint's size."""
 WritePart = Callable[[str], Sequence[PartReport]]
 """Writes the files of a role into a directory."""
 ReadPart = Callable[[str], None]
@@ -88,14 +88,14 @@ def abort_on_error(transaction: CheckpointTransaction) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointer:
-    """The checkpoints of one phase of a run."""
+    """Saves, finds, restores and deletes the checkpoints for one phase of a run."""
 
     root: Path
     """Folder of the step directories."""
     max_to_keep: int | None
     """Number of the newest verified checkpoints to keep; None keeps all."""
     keep_every: int = 0
-    """Checkpoints of steps that are a multiple of this are never deleted; 0 disables it."""
+    """Checkpoints at multiples of this step are never deleted; 0 disables it."""
     run_id: str | None = None
     """Id of the run; only checkpoints with this id are deleted."""
     verify: Callable[[Path], object] = verify
@@ -128,8 +128,8 @@ class Checkpointer:
     def begin(self, step: int) -> CheckpointTransaction:
         """Start the transaction of a step.
 
-        First delete the remains of killed saves, and on a tight disk also damaged steps of this
-        run. Without space for them and the new step, each restart would fail at this save.
+        First delete what killed saves left, and this run's damaged steps when disk space is short.
+        Without space for them and the new step, each restart would fail at this save.
 
         Raises:
             CheckpointError: If the step's directory already exists.
@@ -177,7 +177,7 @@ class Checkpointer:
 
         With ``auto``, damaged and incomplete checkpoints newer than the last good one are renamed,
         with a warning if the disk has less space than they take.
-        With the path of an earlier step of this run, the later steps are renamed. Nothing is
+        With the path of an earlier step in this run, later steps are renamed. Nothing is
         deleted, and each rename is logged as a warning.
 
         Args:
@@ -383,7 +383,7 @@ class Checkpointer:
             self._verify(directory)
 
     def read_completed_steps(self, directory: Path, *, phase: str) -> int:
-        """Return the number of completed steps of a phase, from which a run continues.
+        """Return the number of completed steps in a phase, from which a run continues.
 
         Raises:
             CheckpointError: If the checkpoint is from another phase, or its roles were saved at
@@ -450,7 +450,7 @@ class Checkpointer:
 
 
 def check_resume_step(step: int, *, total_steps: int, checkpoint: Path | None) -> None:
-    """Check that the checkpoint of a resumed run is not after the end of the run.
+    """Check that the checkpoint to resume from is not after the run's last step.
 
     Raises:
         CheckpointError: If it is.
@@ -463,7 +463,7 @@ def check_resume_step(step: int, *, total_steps: int, checkpoint: Path | None) -
 
 
 def load_run_id(folder: Path) -> str:
-    """Return the id of the run in a folder, which is created at its first start.
+    """Return the run id in a folder, created at its first start.
 
     A file that is empty or not text, as a crash of the host can leave it, is renamed, and the run
     gets a new id.

@@ -41,7 +41,7 @@ def write_model_directory(
 
     Args:
         weights: Full tensors under Hugging Face names. The stream is always read to its end.
-        model: Spec from which the config is made.
+        model: Spec used to make the config.
         tokenizer: Saved with the weights.
         directory: Directory to create; must not exist.
 
@@ -116,7 +116,8 @@ def _write_shards(weights: Iterable[NamedWeight], directory: Path) -> str:
 
     def flush() -> None:
         nonlocal buffer, size
-        # The metadata is that of `save_pretrained`: Transformers reads the framework from it.
+        # The metadata is the same as from `save_pretrained`: Transformers reads the framework from
+        # it.
         save_file(buffer, directory / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
         shards.append(list(buffer))
         buffer, size = {}, 0
@@ -138,7 +139,7 @@ def _write_shards(weights: Iterable[NamedWeight], directory: Path) -> str:
 def _name_shards(directory: Path, shards: list[list[str]], *, total: int) -> None:
     """Rename the shards as Hugging Face does.
 
-    The names contain the number of shards, which is known only after the last one.
+    The names contain the shard count, which is only known after the last one.
     """
     if len(shards) == 1:
         os.rename(directory / "shard-0.safetensors", directory / "model.safetensors")

@@ -63,7 +63,7 @@ def list_restored_parts(checkpoint: Path) -> set[str]:
 
 
 def read_tokenizer_digest(checkpoint: Path) -> str | None:
-    """Return the digest of the tokenizer of a step directory; None if it records none.
+    """Return the tokenizer digest from a step directory; None if it records none.
 
     Checkpoints of older versions and engine-only checkpoints record none.
 

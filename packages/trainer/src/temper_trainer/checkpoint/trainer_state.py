@@ -18,7 +18,7 @@ class TrainerState:
     phase: str
     """Phase whose steps are counted, such as ``rl``, ``sft`` or ``warm_start``."""
     step: int
-    """Number of completed steps of the phase."""
+    """Number of completed steps in the phase."""
     cursor: DataCursor
     """Position in the training data."""
     trained_ahead: tuple[int, ...] = ()
@@ -26,7 +26,7 @@ class TrainerState:
     weight_version: int
     """Version of the weights that were last sent to the sampler."""
     config_digest: str
-    """Digest of the configuration of the run."""
+    """Digest of the run's configuration."""
     kl_coef: float = 0.0
     """Current coefficient of the KL penalty on rewards."""
     entropy_coef: float = 0.0
@@ -34,7 +34,7 @@ class TrainerState:
     entropy_bonus_active: bool = True
     """False if the last step's entropy was above its target, where the bonus is not applied."""
     reward_count: float = 0.0
-    """Number of rewards of the run so far."""
+    """Number of rewards in the run so far."""
     reward_mean: float = 0.0
     """Mean of these rewards."""
     reward_squares: float = 0.0

@@ -8,7 +8,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _PICKLE_PROTOCOL = b"\x80"
 """First byte of a pickle."""
 _LFS_POINTER = b"version https://git-lfs"
-"""Start of the file that git writes in place of a large one if git-lfs is not installed."""
+"""Start of files that git writes in place of large ones when git-lfs is not installed."""
 
 
 def find_damaged_model(folder: Path) -> str | None:
@@ -34,9 +34,9 @@ def find_damaged_weights(folder: Path) -> str | None:
     """Return a message about the first damaged weight file of a model or adapter, or None.
 
     No file may be empty. Files of torch.save are zip archives, whose directory is at the end, or
-    pickles as older versions wrote them, of which only the start is checked. A safetensors file
-    starts with the length of its header in 8 bytes; the header has the end offset of each tensor.
-    Only the headers are read.
+    pickles from older versions, where only the start is checked. A safetensors file starts with the
+    length of its header in 8 bytes; the header has the end offset of each tensor. Only the headers
+    are read.
     """
     weights = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
     if not weights:
@@ -67,7 +67,7 @@ def find_damaged_weights(folder: Path) -> str | None:
         size = path.stat().st_size
         with path.open("rb") as file:
             # Read by hand: the safetensors library returns tensors of a framework, and importing
-            # one would take most of the time of a check.
+            # one would take most of the time.
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or 8 + length > size:
                 return f"{path} has {size} bytes and is truncated: copy or download it again."

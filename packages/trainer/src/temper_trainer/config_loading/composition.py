@@ -48,7 +48,7 @@ FILE_PREFIX = "file "
 RUN_PREFIX = "run "
 """Prefix of a value's origin if an earlier run's ``config.yaml`` sets it; the path follows."""
 DIGEST_PREFIX = "# digest "
-"""Start of the first line of files that a run writes."""
+"""First line prefix in files that a run writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ def build_help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
 
 
 def _build_section(name: str, *, engine_class: type[EngineConfig], config_dir: str | None) -> str:
-    """Return help on a name: the choices of a config group, the keys of a block, or one key."""
+    """Return help on a name: a config group's choices, a block's keys, or one key."""
     known = collect_keys(TrainerConfig, engine_class=engine_class)
     entry = known.get(name)
     if entry is None and name not in GROUPS:
@@ -190,7 +190,7 @@ def _entry_lines(
     engine_class: type[EngineConfig],
     seen: dict[type, str],
 ) -> Iterator[str]:
-    """Yield the lines of a field, and those of the keys below it."""
+    """Yield the lines for a field and all keys below it."""
     key = f"{prefix}{entry.name}"
     if entry.item is not None:
         yield from _entry_lines(
@@ -283,7 +283,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def read_field_docstrings(cls: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, fields of base classes included."""
+    """Return the docstring below each dataclass field, including base class fields."""
     docstrings: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base is not object:

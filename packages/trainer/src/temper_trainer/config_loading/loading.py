@@ -140,7 +140,7 @@ def load(
 
 
 def compute_digest(resolved: Mapping[str, Plain]) -> str:
-    """Return the SHA-256 of all values except DIGEST_EXCLUDED_KEYS, independent of their order."""
+    """Return the SHA-256 of all values except DIGEST_EXCLUDED_KEYS. Their order does not matter."""
     # Include only keys that influence numbers: a resumed run may change where and how fast it runs.
     included = {
         key: value

@@ -31,7 +31,7 @@ class Entry:
     is_open: bool
     """True for a mapping with arbitrary keys."""
     item: "Entry | None" = None
-    """Values of a mapping, if its keys are user-chosen names of blocks."""
+    """Type of a mapping's values, when its keys are user-chosen block names."""
     choice: Choice | None = None
     """Variants that it chooses from, if it is a tagged union."""
     has_default: bool
@@ -50,12 +50,12 @@ class Entry:
 def iterate_entries(
     cls: type, *, engine_class: type[EngineConfig], instance: object = None
 ) -> Iterator[Entry]:
-    """Yield the fields of a dataclass in order of definition.
+    """Yield a dataclass's fields in definition order.
 
     Args:
         cls: The dataclass.
         engine_class: Class of the fields with the type EngineConfig.
-        instance: Object of the class whose values are the defaults; None takes those of the class.
+        instance: Object of the class whose values are the defaults; None uses the class's own.
     """
     hints = _resolve_hints(cls)
     for field in dataclasses.fields(cls):
@@ -103,7 +103,7 @@ def find_block_class(annotation: object) -> type | None:
 
 
 def find_item_class(annotation: object) -> type | None:
-    """Return the dataclass of the values of a mapping from names to blocks, else None."""
+    """Return the value dataclass of a mapping from names to blocks, else None."""
     return (
         find_block_class(get_args(annotation)[1])
         if get_origin(annotation) in (dict, Mapping)
@@ -119,7 +119,7 @@ def is_optional(annotation: object) -> bool:
 def collect_keys(
     cls: type, *, engine_class: type[EngineConfig], prefix: str = ""
 ) -> dict[str, Entry]:
-    """Return all dotted keys below a dataclass in order, those of nested dataclasses included."""
+    """Return all dotted keys below a dataclass in order, including nested dataclasses."""
     collected: dict[str, Entry] = {}
     for entry in iterate_entries(cls, engine_class=engine_class):
         collected |= _collect_entry(entry, engine_class=engine_class, prefix=prefix)
@@ -204,7 +204,7 @@ def collect_defaults(
         cls: The dataclass.
         engine_class: Class of the fields with the type EngineConfig.
         given: Values that are set.
-        instance: Object of the class whose values are the defaults; None takes those of the class.
+        instance: Object of the class whose values are the defaults; None uses the class's own.
     """
     defaults: dict[str, Plain] = {}
     for entry in iterate_entries(cls, engine_class=engine_class, instance=instance):

@@ -233,7 +233,7 @@ def restore_secret_references(
 def find_secret_values(
     resolved: Mapping[str, Plain], *, written: Mapping[str, Plain]
 ) -> Iterator[str]:
-    """Yield the values of the secrets of a configuration.
+    """Yield the values of all secrets in a configuration.
 
     Args:
         resolved: Values.
@@ -292,7 +292,7 @@ def _names_secret(name: str) -> bool:
         if word in ("keys", "tokens") and previous in _OWNERS_OF_MANY:
             return True
         match = _KEY_OR_TOKEN.search(word)
-        # `pad_token_id` is a number of the vocabulary, but `access_key_id` is part of a secret.
+        # `pad_token_id` is a vocabulary index, but `access_key_id` is part of a secret.
         if match is not None and not (match[2] == "token" and following == "id"):
             owner = match[1] or previous
             if _HARMLESS_OWNERS.fullmatch(owner) is None:

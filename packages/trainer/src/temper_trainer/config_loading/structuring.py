@@ -108,7 +108,7 @@ def _list_options(annotation: object) -> list[str]:
     return ["a mapping from names to values"]
 
 
-# cattrs compiles a function for each dataclass, which takes a fifth of the time of a load.
+# cattrs compiles a function for each dataclass, which takes a fifth of the loading time.
 @functools.cache
 def _converter(engine_class: type[EngineConfig]) -> Converter:
     converter = Converter(forbid_extra_keys=True, detailed_validation=True)

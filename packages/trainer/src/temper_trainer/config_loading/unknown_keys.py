@@ -79,7 +79,7 @@ def _describe_key_of_other_engine(key: str, *, known: Mapping[str, Entry], engin
 
 
 def _list_engine_blocks(known: Mapping[str, Entry]) -> list[str]:
-    """Return the blocks, such as actor.engine, whose keys are those of the chosen engine."""
+    """Return the blocks, such as actor.engine, whose keys the chosen engine defines."""
     return [
         key
         for key, entry in known.items()

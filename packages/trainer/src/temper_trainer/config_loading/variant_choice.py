@@ -39,7 +39,7 @@ def expand_names(tree: Tree, *, choices: Mapping[str, Entry]) -> None:
 
 
 def find_names(tree: Tree, *, choices: Mapping[str, Entry]) -> dict[str, Plain]:
-    """Return the names of variants that a tree gives, by the dotted key of the block."""
+    """Return the variant names that a tree gives, by the block's dotted key."""
     blocks = {key: parent[name] for parent, name, key in _iterate_choices(tree, choices=choices)}
     return {
         key: block["name"]
@@ -73,7 +73,7 @@ def drop_former_variants(
 
 
 def get_default_name(key: str, *, choices: Mapping[str, Entry]) -> str | None:
-    """Return the name of the variant that is in force if nothing chooses one."""
+    """Return the name of the variant that is used when nothing chooses one."""
     return choices[_to_pattern(key, choices)].default_variant
 
 

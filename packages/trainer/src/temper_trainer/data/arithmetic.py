@@ -47,7 +47,7 @@ _MAX_REPEATS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One operation; an operand of None is the result of the previous step."""
+    """One operation; an operand of None is the previous step's result."""
 
     left: int | None
     operator: Operator
@@ -120,7 +120,7 @@ def generate_arithmetic_rows(config: ArithmeticSource) -> list[Row]:
         DataError: If there are fewer different problems than max_rows.
     """
     problems = random.Random(f"problems {config.seed}")
-    # A generator of its own, so that the fraction of wrong demonstrations does not change the
+    # Use a separate generator, so that the fraction of wrong demonstrations does not change the
     # problems.
     mistakes = random.Random(f"mistakes {config.seed}")
     seen: set[str] = set()

@@ -18,8 +18,8 @@ def encode_conversation(
     """Tokenize one conversation turn by turn, as it would have been sampled.
 
     Each assistant turn (with data.train_on last only the last one) is trained from its first token
-    to its end token. Text that the template writes after the end token is not trained. The tokens
-    of a turn have the weight of its message, if the row has weights.
+    to its end token. Text that the template writes after the end token is not trained. A turn's
+    tokens have its message's weight, if the row has weights.
 
     Raises:
         ConfigError: If there is no chat template, or data.tools_path is set.

@@ -99,7 +99,7 @@ def give_token_weights(row: Row, *, num_tokens: int) -> tuple[float, ...] | None
 
 
 def check_any_weight(weights: Sequence[float], *, location: str) -> None:
-    """Raise if all weights of the trained tokens of a demonstration are 0.
+    """Raise if the weights for all trained tokens in a demonstration are 0.
 
     Raises:
         DataError: Naming the row.

@@ -25,7 +25,7 @@ def encode_prompts(
     *,
     must_keep: bool = True,
 ) -> tuple[list[Prompt], int]:
-    """Tokenize rows in order, and return the prompts and the number of dropped overlong rows.
+    """Tokenize rows in order, and return the prompts and how many overlong rows were dropped.
 
     With ``must_keep=False`` it is no error if no row is left.
 
@@ -45,7 +45,7 @@ def encode_demonstrations(
     *,
     must_keep: bool = True,
 ) -> tuple[list[Demonstration], int]:
-    """Tokenize prompts with their solutions, and return them and the number of dropped rows.
+    """Tokenize prompts with their solutions, and return them and how many rows were dropped.
 
     The end token is appended to each solution. A conversation is a demonstration by itself; see
     ``encode_conversation``. With ``must_keep=False`` it is no error if no row is left.
@@ -150,7 +150,7 @@ def _check_tools(
             "data.tools_path has no effect: no prompt is a list of chat messages. Remove it, or "
             "set string_prompts."
         )
-    # One prompt is enough, because all of them use the same template and tools.
+    # One prompt is enough, because all use the same template and tools.
     if texts[described] == render_prompt(rows[described], tokenizer=tokenizer, config=without):
         raise ConfigError(
             f"data.tools_path is {config.tools_path!r}, but the chat template does not use tools: "
@@ -310,7 +310,7 @@ def encode_preferences(
     *,
     must_keep: bool = True,
 ) -> tuple[list[Pair | LabeledCompletion], int]:
-    """Tokenize pairs or labeled completions, and return them and the number of dropped rows.
+    """Tokenize pairs or labeled completions, and return them and how many rows were dropped.
 
     With ``must_keep=False`` it is no error if no row is left.
 

@@ -37,7 +37,7 @@ class Row:
 
     Equal to the answer, unless wrong demonstrations were generated on purpose."""
     location: str
-    """File and line, or the name of the data source, for messages."""
+    """File and line, or the data source's name, for messages."""
     teacher_prompt: str | tuple[ChatMessage, ...] | None = None
     """Prompt of the policy as its own teacher; None if it is the same."""
     completion: str | None = None
@@ -45,8 +45,8 @@ class Row:
     difficulty: float | None = None
     """Value of the field that the source's `difficulty_key` names."""
     loss_weights: float | tuple[float, ...] | None = None
-    """Weights in the loss: one for all tokens of the solution, one for each of them and the end
-    token, or one per message of a conversation; None if there are none."""
+    """Weights in the loss: one for all solution tokens, one for each of them and the end token, or
+    one per message in a conversation; None if there are none."""
     route: str = ""
     """Value of the field that the source's `route_key` names; selects a reward or teacher."""
     category: str = ""
@@ -312,7 +312,7 @@ def _build_conversation_row(
 
 
 def parse_number(record: object, *, key: str, setting: str, location: str) -> float:
-    """Return a finite number of a record.
+    """Return a finite number from a record.
 
     Raises:
         DataError: If the field is missing or has another value.

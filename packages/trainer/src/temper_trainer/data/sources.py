@@ -38,7 +38,7 @@ _PARQUET_BATCH = 4096
 
 
 def load_rows(source: DataSource, *, base_dir: Path | None = None) -> list[Row]:
-    """Return all rows of a source, validated, in the order of its files.
+    """Return all rows from a source, validated, in file order.
 
     Args:
         source: Files, fields and number of rows.
@@ -80,7 +80,7 @@ def iterate_rows(source: DataSource, *, base_dir: Path | None = None) -> Iterato
             source.teacher_prompt_key,
             source.completion_key,
             source.difficulty_key,
-            # In a conversation the weight is a field of each message, and not of the row.
+            # In a conversation the weight is a field in each message, not in the row.
             source.loss_weight_key if source.messages_key is None else None,
         )
         if key is not None
@@ -104,7 +104,7 @@ def load_preferences(source: DataSource, *, kind: PreferenceKind) -> list[Prefer
 
     Raises:
         DataError: If a record lacks a field, a completion is empty, or all labels are equal.
-        ConfigError: If the source generates its rows, which are no preferences.
+        ConfigError: If the source generates its rows, because these are not preferences.
     """
     if not isinstance(source, RecordSource):
         raise ConfigError(

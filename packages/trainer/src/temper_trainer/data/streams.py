@@ -80,7 +80,7 @@ def measure_difficulty(prompts: Iterable[Prompt]) -> dict[str, float]:
 class InMemoryStream(Generic[Item]):
     """Endless stream of items that are all in memory; a batch may cross an epoch boundary.
 
-    The order is a pure function of (seed, epoch), so a cursor of two numbers is enough to resume.
+    The order is a pure function of (seed, epoch), so a cursor with two numbers is enough to resume.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class InMemoryStream(Generic[Item]):
                 "there are no training items: the data set is empty, or all its prompts were "
                 "dropped."
             )
-        # The end of the items is included, because a cursor may be at the end of an epoch.
+        # The end is included, because a cursor may be at the end of an epoch.
         if not 0 <= start.index <= len(items) or start.epoch < 0:
             raise DataError(
                 f"the data cursor is at {start.index} of epoch {start.epoch}, but there are "
@@ -127,7 +127,7 @@ class InMemoryStream(Generic[Item]):
 
     @property
     def cursor(self) -> DataCursor:
-        """Position of the next item; at the end of an epoch it is index 0 of the next."""
+        """Position of the next item; at the end of an epoch it is index 0 in the next."""
         return self._cursor
 
     def take(self, count: int) -> list[Item]:
@@ -154,7 +154,7 @@ class InMemoryStream(Generic[Item]):
             taken.append(item)
 
     def _seek(self, cursor: DataCursor) -> None:
-        # The end of an epoch and the start of the next are one position, which needs one form.
+        # An epoch's end and the next one's start are the same position, which needs one form.
         if cursor.index == len(self._items):
             cursor = DataCursor(epoch=cursor.epoch + 1)
         if self._order_epoch != cursor.epoch:
@@ -176,9 +176,9 @@ class InMemoryStream(Generic[Item]):
 class MixedStream(Generic[Item]):
     """Endless stream that draws from several sources in fixed fractions; see ``InMemoryStream``.
 
-    Every source is repeated as often as its fraction needs, in an order of its own. Any stretch of
-    the stream has the fractions to within one item. The source of an item depends only on its
-    position, so a cursor of two numbers is enough to resume.
+    Every source is repeated as often as its fraction needs, each in its own order. Any stretch of
+    the stream has the fractions to within one item. Which source an item comes from depends only on
+    its position, so a cursor with two numbers is enough to resume.
 
     Example:
         >>> stream = MixedStream(

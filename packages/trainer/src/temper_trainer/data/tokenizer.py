@@ -191,8 +191,7 @@ def check_texts(
 
     Args:
         tokenizer: The tokenizer.
-        texts: Texts of this start of the run, which may differ from those that the tokenizer was
-            trained on.
+        texts: Texts in this start of the run. The tokenizer may have been trained on others.
         directory: Where it is saved, for the message.
 
     Raises:

@@ -36,10 +36,10 @@ def add_advantages(
     """Compute the advantages of a step from its rewards.
 
     Args:
-        samples: Samples with the columns of the forward passes (old and reference log-probs,
-            values) and of the teachers.
+        samples: Samples with the columns from forward passes (old and reference log-probs, values)
+            and teachers.
         rollouts: Rollouts of the step.
-        parents: Index of the rollout of each sample, see `split_branches`.
+        parents: Rollout index for each sample, see `split_branches`.
         config: Configuration of the run.
         kl_controller: Coefficient of the KL penalty on rewards.
 
@@ -59,7 +59,7 @@ def add_advantages(
             estimator=get_value_estimator(algorithm.kl_estimator),
             clamp=algorithm.kl_clamp,
         )
-    # The first samples are those of the rollouts. Branches must not count in the statistics of a
+    # The first samples belong to the rollouts. Branches must not count in the statistics of a
     # group, because their rollout would then count several times.
     has_branches = len(parents) > len(rollouts)
     estimated = estimate_advantages(
@@ -103,7 +103,7 @@ def add_advantages(
 def _copy_to_branches(
     advantages: Tensor, *, samples: SequenceBatch, parents: Sequence[int]
 ) -> Tensor:
-    """Return the advantages of all samples, given those of the first ones, without branches.
+    """Return advantages for all samples, given those for the first ones, without branches.
 
     The trained tokens of a rollout have the same advantage: the configuration requires an estimator
     with one number per rollout.
@@ -124,7 +124,7 @@ def _get_turn_discount(rollout: Rollout, *, config: TrainerConfig) -> float:
 def _discount_turns(
     advantages: Tensor, *, samples: SequenceBatch, discounts: Sequence[float]
 ) -> Tensor:
-    """Reduce the advantages of earlier turns by the discount of each sample."""
+    """Reduce the advantages in earlier turns by each sample's discount."""
     if set(discounts) == {1.0} or TURNS_AFTER not in samples.columns:
         return advantages
     has_one_discount = len(set(discounts)) == 1
@@ -193,7 +193,7 @@ def replace_squares(values: dict[str, float], *, metrics: Mapping[str, Metric]) 
 
     Args:
         values: Values to log, by metric name.
-        metrics: The metrics from which the values were taken.
+        metrics: The metrics that the values were taken from.
     """
     if RATIO_SQUARE_MEAN not in metrics:
         return values

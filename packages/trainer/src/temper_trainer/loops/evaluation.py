@@ -68,7 +68,7 @@ class Evaluation:
     num_completions: int
     """Completions per prompt."""
     rows: Sequence[SampleRow]
-    """Some of the completions, for the table of samples."""
+    """Some completions, for the sample table."""
 
 
 def evaluate(
@@ -103,7 +103,7 @@ def evaluate(
             answer=each.prompt.answer,
             reward=float("nan") if each.reward is None else each.reward,
         )
-        # The first completion of each of the first prompts.
+        # The first completion for each of the first prompts.
         for each in islice(completions, 0, run.num_table_rows * num_completions, num_completions)
     ]
     extract_answer = _find_answer_extractor(
@@ -131,7 +131,7 @@ def _find_answer_extractor(
 
     Args:
         config: The configuration.
-        rewards: Names of the rewards of the held-out prompts.
+        rewards: Reward names for the held-out prompts.
     """
     if config.run.eval_answer_pattern is None:
         parts = find_rewards(config.reward, rewards)
@@ -268,7 +268,7 @@ def count_trained_prompts(
     """Return how many prompts have a question that is also trained on, ignoring white space.
 
     Args:
-        prompts: Prompts made from ``rows``, some of which may have been dropped.
+        prompts: Prompts made from ``rows``; some rows may have been dropped.
         rows: Rows of the held-out source.
         trained: Rows of all sources that this run trains on.
     """

@@ -50,10 +50,10 @@ def prepare_samples(
         examples: Examples of one type.
         objective: Objective of the stage.
         reference: Source of the reference log-probs that the objective reads.
-        groups: Workers of the actor, and of the reference policy if there is one.
-        max_tokens: Maximum number of tokens of a micro-batch.
+        groups: Workers for the actor, and for the reference policy if there is one.
+        max_tokens: Maximum number of tokens per micro-batch.
         seed: Seed of the plan.
-        num_parts: Number of mini-batches of the plan; at most one per example.
+        num_parts: Number of mini-batches in the plan; at most one per example.
         before_part: Called before each forward pass of a mini-batch.
     """
     samples = _make_samples(examples)

@@ -37,7 +37,7 @@ def encode_held_out(
     Args:
         config: The configuration.
         data: Rows of all sources, and the tokenizer.
-        limit: Maximum number of tokens of an example, and the key that sets it.
+        limit: Maximum number of tokens per example, and the key that sets it.
         log: Log of the run.
     """
     sets, dropped = [], {}
@@ -68,9 +68,9 @@ class HeldOutEvaluator:
     reference: ReferenceSource
     """Source of the reference log-probs that the objective reads."""
     batch_size: int
-    """Examples of a forward pass, between two calls of ``check_stop``."""
+    """Examples per forward pass, between two ``check_stop`` calls."""
     max_tokens: int
-    """Maximum number of tokens of a micro-batch."""
+    """Maximum number of tokens per micro-batch."""
     log: RunLog
 
     def evaluate(
@@ -80,10 +80,10 @@ class HeldOutEvaluator:
         step: int,
         check_stop: Callable[[], object] = lambda: None,
     ) -> dict[str, float]:
-        """Evaluate and log all sets; return their metrics, which are empty without sets.
+        """Evaluate and log all sets; return their metrics; empty without sets.
 
         Args:
-            groups: Workers of the actor, and of the reference policy if there is one.
+            groups: Workers for the actor, and for the reference policy if there is one.
             step: Number of completed steps.
             check_stop: Called between forward passes; may raise to abandon the evaluation.
         """

@@ -111,7 +111,7 @@ def run_rl(
         boundary.set_saved(state.step, resume_from)
         if state.step < config.run.total_steps:
             folder.supersede_model()
-        # The sampler starts with the weights of the model path, not with those of the checkpoint.
+        # The sampler starts with weights from the model path, not from the checkpoint.
         components.publisher.publish(components.canary)
         if state.step == 0:
             evaluate_all(components, step=0, label="before RL")
@@ -229,7 +229,7 @@ def _run_steps(
             ):
                 result = loop.run_step(step=step, objectives=objectives, controllers=controllers)
             if result.controllers.entropy != controllers.entropy:
-                # The entropy coefficient is part of the objective, which workers have a copy of.
+                # The entropy coefficient is part of the objective, and workers have a copy.
                 actor = build_objectives(config, controllers=result.controllers)["actor"]
                 objectives |= {"actor": actor}
                 roles["actor"].set_objective(actor)
@@ -303,7 +303,7 @@ def _save_on_failure(
             boundary.set_saved(saved_step, writer.save(previous_state, wait=True))
         raise boundary.make_interrupted(stop) from None
     except TemperError:
-        # After some of the updates, the weights belong to no step and must not be saved. A group
+        # After only some updates, the weights belong to no step and must not be saved. A group
         # that has lost a worker cannot save its part.
         is_unchanged = sum(role.num_updates for role in roles) == num_updates
         can_save = is_unchanged and not any(role.is_broken for role in roles)
@@ -334,7 +334,7 @@ def restore_controllers(config: AlgorithmConfig, state: TrainerState) -> Control
 
 
 def save_controllers(controllers: Controllers, state: TrainerState) -> TrainerState:
-    """Return a state with the values of the controllers; inverse of `restore_controllers`."""
+    """Return a state with the controllers' values; inverse of `restore_controllers`."""
     return replace(
         state,
         kl_coef=controllers.kl.coef,
@@ -372,7 +372,7 @@ def build_objectives(config: TrainerConfig, *, controllers: Controllers) -> dict
 
 
 def _pick_samples(result: StepResult, *, count: int) -> list[SampleRow]:
-    """Return the first completion of each of the first prompts."""
+    """Return the first completion for each of the first prompts."""
     first_of_group: dict[int, Rollout] = {}
     for rollout in result.rollouts:
         first_of_group.setdefault(rollout.group_id, rollout)

@@ -191,16 +191,16 @@ def _prepare_updates(
         samples, rollouts=rollouts, parents=parents, config=config, kl_controller=kl_controller
     )
     if algorithm.reweight is not None:
-        # After the advantages, which are those of the groups as they were sampled.
+        # Do this after computing advantages, which use the groups as they were sampled.
         seed = derive_seed(config.run.seed, "reweight", step)
         samples, resampling_metrics = _resample(
             samples, rollouts, config=algorithm.reweight, seed=seed
         )
-        # Lengths and denominators are now those of the drawn samples.
+        # Lengths and denominators now belong to the drawn samples.
         plan = plan_step(samples, config.batching, layouts=layouts, seed=plan_seed)
         metrics = metrics | resampling_metrics
     # Late in a run most groups are all right or all wrong, and their passes would cost as much as
-    # those of the others: docs/decisions/0003.
+    # the other ones: docs/decisions/0003.
     if can_drop_zero_advantage(config):
         plan = drop_zero_advantage_samples(
             plan,

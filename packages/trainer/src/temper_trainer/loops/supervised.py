@@ -1,6 +1,6 @@
 """Run a supervised stage: train on demonstrations or preferences, and write a model.
 
-A stage is either a run of its own (tasks sft, dpo and rm) or the warm start of an RL run.
+A stage is either a separate run (tasks sft, dpo and rm) or the warm start for an RL run.
 """
 
 import time
@@ -208,7 +208,7 @@ def _resume(
     """Restore the actor, if there is a checkpoint.
 
     Returns:
-        The remaining examples, and the number of completed steps.
+        The remaining examples, and how many steps are completed.
     """
     stream = stage.open_stream(DataCursor())
     checkpoint = stage.resume_from

@@ -96,7 +96,7 @@ def build_demonstration_stage(
     resume_from: Path | None,
     log: RunLog,
 ) -> SupervisedStage:
-    """Return the stage of task sft or of the warm start.
+    """Return the stage for task sft or the warm start.
 
     Args:
         config: The configuration, with models fitted to the tokenizer.

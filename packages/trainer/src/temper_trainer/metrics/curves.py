@@ -34,7 +34,7 @@ COLORS = ("#2563a8", "#c8551b", "#3a8a4d", "#7b4fa3")
 NUM_COLUMNS = 2
 WIDTH, HEIGHT = 5.6, 2.5
 """Size of a panel including its title and axis labels, in inches."""
-# Fixed margins instead of `tight_layout`, which draws the figure once more to measure its texts and
+# Use fixed margins instead of `tight_layout`, which draws the figure again to measure its texts and
 # so takes most of the time.
 LEFT, RIGHT, TOP, BOTTOM = 0.7, 0.3, 0.8, 0.5
 """Margins of the figure in inches."""
@@ -174,7 +174,7 @@ PANELS = (
 
 
 class PlainLogFormatter(LogFormatter):
-    """Labels ticks of a logarithmic axis as 0.3 instead of 3 x 10^-1."""
+    """Labels logarithmic ticks as 0.3 instead of 3 x 10^-1."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         """Return the label of a tick; empty if the base class leaves it out."""
@@ -251,7 +251,7 @@ def _arrange_panels(panels: Sequence[Panel]) -> list[tuple[int, int]]:
 
 
 def _points(rows: Sequence[Row], phase: str, name: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of one metric, without non-finite values."""
+    """Return steps and values for one metric, without non-finite values."""
     points = [
         (row.step, row.values[name]) for row in rows if row.phase == phase and name in row.values
     ]

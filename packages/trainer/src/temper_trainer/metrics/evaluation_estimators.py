@@ -52,7 +52,7 @@ def estimate_mean(values: Sequence[float]) -> MeanEstimate:
 
 
 def compute_pass_at_k(*, num_completions: int, num_solved: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that one of k completions is right.
+    """Return an unbiased estimate for the probability that one of k completions is right.
 
     1 - C(n - c, k) / C(n, k) for c right ones among n completions: the fraction of subsets of size
     k that contain a right one (Chen et al. 2021, arXiv:2107.03374, equation 1). In exact integers,
@@ -78,7 +78,7 @@ def compute_pass_at_k(*, num_completions: int, num_solved: int, k: int) -> float
 
 
 def list_pass_k(num_completions: int) -> list[int]:
-    """Return the values of k for which pass@k is reported: powers of two, and all completions.
+    """Return the k values that pass@k is reported for: powers of two, and all completions.
 
     Example:
         >>> list_pass_k(6)
@@ -167,7 +167,7 @@ def group_by_category(problems: Sequence[ProblemResult]) -> dict[str, list[Probl
 def measure_problems(
     problems: Sequence[ProblemResult], *, num_completions: int, solved_reward: float
 ) -> dict[str, float]:
-    """Return the metrics of a set of problems; keys are the last parts of the metrics' names.
+    """Return metrics for a set of problems; keys are the last parts of the metrics' names.
 
     ``reward`` is mean@k. ``failed`` counts completions that could not be scored. They are left out
     of ``reward``, which uses the problem's other completions. pass@k and maj@k need all completions

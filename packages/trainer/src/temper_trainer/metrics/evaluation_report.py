@@ -22,11 +22,11 @@ MAIN_METRICS = {
     "preference": "accuracy",
     "sft": "nll",
 }
-"""The metric that is plotted, by the kind of evaluation in the names of metrics: a sampling
+"""The plotted metric, by the kind of evaluation in metric names: a sampling
 configuration, or preference or sft in supervised tasks. No held-out set is called like a kind.
 """
 INTERVAL = "_ci95"
-"""End of the metrics with half the width of a confidence interval."""
+"""Name suffix for metrics with half a confidence interval's width."""
 _AT_K = re.compile(r"(pass|maj)_at_(\d+)")
 
 
@@ -101,7 +101,7 @@ def _format_cell(values: dict[str, float], name: str) -> str:
 
 
 def draw_evaluations(evaluations: Sequence[EvaluationRow]) -> bytes | None:
-    """Return a PNG of the evaluations over the steps, and of the last ones by category.
+    """Return a PNG that shows evaluations over steps, and the last ones by category.
 
     Bars are 95 % confidence intervals. Returns None without evaluations.
     """

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 32
 """Maximum number of simultaneous connections; a further one replaces the oldest."""
 REQUEST_S = 10.0
-"""Time limit from accepting a connection to the end of its response."""
+"""Time limit from accepting a connection until its response ends."""
 
 
 class _Gauge(Protocol):

@@ -39,7 +39,7 @@ REPORT_FILE = "report.html"
 NUM_SAMPLES = 100
 """Number of completions shown; the newest ones."""
 MAX_OPEN_LINES = 12
-"""Lines from which on the table of evaluations is folded."""
+"""Evaluation tables with more lines are folded."""
 MAX_SAMPLE_CHARACTERS = 4000
 """Longest text of a sample; samples.jsonl has the rest."""
 STYLE = """
@@ -74,7 +74,7 @@ document.getElementById("search").addEventListener("input", event => {
   }
 });
 """
-"""Hides the samples that lack one of the words in the search field."""
+"""Hides samples that lack any word in the search field."""
 
 Cells = Sequence[object]
 
@@ -235,7 +235,7 @@ def _shorten(value: object) -> object:
 
 
 def _configuration(directory: Path) -> str:
-    """Return a table of the settings that are not defaults, and a folded one of all settings."""
+    """Return a table with changed settings, and a folded one with all settings."""
     values = read_settings(directory)
     origins = read_settings(directory, name="config_origins.yaml")
     if not (values and origins):
@@ -252,7 +252,7 @@ def _to_text(value: object) -> str:
 
 
 def _environment(starts: Sequence[Mapping[str, object]]) -> str:
-    """Return a table of this machine and of the versions that the last start recorded."""
+    """Return a table with this machine and the versions that the last start recorded."""
     import torch  # slow to import: only when a report is written
 
     lines: list[Cells] = [

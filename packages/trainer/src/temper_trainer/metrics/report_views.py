@@ -15,7 +15,7 @@ from temper_trainer.metrics.run_files import parse_line, read_last_lines
 from temper_trainer.metrics.timeline import NUM_STEPS, TIMELINE_FILE
 
 MAX_EMBEDDED_BYTES = 3 << 20
-"""Maximum size of the data of each part in the page; older steps and rollouts are left out."""
+"""Maximum data size for each part of the page; older steps and rollouts are left out."""
 VIEW_STYLE = """
 svg { width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: currentColor; }
 svg .waiting, .key.waiting { fill: #cfd4da; background: #cfd4da; }
@@ -43,7 +43,7 @@ select { font: inherit; max-width: 100%; margin-right: 1em; }
 
 
 def draw_timeline(directory: Path) -> str:
-    """Return the timeline of the newest steps and the table of their staleness; empty if none."""
+    """Return the timeline for the newest steps and a table with their staleness; empty if none."""
     rows = _read_newest(directory / TIMELINE_FILE, count=NUM_STEPS)
     if not rows:
         return ""
@@ -60,7 +60,7 @@ def draw_timeline(directory: Path) -> str:
 
 
 def _tabulate_staleness(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return the percentage of tokens of each staleness; empty if all have the newest weights."""
+    """Return the percentage of tokens per staleness; empty if all have the newest weights."""
     counts = [_read_counts(row) for row in rows]
     ages = sorted({age for each in counts for age in each})
     if ages in ([], [0]):

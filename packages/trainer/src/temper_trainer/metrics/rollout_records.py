@@ -14,7 +14,7 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 NUM_ROLLOUTS = 48
 """Minimum number of rollouts in the file; it has at most twice as many."""
 MAX_TOKENS = 4096
-"""Maximum number of tokens of a rollout in the file; its end is left out."""
+"""Maximum number of tokens per rollout in the file; its end is left out."""
 
 Decode = Callable[[Sequence[int]], str]
 """Returns the text of tokens, with special tokens."""
@@ -23,7 +23,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def pick_rollouts(rollouts: Sequence[Rollout], *, count: int) -> list[Rollout]:
-    """Return the first rollout of each of the first prompts, and the worst and the best one.
+    """Return the first rollout for each of the first prompts, and the worst and the best one.
 
     Args:
         rollouts: Rollouts of a step.
@@ -40,7 +40,7 @@ def pick_rollouts(rollouts: Sequence[Rollout], *, count: int) -> list[Rollout]:
 def to_rollout_row(rollout: Rollout, *, step: int, decode: Decode) -> dict[str, object]:
     """Return a rollout as a line of the file.
 
-    ``histories`` has one list of segments, and one more for each branch of an agent. A segment has
+    ``histories`` has one list of segments, and another one for each agent branch. A segment has
     the ids and texts of its tokens; that of a completion has the log-prob of each, the version of
     the weights, one for each token if they differ, and the environment's reward.
 
@@ -129,7 +129,7 @@ def _to_tokens(tokens: Sequence[int], *, decode: Decode) -> dict[str, object]:
 def split_text(tokens: Sequence[int], *, decode: Decode) -> list[str]:
     """Return the text of each token.
 
-    A character of several tokens is in the text of its first token; the others are empty.
+    When a character has several tokens, it is in the first token's text; the others are empty.
 
     Example:
         >>> split_text([104, 195, 169], decode=lambda ids: bytes(ids).decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""Times of rollouts and of servers, recorded for every rollout at little cost."""
+"""Rollout and server times, recorded for every rollout at little cost."""
 
 import threading
 import time
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Phase = Literal["sampling", "environment", "scoring"]
-"""Activity of a rollout. In the rest of its time it waits."""
+"""Activity of a rollout. For the remaining time it waits."""
 
 MAX_BINS = 128
-"""Bins of a server's occupancy between two calls of `OccupancyGauge.drain`."""
+"""Bins of a server's occupancy between two `OccupancyGauge.drain` calls."""
 _FIRST_WIDTH_S = 0.001
 """Width of a bin at first; it doubles whenever the bins are full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Time in which a rollout was in one phase."""
+    """Time that a rollout spent in one phase."""
 
     phase: Phase
     begin: float
@@ -70,7 +70,7 @@ class _Server:
     """Open requests times seconds."""
     idle_s: float = 0.0
     since: float = 0.0
-    """Time up to which the integrals are complete."""
+    """The integrals are complete up to this time."""
 
 
 class OccupancyGauge:
@@ -88,7 +88,7 @@ class OccupancyGauge:
         """Count requests during the body.
 
         Yields:
-            Function that records the number of their server; called again if they move.
+            Function that records their server's number; called again if they move.
         """
         current: int | None = None
 

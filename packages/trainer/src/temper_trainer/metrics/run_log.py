@@ -99,8 +99,8 @@ class RunLog(AbstractContextManager["RunLog"]):
             progress: Show progress bars if the output is a terminal.
             writes_report: Write `curves.png` and `report.html`. False ignores requests to do so.
             resume_step: The last completed step. Rows of later steps are moved to
-                ``*.superseded-N.jsonl``. None starts from scratch and moves all existing rows. Rows
-                of a warm start stay until `progress_bar` of that phase moves them.
+                ``*.superseded-N.jsonl``. None starts from scratch and moves all existing rows. Warm
+                start rows stay until that phase's `progress_bar` moves them.
             prometheus_port: Port that serves the latest values; None serves nothing.
             prometheus_address: Address of this host on which the port is opened.
             console: Where lines are printed; standard output by default.
@@ -201,7 +201,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
         Args:
             phase: Phase of the metrics logged in the body.
-            total: Number of steps of the phase.
+            total: Number of steps in the phase.
             start: Number of completed steps.
         """
         self._totals[phase] = total
@@ -223,7 +223,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Print a table of completions, and append them to ``samples.jsonl``, without secrets.
 
         Args:
-            step: Step in which they were sampled.
+            step: Step when they were sampled.
             rows: The completions.
             kind: What their prompts are for.
         """

@@ -74,7 +74,7 @@ def format_step_line(
         step: Step of the phase.
         metrics: Logged metrics; those that are not in `LINE_METRICS` are not shown.
         phase: Name of the phase, which begins the line.
-        total: Number of steps of the phase, if known.
+        total: Number of steps in the phase, if known.
 
     Example:
         >>> metrics = {"reward/mean": 0.4531, "actor/loss": 0.0123, "rollout/tokens_per_s": 5123.4}
@@ -93,7 +93,7 @@ def format_step_line(
 class Dashboard:
     """Context that keeps progress bars and a table of metrics at the bottom of a terminal.
 
-    There is a bar for the steps of a phase, and one for each operation of the current step
+    There is a bar for a phase's steps, and one for each operation in the current step
     (`temper_trainer.progress`). Lines are printed above them.
     """
 

@@ -1,7 +1,7 @@
 """The timeline of RL steps: what each rollout and each server did, for the report.
 
-`timeline.jsonl` has the newest steps only, and of each step a bounded number of rollouts, so that
-its size does not grow with the run. Means over all rollouts of all steps are metrics.
+`timeline.jsonl` has only the newest steps, with a bounded number of rollouts per step, so that its
+size does not grow with the run. Means over all rollouts of all steps are metrics.
 """
 
 import math
@@ -15,14 +15,14 @@ TIMELINE_FILE = "timeline.jsonl"
 NUM_STEPS = 20
 """Minimum number of steps in the file; it has at most twice as many."""
 MAX_ROLLOUTS = 64
-"""Maximum number of rollouts of a step in the file."""
+"""Maximum number of rollouts per step in the file."""
 MIN_SPAN_FRACTION = 1 / 200
 """Spans shorter than this fraction of their rollout are left out of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRollout:
-    """A scored rollout and what it did when. Times are those of `time.perf_counter`."""
+    """A scored rollout and what it did when. Times come from `time.perf_counter`."""
 
     group: int
     """Number of its prompt in the step."""
@@ -66,11 +66,11 @@ class StepTimeline:
     capacity: int
     """Number of requests that one server decodes at the same time."""
     tokens_by_staleness: Mapping[int, int]
-    """Number of trained tokens by the age of the weights that sampled them, in updates."""
+    """Number of trained tokens by weight age when sampled, in updates."""
 
 
 def measure_phases(rollout: TimedRollout) -> dict[Phase | str, float]:
-    """Return the seconds of each phase and of waiting, whose sum is the rollout's time.
+    """Return the seconds per phase and spent waiting, which add up to the rollout's time.
 
     Where spans overlap, sampling counts.
 
@@ -126,7 +126,7 @@ def measure_timeline(timeline: StepTimeline) -> dict[str, float]:
 def to_timeline_row(timeline: StepTimeline) -> dict[str, object]:
     """Return a step as a line of the file.
 
-    Times are seconds after ``time_s``, which is the Unix time of the first request.
+    Times are seconds after ``time_s``, the first request's Unix time.
     """
     shown = _choose_rollouts(timeline.rollouts)
     origin = min([timeline.began_at, *(each.requested_at for each in shown)])

@@ -26,7 +26,7 @@ class Tracker(Protocol):
     """Receives the metrics of a run."""
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
-        """Record the metrics of one step of a phase."""
+        """Record the metrics for one step in a phase."""
 
     def on_rewind(self) -> None:
         """Prepare for steps that were logged before and are logged again.
@@ -290,7 +290,7 @@ class MlflowTracker:
 
     def _send(self, rows: Iterable[Row]) -> None:
         points = (
-            # The time of the row and not of this call, in milliseconds: earlier rows may be sent
+            # The row's time and not the time now, in milliseconds: earlier rows may be sent
             # again.
             self._entities.Metric(f"{row.phase}/{name}", value, round(row.time_s * 1000), row.step)
             for row in rows

@@ -51,7 +51,7 @@ def gsm8k_flexible(prompt: Prompt, completion_text: str) -> float:
 
 
 def extract_reference(prompt: Prompt) -> str:
-    """Return the text after the last ``####`` of the reference, or all of it if there is none."""
+    """Return the text after the last ``####`` in the reference, or all of it if there is none."""
     return prompt.answer.rpartition(MARK)[2].strip()
 
 

@@ -13,8 +13,8 @@ Messages = list[dict[str, str]]
 
 
 _MAX_ANSWER_CHARS = 20_000
-"""Length of the end of an answer in which the score is searched for: the search for JSON takes
-quadratic time in texts of opening braces."""
+"""Number of characters at an answer's end that are searched for the score: the search for JSON
+takes quadratic time in texts of opening braces."""
 
 
 class JudgeAnswerError(ValueError):

@@ -1,4 +1,4 @@
-"""The API key of a judge, and checks of its endpoint before a run starts."""
+"""A judge's API key, and checks for its endpoint before a run starts."""
 
 import importlib.util
 import logging
@@ -45,7 +45,7 @@ def read_api_key(config: JudgeConfig, *, name: str) -> str | None:
             f"reward.judges.{name}.api_key_variable is {config.api_key_variable}, but this "
             "environment variable is not set: export it with the key, or set another one."
         )
-    # Its name need not be that of a secret, by which `redact_secrets` finds others.
+    # Its name need not look like a secret's, which is how `redact_secrets` finds others.
     register_secrets([key])
     return key
 

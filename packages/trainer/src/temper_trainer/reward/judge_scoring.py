@@ -130,7 +130,7 @@ class JudgeScoring:
         ) / 1e6
 
     async def _find_score(self, item: Item, priority: tuple[int, int]) -> Outcome:
-        """Return a known score, or that of a call, which equal completions share."""
+        """Return a known score, or one from a call, which equal completions share."""
         prompt, text = item
         try:
             messages = build_messages(self._config, prompt, text)

@@ -79,7 +79,7 @@ def get_function_config(config: RewardConfig, name: str) -> RewardFunctionConfig
 
 
 def find_rewards(config: RewardConfig, names: Iterable[str]) -> list[str]:
-    """Return the names of all parts of some rewards, each once; "" is the main reward."""
+    """Return the names of all parts in some rewards, each once; "" is the main reward."""
     return list(dict.fromkeys(part for name in names for part in config.get_parts(name)))
 
 

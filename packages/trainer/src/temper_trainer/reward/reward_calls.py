@@ -49,14 +49,14 @@ class Outcome:
     trace: str = ""
     """Traceback, if the function raised."""
     seconds: float = 0.0
-    """Time of the call of a function."""
+    """Time that the call took."""
     num_retries: int = 0
     """Failed calls before this one."""
     usage: "JudgeUsage | None" = None
     """Requests of a judge; None for other rewards."""
 
     def redacted(self) -> "Outcome":
-        """Return this outcome with the values of secrets hidden, which exceptions may quote."""
+        """Return this outcome with secret values hidden, because exceptions may quote them."""
         if self.kind is None:
             return self
         return replace(self, message=redact_secrets(self.message), trace=redact_secrets(self.trace))
@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeUsage:
-    """Cost of one score of a judge."""
+    """Cost of one judge score."""
 
     requests: int = 0
     """HTTP requests, including retries."""
@@ -140,10 +140,10 @@ _MIN_TIMEOUTS_OF_HANG = 3
 
 
 class CallRound:
-    """The calls of one reward function for the rollouts of a round, and how many run at a time."""
+    """One reward function's calls for a round of rollouts, and how many run at a time."""
 
     def __init__(self, *, num_items: int, max_failures: int, timeout_s: float) -> None:
-        """Count the calls of this many items, of which some may fail."""
+        """Count calls for this many items; some may fail."""
         self.num_items = num_items
         self.num_called = 0
         """Number of known outcomes."""
@@ -171,9 +171,9 @@ class CallRound:
     def choose_num_calls(self, usual: int) -> int:
         """Return how many calls may run at a time.
 
-        That is the usual number until more calls fail than accepted. From then on it is the number
-        of failures that would stop the run: if the function hangs, this takes one more
-        ``timeout_s``, and not one per call. After a slow call that returned it takes two more.
+        That is the usual number until more calls fail than accepted. From then on it is the failure
+        count that would stop the run: if the function hangs, this takes one more ``timeout_s``, and
+        not one per call. After a slow call that returned it takes two more.
         """
         if self._num_failures * self.num_items <= self._max_failures * self.num_called:
             return usual
@@ -202,7 +202,7 @@ class CallRound:
 
 
 class PartScoring(Protocol):
-    """Scores one part of the rewards, such as a function or a judge, for all rounds of a run."""
+    """Scores one part of the rewards, such as a function or a judge, for all rounds in a run."""
 
     async def score(self, item: Item, *, calls: CallRound, priority: tuple[int, int]) -> Outcome:
         """Score one completion; the smallest priority goes first. Failures become outcomes."""

@@ -38,14 +38,14 @@ from temper_trainer.reward.reward_calls import (
 logger = logging.getLogger(__name__)
 
 _MAX_EXTRA_WORKERS = 32
-"""Additional processes of a round in which calls time out; each may import heavy libraries."""
+"""Additional processes for a round where calls time out; each may import heavy libraries."""
 _START_TIMEOUT_S = 120.0
 """Maximum time for a new process to start; it imports this package, which is not part of a call's
 time.
 """
 
 _EXTERNAL_KILL_CODES = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of a process that the kernel (out of memory) or a user has killed."""
+"""Exit codes after the kernel (out of memory) or a user has killed a process."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -172,7 +172,7 @@ class ProcessScoring:
         worker.kill()
 
     def _drop(self, worker: "_Worker", *, item: Item, reason: str) -> None:
-        """Kill a worker; the next call starts another one."""
+        """Kill a worker; the next call starts a new one."""
         prompt, _ = item
         process = worker.process.pid
         with self._lock:

@@ -22,7 +22,7 @@ from temper_trainer.reward.reward_calls import (
 )
 
 _MAX_THREADS = 1024
-"""Maximum number of calls at a time if too many of them hang."""
+"""Maximum number of calls at a time when too many hang."""
 
 
 _MAX_WAITING_CALLS = 8
@@ -35,8 +35,8 @@ class CallPace:
     """Number of calls that may run at a time, doubled each time that all threads had fast waits.
 
     Calls that compute stay one at a time: they would take turns at the GIL, so that each one takes
-    longer and may exceed its time. If calls wait for something that serves one of them at a time,
-    they take longer with each doubling, which ends at a third of the timeout.
+    longer and may exceed its time. When calls wait for something that serves one at a time, they
+    take longer with each doubling. Doubling ends at a third of the timeout.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -51,7 +51,7 @@ class CallPace:
 
         Args:
             seconds: Time of the call.
-            busy_s: Part of it in which the thread computed, or waited only for a core.
+            busy_s: The part when the thread computed, or waited only for a core.
             thread: Identifier of the thread.
         """
         is_wait = seconds - busy_s > max(busy_s, _MIN_WAIT_S)
@@ -127,7 +127,7 @@ class ThreadScoring:
 
 
 def _measure_busy_s() -> float:
-    """Return the time in which this thread has computed or waited for a core.
+    """Return how long this thread has computed or waited for a core.
 
     Time on the run queue is no reason for more threads; Linux counts it.
     """

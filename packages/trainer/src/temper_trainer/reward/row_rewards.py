@@ -11,7 +11,7 @@ from temper_trainer.settings.import_path import is_import_path
 def find_unknown_rewards(config: RewardConfig, rewards: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield a sentence for each row that selects an unknown reward.
 
-    An import path is that of its source, which is checked with the configuration.
+    An import path comes from its source, which is checked with the configuration.
 
     Args:
         config: Reward configuration of the run.
@@ -29,7 +29,7 @@ def find_unknown_rewards(config: RewardConfig, rewards: Iterable[tuple[str, str]
 
 
 def iterate_selected_rewards(data: DataConfig, reward: RewardConfig) -> Iterator[str]:
-    """Yield the names of the rewards in the configuration. Rows of data may select others."""
+    """Yield the configured reward names. Rows of data may select others."""
     yield ""
     for source in (*data.train_sources.values(), *data.eval_sources.values()):
         if source.reward is not None:

@@ -264,7 +264,7 @@ def shape_rewards(
         max_tokens: Maximum length of a completion.
         config: Transformations to apply.
         running_stats: Statistics of all rewards before this step.
-        baselines: Scores and lengths of baseline completions, which are shaped alike but not
+        baselines: Scores and lengths of baseline completions; shaped in the same way, but not
             counted in any statistics.
     """
     low = -math.inf if config.low is None else config.low

@@ -58,8 +58,8 @@ class ScoredItem:
 class ModelCohort:
     """Completions of a round that the reward model scores in one pass.
 
-    The pass starts when every open rollout of the round waits for its score. Its batch is then a
-    function of the rollouts, and so is the rounding of the scores.
+    The pass starts when every open rollout of the round waits for its score. Then its batch depends
+    only on the rollouts, and so does score rounding.
     """
 
     num_open: int
@@ -270,7 +270,7 @@ def _combine(
 def measure_scores(
     items: Sequence[ScoredItem], *, config: RewardConfig, has_parts: bool
 ) -> dict[str, float]:
-    """Return failures by kind, the mean per part, and the number of repeated calls.
+    """Return failures by kind, the mean per part, and how many calls were repeated.
 
     Args:
         items: Scored completions.

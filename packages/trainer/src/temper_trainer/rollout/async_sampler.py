@@ -2,8 +2,8 @@
 
 `AsyncSampler` can be paused for a weight sync: open completions stop and continue with the new
 weights, or the sync waits for them. Each token keeps the version of the weights that sampled it and
-its log-prob under them. The prefix of a continued completion is computed again, so no KV cache of
-old weights is used.
+its log-prob under them. A continued completion's prefix is computed again, so no KV cache from old
+weights is used.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class _PartialCompletion:
 class Cohort:
     """Rollouts that a sampler without streaming samples together, one call after another.
 
-    A call starts when every open rollout of the cohort waits for a completion. Its requests are
-    then a function of the rollouts, not of which environment answered first, and neither are the
+    A call starts when every open rollout of the cohort waits for a completion. Its requests then
+    depend on the rollouts and not on which environment answered first. The same is true for the
     sampler's batches and their rounding.
     """
 
@@ -55,7 +55,7 @@ class Cohort:
     on_start: Callable[[int], None] | None = None
     """Called with the index of a rollout whose request reaches the sampler."""
     waiting: "dict[int, _Waiting]" = field(default_factory=dict)
-    """Requests of the next call, by the index of the rollout."""
+    """Requests for the next call, by rollout index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +272,7 @@ def _compact(completion: Completion) -> Completion:
     """Return an equal completion that needs 17 bytes per token instead of 80.
 
     A step may have a hundred million tokens. Token ids share one object per id, and log-probs are
-    stored as float64, which is exact.
+    stored exactly, as float64.
     """
     try:
         tokens = tuple(map(_token_ids.__getitem__, completion.tokens))
@@ -286,7 +286,7 @@ def _compact(completion: Completion) -> Completion:
 
 
 def _make_continuation(request: SamplingRequest, completion: Completion) -> SamplingRequest:
-    """Return a request for the rest of a completion."""
+    """Return a request that continues a completion."""
     sampling = replace(
         request.sampling, max_tokens=request.sampling.max_tokens - len(completion.tokens)
     )

@@ -10,7 +10,7 @@ from temper_engine_api.errors import ConfigError
 
 
 class ExpertRecorder:
-    """Records the choices of all routers of a model in every forward pass."""
+    """Records the choices of all routers in a model in every forward pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the routers, which return logits, gate weights and experts [rows, K].
@@ -46,7 +46,7 @@ class ExpertRecorder:
         return record
 
     def take(self, num_rows: int) -> Tensor:
-        """Return the choices of the last pass over `num_rows` sequences of equal padded length.
+        """Return the choices from the last pass over `num_rows` sequences padded to equal length.
 
         Returns:
             [num_rows, padded length, layers, K] int16 on the CPU.

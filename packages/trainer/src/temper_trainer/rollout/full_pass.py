@@ -12,9 +12,10 @@ from temper_trainer.rollout.kv_cache import CausalAttention, ScoreRule
 _MAX_LOGITS = 1 << 25
 """Largest number of logits in a forward pass, which bounds its memory."""
 _ATTENTION_TYPES = frozenset(("full_attention", "sliding_attention"))
-"""Values of `layer_types` in which tokens only interact in attention that `kv_cache` computes."""
+"""`layer_types` values for layers where tokens only interact in attention that `kv_cache`
+computes."""
 _TOKENWISE_TYPES = frozenset(("mlp", "moe"))
-"""Values of `layer_types` of layers that treat each token alone."""
+"""`layer_types` values for layers that process each token by itself."""
 _UNSUPPORTED_TYPES = frozenset(("chunked_attention",))
 """Values of `layer_types` with a mask that `kv_cache` does not compute."""
 

@@ -64,7 +64,7 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
 
 
 def _copy_out_of_file(model: PreTrainedModel) -> None:
-    """Copy every tensor into aligned memory of its own.
+    """Copy every tensor into separate, aligned memory.
 
     transformers maps weights from their file, so they would change with the file. Mapped tensors
     can also start at any offset, and matrix libraries repeat their sums bit for bit only for
@@ -77,7 +77,7 @@ def _copy_out_of_file(model: PreTrainedModel) -> None:
 def find_end_token_ids(
     model: PreTrainedModel, spec: ModelSpec, *, tokenizer_end: int | None
 ) -> frozenset[int]:
-    """Return the end tokens of the tokenizer and of a loaded model's generation config.
+    """Return the end tokens from the tokenizer and a loaded model's generation config.
 
     The config of a model from scratch is ignored: its default end token belongs to another
     tokenizer.
@@ -111,7 +111,7 @@ def read_end_token_ids(spec: ModelSpec, *, tokenizer_end: int | None) -> frozens
 def _collect_end_tokens(
     generation: GenerationConfig | None, *, tokenizer_end: int | None
 ) -> frozenset[int]:
-    """Return the end tokens of a tokenizer and of a generation config; raise if there is none."""
+    """Return the end tokens from a tokenizer and a generation config; raise if there is none."""
     ends = set() if tokenizer_end is None else {tokenizer_end}
     if generation is not None:
         # Chat models have several end tokens, such as the end of a turn, which only this file
@@ -174,7 +174,7 @@ class WeightTargets:
                 targets[weight.name].copy_(weight.tensor)
 
     def load_delta(self, buckets: Sequence[DeltaBucket]) -> None:
-        """Apply a delta to the model in place. Nothing is written before all of it is checked.
+        """Apply a delta to the model in place. Nothing is written before everything is checked.
 
         Raises:
             WeightError: If a bucket is damaged or missing, a name is unknown, or a shape differs.

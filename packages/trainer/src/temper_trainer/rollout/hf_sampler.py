@@ -5,7 +5,7 @@ second to last token. The last token is the first input of decoding, so that eve
 the first included, comes from the same kind of forward pass. Equal prompts are prefilled once.
 
 Models with other layers than attention, such as linear attention, have no cache here: each step
-computes the full sequences, which is exact and slow.
+computes the full sequences, exact but slow.
 """
 
 import threading
@@ -48,7 +48,7 @@ class _Sequence:
     """A request in a slot."""
 
     index: int
-    """Index of the request in the call of `sample`."""
+    """Index of the request in the `sample` call."""
     request: SamplingRequest
     tokens: list[int] = field(default_factory=list)
     """Token ids that were sampled so far."""
@@ -140,7 +140,7 @@ class ContinuousBatchDecoder:
         self._reserve(num_slots=self._num_slots)
         slots: dict[tuple[int, ...], list[int]] = {}
         for slot, sequence in enumerate(self._active[first:], start=first):
-            # Completions of a group have the same prompt, so most of them need no prefill.
+            # Completions in a group have the same prompt, so most need no prefill.
             slots.setdefault(sequence.request.prompt_tokens[:-1], []).append(slot)
         # A prompt of one token has nothing to prefill: its token is the first input of decoding.
         slots.pop((), None)
@@ -286,8 +286,8 @@ class HfSampler:
             tokenizer: Names the end token and decodes completions to find stop texts.
             config: Number of concurrent sequences, and dtype.
             device: None selects CUDA if it is available.
-            compute_lock: Acquired for every forward pass. Engines of the same process acquire it
-                while they change process-wide settings of torch; see InlineWorkerGroup.
+            compute_lock: Acquired for every forward pass. Engines in the same process acquire it
+                while they change process-wide torch settings; see InlineWorkerGroup.
 
         Raises:
             ConfigError: If the model cannot be built, has layers that this sampler does not

@@ -23,12 +23,12 @@ _BLOCK = 64
 
 
 QUERY_BLOCK_SCORES = 1 << 26
-"""Number of scores per block of queries without a fused kernel; bounds the memory."""
+"""Number of scores per query block without a fused kernel; bounds the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRule:
-    """Scale, mask and other changes of the scores of a layer before their softmax."""
+    """Scale, mask and other changes to a layer's scores before the softmax."""
 
     scale: float
     """Factor of the scores."""
@@ -126,7 +126,7 @@ def _attend_scores(
         rule: The layer's rule for the scores.
     """
     rows, num_heads, length, _ = query.shape
-    # The G query heads of a key-value head become rows of one query, instead of repeating keys and
+    # A key-value head's G query heads become rows of one query, instead of repeating keys and
     # values G times.
     grouped = query.reshape(rows, key.shape[1], -1, query.shape[-1])
     scores = (grouped @ key.transpose(2, 3) * rule.scale).view(rows, num_heads, length, -1)
@@ -255,7 +255,7 @@ class PrefillAttention(CausalAttention):
 
 
 class DecodeAttention:
-    """Attention of one new token in each of the first n slots over the cached positions."""
+    """Attention for one new token in each of the first n slots over the cached positions."""
 
     def __init__(self, cache: SlotKVCache, *, positions: Tensor, longest: int) -> None:
         """Prepare a decoding step.
@@ -283,8 +283,8 @@ class DecodeAttention:
             is_hidden = rule.is_hidden(self._distance)[:, None]
             return _attend_scores(query, keys, values, is_hidden=is_hidden, rule=rule)
         rows, heads, _, size = query.shape
-        # The G query heads of a key-value head become rows of one query, instead of repeating
-        # keys and values G times.
+        # A key-value head's G query heads become rows of one query, instead of repeating keys and
+        # values G times.
         grouped = query.view(rows, keys.shape[1], heads // keys.shape[1], size)
         mask = self._mask(rule, query.dtype)
         output = functional.scaled_dot_product_attention(

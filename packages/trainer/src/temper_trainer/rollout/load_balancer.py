@@ -32,7 +32,7 @@ class LoadBalancer:
         return tuple(self._load)
 
     def add(self) -> int:
-        """Return the number of a further replica, which is not enabled yet."""
+        """Add a replica that is not enabled yet, and return its number."""
         with self._lock:
             self._load.append(0)
             return len(self._load) - 1
@@ -47,7 +47,7 @@ class LoadBalancer:
         self.forget(replica)
 
     def assign(self, requests: Sequence[SamplingRequest]) -> list[list[int]]:
-        """Return the indices of the requests of each replica; they count until `release`.
+        """Return the request indices for each replica; they count until `release`.
 
         At least one replica must be enabled.
         """
@@ -71,7 +71,7 @@ class LoadBalancer:
                 del self._home[session]
 
     def _choose(self, request: SamplingRequest) -> int:
-        # Requests without a session: equal prompts, such as those of a group, stay together.
+        # Requests without a session: equal prompts, such as in a group, stay together.
         session = hash(request.prompt_tokens) if request.session is None else request.session
         least_loaded = min(sorted(self._enabled), key=self._load.__getitem__)
         home = self._home.get(session, least_loaded)

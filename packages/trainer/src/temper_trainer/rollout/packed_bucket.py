@@ -97,7 +97,7 @@ def pack_tensors(
 
 
 def unpack_tensors(data: Tensor, bucket: PackedBucket) -> Iterator[NamedWeight]:
-    """Return the tensors of a bucket as views of its bytes."""
+    """Return a bucket's tensors as views of its bytes."""
     return (NamedWeight(entry.name, entry.read(data)) for entry in bucket.entries)
 
 

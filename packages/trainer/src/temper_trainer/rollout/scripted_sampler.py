@@ -82,7 +82,7 @@ class ScriptedServer(ScriptedSampler):
             script: As for ScriptedSampler. A request that continues an interrupted completion has
                 the tokens so far in its prompt.
             end_token_id: Token that ends a completion.
-            token_s: Time of one token of a sequence, in seconds; 0 answers at once.
+            token_s: Time per token in a sequence, in seconds; 0 answers at once.
             max_concurrent: Number of sequences that it decodes at the same time.
         """
         super().__init__(script, end_token_id=end_token_id)

@@ -1,8 +1,7 @@
 """A GPU buffer that another process maps through CUDA IPC, described by plain fields.
 
 torch.multiprocessing would send a pickled function with arguments, and a forged pickle runs any
-code. Here only numbers and handles are sent, as JSON, and all of them are checked before torch
-uses them.
+code. Here only numbers and handles are sent, as JSON, and all are checked before torch uses them.
 """
 
 import hmac
@@ -23,9 +22,9 @@ _MAX_BYTES = 1 << 48
 _EVENT_BYTES = 64
 """sizeof(cudaIpcEventHandle_t)."""
 _HANDLE_BYTES = range(64, 4097)
-"""Size of cudaIpcMemHandle_t or torch's description of an expandable segment."""
+"""Size of cudaIpcMemHandle_t, or of torch's description for expandable segments."""
 _COUNTER_NAME = re.compile(r"/torch_[0-9A-Za-z_]{1,200}")
-"""Name of the file in shared memory in which torch counts the users of the buffer."""
+"""Name of the shared memory file in which torch counts the buffer's users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class SharedBuffer:
     tensor_offset: int
     """Byte offset in the storage."""
     counter: str
-    """Name of torch's file of reference counts."""
+    """Name of torch's reference count file."""
     counter_offset: int
     """Offset of this buffer's count in that file."""
     event: str
@@ -142,7 +141,7 @@ def parse_shared_buffer(message: bytes, *, nonce: str, num_bytes: int) -> Shared
 
 
 def _count_hex_bytes(text: str) -> int:
-    """Return the number of bytes of a hexadecimal text; -1 if it is not hexadecimal."""
+    """Return the number of bytes in a hexadecimal text; -1 if it is not hexadecimal."""
     return len(text) // 2 if re.fullmatch(r"([0-9a-f]{2})*", text) else -1
 
 

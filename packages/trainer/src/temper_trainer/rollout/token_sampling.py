@@ -1,7 +1,7 @@
 """Sample one token per row of logits.
 
-The token of a request at a position depends only on its seed, the position and its logits, and not
-on other requests of the batch. Shapes: n rows, V vocabulary.
+The token that a request gets at a position depends only on its seed, the position and its logits,
+not on other requests in the batch. Shapes: n rows, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from temper_trainer.config.rollout import SamplingConfig
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 1024
-"""Number of probabilities in a block. Sums of blocks are added afterwards, because one cumulative
-sum over all of V would lose small probabilities.
+"""Number of probabilities in a block. Block sums are added afterwards, because one cumulative sum
+over all V would lose small probabilities.
 """
 
 
@@ -81,7 +81,7 @@ def sample_tokens(
     Raises:
         WeightError: If logits are not finite.
     """
-    # In place: a copy of [n, V] float32 would double the memory of a decoding step.
+    # In place: copying [n, V] float32 would double a decoding step's memory.
     logits /= options.temperature[:, None]
     normalizer = logits.logsumexp(-1)
     # One check covers all logits: a NaN or an infinity in a row makes its logsumexp non-finite.

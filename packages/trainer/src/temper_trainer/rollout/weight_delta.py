@@ -22,7 +22,7 @@ from temper_trainer.rollout.packed_bucket import (
 )
 
 FULL_TENSOR = -1
-"""Used in place of a number of changed elements if the full tensor is sent."""
+"""Used in place of the changed element count when the full tensor is sent."""
 _BLOCK = 1 << 22
 """Elements compared at once, which bounds temporary memory however large a tensor is."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,13 +35,13 @@ class StaleBaseError(WeightError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedDelta:
-    """Description of the delta of one bucket.
+    """Describes one bucket's delta.
 
     The bytes are in a file or are sent through a channel.
     """
 
     counts: tuple[int, ...]
-    """Changed elements of each tensor of the bucket; FULL_TENSOR if all are sent."""
+    """Changed element count for each tensor in the bucket; FULL_TENSOR if all are sent."""
     num_bytes: int
     digest: int | None
     """Checksum of the delta's bytes, see `compute_digest`; None if checksums are off."""
@@ -81,7 +81,7 @@ class DeltaBucket:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the full bucket."""
+        """Number of elements in the full bucket."""
         return sum(_count_elements(entry) for entry in self.entries)
 
     @property
@@ -121,7 +121,7 @@ class TensorDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DeltaSlices:
-    """The position of one tensor's delta in the bytes of its bucket's delta."""
+    """Position of one tensor's delta in its bucket's delta bytes."""
 
     entry: TensorEntry
     count: int
@@ -354,10 +354,10 @@ def _compute_tensor_delta(
     count, changed = 0, []
     for start in range(0, len(new), _BLOCK):
         block = new[start : start + _BLOCK]
-        # Block by block, so that the device of the weights never holds a second copy of the tensor.
+        # Work block by block, so that the weights' device never holds a second copy of the tensor.
         indices = (block != old[start : start + _BLOCK].to(block.device)).nonzero()[:, 0]
         count += len(indices)
-        # The tensor is sent in full anyway, so the rest of it need not be compared.
+        # The tensor is sent in full anyway, so the remaining elements need not be compared.
         if count > max_count:
             return TensorDelta(indices=None, values=tensor)
         changed.append((indices + start).to(dtype))
@@ -368,7 +368,7 @@ def _compute_tensor_delta(
 def _locate_slices(
     entries: Sequence[TensorEntry], counts: Sequence[int]
 ) -> tuple[list[_DeltaSlices], int]:
-    """Return where the delta of each tensor is, and the size of all in bytes."""
+    """Return where each tensor's delta is, and the total size in bytes."""
     slices, end = [], 0
     for entry, count in zip(entries, counts, strict=True):
         numel = _count_elements(entry)

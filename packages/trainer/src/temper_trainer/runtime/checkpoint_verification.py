@@ -21,8 +21,8 @@ def make_checkpoint_verifier(
     Args:
         mode: Value of `run.verify_checkpoints`.
         runtime: Settings of the cluster.
-        num_ranks: Number of processes among which the files of a large checkpoint are divided on
-            Ray, spread over the nodes.
+        num_ranks: Number of processes that divide a large checkpoint's files among them on Ray,
+            spread across nodes.
     """
     if mode == "size":
         return partial(verify, with_content=False)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def iterate_engines(config: TrainerConfig) -> Iterator[tuple[str, EngineConfig]]:
-    """Yield the engines of the roles by key, and that of the warm start if it is another one."""
+    """Yield the roles' engines by key, and the warm start's if it is another one."""
     for name, role in config.roles.items():
         yield f"{name}.engine", role.engine
     if config.warm_start is not None and not config.warm_start.optimizer.is_adamw:

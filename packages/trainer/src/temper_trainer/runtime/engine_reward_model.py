@@ -27,13 +27,13 @@ class EngineRewardModel:
 
         Args:
             group: An initialized worker group.
-            max_tokens: Largest number of tokens of a micro-batch.
+            max_tokens: Maximum number of tokens per micro-batch.
         """
         self._group = group
         self._max_tokens = max_tokens
 
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Return the score of each sequence, which is the head's output at its last token."""
+        """Return each sequence's score, the head's output at its last token."""
         batch = from_sequences(
             [torch.tensor(row) for row in rows],
             loss_masks=[torch.arange(len(row)) == len(row) - 1 for row in rows],
@@ -70,7 +70,7 @@ def build_reward_model(
 
     Args:
         model: Configuration of the model.
-        max_tokens: Largest number of tokens of a micro-batch.
+        max_tokens: Maximum number of tokens per micro-batch.
         runtime: Starts the workers.
         tokenizer: Tokenizer of the policy.
 

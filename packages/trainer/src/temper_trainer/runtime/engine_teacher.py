@@ -25,12 +25,12 @@ from temper_trainer.teacher.teacher_protocol import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankScores:
-    """Scores from one rank of a teacher, in the order of its samples, without dummy samples."""
+    """Scores from one teacher rank, in sample order, without dummy samples."""
 
     sample_ids: Tensor
     """[B] int64, indices of the requests."""
     lengths: Tensor
-    """[B] int64 number of tokens of each sample."""
+    """[B] int64 number of tokens per sample."""
     logprobs: Tensor
     """[T] float32 of the given tokens."""
     top_ids: Tensor
@@ -56,7 +56,7 @@ class EngineTeacher:
         Args:
             name: Name for messages.
             replicas: Initialized worker groups with the same weights.
-            max_tokens: Largest number of tokens of a micro-batch.
+            max_tokens: Maximum number of tokens per micro-batch.
             vocab_size: Size of the policy's vocabulary. The teacher's most likely tokens are chosen
                 among smaller ids.
             owns_replicas: True to free the replicas in `close`.
@@ -158,7 +158,7 @@ def score_tokens(
             all_ids = torch.arange(vocab_size).expand(micro.num_tokens, vocab_size)
             micro = micro.with_columns({LOGPROB_AT_IDS: all_ids})
             requested_outputs.append(HeadOutput.LOGPROB_AT)
-        # One micro-batch per call: the log-probs of the full vocabulary of a batch would not fit.
+        # One micro-batch per call: a batch's log-probs for the full vocabulary would not fit.
         single = PackedBatch(
             **{column.name: getattr(micro, column.name) for column in fields(SequenceBatch)},
             micro_batch_starts=torch.tensor([0, micro.num_sequences], dtype=torch.int32),
@@ -209,7 +209,7 @@ def _collect_scores(
                 else None,
             )
             start += length
-    # Ranks have scored the requests in the order in which they were balanced.
+    # Ranks have scored the requests in the order from balancing.
     return [rows[i] for i in range(len(requests))]
 
 

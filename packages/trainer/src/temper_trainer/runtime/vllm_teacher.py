@@ -31,7 +31,7 @@ class VllmTeacher:
         Args:
             name: Name for messages.
             servers: Running servers with the same weights.
-            vocab_size: Number of tokens. Ids of this size or above are padding of the output head.
+            vocab_size: Number of tokens. Ids of this size or above are output head padding.
         """
         self._name = name
         self._vocab_size = vocab_size

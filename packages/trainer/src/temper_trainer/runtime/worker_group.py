@@ -133,12 +133,7 @@ class TrainingWorker:
     @property
     def is_first(self) -> bool:
         """True on rank 0 of the role."""
-        return self.rank == 0
-
-    @property
-    def rank(self) -> int:
-        """Rank in the role's process group."""
-        return self._engine.topology.global_rank
+        return self._engine.topology.global_rank == 0
 
     @cached_property
     def transport_state(self) -> dict[str, object]:
@@ -201,7 +196,7 @@ def call_worker(worker: TrainingWorker, call: Callable[..., T], arguments: tuple
 
     A method of TrainingWorker is looked up by name first, because a deprecated worker overrides it.
     """
-    # Functions of transports are not methods, so only functions of this very class are looked up.
+    # Transport functions are not methods, so only functions defined in this class are looked up.
     if vars(TrainingWorker).get(call.__name__) is call:
         method: Callable[..., T] = getattr(worker, call.__name__)
         return method(*arguments)
@@ -268,7 +263,7 @@ class WorkerGroup(ABC):
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks, and of parts that `update` and `forward` take."""
+        """Number of data-parallel ranks; `update` and `forward` take as many parts."""
         return self.topology.dp.size
 
     def init(self) -> None:
@@ -314,7 +309,7 @@ class WorkerGroup(ABC):
         Metrics are merged over replicas; the time is that of the slowest rank.
         """
         # Count before the call: an update that fails halfway may have changed weights, which must
-        # not be saved as those of the step before.
+        # not be saved as the previous step's.
         self.num_updates += 1
         results = self.run(
             TrainingWorker.update,
@@ -368,7 +363,7 @@ class WorkerGroup(ABC):
         self.run_on_all(TrainingWorker.read_part, directory)
 
     def _assign_to_ranks(self, parts: Sequence[tuple[object, ...]]) -> list[tuple[object, ...]]:
-        """Return the arguments of each rank, given those of each data-parallel rank.
+        """Return each rank's arguments, given those for each data-parallel rank.
 
         All ranks of a model-parallel replica get the same object, so that `run` can send it once.
         """

@@ -23,7 +23,7 @@ class _LazyModule:
 
 
 def lazy_module(name: str) -> Any:
-    """Return a stand-in for a module, which is imported when an attribute of it is read."""
+    """Return a stand-in for a module that is imported when an attribute is read."""
     return _LazyModule(name)
 
 

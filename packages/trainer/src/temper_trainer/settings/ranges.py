@@ -1,4 +1,4 @@
-"""Ranges of numbers as part of their types.
+"""Number ranges as part of types.
 
     clip_low: NonNegativeFloat = 0.2
     mixture: Annotated[float, Range(above=0, below=1)] = 0.5

@@ -90,7 +90,7 @@ def variant(name: str) -> Callable[[type[VariantT]], type[VariantT]]:
 
 
 def list_variants(union: type[VariantT]) -> Mapping[str, type[VariantT]]:
-    """Return the alternatives of a union by name, in the order of their definition."""
+    """Return a union's alternatives by name, in definition order."""
     return types.MappingProxyType(union._registry)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ TEACHER_LOGPROBS = "teacher_logprobs"
 TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"
 """Name of the [T, K] float32 column with log-probs for the tokens in column `logprob_at_ids`."""
 TEACHER_WEIGHTS = "teacher_weights"
-"""Name of the [T] float32 column of the teacher's weight, 0 for tokens without teacher."""
+"""Name of the [T] float32 column with the teacher's weight, 0 for tokens without teacher."""
 SELF_TEACHER = "self"
 """Name of the policy as its own teacher."""
 MAX_PICKLED_BYTES = 4096
@@ -38,9 +38,9 @@ class TeacherSpec:
     """Routes and weights of all teachers."""
 
     routes: tuple[tuple[str, str], ...]
-    """(value of the routing key, name of the teacher)."""
+    """(routing key value, teacher name)."""
     weights: tuple[tuple[str, float], ...]
-    """(name of the teacher, factor of its loss or reward)."""
+    """(teacher name, factor for its loss or reward)."""
     top_k: int
     """Number of most likely tokens to request; 0 requests none."""
     timeout_s: float
@@ -55,7 +55,7 @@ class TeacherSpec:
 
 
 def build_self_teacher_spec(config: DistillationConfig) -> TeacherSpec:
-    """Build the spec in which the policy is the only teacher, for all routes."""
+    """Build the spec with the policy as only teacher, for all routes."""
     return TeacherSpec(
         routes=((SELF_TEACHER, SELF_TEACHER),),
         weights=((SELF_TEACHER, 1.0),),

@@ -1,4 +1,4 @@
-"""The interface of a teacher, which returns log-probs of given token sequences."""
+"""The teacher interface, which returns log-probs for given token sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ def check_scores(
             f"but {expected} were expected: report this as a bug."
         )
     columns = [each for each in (scores.logprobs, scores.top_logprobs) if each is not None]
-    # -inf is allowed: a token of probability 0, or padding of the most likely tokens.
+    # -inf is allowed: a token with probability 0, or padding after the most likely tokens.
     if any(bool(column.isnan().any()) for column in columns):
         raise TeacherError(
             f"teacher {teacher} returned NaN for request {request.request_id}: check its weights "
@@ -111,7 +111,7 @@ def check_scores(
 
 
 def assign_to_replicas(requests: Sequence[TeacherRequest], *, num_replicas: int) -> list[list[int]]:
-    """Return the indices of the requests of each replica.
+    """Return the request indices for each replica.
 
     The longest request goes first, each to the replica with the fewest tokens so far.
     Deterministic, so that a repeated step sends the same requests to the same replica.

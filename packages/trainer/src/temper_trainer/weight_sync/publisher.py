@@ -20,7 +20,7 @@ class PublishTarget(Protocol):
         ...
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
-        """Return the log-prob of each token but the first of its sequence."""
+        """Return the log-prob for each token except its sequence's first."""
         ...
 
 

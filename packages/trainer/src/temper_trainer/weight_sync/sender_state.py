@@ -1,6 +1,6 @@
-"""State that the sending ranks of the actor keep between two publishes.
+"""State that rank 0 of the actor keeps between two publishes.
 
-A delta is the difference to the weights that were sent last, so a sender keeps a CPU copy of them.
+A delta is the difference to the weights that were sent last, so rank 0 keeps a CPU copy of them.
 The functions here run inside training workers, and their state stays on the worker. The transport
 that calls them is in the driver. It can only send functions and plain arguments to a worker, so it
 cannot hold the state itself.
@@ -35,7 +35,7 @@ class CachedWeights:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of all tensors."""
+        """Number of elements in all tensors."""
         return sum(tensor.numel() for bucket in self.tensors for tensor in bucket)
 
 
@@ -55,18 +55,13 @@ class WeightSender(WeightExporter, Protocol):
     """A training worker that keeps state for transports."""
 
     @property
-    def rank(self) -> int:
-        """Rank in the actor's process group."""
-        ...
-
-    @property
     def transport_state(self) -> dict[str, object]:
         """State of transports, by name."""
         ...
 
 
 def get_sender_state(worker: WeightSender) -> SenderState:
-    """Return the state of this worker, which is created at the first use."""
+    """Return this worker's state, created at the first use."""
     state = worker.transport_state.setdefault("sender", SenderState())
     assert isinstance(state, SenderState)
     return state

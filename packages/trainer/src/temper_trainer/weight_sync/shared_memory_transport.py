@@ -306,7 +306,7 @@ def _update_base_file(bucket: PackedBucket, loaded: DeltaManifest, index: int) -
 
 
 def write_adapter(worker: AdapterExporter, folder: str) -> int:
-    """Write PEFT's two files on rank 0 and return the size of the tensors in bytes."""
+    """Write PEFT's two files on rank 0 and return the tensors' size in bytes."""
     config, tensors = worker.export_adapter()
     if worker.is_first:
         recreate_folder(Path(folder))

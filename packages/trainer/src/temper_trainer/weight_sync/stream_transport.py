@@ -1,4 +1,4 @@
-"""Transports to a transformers sampler: in the same process, or in a process of its own on Ray."""
+"""Transports to a transformers sampler: in the same process, or in a separate process on Ray."""
 
 import logging
 import uuid
@@ -74,7 +74,7 @@ class DeltaReceiver(Protocol):
 
 
 class StreamTransport:
-    """Sends buckets with checksums, through the driver, to a sampler that has no way of its own."""
+    """Sends buckets with checksums, through the driver, to a sampler that has no other way."""
 
     def __init__(
         self, *, export: Callable[[], Iterable[WeightBucket]], sampler: StreamReceiver
@@ -93,7 +93,7 @@ class StreamTransport:
 
 
 class InProcessTransport:
-    """Passes the tensors of an actor of one rank to a sampler in the same process.
+    """Passes tensors from a one-rank actor to a sampler in the same process.
 
     The tensors stay on their device. Nothing is copied in between, so there is no checksum.
     """

@@ -27,7 +27,7 @@ class SentWeights:
     """The amount of data in one publish."""
 
     num_bytes: int
-    """Bytes of weights, indices and padding, counted once for any number of receivers."""
+    """Bytes for weights, indices and padding, counted once for any number of receivers."""
     fraction: float
     """Fraction of all elements that were sent; 1 unless a delta was sent."""
     problem: str = ""

@@ -100,11 +100,10 @@ class TransformersEngine:
             [(bucket, open_weight_file(bucket)) for bucket in buckets], version=version
         )
 
-    def join_channels(self, channels: Sequence[ChannelSpec]) -> None:
+    def join_channel(self, channel: ChannelSpec) -> None:
         """Join a channel, and leave an earlier one."""
         self._leave()
-        (channel,) = channels
-        self._channel = join_channel(channel.to_dict(), device=torch.device("cpu"))
+        self._channel = join_channel(channel.to_dict(), worker_rank=0, device=torch.device("cpu"))
 
     def receive_weights(
         self, buckets: Sequence[PackedBucket], version: int, keep_copy: bool = False

@@ -26,7 +26,7 @@ def describe_token_errors(
     """Return sentences about the worst token and about what the wrong tokens have in common.
 
     Args:
-        actual: [T] or [T, K] float64 values of the batch's tokens.
+        actual: [T] or [T, K] float64 values for the batch's tokens.
         expected: The same shape.
         max_error: Largest absolute difference of a correct entry.
         batch: The batch that was computed.
@@ -76,7 +76,7 @@ def describe_sequence_errors(
     """Return sentences about the worst sequence and about the wrong ones.
 
     Args:
-        actual: [B] float64 values of the batch's sequences.
+        actual: [B] float64 values for the batch's sequences.
         expected: The same shape.
         max_error: Largest absolute difference of a correct entry.
         batch: The batch that was computed.

@@ -38,7 +38,7 @@ def load_engine_class(name: str) -> type[BaseEngine]:
 def load_layouts(name: str) -> tuple[Layout, ...]:
     """Return the layouts that an engine offers.
 
-    They are those of its entry point, or of CONFORMANCE_LAYOUTS in its module.
+    They come from its entry point, or from CONFORMANCE_LAYOUTS in its module.
 
     Raises:
         EngineNotFoundError: If they are not a tuple of layouts.

@@ -29,7 +29,7 @@ class EngineUnderTest:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of data-parallel ranks, if the layout has no settings of the engine's own.
+        """Number of data-parallel ranks, for layouts without engine settings.
 
         The kit does not know what such settings mean; 1 then leaves ranks out of messages.
         """

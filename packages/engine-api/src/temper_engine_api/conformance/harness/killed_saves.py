@@ -83,11 +83,11 @@ def run_trials(
     load_fields: Mapping[str, object] | None = None,
     timeout_s: float = 1100.0,
 ) -> list[Trial]:
-    """Run one trial per seed in a process of its own.
+    """Run one trial per seed, each in a separate process.
 
     Args:
         engine: Name under which the engine is registered.
-        seeds: Seeds of the moments of the kills.
+        seeds: Random seeds for when to kill.
         how: Whether the ranks save in the foreground or in the background.
         folder: Empty folder for checkpoints.
         save_fields: Config fields of the ranks that save, such as their layout.

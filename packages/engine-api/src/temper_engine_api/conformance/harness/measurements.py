@@ -57,7 +57,7 @@ class Update:
     """Measurements of one update on one rank."""
 
     metrics: Mapping[str, Metric]
-    """Not merged with those of the other ranks."""
+    """Not merged with other ranks' metrics."""
     grad_norm: float
     """Return value of `optimizer_step`."""
     report: UpdateReport

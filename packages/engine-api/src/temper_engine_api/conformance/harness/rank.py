@@ -57,11 +57,11 @@ class EngineSetup:
     parameters: Dtype = "fp32"
     """Dtype of the master weights."""
     reduce: Dtype = "fp32"
-    """Dtype in which gradients are summed over ranks."""
+    """Dtype used to sum gradients across ranks."""
     buffers: Dtype = "fp32"
     """Dtype of the model's buffers."""
     engine_fields: tuple[tuple[str, Any], ...] = ()
-    """Names and values of fields that only some engines' configuration classes have."""
+    """Names and values for fields that only some engines' configuration classes have."""
     deterministic: bool = True
     """Several tests compare bits, which nondeterministic kernels would not repeat."""
     offload: OffloadSpec = field(default_factory=OffloadSpec)
@@ -102,7 +102,7 @@ class EngineSetup:
 
 
 class Rank:
-    """One rank of the engine under test, or of the oracle, which runs in the test's process.
+    """One rank of the engine under test; or the oracle, which runs in the test's process.
 
     Jobs get it as their first argument and build their engines through it.
     """
@@ -139,7 +139,7 @@ class Rank:
         return engine
 
     def temporary_engine(self, setup: EngineSetup) -> BaseEngine:
-        """Return a new engine, which is closed when the job ends."""
+        """Return a new engine that is closed when the job ends."""
         engine = self._start_engine(setup)
         self._temporary.append(engine)
         return engine

@@ -1,4 +1,4 @@
-"""A pool of rank processes that is started once and serves all layouts of a session.
+"""A pool of rank processes, started once and shared by all layouts in a session.
 
 A job is a module-level function that every rank runs with the same arguments. The error of a rank
 that raises, dies or hangs names the rank. After a failure the process group is replaced; after a
@@ -78,7 +78,7 @@ class RankPool:
             arguments: Keyword arguments of the job; they are pickled.
 
         Returns:
-            The return values of all ranks, in rank order.
+            Return values from all ranks, in rank order.
 
         Raises:
             RankFailureError: A rank raised, died or hung.

@@ -67,7 +67,7 @@ def serve_jobs(connection: Connection, *, index: int, stack_file: str) -> None:
     Args:
         connection: Connection that receives pickled requests and sends pickled replies.
         index: Rank of this process in every process group that it joins.
-        stack_file: File to which SIGUSR1 writes the current stack.
+        stack_file: File that SIGUSR1 writes the current stack to.
     """
     # All ranks share the host's cores.
     torch.set_num_threads(1)

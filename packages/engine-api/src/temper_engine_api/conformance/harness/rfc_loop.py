@@ -39,7 +39,7 @@ class LoopResult:
     """Losses in the order of the mini-batches."""
     grad_norms: list[float]
     next_lrs: list[float]
-    """Return values of `lr_scheduler_step`."""
+    """Values that `lr_scheduler_step` returned."""
     num_hook_calls: object
     """Calls of both hooks, in training and evaluation together."""
     first_predictions: Tensor | None

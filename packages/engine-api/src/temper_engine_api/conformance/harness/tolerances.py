@@ -106,13 +106,14 @@ SAME_LOGITS = Tolerance(
     relative=1e-4,
     reason="a sum of a log-prob and a log-sum-exp, both in float32, cancels to a smaller logit",
 )
-"""A thirtieth of the smallest error of a temperature in bf16 that the test uses."""
+"""A thirtieth of the smallest error from rounding any of the test's temperatures to bf16."""
 PEAKED = Tolerance(
     relative=3e-5,
     reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large",
     relative_bf16=0.6,
 )
-"""Rounding to bf16 changes logits of 60 by 0.2, which decides the entropy of two likely tokens."""
+"""Rounding logits near 60 to bf16 changes them by 0.2, enough to change the entropy of two
+tokens."""
 LOSS = Tolerance(
     relative=3e-6,
     reason="float32 sums over micro-batches and four ranks in another order; the oracle's own "
@@ -206,7 +207,7 @@ def _describe_difference(
 ) -> tuple[str, float] | None:
     """Return a sentence and the largest allowed error, or None if every entry is close."""
     actual_values, expected_values = (
-        # In float64, so that the comparison adds no rounding error of its own.
+        # Use float64, so that the comparison adds no rounding error.
         torch.as_tensor(actual).double(),
         torch.as_tensor(expected).double(),
     )

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class CountingSgd(Optimizer):
-    """SGD with momentum and a rate that falls with the number of its steps.
+    """SGD with momentum and a rate that falls with its step count.
 
     In step n, from 1, with the gradient g: v <- momentum v + g + decay w and w <- w - lr / n v.
     """

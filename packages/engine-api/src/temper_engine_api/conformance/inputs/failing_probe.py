@@ -12,7 +12,7 @@ from typing_extensions import override
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms
-from temper_engine_api.rank_failures import close_connections, own_connections
+from temper_engine_api.rank_connections import close_connections, own_connections
 
 Kind = Literal[
     "loss",
@@ -28,7 +28,7 @@ the ranks that do not raise wait for the others in a collective of the loss. In 
 ranks wait there, and the connections of those that fail are closed from outside."""
 
 NOTICE_S = 0.1
-"""Time in which gloo's thread notices that its connections are closed."""
+"""Time for gloo's thread to notice that its connections are closed."""
 
 
 class InjectedError(Exception):
@@ -40,10 +40,10 @@ class FailingProbe(SftProbe):
     """The loss of SftProbe, with an exception in one micro-batch. Each instance fails once."""
 
     fails_at: int
-    """Index of the micro-batch of this rank."""
+    """Micro-batch index on this rank."""
     kind: Kind = "loss"
     fails_on: tuple[int, ...] | None = None
-    """Global ranks; None is all of them."""
+    """Global ranks; None selects all."""
     seen: list[int] = field(default_factory=list, compare=False)
     """Indices of the micro-batches so far."""
     injected_s: list[float] = field(default_factory=list, compare=False)
@@ -84,10 +84,10 @@ class FailingProbe(SftProbe):
 
 
 def raise_halfway_through_backward(column: Tensor) -> None:
-    """Make the backward pass of a column raise when about half of the parameters have gradients.
+    """Make a column's backward pass raise when about half of the parameters have gradients.
 
-    Parameters are the same on ranks that have parts of a sequence, although the rest of their
-    graphs differs. So all ranks raise after the same collectives.
+    Parameters are the same on ranks that have parts of a sequence, although other parts of their
+    graphs differ. So all ranks raise after the same collectives.
     """
     assert column.grad_fn is not None, "the column has a gradient in a training call"
     # Breadth first: nodes near the loss, which run first, come first.

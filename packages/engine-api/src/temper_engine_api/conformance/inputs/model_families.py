@@ -15,7 +15,7 @@ _EXPERTS: Mapping[str, object] = MappingProxyType(
         "moe_intermediate_size": 24,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
-        # Groups of experts from which the router chooses first.
+        # Number of expert groups that the router chooses from first.
         "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,
@@ -41,7 +41,7 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         "num_key_value_heads": 2,
         # Windowed and full attention alternate, starting with a window.
         "sliding_window": 6,
-        # The default of the family extends it by a factor that changes the scale of scores.
+        # The family's default extends it by a factor that changes the scale of scores.
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
     "gemma2": {

@@ -118,7 +118,7 @@ class GspoProbe(Objective):
 @register_objective("probe_dpo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoProbe(Objective):
-    """DPO on indivisible pairs; each sequence of a pair gets half of the pair's loss.
+    """DPO on indivisible pairs; each sequence in a pair gets half of the pair's loss.
 
     loss = -log sigmoid(beta (sum log(pi / ref) of the chosen - sum log(pi / ref) of the rejected)).
 
@@ -360,7 +360,7 @@ class DeterminismProbe(LogprobProbe):
 
 
 DETERMINISM_METRIC = "is_deterministic"
-"""Name of the metric of DeterminismProbe: 1 if it holds in every micro-batch."""
+"""Metric name of DeterminismProbe: 1 if it holds in every micro-batch."""
 
 
 def _hashed_uniform_noise(batch: SequenceBatch, *, seed: int) -> Tensor:

@@ -42,7 +42,7 @@ def write_adapter(
         adapter: The adapter.
         base: Its base model, which PEFT changes.
         folder: Folder of the adapters' directories.
-        seed: Seed of the values, to which the adapter's own seed is added.
+        seed: Seed for the values; the adapter's own seed is added.
 
     Returns:
         The adapter's directory.

@@ -25,7 +25,7 @@ from temper_engine_api.specs import ModelType, Scalar
 
 VOCABULARY = 211
 PADDING = 143
-"""Padding token of QWEN2_TIED, which the first ragged batch of the kit contains twice."""
+"""Padding token of QWEN2_TIED. The kit's first ragged batch contains it twice."""
 
 _COMMON: Mapping[str, Scalar] = MappingProxyType(
     {
@@ -153,8 +153,18 @@ EXPERTS: Mapping[str, Scalar] = MappingProxyType(
 LANGUAGE_MODELS = (QWEN2_TIED, QWEN2_UNTIED, QWEN2_GROUPED, LLAMA, QWEN3)
 
 
+def has_experts(model: TinyModel) -> bool:
+    """Return True if the model has MoE layers of its own."""
+    return "num_experts_per_tok" in model.architecture
+
+
 def with_experts(model: TinyModel) -> TinyModel:
-    """Return the model with MoE layers; each expert is half as wide as the dense layer."""
+    """Return the model with MoE layers; each expert is half as wide as the dense layer.
+
+    A model that has some already is returned as it is.
+    """
+    if has_experts(model):
+        return model
     width = {**model.settings, **model.architecture}["intermediate_size"]
     architecture = {**model.architecture, **EXPERTS, "moe_intermediate_size": int(str(width)) // 2}
     return replace(model, name=f"{model.name}-experts", architecture=architecture)
@@ -190,7 +200,7 @@ def _fill(network: nn.Module, *, generator: torch.Generator, head_scale: float) 
     for name, parameter in network.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
-            # Some families add 1 to the weight of a norm, and initialize it with 0 instead of 1.
+            # Some families add 1 to the norm weight, and initialize it with 0 instead of 1.
             parameter.copy_(parameter.mean().round() + 0.2 * noise)
         elif parameter.ndim == 1:
             parameter.copy_(0.1 * noise)
@@ -199,12 +209,12 @@ def _fill(network: nn.Module, *, generator: torch.Generator, head_scale: float) 
         elif "conv1d" in name:
             parameter.copy_(noise / math.sqrt(parameter.shape[2]))  # the fan-in of one channel
         else:
-            # Divided by the root of the fan-in, which keeps the size of activations through the
+            # Divide by the square root of the fan-in, so that activations keep their size across
             # layers.
             parameter.copy_(noise / math.sqrt(parameter.shape[1]))
     saved = network.state_dict().keys()
     for name, buffer in network.named_buffers():
         if name in saved and buffer.is_floating_point():
-            # The values differ from those of a new model, so that tests notice a buffer that is not
+            # The values differ from a new model's, so that tests notice when a buffer is not
             # loaded.
             buffer.copy_(1.0 + 0.2 * torch.randn(buffer.shape, generator=generator))

@@ -59,12 +59,12 @@ class OracleAdapter:
         }
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes without the adapter."""
+        """Return a context that disables the adapter."""
         off: AbstractContextManager[None] = self.peft.disable_adapter()
         return off
 
     def export(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """Return the contents of both files of a PEFT directory."""
+        """Return the contents of both files in a PEFT directory."""
         tensors = {
             name: parameter.detach().clone() for name, parameter in self.parameters().items()
         }

@@ -46,7 +46,7 @@ class OracleCache:
     """
 
     folder: Path
-    """Folder in which models and adapters are written."""
+    """Folder for models and adapters."""
     has_experts: bool = False
     """True if all models have MoE layers."""
     prescribes_experts: bool = False
@@ -60,7 +60,7 @@ class OracleCache:
     """Values keep the batch alive, because its id is part of the key."""
 
     def make_setup(self, model: TinyModel, **fields: Any) -> EngineSetup:
-        """Return the setup for a tiny model; `fields` are those of EngineSetup."""
+        """Return the setup for a tiny model; `fields` are passed to EngineSetup."""
         return EngineSetup(
             model_path=str(self.write_model(model)), model_type=model.model_type, **fields
         )
@@ -85,7 +85,7 @@ class OracleCache:
     def make_adapter_setup(
         self, adapter: TinyAdapter, *, seed: int = 0, dropout: float = 0.0, **fields: Any
     ) -> EngineSetup:
-        """Return a setup that loads a tiny adapter; `fields` are those of EngineSetup."""
+        """Return a setup that loads a tiny adapter; `fields` are passed to EngineSetup."""
         if self.has_experts:
             adapter = replace(
                 adapter, fields={"target_modules": list(MOE_TARGET_MODULES), **adapter.fields}
@@ -93,7 +93,7 @@ class OracleCache:
         bare = self.make_setup(adapter.model, **fields)
         path = write_adapter(
             adapter,
-            # A new model, because PEFT changes the model to which it attaches an adapter.
+            # Use a new model, because PEFT changes the model that it attaches an adapter to.
             load_model(bare.build_config(OracleEngine, device="cpu", layout_fields={})),
             folder=self.folder,
             seed=seed,

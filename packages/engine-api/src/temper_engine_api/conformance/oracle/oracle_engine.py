@@ -1,7 +1,7 @@
 """The oracle: a complete engine in plain torch, float32, one process, one sequence at a time.
 
 Other engines are compared with it, so it is written to be read: nothing is packed, chunked, sharded
-or fused. Its gradients of a full mini-batch are also the expected sum over any number of data-
+or fused. Its gradients for a full mini-batch are also the expected sum across any number of data-
 parallel ranks.
 """
 
@@ -90,7 +90,7 @@ class OracleEngine(BaseEngine):
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by Hugging Face name, or by PEFT name for an adapter.
 
-        A tied head appears once, under the name of the embedding.
+        A tied head appears once, under the embedding's name.
         """
         return (
             dict(self.model.named_parameters())
@@ -213,7 +213,7 @@ class OracleEngine(BaseEngine):
         assert self.config.optimizer is not None
         # Zeros for parameters without a gradient, so that their moments and weights decay too.
         gradients = self.gradients()
-        # In float64, so that the expected norm adds no rounding error of its own.
+        # Use float64, so that the expected norm adds no rounding error.
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         if not math.isfinite(norm):
             return norm

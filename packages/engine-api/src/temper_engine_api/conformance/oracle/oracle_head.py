@@ -1,7 +1,7 @@
 """Head outputs of the oracle for one sequence, computed directly from their definitions.
 
-In shapes, L is the sequence length in tokens, V the vocabulary size, and K the number
-of additional token ids per position.
+In shapes, L is the sequence length in tokens, V the vocabulary size, and K the additional token ids
+per position.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,7 @@ def compute_sequence_outputs(
     head_outputs: dict[HeadOutput, Tensor] = {}
     if requested_outputs & SCALAR_OUTPUTS:
         scores = _compute_scores(model, sequence)
-        # The value of a token is computed at the previous position, as are the logits that predict
-        # the token.
+        # A token's value is computed at the previous position, like the logits that predict it.
         head_outputs[HeadOutput.VALUE] = _shift_to_labels(scores[:-1])
         head_outputs[HeadOutput.SCORE] = scores[-1:]
     if requested_outputs - SCALAR_OUTPUTS:
@@ -57,7 +56,7 @@ def _language_outputs(
     logits: Tensor, sequence: SequenceBatch, *, with_ids: bool
 ) -> dict[HeadOutput, Tensor]:
     """Compute outputs from logits [L, V] divided by the temperature; row t - 1 predicts token t."""
-    # The last position predicts a token after the sequence, for which there is no label.
+    # The last position predicts a token after the sequence, which has no label.
     log_distribution = torch.log_softmax(logits, dim=-1)[:-1]
     entropy = -(log_distribution.exp() * log_distribution).sum(-1)
     head_outputs = {

@@ -11,19 +11,19 @@ from transformers.core_model_loading import revert_weight_conversion
 class FileLayout:
     """Converts tensors of a model between their form in memory and that in files.
 
-    transformers joins the experts of a layer in memory, for example. Its conversion runs once, on
-    the positions of all entries, so this class knows no rule of any model.
+    transformers joins the experts of a layer in memory, for example. The conversion runs once, on
+    the positions of all entries, so no model's rules are needed here.
     """
 
     def __init__(
         self, model: PreTrainedModel, tensors: Mapping[str, Tensor], *, is_adapter: bool = False
     ) -> None:
-        """Find the layout of tensors; those of an adapter have the same form in memory and files.
+        """Find the layout of tensors; adapter names have the same form in memory and in files.
 
         Args:
             model: The model, whose type decides about the conversion.
             tensors: Tensors by their name in memory.
-            is_adapter: True if the names are those of PEFT files.
+            is_adapter: True for names in PEFT files.
         """
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         positions, start = {}, 0
@@ -52,7 +52,7 @@ class FileLayout:
         }
 
     def list_owners(self) -> dict[str, str]:
-        """Return the name in memory of the tensor that holds each tensor of the files."""
+        """Return the name of the in-memory tensor that contains each tensor in the files."""
         ends = torch.tensor([shape.numel() for shape in self._shapes.values()]).cumsum(0)
         names = list(self._shapes)
         return {

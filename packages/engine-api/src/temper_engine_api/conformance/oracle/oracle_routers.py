@@ -1,4 +1,4 @@
-"""Routers of the oracle's MoE models: their logits and choices, from which losses are computed."""
+"""Routers of the oracle's MoE models: their logits and choices, which losses are computed from."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ class OracleConfig(EngineConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterPass:
-    """Output of one router for one sequence of L tokens."""
+    """One router's output for a sequence with L tokens."""
 
     logits: Tensor
     """[L, E]"""
@@ -58,7 +58,7 @@ def record_routers(model: nn.Module) -> Iterator[list[list[RouterPass]]]:
     """Record the passes of all routers.
 
     Yields:
-        A list for each router; its entry b is that of the b-th call of the model.
+        A list for each router; entry b is from the model's b-th call.
     """
     routers = find_routers(model)
     passes: list[list[RouterPass]] = [[] for _ in routers]
@@ -115,7 +115,7 @@ def replay_experts(model: nn.Module, choices: Tensor | None) -> Iterator[None]:
 
 
 def compute_gates(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    """Return the gate weights [L, K] of given experts, by the formula of the router's family."""
+    """Return the gate weights [L, K] for given experts, by the formula of the router's family."""
     if hasattr(router, "e_score_correction_bias"):
         # DeepSeek-V3 and its relatives; arXiv:2412.19437, equations 12 to 16.
         scores = logits.sigmoid().gather(1, experts)
@@ -132,7 +132,7 @@ def compute_gates(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def weigh_sequences(micro: SequenceBatch, *, num_trained: int) -> list[float]:
-    """Return for each sequence its fraction of the trained tokens of the mini-batch."""
+    """Return each sequence's fraction of the trained tokens in the mini-batch."""
     trained = torch.zeros(micro.num_sequences).index_add(
         0, micro.sequence_index, micro.loss_mask.float()
     )
@@ -140,7 +140,7 @@ def weigh_sequences(micro: SequenceBatch, *, num_trained: int) -> list[float]:
 
 
 def join_experts(passes: Sequence[Sequence[RouterPass]]) -> Tensor:
-    """Return the [T, layers, K] float32 experts of the tokens of a micro-batch."""
+    """Return the [T, layers, K] float32 experts for a micro-batch's tokens."""
     layers = [torch.cat([each.experts for each in layer]) for layer in passes]
     return torch.stack(layers, dim=1).float()
 

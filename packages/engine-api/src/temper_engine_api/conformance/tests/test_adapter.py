@@ -354,7 +354,7 @@ def test_checkpoint_contains_only_the_adapter(
 ) -> None:
     """A checkpoint holds the adapter in PEFT's format and no weights of the frozen base.
 
-    The test searches all files of the checkpoint for a row of the embedding.
+    Search all checkpoint files for an embedding row.
     """
     setup = oracle.make_adapter_setup(ATTENTION, optimizer=ADAMW)
     step = Path(

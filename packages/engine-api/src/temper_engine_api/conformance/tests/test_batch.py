@@ -63,7 +63,7 @@ def test_plan_is_executed_unchanged(
 def recorded_and_planned(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, split: Split
 ) -> tuple[dict[str, float], dict[str, float]] | None:
-    """Count the micro-batches that the objective saw and those of the plan.
+    """Count the micro-batches that the objective saw and those in the plan.
 
     Returns None on ranks whose metrics do not count.
     """
@@ -76,7 +76,7 @@ def recorded_and_planned(
     planned = Counter(
         name_micro_batch_metric(micro.sample_ids) for micro in local_batch.micro_batches()
     )
-    # An engine may add metrics of its own.
+    # An engine may add its own metrics.
     recorded = {
         name: read_value(metric)
         for name, metric in seen.items()
@@ -230,7 +230,7 @@ class SampleOrder:
 
 
 def outputs_of_rank(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> SampleOrder:
-    """Run a forward pass over six micro-batches, some of which are dummies."""
+    """Run a forward pass over six micro-batches, including dummies."""
     engine = rank.cached_engine(setup)
     local_batch = rank_slice(engine, batch, split=Split(name="many", min_micro_batches=6))
     with engine.eval_mode():
@@ -270,7 +270,7 @@ def gradients_by_shard_data(
 def test_dummy_samples_do_not_count(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Dummy samples change neither weights nor values of metrics.
+    """Dummy samples change neither weights nor metrics.
 
     Four pairs are run in one and in six micro-batches; the latter need dummies.
     """

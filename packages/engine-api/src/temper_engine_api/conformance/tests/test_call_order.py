@@ -265,7 +265,7 @@ def test_move_to_an_unknown_device_is_rejected(
 
 
 def move_to_unknown(rank: Rank, *, setup: EngineSetup) -> None:
-    """Pass a name that is no place, as a user who expects names of torch devices does."""
+    """Pass an unknown name, as a user might who expects torch device names."""
     with pytest.raises(ConfigError, match="cuda:0"):
         rank.cached_engine(setup).to("cuda:0")  # type: ignore[arg-type]  # the wrong value is what is tested
 

@@ -40,7 +40,7 @@ SETUPS: dict[Capability, Callable[[OracleCache], EngineSetup]] = {
 
 
 def test_engine_claims_what_the_kit_needs(engine_under_test: EngineUnderTest) -> None:
-    """An engine claims LANGUAGE_MODEL and PORTABLE_STATE, by which the kit reads gradients."""
+    """An engine claims LANGUAGE_MODEL, and PORTABLE_STATE, which the kit uses to read gradients."""
     assert {Capability.LANGUAGE_MODEL, Capability.PORTABLE_STATE} <= engine_under_test.capabilities
 
 

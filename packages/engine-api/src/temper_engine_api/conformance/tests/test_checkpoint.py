@@ -63,7 +63,7 @@ def test_resume_is_bitwise(
 ) -> None:
     """A run resumed from a checkpoint has the state, norms, rates and losses of an unbroken run."""
     uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches)
-    # The step is not the number of updates: a trainer counts skipped updates and mini-batches.
+    # The step is not the update count: a trainer counts skipped updates and mini-batches.
     engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=7)
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[2:], folder=tmp_path
@@ -111,7 +111,7 @@ def test_saving_between_backward_and_step_keeps_gradients(
 def update_around_a_save(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, folder: Path
 ) -> tuple[float, float]:
-    """Return the gradient norms of an update with a save before its step, and of one without."""
+    """Return the gradient norms from an update with a save before its step, and one without."""
     norms = []
     for number in range(2):
         engine = rank.temporary_engine(setup)
@@ -242,7 +242,7 @@ def test_counters_and_learning_rate_are_resumed(
     tmp_path: Path,
 ) -> None:
     """Counters and learning rate are restored, with one skipped update among the three."""
-    # The skip makes the number of updates differ from the number of batches.
+    # With the skip, the update count differs from the batch count.
     bad = batches[1].with_columns(
         {"advantages": torch.full_like(batches[1].columns["advantages"], torch.inf)}
     )

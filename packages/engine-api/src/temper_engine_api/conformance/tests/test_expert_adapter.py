@@ -1,6 +1,6 @@
 """Conformance tests of adapters inside MoE experts.
 
-transformers keeps the matrices of all experts of a layer in one tensor, and PEFT adapts that
+transformers keeps the matrices for all experts in a layer in one tensor, and PEFT adapts that
 tensor.
 """
 

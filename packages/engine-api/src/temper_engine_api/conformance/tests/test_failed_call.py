@@ -331,7 +331,8 @@ def fail_after_the_passes(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, LAST_METHODS[call], raise_error)
-        with pytest.raises(error, match="injected") as failed:
+        # With stages another rank may have raised, and broken the group, before this one.
+        with pytest.raises((error, RankFailedError), match="injected") as failed:
             train(engine, batch, call=call)
     for later in (engine.optimizer_step, lambda: train(engine, batch, call=call)):
         with pytest.raises((EngineStateError, RankFailedError)) as caught:

@@ -45,7 +45,8 @@ from temper_engine_api.weights import NamedWeight
 
 NUM_UPDATES = 5
 SMALL_ADAMW = replace(ADAMW, lr=1e-3)
-"""Steps of 1e-2 change the states of linear attention so much that rounding grows with each."""
+"""Learning rate 1e-2 changes linear attention states so much that rounding errors grow every
+step."""
 
 
 def make_setup(oracle: OracleCache, family: str, **fields: object) -> EngineSetup:
@@ -58,14 +59,14 @@ def make_gradient_setup(oracle: OracleCache, family: str) -> EngineSetup:
 
 
 def get_batch(oracle: OracleCache, family: str, *, seed: int = 0) -> SequenceBatch:
-    """Return sequences of odd lengths; their old log-probs are those of the family's model."""
+    """Return sequences of odd lengths; their old log-probs come from the family's model."""
     return oracle.get_batch(model=FAMILIES[family], seed=seed)
 
 
 def test_family_outputs_match_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
 ) -> None:
-    """Log-probs and entropies of packs equal those of transformers, one sequence at a time."""
+    """Packed log-probs and entropies equal transformers' own, one sequence at a time."""
     setup, batch = make_setup(oracle, family), get_batch(oracle, family)
     requested = [HeadOutput.LOGPROB, HeadOutput.ENTROPY]
     for split in (ONE_MICRO_BATCH, TWO_MICRO_BATCHES):
@@ -86,7 +87,7 @@ def test_family_outputs_match_transformers(
 def test_family_gradient_matches_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
 ) -> None:
-    """Loss and every gradient equal those of transformers, also at temperature 1 everywhere."""
+    """Loss and every gradient equal transformers', also at temperature 1 everywhere."""
     setup, tempered = make_gradient_setup(oracle, family), get_batch(oracle, family)
     plain = replace(tempered, temperature=torch.ones_like(tempered.temperature))
     for split, batch in ((ONE_MICRO_BATCH, tempered), (TWO_MICRO_BATCHES, plain)):
@@ -182,7 +183,7 @@ def export_around_update(
 def test_family_adapter_matches_oracle(
     engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
 ) -> None:
-    """Gradients of a LoRA adapter on the attention equal those of transformers with PEFT."""
+    """LoRA gradients on the attention layers equal those from transformers with PEFT."""
     setup = replace(
         oracle.make_adapter_setup(make_adapter(family)),
         compute=make_gradient_setup(oracle, family).compute,

@@ -120,7 +120,7 @@ def test_gradient_is_independent_of_micro_batch_split(
 def test_gradient_is_independent_of_data_parallel_size(
     engine_under_test: EngineUnderTest, oracle: OracleCache, probe: Objective
 ) -> None:
-    """Ranks with unequal numbers of samples and tokens give the oracle's gradients and loss.
+    """Ranks with unequal sample and token counts give the oracle's gradients and loss.
 
     Three pairs are spread over the data-parallel ranks. An engine that averages each rank's mean
     gradient instead of dividing by the global token count fails here.
@@ -169,8 +169,8 @@ def update_in_two_calls(
     # Prepare before the split, because ClipCovProbe computes its covariance over the full
     # mini-batch.
     prepared = batch.with_columns(objective.prepare(batch, seed=7))
-    # If each half had its own denominators, both would have the same weight, whatever their numbers
-    # of tokens.
+    # If each half had its own denominators, both would have the same weight, whatever their token
+    # counts.
     denominators = rank_slice(engine, prepared, split=ONE_MICRO_BATCH).denominators
     halves = [prepared.select(range(4)), prepared.select(range(4, batch.num_sequences))]
     local_batches = [

@@ -124,7 +124,7 @@ def test_peaked_distributions_match_oracle(
 def test_packed_sequence_equals_unpacked(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """A sequence gets the same log-probs packed with others as in a batch of its own."""
+    """A sequence gets the same log-probs when packed with others as in a separate batch."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     packed = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
@@ -298,7 +298,7 @@ def outputs_twice(
 def test_on_policy_ratio_is_exactly_one(
     engine_under_test: EngineUnderTest, oracle: OracleCache, split: Split
 ) -> None:
-    """Log-probs from `eval_mode` equal those of training bit for bit, with one plan and weights.
+    """Log-probs from `eval_mode` and training are equal bit for bit, for one plan and weights.
 
     The old log-probs of PPO come from `eval_mode`; any difference makes the on-policy ratio differ
     from 1. On CUDA a small difference is allowed, see `SAME_PLAN`.

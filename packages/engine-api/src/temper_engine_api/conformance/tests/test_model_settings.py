@@ -174,7 +174,7 @@ def test_persistent_buffers_are_exported(
     """Compare exported tensors with the model's file, which contains buffers.
 
     The engine may reject the model instead.
-    The file of a MoE model of this kit contains none, so layouts with experts export parameters.
+    The kit's MoE model files contain none, so layouts with experts export parameters.
     """
     setup = oracle.make_setup(BUFFERS)
     on_disk = load_file(Path(setup.model_path) / "model.safetensors")

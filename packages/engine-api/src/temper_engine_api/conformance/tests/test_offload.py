@@ -90,7 +90,7 @@ def evaluate_train_export(
                 local_batch, forward_only=True, outputs=[HeadOutput.LOGPROB]
             )
         engine.optimizer_zero_grad()
-        # Gradients must survive the pause between the calls, in which they may be offloaded.
+        # Gradients must survive the pause between calls, when they may be offloaded.
         for is_final in (False, True):
             with engine.train_mode():
                 engine.forward_backward_batch(local_batch, forward_only=False, final=is_final)

@@ -1,4 +1,4 @@
-"""Conformance tests of the optimizer beyond a few ordinary updates of a language model."""
+"""Conformance tests for the optimizer, beyond a few ordinary language model updates."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Conformance tests of the routers of MoE models: losses, loads of experts, replayed choices."""
+"""Conformance tests for MoE routers: losses, loads of experts, replayed choices."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 pytestmark = pytest.mark.moe
 
 LOSSES = {"router_aux_loss": "router/load_balancing_loss", "router_z_loss": "router/z_loss"}
-"""Metric of each loss by the name of its coefficient."""
+"""Metric name for each loss, by its coefficient's name."""
 LOADS = ("router/max_load", "router/max_load_of_worst_layer", "router/idle_experts")
 
 
@@ -45,7 +45,7 @@ def make_setup(oracle: OracleCache, **coefficients: float) -> EngineSetup:
 def test_router_loss_matches_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache, coefficient: str
 ) -> None:
-    """Compare the gradient of a router loss with that of transformers, one sequence at a time.
+    """Compare a router loss's gradient with transformers, one sequence at a time.
 
     It must not depend on how sequences of odd lengths are packed, split and divided over ranks.
     """
@@ -103,7 +103,7 @@ def prescribe_experts(oracle: OracleCache) -> SequenceBatch:
 def test_log_probs_with_replayed_experts_match_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Compare log-probs with those of transformers whose tokens go to the same experts."""
+    """Compare log-probs with transformers, with tokens sent to the same experts."""
     setup, batch = make_setup(oracle), prescribe_experts(oracle)
     for split in (ONE_MICRO_BATCH, FIVE_MICRO_BATCHES):
         outputs = engine_under_test.run(
@@ -127,7 +127,7 @@ def test_log_probs_with_replayed_experts_match_transformers(
 def test_returned_experts_are_those_of_transformers_or_the_prescribed_ones(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Compare the experts of each token and layer with those of transformers, as sets."""
+    """Compare the selected experts per token and layer with transformers, as sets."""
     setup = make_setup(oracle)
     for batch in (oracle.get_batch(), prescribe_experts(oracle)):
         expected = oracle.get_outputs(setup, batch, HeadOutput.ROUTED_EXPERTS)

@@ -100,7 +100,7 @@ def check_gradient(
 def test_positions_count_up_to_the_end_of_a_long_sequence(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Compare the outputs of one sequence of 300 tokens with the oracle's.
+    """Compare outputs with the oracle for one sequence with 300 tokens.
 
     Positions that wrap around, for example at the length of a table, differ here.
     """
@@ -111,7 +111,7 @@ def test_positions_count_up_to_the_end_of_a_long_sequence(
 def test_long_sequences_do_not_see_each_other(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Compare outputs of packed sequences of 40 to 300 tokens with the oracle's for each one.
+    """Compare packed outputs with the oracle, sequence by sequence, for lengths 40 to 300.
 
     Attention may take another path for long sequences than for short ones.
     """
@@ -125,7 +125,7 @@ def test_no_output_is_lost_at_a_block_boundary(
 ) -> None:
     """Check that only first tokens have log-prob 0 in a pack of 837 tokens.
 
-    A head that computes blocks of positions may drop the first or the last one of a block.
+    A head that computes blocks of positions may drop a block's first or last one.
     """
     setup = oracle.make_setup(QWEN2_GROUPED)
     batch = oracle.get_batch_of(LONG, prompt_length=PROMPT_LENGTH)
@@ -177,7 +177,7 @@ def test_each_of_24_short_sequences_has_its_own_temperature(
 def test_24_one_token_sequences_have_log_prob_zero(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Check that a micro-batch of 24 sequences of one token each has log-probs of 0."""
+    """Check that log-probs are 0 for a micro-batch with 24 one-token sequences."""
     batch = oracle.get_batch_of((1,) * 24, prompt_length=1)
     outputs = engine_under_test.run(
         measure_outputs,
@@ -192,7 +192,7 @@ def test_24_one_token_sequences_have_log_prob_zero(
 def test_24_one_token_sequences_have_their_own_scores(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Compare the scores of 24 sequences of one token each with the oracle's."""
+    """Compare scores with the oracle for 24 one-token sequences."""
     setup, batch = oracle.make_setup(REWARD), oracle.get_batch_of((1,) * 24, prompt_length=1)
     outputs = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.SCORE]
@@ -214,7 +214,7 @@ def test_24_one_token_sequences_have_their_own_scores(
 def test_odd_numbers_of_micro_batches_count_each_one_once(
     engine_under_test: EngineUnderTest, oracle: OracleCache, split: Split
 ) -> None:
-    """Compare gradient and loss of three and of five micro-batches with the oracle's."""
+    """Compare gradient and loss with the oracle for three and for five micro-batches."""
     check_gradient(engine_under_test, oracle, oracle.get_batch(num_sequences=10), split=split)
 
 
@@ -254,7 +254,7 @@ def update_in_two_calls_of_three_micro_batches(
 def test_entropy_of_a_lone_sequence_has_a_gradient(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Compare the gradient of micro-batches of one sequence with the oracle's, with entropies."""
+    """Compare the gradient with the oracle for one-sequence micro-batches, with entropies."""
     batch = oracle.get_batch_of((9, 14, 6, 11), prompt_length=3, are_pairs=False)
     check_gradient(
         engine_under_test,

@@ -223,7 +223,7 @@ def act_after_writing(engine: BaseEngine, *, rank: Rank, action: Callable[[], No
 
     def write_and_act(directory: str) -> list[str]:
         files = write(directory)
-        # The last rank, because rank 0 must learn of the failure from another one.
+        # Use the last rank, because rank 0 must learn about the failure from another rank.
         if rank.index == rank.world_size - 1:
             action()
         return files

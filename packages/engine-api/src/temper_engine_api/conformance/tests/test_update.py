@@ -183,7 +183,7 @@ def test_optimizer_uses_the_scheduled_rate(
     With betas 0, no decay and a tiny eps, AdamW moves the weights with the largest gradients by lr
     * sign(gradient).
     """
-    # A warmup of four steps has a different rate for each of the three updates.
+    # With four warmup steps, each of the three updates has a different rate.
     signs = OptimizerSpec(lr=0.4, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0, clip_grad_norm=None)
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=signs, schedule=ScheduleSpec(warmup_steps=4))
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
@@ -341,7 +341,7 @@ def test_zeroed_gradients_stay_zero(
 def update_after_a_dropped_one(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, dropped: SequenceBatch, is_final: bool
 ) -> Update:
-    """Drop the gradients of one batch, which are reduced if the call was final; train on another.
+    """Drop one batch's gradients, which are reduced if the call was final; train on another.
 
     Nothing may come between: a final call would reduce local gradients, and hide that they stay.
     """

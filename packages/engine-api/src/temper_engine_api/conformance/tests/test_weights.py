@@ -58,7 +58,7 @@ def test_exported_weights_equal_the_loaded_files(
 ) -> None:
     """Exported names and tensors equal model.safetensors, in the same order on every rank.
 
-    A tied head must not be exported as a tensor of its own.
+    A tied head must not be exported as a separate tensor.
     """
     setup = oracle.make_setup(model)
     on_disk = load_file(Path(setup.model_path) / "model.safetensors")
@@ -276,7 +276,7 @@ def read_outside(rank: Rank, *, setup: EngineSetup) -> None:
     with pytest.raises(EngineStateError, match="inside"):
         next(stream)
     with stream:
-        # Read only one tensor: the context may be left before the end of the stream.
+        # Read only one tensor: the context may be left before the stream ends.
         first = next(stream)
     with pytest.raises(EngineStateError, match="inside"):
         next(stream)

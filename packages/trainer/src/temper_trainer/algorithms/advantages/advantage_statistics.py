@@ -1,4 +1,4 @@
-"""Sums over trained tokens and statistics of groups, from which estimators compute advantages.
+"""Sums over trained tokens and group statistics, which estimators compute advantages from.
 
 Sums are in float64. Groups are defined by ``group_ids``, never by position.
 
@@ -91,7 +91,7 @@ def whiten(column: Tensor, *, mask: Tensor) -> Tensor:
 
         A'_t = (A_t - mean(A)) / (std(A) + 1e-8)
 
-    std divides by the number of entries N, not by N - 1.
+    std divides by the entry count N, not by N - 1.
 
     Args:
         column: [T]; entries outside the mask are ignored, even NaN.
@@ -127,7 +127,7 @@ def discount_by_turn(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatistics:
-    """Statistics of each sample's group, and the fractions of groups without a learning signal."""
+    """Group statistics for each sample, and the fractions of groups without a learning signal."""
 
     size: Tensor
     """[B] float64: number of samples in the sample's group."""
@@ -138,9 +138,9 @@ class GroupStatistics:
     is_zero_std: Tensor
     """[B] bool: True if all rewards of the group are equal, so that the group carries no signal."""
     zero_std_fraction: float
-    """Fraction of groups with equal rewards, groups of one included."""
+    """Fraction of groups with equal rewards, including groups with one sample."""
     single_fraction: float
-    """Fraction of groups of one, whose other completions had no valid reward."""
+    """Fraction of groups with one sample; the other completions had no valid reward."""
 
 
 def compute_group_statistics(rewards: Tensor, *, group_ids: Tensor) -> GroupStatistics:

@@ -40,7 +40,7 @@ def compute_custom_advantages(custom: Custom, *, step: StepRewards) -> Tensor:
         [B] or [T].
 
     Raises:
-        BatchError: If it returns anything but a finite tensor of one of these shapes.
+        BatchError: If it returns anything but a finite tensor with one of these shapes.
     """
     samples = step.samples
     loaded: object = load_advantage_function(custom)(

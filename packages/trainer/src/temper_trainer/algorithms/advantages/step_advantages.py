@@ -44,7 +44,7 @@ def estimate_advantages(
         samples: B sequences with T tokens. ``group_ids`` defines the groups; the order does not
             matter.
         rewards: [B] finite rewards. Completions whose reward failed must not be among the samples.
-        values: [T] values of the critic before this step's first update; required for gae.
+        values: [T] critic values before this step's first update; required for gae.
         kl: [T] KL(policy, reference) from ``kl.estimate_kl``; required if the penalty has a weight.
         kl_coef: Weight of the KL penalty if a controller sets it; None takes
             ``config.kl_reward_coef``.
@@ -68,7 +68,7 @@ def estimate_advantages(
     if kl is not None and coef:
         # `where` instead of a product with the mask, because an entry outside it may be NaN.
         penalty = coef * torch.where(samples.loss_mask, kl.double(), 0.0)
-    # A sum and not a mean: the KL of a completion is the sum of the KL of its tokens.
+    # A sum and not a mean: a completion's KL is summed over its tokens.
     penalty_sum = sum_per_sequence(penalty, samples)
     step = StepRewards(
         samples=samples,

@@ -34,8 +34,8 @@ class DistillationLoss(Variant):
         """Return the divergence per token, [T].
 
         Args:
-            policy: Log-probs of the policy, with gradient in a loss: [T] of the sampled tokens, or
-                [T, K] of the teacher's most likely tokens.
+            policy: Log-probs of the policy, with gradient in a loss: [T] for the sampled tokens, or
+                [T, K] for the teacher's most likely tokens.
             teacher: Log-probs of the teacher at the same tokens, without gradient. In [T, K], -inf
                 pads rows with fewer tokens, and untrained rows consist of padding.
         """

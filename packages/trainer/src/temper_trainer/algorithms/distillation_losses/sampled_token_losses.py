@@ -22,7 +22,7 @@ class ReverseKl(DistillationLoss):
 
         loss = k(log p, log q)
 
-    k is Schulman's k2 or k3, p the policy and q the teacher. The expected gradient of k2 is that of
+    k is Schulman's k2 or k3, p the policy and q the teacher. k2 has the expected gradient of
     KL(policy, teacher), which is mode-seeking.
 
     Source: Agarwal et al. 2023, arXiv:2306.13649, section 3; Gu et al. 2023, arXiv:2306.08543;
@@ -45,7 +45,7 @@ class ReverseKlReward(DistillationLoss):
         reward = -k(log p_old, log q)
 
     With k1 it is log q - log p_old: if each token is credited with only its own reward, the policy
-    gradient is that of KL(policy, teacher). Any policy loss can be used.
+    gradient equals KL(policy, teacher)'s. Any policy loss can be used.
 
     Source: Lu 2025, "On-Policy Distillation", Thinking Machines Lab.
     """

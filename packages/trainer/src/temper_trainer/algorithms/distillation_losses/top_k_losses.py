@@ -22,8 +22,9 @@ _MAX_MASS = 1.0 - 1e-6
 class TopKLoss(DistillationLoss):
     """Sum of a divergence's terms over the teacher's top-k tokens, and over the rest as one token.
 
-    The rest has the probability 1 - (sum over the top-k tokens). A divergence of probabilities that
-    are added up in this way is at most that of all tokens, and 0 where the models agree.
+    The rest has the probability 1 - (sum over the top-k tokens). Adding up probabilities in this
+    way never makes the divergence larger than across all tokens, and it is 0 where the models
+    agree.
     """
 
     top_k: PositiveInt = 64
@@ -40,7 +41,7 @@ class TopKLoss(DistillationLoss):
 
     @abstractmethod
     def terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
-        """Return the terms of the divergence, in the shape of the log-probs."""
+        """Return the divergence terms, in the shape of the log-probs."""
 
     def measure(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
         """Return the divergences [T] from log-probs [T, K]."""

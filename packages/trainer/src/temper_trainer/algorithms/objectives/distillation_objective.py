@@ -31,7 +31,7 @@ class DistillationObjective(Objective):
         loss = c * w * clamp(divergence)
 
     per trained token, with the teacher's weight w and the weight c of the rollout correction. The
-    divergence is that of the policy's samples, so c corrects it for a sampler whose probabilities
+    divergence is computed for policy samples, so c corrects it for a sampler whose probabilities
     differ from the trainer's, as in the policy loss; c is 0 at rejected tokens.
     """
 

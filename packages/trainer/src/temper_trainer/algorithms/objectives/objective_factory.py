@@ -56,7 +56,7 @@ class CombinedObjective(Objective):
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        """Union of the parts' required outputs, and the entropy, which is reported."""
+        """Union of the parts' required outputs, plus the reported entropy."""
         required = (part.required_outputs for part in self.parts)
         return frozenset({HeadOutput.ENTROPY}).union(*required)
 

@@ -23,7 +23,7 @@ from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 
 CORRECTION_WEIGHTS = "correction_weights"
-"""Name of the [T] float32 column of importance weights from ``compute_rollout_correction``."""
+"""Name of the [T] float32 column with importance weights from ``compute_rollout_correction``."""
 
 
 @register_objective("policy")
@@ -49,7 +49,7 @@ class PolicyObjective(Objective):
     old_is_current: bool = False
     """True if the step makes one update and no pass measured old_logprobs.
 
-    Then rho is exactly 1 and its gradient is that of log p. Ratio metrics would be constants and
+    Then rho is exactly 1 and has the same gradient as log p. Ratio metrics would be constants and
     are not reported; the mismatch to rollout_logprobs is reported in their place.
     """
     uses_correction_weights: bool = False

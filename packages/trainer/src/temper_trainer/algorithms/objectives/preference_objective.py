@@ -37,7 +37,7 @@ def make_group_mean() -> Aggregation:
 class PreferenceObjective(Objective):
     """Train a policy with a preference loss: the mean over pairs or labeled completions.
 
-    A labeled completion is a group of its own. The two sequences of a pair have the same
+    A labeled completion is a separate group. The two sequences of a pair have the same
     ``pack_group_id``, so they are never split.
     """
 
@@ -60,7 +60,7 @@ class PreferenceObjective(Objective):
 
     @property
     def columns(self) -> frozenset[str]:
-        """is_chosen, ref_logprobs if there is a reference, and those of the loss."""
+        """is_chosen, ref_logprobs if there is a reference, and the loss's own."""
         reference = set() if self.loss.reference == "none" else {"ref_logprobs"}
         return self.loss.own_columns | reference | {IS_CHOSEN}
 

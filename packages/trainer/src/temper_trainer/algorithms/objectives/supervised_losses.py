@@ -1,4 +1,4 @@
-"""The objectives of SFT and of reward models.
+"""Objectives for SFT and reward models.
 
 The two sequences of a preference pair have the same ``pack_group_id``, so they are never split.
 """
@@ -62,7 +62,7 @@ class SftObjective(Objective):
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
         """Return the loss weights divided by their mean over the trained tokens, if there are any.
 
-        Scaled weights add up to the number of trained tokens, by which the engine divides the loss.
+        Scaled weights add up to the trained token count, and the engine divides the loss by it.
         """
         if not self.has_weights:
             return {}
@@ -92,7 +92,7 @@ class RewardModelObjective(Objective):
                + center_coef * (s_c + s_r)^2
 
     s_c and s_r are the scores of the chosen and the rejected completion, e is label_smoothing, and
-    m is the margin of the pair, if pairs have one.
+    m is the pair's margin, if there is one.
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, equation 1; margin: Touvron et al. 2023,
     arXiv:2307.09288, equation 2; centering: Eisenstein et al. 2023, arXiv:2312.09244, section 2.
@@ -101,7 +101,7 @@ class RewardModelObjective(Objective):
     label_smoothing: float = 0.0
     """Assumed fraction of pairs with swapped labels, in [0, 0.5]."""
     center_coef: float = 0.0
-    """Weight of the squared sum of a pair's scores, which keeps scores near 0."""
+    """Weight of a pair's squared score sum, which keeps scores near 0."""
     has_margin: bool = False
     """True to read the column margin."""
     aggregation: Aggregation = field(default_factory=make_group_mean)

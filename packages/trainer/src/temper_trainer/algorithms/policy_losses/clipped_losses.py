@@ -84,7 +84,7 @@ class Ppo(ClippedLoss):
     def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
-        """Return the clip fractions of both sides and of the dual clip, if there is one."""
+        """Return the clip fractions for both sides and the dual clip, if there is one."""
         metrics = ClippedLoss.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         if self.dual_clip is not None:
             metrics["policy/dual_clip_fraction"] = weighted_mean(
@@ -150,7 +150,7 @@ class Cispo(ClippedLoss):
 
 @variant("gmpo")
 class Gmpo(PolicyLoss):
-    """Geometric mean of a completion's clipped ratios, which is robust to single outlier tokens.
+    """Geometric mean of a completion's clipped ratios; robust to single outlier tokens.
 
         c_t = min(log rho_t, clip(log rho_t, -clip_low, clip_high))   if A > 0, else max of both
         loss = -A * exp(mean over the completion of c_t)
@@ -194,8 +194,8 @@ class Sapo(PolicyLoss):
 
         loss = -(4 / tau) * sigmoid(tau * (rho - 1)) * A
 
-    tau differs for positive and other advantages. At rho = 1 the gradient equals that of -rho * A
-    for every tau.
+    tau differs for positive and other advantages. At rho = 1 the gradient is the same as for -rho *
+    A, for every tau.
 
     Source: Gao et al. 2025, arXiv:2511.20347, section 3.
     """
@@ -217,5 +217,5 @@ class Sapo(PolicyLoss):
         """Return the soft gate times the advantage."""
         tau = torch.where(advantages > 0, self.positive_temperature, self.negative_temperature)
         # The slope of the sigmoid at 0 is 1 / 4. The factor 4 / tau therefore makes the slope at
-        # rho = 1 equal to 1, as that of rho itself.
+        # rho = 1 equal to 1, like rho's own.
         return -(4.0 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * advantages

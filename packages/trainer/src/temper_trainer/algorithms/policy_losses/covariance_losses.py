@@ -49,7 +49,7 @@ def compute_covariances(batch: SequenceBatch) -> Tensor:
 
 @variant("clip_cov")
 class ClipCov(ClippedLoss):
-    """PPO loss without the gradient of a few random tokens of high covariance.
+    """PPO loss without gradients from a few random tokens with high covariance.
 
     Selects max(1, fraction * N) of the mini-batch's N trained tokens at random among those with
     min_covariance < covariance < max_covariance, and sets their loss to 0.
@@ -134,8 +134,7 @@ class KlCov(PolicyLoss):
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
         """Select tokens once for the mini-batch.
 
-        Ties are broken by a hash of sample id and position, so that the order of samples does not
-        matter.
+        Ties are broken by a hash of sample id and position, so that sample order does not matter.
         """
         covariance = torch.where(batch.loss_mask, compute_covariances(batch), -math.inf)
         shuffled = uniform_hash(batch, seed=seed).argsort(stable=True)
@@ -188,8 +187,8 @@ _BITS = 52
 def uniform_hash(batch: SequenceBatch, *, seed: int) -> Tensor:
     """Return [T] float64 uniform in [0, 1), a hash of (seed, sample id, position) for each token.
 
-    Unlike the numbers of a random generator, the hash of a token depends neither on the order of
-    the samples nor on how they are split. It is computed with 64-bit integers that wrap around.
+    Unlike random generator output, a token's hash depends neither on the sample order nor on how
+    samples are split. It is computed with 64-bit integers that wrap around.
     """
     starts = batch.sequence_starts.long()[:-1]
     position = torch.arange(batch.num_tokens) - starts[batch.sequence_index]

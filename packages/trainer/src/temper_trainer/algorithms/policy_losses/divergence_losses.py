@@ -1,4 +1,4 @@
-"""DPPO: a mask on the change of a token's probability in place of a clip on its ratio."""
+"""DPPO: a mask based on how much a token's probability changed, in place of ratio clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of policy losses, and the parts that several of them use."""
+"""The base class for policy losses, and the parts that several losses use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PolicyLoss(Variant):
     published_aggregation: ClassVar[str | None] = None
     """Aggregation that its paper derives it with; a run with another one is warned."""
     own_columns: ClassVar[frozenset[str]] = frozenset()
-    """Names of the columns that it reads in addition to those of every policy loss."""
+    """Names of the columns that it reads in addition to those that all policy losses read."""
 
     @abstractmethod
     def surrogate(
@@ -86,7 +86,7 @@ def compute_clip_fractions(
     """Return the fractions of trained tokens whose gradient the low and the high clip remove.
 
     The low clip removes the gradient of tokens below the clip range with a negative advantage. The
-    high clip removes that of tokens above the range with a positive advantage.
+    high clip removes it for tokens above the range with a positive advantage.
     """
     return {
         "policy/clip_fraction_low": weighted_mean(is_low & (advantages < 0), mask),

@@ -22,7 +22,7 @@ ReferenceSource = Literal["ref", "disabled_adapter", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionLogprobs:
-    """Log-probs of the completions of a micro-batch, summed over their trained tokens."""
+    """Log-probs of a micro-batch's completions, summed over their trained tokens."""
 
     policy: Tensor
     """[B] with gradient."""
@@ -46,7 +46,7 @@ class PreferenceLoss(Variant):
     """A loss per completion from its log-probs; the fields of an alternative are its settings.
 
     An alternative of ``preference`` is a class with the decorator ``variant(name)``, derived from
-    ``PairLoss`` if it compares the two completions of a pair. ``PreferenceObjective`` computes the
+    ``PairLoss`` if it compares both completions in a pair. ``PreferenceObjective`` computes the
     log-probs of the completions, and takes the mean over pairs or labeled completions.
     """
 
@@ -54,7 +54,7 @@ class PreferenceLoss(Variant):
     is_paired: ClassVar[bool] = True
     """False if it trains on single completions with a label."""
     own_columns: ClassVar[frozenset[str]] = frozenset()
-    """Names of the columns that it reads in addition to those of every preference loss."""
+    """Names of the columns that it reads in addition to those that all preference losses read."""
     beta: float
     """Factor between `score` and the implicit reward that is reported."""
 
@@ -72,7 +72,7 @@ class PreferenceLoss(Variant):
         """Return [B] the scores' margin, which is above 0 where the policy has the preference."""
 
     def measure(self, batch: SequenceBatch) -> dict[str, Metric]:
-        """Return metrics of its own; empty by default."""
+        """Return its own metrics; empty by default."""
         return {}
 
     @abstractmethod
@@ -87,7 +87,7 @@ class PairLoss(PreferenceLoss):
 
     @property
     def likelihood_coef(self) -> float:
-        """Weight of the chosen completion's mean negative log-likelihood, which is added."""
+        """Weight for adding the chosen completion's mean negative log-likelihood."""
         return 0.0
 
     @abstractmethod
@@ -95,16 +95,16 @@ class PairLoss(PreferenceLoss):
         """Return the loss per pair.
 
         Args:
-            difference: Score of the chosen completion minus that of the rejected one.
+            difference: Score of the chosen completion minus the rejected one's.
         """
 
     def margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
-        """Return [B] the difference of each pair, on both of its completions."""
+        """Return [B] each pair's difference, on both completions."""
         return compute_pair_difference(score, batch)
 
     def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
         """Return the losses [B]: half of the pair's on each completion, plus the likelihood."""
-        # Both sequences of a pair have the same difference, so each carries half of its loss.
+        # Both sequences in a pair have the same difference, so each carries half of the loss.
         loss = 0.5 * self.pair_loss(self.margin(self.score(logprobs), batch))
         if self.likelihood_coef:
             is_chosen = batch.sequence_columns[IS_CHOSEN]
@@ -121,7 +121,7 @@ def compute_pair_difference(column: Tensor, batch: SequenceBatch) -> Tensor:
 
 
 def sum_over_pair(column: Tensor, batch: SequenceBatch) -> Tensor:
-    """Return [B] the sum over the two sequences of each pair, on both of them."""
+    """Return [B] sums over both sequences in each pair, on both of them."""
     pairs, pair_index = torch.unique(batch.pack_group_ids, return_inverse=True)
     return column.new_zeros(len(pairs)).index_add(0, pair_index, column)[pair_index]
 

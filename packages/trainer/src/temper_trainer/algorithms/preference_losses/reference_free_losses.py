@@ -29,9 +29,9 @@ class SimPo(PairLoss):
     """
 
     beta: PositiveFloat = 2.0
-    """Scale of the rewards; larger than that of dpo, because rewards are means over tokens."""
+    """Scale of the rewards; larger than for dpo, because rewards are means over tokens."""
     gamma: NonNegativeFloat = 1.0
-    """Margin by which the chosen completion's reward should exceed the rejected one's."""
+    """Margin that the chosen completion's reward should have over the rejected one's."""
     sft_coef: NonNegativeFloat = 0.0
     """Weight of the chosen completion's negative log-likelihood per token."""
 
@@ -69,7 +69,7 @@ class Orpo(PairLoss):
 
     def score(self, logprobs: CompletionLogprobs) -> Tensor:
         """Return [B] the log-odds of the completion."""
-        # Below 0 by a float32 epsilon: P = 1, also that of a dummy sequence, has infinite odds.
+        # Below 0 by a float32 epsilon: P = 1, which dummy sequences also have, has infinite odds.
         mean = logprobs.policy_mean.clamp(max=-torch.finfo(torch.float32).eps)
         # log(1 - P), exact for P near 1.
         return mean - torch.log(-torch.expm1(mean))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @settings
 class LogRatioLoss(PairLoss):
-    """Loss of a pair's difference h in log(p / ref) of its completions.
+    """Loss for a pair's difference h in log(p / ref).
 
     sft_coef times the chosen completion's mean negative log-likelihood is added (Pang et al. 2024,
     arXiv:2404.19733).
@@ -46,7 +46,7 @@ class LogRatioLoss(PairLoss):
 
 @settings
 class SumOrMeanLoss(LogRatioLoss):
-    """Loss of sums over completions, or of means."""
+    """Apply the loss to sums over completions, or to means."""
 
     length_normalized: bool = False
     """True to use means over a completion's tokens in place of sums."""

@@ -44,21 +44,21 @@ class Kto(PreferenceLoss):
     reference: Literal["ref", "disabled_adapter"] = "ref"
     """ref: the ref role; disabled_adapter: the actor without its adapter."""
     desirable_weight: PositiveFloat = 1.0
-    """Weight of the loss of desirable completions."""
+    """Loss weight for desirable completions."""
     undesirable_weight: PositiveFloat = 1.0
-    """Weight of the loss of undesirable completions."""
+    """Loss weight for undesirable completions."""
 
     def score(self, logprobs: CompletionLogprobs) -> Tensor:
         """Return [B] the sum of log(p / ref) over the completion."""
         return logprobs.log_ratio
 
     def margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
-        """Return [B] h - z of desirable completions, z - h of undesirable ones."""
+        """Return [B] h - z for desirable completions, z - h for undesirable ones."""
         difference = score - batch.sequence_columns[KL_BASELINE]
         return torch.where(batch.sequence_columns[IS_CHOSEN], difference, -difference)
 
     def measure(self, batch: SequenceBatch) -> dict[str, Metric]:
-        """Return z, which is the same for all completions of an update."""
+        """Return z, the same for all completions in an update."""
         baseline = batch.sequence_columns[KL_BASELINE]
         return {"preference/kl_baseline": weighted_mean(baseline, ~batch.is_dummy)}
 

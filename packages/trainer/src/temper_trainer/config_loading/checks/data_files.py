@@ -34,7 +34,7 @@ NO_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRows:
-    """Properties of the first rows of a file."""
+    """Properties of a file's first rows."""
 
     num_rows: int
     has_messages: bool

@@ -18,7 +18,7 @@ _NAME_WITHOUT_OWNER = re.compile(r"[\w.-]+")
 
 
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-"""File patterns that cover the vocabulary files of all tokenizers of transformers."""
+"""File patterns that cover the vocabulary files for all transformers tokenizers."""
 
 
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
@@ -30,7 +30,7 @@ _MODEL_TYPE_FILES = ("auto_mappings.py", "configuration_auto.py")
 
 
 def find_model_problems(config: TrainerConfig) -> Iterator[str]:
-    """Yield what is wrong with the folders of models and of the tokenizer."""
+    """Yield what is wrong with model folders and the tokenizer folder."""
     engines = {name: role.engine for name, role in config.roles.items()}
     if config.reward.model is not None:
         engines["reward.model"] = config.reward.model.engine

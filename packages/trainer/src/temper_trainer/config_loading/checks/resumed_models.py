@@ -1,4 +1,4 @@
-"""Compare the models of a configuration with those of the checkpoint to resume from, without torch.
+"""Compare a configuration's models with the checkpoint to resume from, without torch.
 
 The engines save the model's config.json with its state, and the config of its adapter.
 """

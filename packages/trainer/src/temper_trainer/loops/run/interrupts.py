@@ -70,11 +70,11 @@ class _Mode(enum.IntEnum):
 
 
 class StopRequest:
-    """Context in which SIGINT and SIGTERM end the run in an orderly way.
+    """Context that lets SIGINT and SIGTERM end the run in an orderly way.
 
     The first signal starts the grace period. WorkAbandoned interrupts work that may be abandoned:
     start-up and evaluation at once, sampling after half of the grace period. Other work is
-    finished. If the process still runs at the end of the grace period, a thread ends it, or half a
+    finished. If the process still runs when the grace period ends, a thread ends it, or half a
     second later a second process if no thread can run, so that no SIGKILL is needed. A second
     SIGINT acts as before this context. A repeated SIGTERM has no effect, because launchers send it
     several times.
@@ -287,7 +287,7 @@ class StopRequest:
     def _watch(self, reader: socket.socket) -> None:
         """Wait for the first signal and enforce the deadline; runs in its own thread."""
         with reader:
-            # The watcher peeks, too, so the number of a stop signal stays in the socket.
+            # The watcher peeks, too, so a stop signal's number stays in the socket.
             while received := reader.recv(4096, socket.MSG_PEEK):
                 if (number := find_signal(received)) is not None:
                     self._start_grace(number)
@@ -315,7 +315,7 @@ class StopRequest:
             end_process(128 + self.requested)
 
     def _closes_until(self, deadline: float) -> bool:
-        """Wait for the end of this context; return False if it has not ended at the deadline."""
+        """Wait until this context ends; return False if it has not ended at the deadline."""
         while (left_s := deadline - time.monotonic()) > 0:
             if self._is_closed.wait(min(left_s, _POLL_S)):
                 return True

@@ -78,7 +78,7 @@ class RunComponents:
     scorer: Scorer
     """Computes the rewards of completions."""
     roles: Mapping[str, WorkerGroup]
-    """Workers of ``actor`` and, if configured, of others; empty for inference."""
+    """Workers for ``actor`` and, if configured, other roles; empty for inference."""
     publisher: Publisher
     """Sends the actor's weights to the sampler."""
     teachers: TeacherClient | None
@@ -163,7 +163,7 @@ def build_components(
 def _open_prompts(
     prompts: Sequence[Prompt], *, data: DataConfig, seed: int, cursor: DataCursor
 ) -> InMemoryStream[Prompt] | MixedStream[Prompt]:
-    """Return the stream of training prompts, mixed by the weights of the sources if any."""
+    """Return the training prompt stream, mixed by source weights if any."""
     curriculum = Curriculum(get_difficulty=get_difficulty, shuffled_fraction=data.shuffled_fraction)
     if data.train.weight is None:
         return InMemoryStream(
@@ -265,7 +265,7 @@ def _open_publisher(
 def _open_scheduler(
     config: TrainerConfig, *, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutScheduler:
-    """Open the scheduler of the rollouts, with the environments of the configuration."""
+    """Open the rollout scheduler, with the configured environments."""
     environment, rollout = config.environment, config.rollout
 
     def make_factory(environment: EnvironmentConfig) -> EnvironmentFactory:

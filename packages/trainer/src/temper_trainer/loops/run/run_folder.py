@@ -34,7 +34,7 @@ from temper_trainer.weight_sync.buckets import (
 logger = logging.getLogger(__name__)
 
 TRAINED_CONFIG = ".trained_config.yaml"
-"""Copy of `config.yaml` of the last start that completed a step, while a later one has not."""
+"""Copy of `config.yaml` from the last start that completed a step, until a later one has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def open_run_folder(run: RunConfig) -> RunFolder:
 
 
 def set_aside_damaged_model(model: Path) -> str | None:
-    """Rename a model directory if one of its files is damaged.
+    """Rename a model directory if a file in it is damaged.
 
     Content is not compared: there are no checksums of an exported model, and users may edit it.
 
@@ -160,7 +160,7 @@ def export_model(
 ) -> None:
     """Write the current weights of a group as a Hugging Face model directory.
 
-    The first rank writes it while it exports the weights, so no process has all of them in memory.
+    The first rank writes it while it exports the weights, so no process has all weights in memory.
 
     Args:
         group: Workers of the role.

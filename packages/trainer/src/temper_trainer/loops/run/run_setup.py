@@ -1,4 +1,4 @@
-"""Prepare a run: checkpointer, data, models that fit it, and the number of steps."""
+"""Prepare a run: checkpointer, data, models that fit it, and the step count."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +40,8 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
 
     Returns:
         Rows by ``train``, ``warm_start`` and the keys of ``DataConfig.eval_sources``. Only
-        ``train`` is always there. It is empty for streamed data and for preferences, which are read
-        elsewhere, as those of held-out sources.
+        ``train`` is always there. Empty for streamed data, and for preferences, which are read
+        elsewhere together with held-out sources.
     """
     has_preferences = config.preference_kind is not None
     is_read_elsewhere = config.data.streaming or has_preferences
@@ -71,7 +71,7 @@ def _load_training_rows(data: DataConfig) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """The rows of all sources and the tokenizer of a run."""
+    """A run's tokenizer, and the rows from all sources."""
 
     problems: dict[str, list[Row]]
     """Rows by source, as `load_problems` returns them."""
@@ -81,7 +81,7 @@ class RunData:
     """
     tokenizer: PreTrainedTokenizerBase
     has_saved_tokenizer: bool
-    """True if the tokenizer is that of existing weights."""
+    """True if the tokenizer belongs to existing weights."""
 
 
 def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path | None) -> RunData:
@@ -176,13 +176,13 @@ def _with_vocabulary(model: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> Mo
 
 
 def get_demonstration_limit(actor_model: ModelSpec, *, max_tokens: int) -> tuple[int, str]:
-    """Return the maximum number of tokens of a demonstration, and the key that sets it.
+    """Return the maximum number of tokens per demonstration, and the key that sets it.
 
-    It is the smaller of the micro-batch limit and the model's number of positions.
+    It is the micro-batch limit or the model's number of positions, whichever is smaller.
 
     Args:
         actor_model: Model of the actor.
-        max_tokens: Maximum number of tokens of a micro-batch (``batching.max_tokens``).
+        max_tokens: Maximum number of tokens per micro-batch (``batching.max_tokens``).
     """
     positions = actor_model.architecture.get("max_position_embeddings")
     if isinstance(positions, int) and positions < max_tokens:
@@ -238,7 +238,7 @@ def with_schedule_length(
 
     Args:
         engine: Configuration of the engine.
-        total_steps: Number of steps of the run.
+        total_steps: Number of steps in the run.
         updates_per_step: Optimizer updates in a step, for a schedule that advances per update.
     """
     schedule = engine.schedule

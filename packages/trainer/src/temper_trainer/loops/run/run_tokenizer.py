@@ -36,8 +36,8 @@ def uses_saved_tokenizer(
 ) -> bool:
     """Return True if the run starts from weights that it has trained before.
 
-    These weights need the saved tokenizer. They are those of the checkpoint, or of a warm start
-    that has saved a model or a checkpoint.
+    These weights need the saved tokenizer. They come from the checkpoint, or from a warm start that
+    has saved a model or a checkpoint.
 
     Args:
         folder: The run folder.
@@ -57,7 +57,7 @@ def uses_saved_tokenizer(
 def load_or_train_tokenizer(
     config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row], checkpoint: Path | None = None
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a run, which is then saved in the run folder.
+    """Return a run's tokenizer, and save it in the run folder.
 
     A run that continues with trained weights uses the tokenizer that was saved with them, whatever
     ``data.tokenizer`` says. If that one is damaged, or has another digest than the weights record,
@@ -67,7 +67,7 @@ def load_or_train_tokenizer(
         config: The configuration.
         folder: The run folder.
         rows: Rows whose texts a new tokenizer is trained on.
-        checkpoint: Checkpoint from which the run resumes, of this run or of another one.
+        checkpoint: Checkpoint from which the run resumes, written by this run or another one.
 
     Raises:
         CheckpointError: If the tokenizer of the weights is lost.
@@ -154,7 +154,7 @@ def _find_saved(
 
 
 def _replace_saved(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Save a tokenizer; rename another one that is already there."""
+    """Save a tokenizer; rename any other tokenizer that is already there."""
     if directory.exists():
         try:
             saved = load_saved_tokenizer(directory)

@@ -1,4 +1,4 @@
-"""Seeds of all random choices of a run.
+"""Seeds for all random choices in a run.
 
 Each choice has its own seed, derived from what it is for. So there are no generators whose state a
 checkpoint would have to save, and a resumed run draws the same numbers.
@@ -21,6 +21,6 @@ def derive_seed(run_seed: int, purpose: str, *indices: int) -> int:
         >>> derive_seed(0, "sampling", 1, 0) == derive_seed(0, "sampling", 1, 1)
         False
     """
-    # The values of `hash` would differ between processes.
+    # `hash` would give different values in each process.
     text = ":".join([purpose, str(run_seed), *map(str, indices)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

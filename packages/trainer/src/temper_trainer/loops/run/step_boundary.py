@@ -61,9 +61,9 @@ class StepBoundary:
         return is_last or is_interval_over or (run.save_every > 0 and step % run.save_every == 0)
 
     def set_saved(self, step: int, checkpoint: Path | None) -> None:
-        """Record a save, or the checkpoint from which a phase starts."""
+        """Record a save, or the checkpoint that a phase starts from."""
         self.saved_step, self.checkpoint = step, checkpoint
-        # The next interval starts at the end of the save: with a slow disk, a run would otherwise
+        # The next interval starts when the save ends: with a slow disk, a run would otherwise
         # spend all its time saving.
         self._saved_at = self.now()
 

@@ -1,6 +1,6 @@
 """End a process at its deadline even if a call holds the GIL, so that none of its threads runs.
 
-A second process waits for the signal and for the end of the grace period. It writes one line, and
+A second process waits for the signal and until the grace period ends. It writes one line, and
 then lets a thread of the C library end the first process with the documented exit code. Standard
 library only: the second process runs this file as a program.
 """
@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.2
 """Longest time that the second process runs after the death of the first one."""
 _AFTER_DEADLINE_S = 0.5
-"""Time in which the first process can still end itself, which flushes its output."""
+"""Time for the first process to still end itself, which flushes its output."""
 _KILL_AFTER_S = 1.0
 """Time after which a process that has not ended with its exit code is killed."""
 
@@ -73,11 +73,11 @@ class StopWatcher:
     """Process that ends this one some time after one of SIGNALS if this one does not do so itself.
 
     Args:
-        wakeup: Receives the numbers of signals from `signal.set_wakeup_fd`, which needs no GIL.
+        wakeup: Receives signal numbers from `signal.set_wakeup_fd`, which needs no GIL.
             SIGNALS must be left in it, because the second process peeks at it.
         grace_s: Time between the signal and the end.
-        message: Written before this process is ended; `{signal}` is the name of the signal, and
-            `{saved}` a sentence on the last checkpoint.
+        message: Written before this process is ended; `{signal}` is the signal's name, and
+            `{saved}` a sentence about the last checkpoint.
         run_dir: The run folder; empty if there is none.
     """
 
@@ -107,12 +107,12 @@ class StopWatcher:
 class _ExitTrigger:
     """A descriptor such that whoever writes to it ends this process with an exit code.
 
-    An asynchronous read of the C library calls `_exit` from a thread that knows nothing of Python.
-    Where there is none (macOS), writing has no effect, and the process is killed.
+    With asynchronous reads, the C library calls `_exit` from a thread that does not know about
+    Python. On systems without such reads (macOS), writing has no effect, and the process is killed.
     """
 
     def __init__(self, code: int) -> None:
-        # Neither end is ever closed, because the end of the pipe would complete the read, too.
+        # Neither end is ever closed, because closing the pipe would complete the read, too.
         self._reader, self.descriptor = os.pipe()
         self._buffer = ctypes.create_string_buffer(1)
         library = ctypes.CDLL(None)
@@ -138,7 +138,7 @@ class _ExitTrigger:
 
 @functools.cache
 def _open_trigger(process: int, code: int) -> _ExitTrigger:
-    """Return this process's trigger for an exit code; a forked process needs one of its own."""
+    """Return this process's trigger for an exit code; a forked process needs its own."""
     del process
     return _ExitTrigger(code)
 
@@ -229,7 +229,7 @@ def _list_saved_step(run_dir: str) -> str:
 
 
 def find_signal(received: bytes) -> int | None:
-    """Return the first of SIGNALS in bytes of `signal.set_wakeup_fd`; None if there is none."""
+    """Return the first of SIGNALS in the bytes that arrived; None if there is none."""
     return next((number for number in received if number in SIGNALS), None)
 
 

@@ -98,7 +98,7 @@ def train(
                 lock=lock,
                 ends_process=ends_process,
             )
-    # The log has its own bars; those of transformers would appear at each load and save.
+    # The log has its own bars; transformers' own would appear at each load and save.
     disable_progress_bar()
     # A killed process leaves its temporary folders behind, so each start removes the folders of
     # processes that no longer exist.
@@ -129,8 +129,8 @@ def train(
         except WorkAbandoned:  # before the task has started
             raise stop.make_interrupted(step=completed_steps, checkpoint=checkpoint) from None
         except SystemExit:
-            # A library, such as another version of Ray, may have set its own handler of SIGTERM,
-            # which raises SystemExit.
+            # A library, such as another Ray version, may have set its own SIGTERM handler, which
+            # raises SystemExit.
             if not stop.is_set:
                 raise
             raise stop.make_interrupted(step=completed_steps, checkpoint=checkpoint) from None
@@ -152,7 +152,7 @@ def _run_task(
 ) -> dict[str, float]:
     """Load data and tokenizer, open runtime and log, and run the task."""
     if config.run.total_epochs is None:
-        # Check before anything is loaded. With epochs, the number of steps is not known yet.
+        # Check before anything is loaded. With epochs, the step count is not known yet.
         check_resume_step(
             completed_steps, total_steps=config.run.total_steps, checkpoint=checkpoint
         )
@@ -232,7 +232,7 @@ def _describe_start(
         previous_settings,
         read_settings(folder.root),
         restored_parts=() if checkpoint is None else list_restored_parts(checkpoint),
-        # A damaged model is written again, for which the warm start may train on.
+        # A damaged model is written again. For this, the warm start may continue to train.
         has_warm_start_model=config.warm_start is not None
         and find_damaged_model(folder.warm_start.model) is None,
         has_saved_tokenizer=has_saved_tokenizer,
@@ -262,7 +262,7 @@ def _write_report_at_end(log: RunLog, *, stop: StopRequest) -> Iterator[None]:
 
 @contextmanager
 def _add_last_save_to_errors(folder: RunFolder, *, boundary: StepBoundary) -> Iterator[None]:
-    """Add a note to an error of the body that says from which step the run can be resumed."""
+    """Add a note to an error in the body that says which step the run can be resumed from."""
     try:
         yield
     except RunInterrupted:  # names its checkpoint itself
@@ -427,9 +427,9 @@ class _TaskRun:
         )
 
     def _can_skip_warm_start(self) -> bool:
-        """Return True if no model of this run would keep a weight of the warm start.
+        """Return True if no model in this run would keep warm start weights.
 
-        This is so if the run resumes from the checkpoint of another run, in a folder of its own.
+        This is the case when the run resumes from another run's checkpoint, in a separate folder.
         """
         if self.checkpoint is None or self.folder.warm_start.root.exists():
             return False
@@ -471,7 +471,7 @@ class _TaskRun:
         return str(folder.model)
 
     def _set_aside_if_damaged(self, model: Path) -> bool:
-        """Rename the warm start's model if one of its files is damaged; return whether it was."""
+        """Rename the warm start's model if a file in it is damaged; return whether it was."""
         description = set_aside_damaged_model(model)
         if description is None:
             return False

@@ -7,19 +7,18 @@ import argparse
 import contextlib
 import logging
 import os
+import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from temper_engine_api.authenticating_listener import AuthenticatingListener
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.process_folders import make_temporary_folder
-from temper_engine_api.rendezvous import authenticate_socket
 from temper_trainer.rollout.vllm import server as run_server
 from temper_trainer.rollout.vllm.messages import Hello, encode
 
@@ -29,6 +28,9 @@ TOKEN_VARIABLE = "TEMPER_SERVER_TOKEN"
 """Environment variable with the secret that a run and its servers share."""
 CONNECT_TIMEOUT_S = 10.0
 """Time for a server to accept a connection and to prove that it knows the token."""
+HANDSHAKE_S = 5.0
+"""Time for a run to prove that it knows the token. It is below CONNECT_TIMEOUT_S, so that a run can
+still connect after strangers that send nothing have used up the handshakes."""
 _EXIT_GRACE_S = 10.0
 """Time for the process of an earlier run to notice the end of its connection."""
 
@@ -55,40 +57,55 @@ class ListeningServer:
         self, host: str, port: int, *, token: str, module: str = run_server.__name__
     ) -> None:
         """Listen at an address; port 0 chooses a free one."""
-        self._token = token
         self._module = module
-        self._listener = socket.create_server((host, port))
+        self._connections: queue.SimpleQueue[tuple[Connection[bytes, bytes], str] | None] = (
+            queue.SimpleQueue()
+        )
+        """Connections that the listener's threads have authenticated; None ends `serve_forever`."""
         self._child: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = AuthenticatingListener(
+            host,
+            port=port,
+            token=token,
+            name="the server",
+            handshake_s=HANDSHAKE_S,
+            serve=lambda connection, origin: self._connections.put((connection, origin)),
+        )
+        self.port = self._listener.port
 
     def serve_forever(self) -> None:
-        """Accept connections until the process is ended."""
-        while True:
-            client, (origin, *_) = self._listener.accept()
-            # A run on another host may disappear without closing its connection.
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            try:
-                connection = authenticate_socket(
-                    client, self._token.encode(), is_server=True, timeout_s=CONNECT_TIMEOUT_S
-                )
-            except (AuthenticationError, EOFError, OSError) as error:
-                logger.warning("rejected a connection from %s: %r", origin, error)
-                continue
+        """Serve one connection after the other until `close`."""
+        # In one thread, so that only it starts and ends processes.
+        while (accepted := self._connections.get()) is not None:
+            connection, origin = accepted
             with connection:
-                if self._is_free():
-                    logger.warning("a run on %s has connected", origin)
-                    self._child = self._launch(connection)
-                else:
-                    self._refuse(connection)
+                self._serve(connection, origin)
 
     def close(self) -> None:
         """Stop listening, and end the process of the connected run."""
         self._listener.close()
+        self._connections.put(None)
         if self._child is not None and self._child.poll() is None:
             os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
         self._remove_folder()
+
+    def _serve(self, connection: "Connection[bytes, bytes]", origin: str) -> None:
+        """Start the process that serves a run, or tell the run why there is none."""
+        if not self._is_free():
+            self._refuse(
+                connection, "it serves another run; wait for its end, or start a server for each."
+            )
+            return
+        try:
+            self._child = self._launch(connection)
+        except OSError as error:
+            # The disk, memory or the table of processes is full, which may end before the next run.
+            logger.warning("could not serve a run on %s: %s", origin, error)
+            self._refuse(connection, f"its process could not be started ({error}).")
+        else:
+            logger.warning("a run on %s has connected", origin)
 
     def _is_free(self) -> bool:
         """Return True if no run is connected."""
@@ -99,12 +116,11 @@ class ListeningServer:
             return True
         return False
 
-    def _refuse(self, connection: "Connection[object, object]") -> None:
-        problem = "it serves another run; wait for its end, or start a server for each run."
+    def _refuse(self, connection: "Connection[bytes, bytes]", problem: str) -> None:
         with contextlib.suppress(OSError):
             connection.send_bytes(encode(Hello(versions={}, problem=problem)))
 
-    def _launch(self, connection: "Connection[object, object]") -> "subprocess.Popen[bytes]":
+    def _launch(self, connection: "Connection[bytes, bytes]") -> "subprocess.Popen[bytes]":
         """Start the process that serves a run, which inherits the connection."""
         descriptor = connection.fileno()
         return subprocess.Popen(

@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from temper_engine_api.authenticating_listener import authenticate_socket
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_engine_api.rendezvous import authenticate_socket
 from temper_trainer.concurrency import DaemonThreads
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.listening_server import (
@@ -113,7 +113,7 @@ class AddressWatch:
         Args:
             read_addresses: Returns the current list.
             connected: Servers that the sampler has from the start.
-            connect: Creates a server, which is not started.
+            connect: Creates a server without starting it.
             interval_s: Time between two looks at the list.
         """
         self._read_addresses = read_addresses
@@ -187,7 +187,8 @@ class AddressWatch:
                 server.start()
                 sampler.add(server)
             except BaseException:
-                # It serves one connection at a time, so another attempt needs the end of this one.
+                # It serves one connection at a time, so this attempt must end before another one
+                # can start.
                 server.close()
                 raise
         except (TemperError, ValueError) as error:

@@ -42,7 +42,7 @@ class Member:
     """One server of a pool."""
 
     number: int
-    """Position in the pool, which is never used again for another server."""
+    """Position in the pool; never reused for another server."""
     replica: Replica
     state: MemberState
     num_restarts: int = 0
@@ -64,7 +64,7 @@ class ReplicaPool:
 
         Args:
             replicas: Servers, which the caller starts.
-            max_restarts: Number of restarts of all servers together.
+            max_restarts: Number of restarts, for all servers together.
             join_timeout_s: How long a call waits for a server to join if all have left.
         """
         # Reentrant: a publish restarts a dead server while it holds the lock.

@@ -8,7 +8,7 @@ from pathlib import Path
 from temper_engine_api.specs import LoraSpec
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Allowed values of vLLM's max_lora_rank."""
+"""Allowed values for vLLM's max_lora_rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A server process: `python -m temper_trainer.rollout.vllm.server FD`.
 
-It exits when its trainer does. FD is the file descriptor of one end of a socket pair. The process
+It exits when its trainer does. FD is the file descriptor for one end of a socket pair. The process
 inherits it; the trainer has the other end.
 """
 
@@ -167,7 +167,7 @@ def main(descriptor: int) -> None:
     inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(connection, inbox), daemon=True).start()
     if not spec.directory:
-        # A server that listens has a temporary directory of its own for each run.
+        # A server that listens has a separate temporary directory for each run.
         spec = replace(spec, directory=tempfile.gettempdir())
     os.environ.update(spec.environment)
     # Imported late: vLLM reads environment variables when it is imported.

@@ -13,7 +13,7 @@ from temper_trainer.rollout.weight_delta import DeltaManifest
 from temper_trainer.types import Completion, SamplingRequest
 
 PromptLogprobs = tuple[list[float], list[list[int]], list[list[float]]]
-"""Log-probs of the given tokens, ids of the most likely tokens, and their log-probs."""
+"""Log-probs for the given tokens, ids of the most likely tokens, and their log-probs."""
 
 
 class EngineMethods(Protocol):
@@ -28,7 +28,7 @@ class EngineMethods(Protocol):
         ...
 
     def logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probs of every token but the first of each sequence."""
+        """Return the log-probs for every token except each sequence's first."""
         ...
 
     def score_prompts(
@@ -37,13 +37,8 @@ class EngineMethods(Protocol):
         """Return a teacher's log-probs; see `VllmEngine.score_prompts`."""
         ...
 
-    def join_channels(self, channels: Sequence[ChannelSpec]) -> None:
-        """Let every worker join a channel of the trainer, and leave an earlier one.
-
-        Args:
-            channels: A spec for each worker. Workers on the GPUs of several ranks of the actor get
-                channels of different ranks.
-        """
+    def join_channel(self, channel: ChannelSpec) -> None:
+        """Let every worker join the trainer's channel."""
         ...
 
     def load_files(self, buckets: Sequence[PackedBucket], version: int) -> int:
@@ -61,7 +56,7 @@ class EngineMethods(Protocol):
         ...
 
     def cached_version(self) -> int:
-        """Return the version of the weights to which every worker can apply a delta, or -1."""
+        """Return the weight version that every worker can apply a delta to, or -1."""
         ...
 
     def receive_delta(

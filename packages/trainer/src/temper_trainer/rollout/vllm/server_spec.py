@@ -1,4 +1,4 @@
-"""Build the ServerSpec of a run or of a teacher from the configuration."""
+"""Build the ServerSpec for a run or a teacher from the configuration."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> ServerSpec:
-    """Build the spec of all replicas of a run's sampler.
+    """Build the spec for all replicas of a run's sampler.
 
     Raises:
         ConfigError: If the base of the adapter has no weights on disk, or there is no end token.
@@ -87,7 +87,7 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
 def build_teacher_server_spec(
     name: str, teacher: TeacherConfig, *, config: TrainerConfig
 ) -> ServerSpec:
-    """Build the spec of all replicas of a teacher, which load their weights from disk.
+    """Build the spec for all replicas of a teacher, which load weights from disk.
 
     Raises:
         ConfigError: If there is no model directory.

@@ -23,7 +23,7 @@ from temper_trainer.rollout.weight_delta import DeltaManifest, StaleBaseError, o
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 RequestKey = tuple[int, int]
-"""Number of the `sample` call, and index of the request in it."""
+"""Number of the `sample` call, and the request's index in it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,8 +121,8 @@ class VllmEngine:
             stop_token_ids=list(self._spec.end_token_ids),
             # The end token in the model's config may belong to another tokenizer.
             ignore_eos=True,
-            # No seed for greedy decoding, which needs no random numbers: vLLM samples requests with
-            # a seed one by one, which is slower.
+            # No seed for greedy decoding, which needs no random numbers: vLLM samples seeded
+            # requests one by one, which is slower.
             seed=None if sampling.temperature == 0 else request.seed,
             # 0 returns the log-prob of the sampled token only, None would return none.
             logprobs=0,
@@ -183,7 +183,7 @@ class VllmEngine:
             top_k: Number of most likely tokens to return for each position.
 
         Returns:
-            For each row: [N] log-probs of its tokens, [N][top_k] ids of the most likely tokens in
+            For each row: [N] log-probs for its tokens, [N][top_k] ids of the most likely tokens in
             descending order, and [N][top_k] their log-probs.
         """
         self._check_idle()
@@ -214,10 +214,9 @@ class VllmEngine:
             )
         return results
 
-    def join_channels(self, channels: Sequence[ChannelSpec]) -> None:
-        """Let every worker join its channel of the trainer; see `EngineMethods`."""
-        specs = [channel.to_dict() for channel in channels]
-        self._llm.init_weight_transfer_engine({"init_info": {"channels": specs}})
+    def join_channel(self, channel: ChannelSpec) -> None:
+        """Let every worker join the trainer's channel."""
+        self._llm.init_weight_transfer_engine({"init_info": {"channel": channel.to_dict()}})
 
     def start_update(self) -> None:
         """Prepare the workers for a weight update, before its first bucket."""
@@ -273,7 +272,7 @@ class VllmEngine:
             return self.finish_update(version)
 
     def cached_version(self) -> int:
-        """Return the version to which every worker can apply a delta; -1 if one cannot."""
+        """Return the version that every worker can apply a delta to; -1 if one cannot."""
         versions: set[int] = set(self._llm.collective_rpc("temper_cached_version"))
         return versions.pop() if len(versions) == 1 else -1
 
@@ -343,7 +342,7 @@ class VllmEngine:
 
     @contextmanager
     def _leave_channel_on_error(self) -> Iterator[None]:
-        """Leave the trainer's channels after an error in the body.
+        """Leave the trainer's channel after an error in the body.
 
         The sender and other servers may wait for this one, and would not notice that it failed.
         """
@@ -362,7 +361,7 @@ class VllmEngine:
         if self._is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
             self._is_asleep = False
-        # A prompt that was seen before must not continue from keys and values of old weights.
+        # A prompt that was seen before must not reuse keys and values from old weights.
         if not self._engine.reset_prefix_cache():
             raise WeightError(
                 "vLLM could not reset its prefix cache after a weight update: report this as a bug."

@@ -71,7 +71,7 @@ class VllmSampler:
         Args:
             replicas: Not started yet.
             spec: Spec of their servers.
-            max_restarts: Number of restarts of all replicas together before the run stops.
+            max_restarts: Number of restarts, for all replicas together, before the run stops.
             watch: Adds and removes servers later.
             join_timeout_s: How long requests wait for a server if all have left.
 
@@ -105,7 +105,7 @@ class VllmSampler:
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights of every replica; 0 before the first publish."""
+        """Weight version that every replica has; 0 before the first publish."""
         return self._pool.version
 
     @property
@@ -271,7 +271,7 @@ class VllmSampler:
             WeightError: If a replica refused the weights.
         """
         with self._lock:
-            # Until all have the weights, those of a server that dies are nowhere.
+            # Until all servers have the weights, a server that dies has lost them.
             self._pool.last_load, self._pool.weights_are_lost = None, True
             receivers = self._pool.receivers
             futures = [receive(member.replica) for member in receivers]

@@ -1,4 +1,4 @@
-"""Tested versions of vLLM, and checks of the versions in a server's environment.
+"""Tested vLLM versions, and checks for the versions in a server's environment.
 
 Imported by the server before vLLM, and by the trainer, which may not have vLLM. Only the standard
 library is imported, so that `--check` can run this file in another interpreter.
@@ -126,7 +126,7 @@ def _parse_minor(version: str) -> tuple[int, int] | None:
 
 
 def _report_packages() -> dict[str, str]:
-    """Return the versions of packages, and an empty version for each package of Temper it has."""
+    """Return package versions, and an empty version for each Temper package."""
     own = {
         name: ""
         for name in ("temper_trainer", "temper_engine_api")

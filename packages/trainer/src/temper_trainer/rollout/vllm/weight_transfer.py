@@ -46,10 +46,10 @@ BACKEND_NAME = "temper"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The way in which weights will arrive."""
+    """The way that weights will arrive."""
 
-    channels: list[dict[str, object]] = field(default_factory=list)
-    """Fields of a ChannelSpec for each worker; empty for shared memory."""
+    channel: dict[str, object] = field(default_factory=dict)
+    """Fields of a ChannelSpec; empty for shared memory."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     keep_copy: bool = False
     """Keep a CPU copy of a bucket from the channel, so that a delta can follow."""
     is_delta: bool = False
-    """The channel carries the delta of a bucket of which this worker has a copy."""
+    """The channel carries the delta for a bucket that this worker has a copy of."""
     versions: tuple[int, int] = (0, 0)
     """Version after a delta, and version before it."""
 
@@ -90,9 +90,9 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Leave an earlier channel, and join the trainer's, if there is one."""
         self.shutdown()
-        if init_info.channels:
-            spec = init_info.channels[self.parallel_config.rank]
-            self._channel = join_channel(spec, device=self.device)
+        if init_info.channel:
+            rank = self.parallel_config.rank
+            self._channel = join_channel(init_info.channel, worker_rank=rank, device=self.device)
 
     @property
     def has_cached_weights(self) -> bool:
@@ -119,7 +119,7 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             weights = self._receive_bucket(update_info)
         else:
             weights = _read_from_files(update_info)
-        # vLLM's own loader fuses, shards and casts, so the names are those of Hugging Face.
+        # vLLM's own loader fuses, shards and casts, so Hugging Face names are used.
         self.model.load_weights(weights)
 
     def _receive_bucket(self, info: UpdateInfo) -> list[NamedWeight]:
@@ -171,7 +171,7 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 def _repack_tied_heads(model: torch.nn.Module) -> None:
     """Pack the weight of tied output heads again after the embedding was reloaded.
 
-    In vLLM 0.32 (not in 0.27) a tied head is a module of its own that shares the embedding's
+    In vLLM 0.32 (not in 0.27) a tied head is a separate module that shares the embedding's
     parameter. A set of weights names that parameter once, so the reload processes only the
     embedding. vLLM's CPU build multiplies with a packed copy of the weight that is made in that
     processing: without this function the head would keep using the packed copy of the old weights.
@@ -213,7 +213,7 @@ def _apply_and_check(
 class WorkerExtension:
     """Mixed into vLLM's workers, which makes them import this module.
 
-    It stores the version of the weights, because vLLM has a version of its own only since 0.27.
+    It stores the weight version, because vLLM has its own only since 0.27.
     """
 
     _temper_weight_version = 0
@@ -229,7 +229,7 @@ class WorkerExtension:
         return self._temper_weight_version
 
     def temper_cached_version(self) -> int:
-        """Return the version to which this worker can apply a delta; -1 if it cannot."""
+        """Return the version that this worker can apply a delta to; -1 if it cannot."""
         engine = self.weight_transfer_engine
         can_apply = isinstance(engine, TemperTransferEngine) and engine.has_cached_weights
         return self._temper_weight_version if can_apply else -1

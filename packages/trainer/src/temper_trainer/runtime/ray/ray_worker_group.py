@@ -1,4 +1,4 @@
-"""A role as Ray actors: the actor of each rank, and the driver's handle on all of them."""
+"""A role as Ray actors: each rank's actor, and the driver's handle on all of them."""
 
 import os
 from collections import Counter
@@ -61,7 +61,7 @@ class RoleActor:
 
     def rendezvous(self, token: str) -> tuple[str, int]:
         """Open the store at which the ranks of the role meet; return its address and port."""
-        # Ray knows by which of its addresses other nodes reach this one.
+        # Ray knows which address other nodes use to reach this one.
         address = ray.util.get_node_ip_address()
         # StoreServer binds its port immediately, so that no other process can take it.
         self._server = StoreServer(address, token=token)
@@ -108,8 +108,8 @@ def store_shared_arguments(
 ) -> list[object]:
     """Put arguments that several ranks get into the object store, once for each object.
 
-    They may be the full weights, or a shard of a batch that all ranks of a model-parallel replica
-    compute on. Others are serialized with the call.
+    They may be full weights, or a batch shard that all ranks in a model-parallel replica compute
+    on. Others are serialized with the call.
     """
     counts = Counter(map(id, arguments))
     shared = {id(each): each for each in arguments if counts[id(each)] > 1}
@@ -118,7 +118,7 @@ def store_shared_arguments(
 
 
 class RayWorkerGroup(WorkerGroup):
-    """A role whose ranks are Ray actors in a process group of their own."""
+    """A role whose ranks are Ray actors in a separate process group."""
 
     def __init__(
         self,

@@ -20,8 +20,8 @@ class StepRewards:
     """Rewards of a step, and what some estimators need in addition: B sequences, T tokens.
 
     Example:
-        Two completions of one prompt with the rewards 1 and 0, each of a prompt token and a trained
-        token, without a KL penalty:
+        Two completions for one prompt with rewards 1 and 0, each a prompt token and a trained
+        token, without KL penalty:
 
         >>> import torch
         >>> from temper_engine_api.batch import from_sequences
@@ -50,7 +50,7 @@ class StepRewards:
     penalty: Tensor
     """[B] float64 KL penalty."""
     values: Tensor | None = None
-    """[T] values of the critic before this step's first update."""
+    """[T] critic values before this step's first update."""
     baselines: Tensor | None = None
     """[B] rewards of the greedy completions."""
     components: Tensor | None = None

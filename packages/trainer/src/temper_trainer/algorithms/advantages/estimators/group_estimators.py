@@ -229,7 +229,7 @@ def compute_remax_advantages(rewards: Tensor, *, baselines: Tensor) -> Tensor:
 
     Args:
         rewards: [B] one scalar per completion.
-        baselines: [B] reward of the greedy completion of each sample's prompt.
+        baselines: [B] reward of the greedy completion for each sample's prompt.
 
     Returns:
         [B] float64.
@@ -248,8 +248,8 @@ def compute_gdpo_advantages(
         A = (S - mean(S)) / std(S)
 
     mean_k and std_k are over the group of i; mean(S) and std(S) are over the step's trained tokens.
-    Normalizing each reward separately keeps combinations of rewards apart that a sum of the raw
-    rewards would map to the same value.
+    Normalizing each reward separately distinguishes reward combinations that a sum of raw rewards
+    would map to the same value.
 
     Args:
         components: [B, K] rewards.

@@ -81,7 +81,7 @@ def compute_optimal_token_baseline_advantages(
     mask = samples.loss_mask
     position = torch.nonzero(mask)[:, 0]
     owner = samples.sequence_index[position]
-    # t: the number of earlier trained tokens of the same completion.
+    # t: the number of earlier trained tokens in the same completion.
     trained = sum_per_sequence(mask.long(), samples)
     index = torch.arange(len(position)) - (trained.cumsum(0) - trained)[owner]
     returns = compute_discounted_sums(token_rewards, samples=samples, decay=1.0)[position]

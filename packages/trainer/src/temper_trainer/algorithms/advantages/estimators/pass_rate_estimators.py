@@ -103,6 +103,6 @@ def compute_passk_advantages(rewards: Tensor, *, group_ids: Tensor, scale_by_std
     lead[:-1] = rewards[order[:-1]] - rewards[order[1:]]
     advantages = torch.zeros_like(rewards)
     advantages[order] = torch.where(is_best, lead, 0.0)
-    # In a group of one, the second is of another group.
+    # In a group with one sample, the second is from another group.
     advantages = torch.where(group.size > 1, advantages, 0.0)
     return advantages / (group.std + STD_EPSILON) if scale_by_std else advantages

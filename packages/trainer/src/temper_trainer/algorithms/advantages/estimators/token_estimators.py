@@ -45,7 +45,7 @@ class Gae(AdvantageEstimator):
     multiplied by reward.shaping.scale; other shaping stays at the rollout's last token.
     """
     value_clip: PositiveFloat | None = None
-    """Range around the old value to which the value loss is clipped. None is off."""
+    """The value loss is clipped to this range around the old value. None is off."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages and returns of ``compute_gae``."""
@@ -77,7 +77,7 @@ class Vapo(AdvantageEstimator):
     turn_rewards: bool = False
     """Put the environment's reward of a turn at the turn's last token, as with gae."""
     value_clip: PositiveFloat | None = None
-    """Range around the old value to which the value loss is clipped. None is off."""
+    """The value loss is clipped to this range around the old value. None is off."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages and returns of ``compute_gae`` with both lambdas."""
@@ -170,9 +170,9 @@ def compute_length_adaptive_lambdas(samples: SequenceBatch, *, length_factor: fl
 
         lambda = 1 - 1 / (length_factor * l), at least 0
 
-    l is the number of trained tokens. The sum of the weights of the deltas, 1 / (1 - lambda), is
-    then proportional to the length, so that a reward at the end reaches the first tokens of long
-    completions, too.
+    l is the trained token count. The deltas' weights then add up to 1 / (1 - lambda), which is
+    proportional to the length, so that a reward at the end also reaches the first tokens of long
+    completions.
 
     Returns:
         [B] float64 in [0, 1).

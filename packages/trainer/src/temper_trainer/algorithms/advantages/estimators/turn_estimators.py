@@ -1,4 +1,4 @@
-"""Estimators that credit turns, and token rewards with those of turns."""
+"""Estimators that credit turns, and token rewards that include turn rewards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def select_token_rewards(step: StepRewards, *, turn_rewards: bool) -> Tensor:
 
 @variant("turn_grpo")
 class TurnGrpo(AdvantageEstimator):
-    """Return of each turn, compared with the same turn of the group (arXiv:2505.11821)."""
+    """Compares each turn's return with its group (arXiv:2505.11821)."""
 
     is_per_token: ClassVar[bool] = True
 
@@ -70,14 +70,14 @@ class TurnGrpo(AdvantageEstimator):
 def compute_turn_rewards(
     rewards: Tensor, *, turn_rewards: Tensor, samples: SequenceBatch
 ) -> Tensor:
-    """Return per-token rewards with the environment's rewards at the end of their turns.
+    """Return per-token rewards, with the environment's rewards at their turn's end.
 
     What is left of a rollout's reward, the score after shaping, is at its last trained token. So
     the rewards of a rollout add up to the same number as without turns.
 
     Args:
-        rewards: [B] reward of each rollout, which includes the rewards of its turns.
-        turn_rewards: [T] reward of the environment at the last trained token of each turn, else 0.
+        rewards: [B] reward per rollout, including its turn rewards.
+        turn_rewards: [T] reward from the environment at each turn's last trained token, else 0.
         samples: B sequences, T tokens.
 
     Returns:
@@ -96,7 +96,7 @@ def compute_turn_advantages(
     gamma: float,
     scale_by_std: bool,
 ) -> Tensor:
-    """Compare the return of each turn with that of the group's rollouts in the same turn.
+    """Compare each turn's return with the returns of the group's rollouts for the same turn.
 
         G_k = R_k + gamma * G_(k+1)
         A_k = (G_k - mean(G_k)) / (std(G_k) + 1e-6)
@@ -125,7 +125,7 @@ def compute_turn_advantages(
     shape = (samples.num_sequences, num_turns)
     rewards = torch.where(mask, token_rewards.double(), 0.0)
     returns = rewards.new_zeros(shape).view(-1).index_add(0, cell, rewards).view(shape)
-    # Column 0 is the last turn, so a turn's return needs that of the column before.
+    # Column 0 is the last turn, so a turn's return needs the return in the previous column.
     for k in range(1, num_turns):
         returns[:, k] += gamma * returns[:, k - 1]
     has_turn = mask.new_zeros(shape).view(-1).index_fill(0, cell[mask], True).view(shape)

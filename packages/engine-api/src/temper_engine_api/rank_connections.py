@@ -1,0 +1,147 @@
+"""Connections between the ranks: make them, count and abort collectives, close TCP connections.
+
+torch offers no public functions for this, so several private ones are used here.
+"""
+
+import errno
+import logging
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _world
+
+_CUDA = torch.device("cuda")
+_LOG = logging.getLogger(__name__)
+
+
+def list_groups() -> list[ProcessGroup]:
+    """Return the process groups of this process in the order of their creation."""
+    # torch has no public list of groups.
+    return list(_world.pg_map)
+
+
+def _has_nccl(group: ProcessGroup) -> bool:
+    return "nccl" in dist.get_backend_config(group)
+
+
+def connect_groups() -> None:
+    """Create the NCCL communicators of all groups now. Collective over the default group.
+
+    By default NCCL creates the communicator of a group at its first collective. A rank that waits
+    there for the others waits on the host, where it can't be aborted. So it would not learn that
+    another rank has failed, and not leave until its timeout.
+    """
+    # All ranks create groups in the same order, so those of two ranks cannot wait for each other.
+    for group in list_groups():
+        if group.size() > 1 and _has_nccl(group):
+            dist.all_reduce(torch.zeros(1, device=_CUDA), group=group)
+
+
+def end_interrupted_batches() -> None:
+    """End batches of operations that an exception has interrupted; call it on the same thread.
+
+    torch does not end a batch, such as one of `batch_isend_irecv`, if one of its operations raises.
+    Every later collective of the thread would then belong to it, and never start.
+    """
+    while _world.pg_coalesce_state:
+        group, _ = _world.pg_coalesce_state.popitem()
+        if not _has_nccl(group):
+            continue  # gloo starts each operation at once
+        try:
+            group._end_coalescing(_CUDA)
+        except RuntimeError as error:
+            # An aborted communicator refuses the operations of the batch, which nothing needs.
+            _LOG.warning("a batch of collectives ended with an error: %s", error)
+
+
+def count_collectives() -> dict[str, int]:
+    """Return the number of collectives that were started, by group and device type."""
+    counts = {}
+    for group in list_groups():
+        for device in group._device_types:
+            # torch has no public accessor for this number, and no stub for the private one.
+            backend: Any = group._get_backend(device)
+            name = f"{_world.pg_names[group]}/{device.type}"
+            counts[name] = backend._get_sequence_number_for_group()
+    return counts
+
+
+def abort_device_collectives() -> None:
+    """Abort NCCL's collectives, in which this or another thread may wait on the device.
+
+    The abort of a group frees device memory, which waits for every kernel on the device. A kernel
+    of another group may itself wait for the failed rank until that group is aborted. So one after
+    the other they would time out, and all groups are aborted at the same time
+    (github.com/pytorch/pytorch/issues/119797).
+    """
+    backends = [group._get_backend(_CUDA) for group in list_groups() if _has_nccl(group)]
+    if backends:
+        with ThreadPoolExecutor(len(backends)) as pool:
+            for aborted in [pool.submit(backend.abort) for backend in backends]:
+                aborted.result()
+
+
+def close_connections(other_ends: set[str]) -> None:
+    """Close this process's TCP connections to given ends, as the end of the process would.
+
+    torch cannot close the connections of a gloo group: its `abort` does nothing, and a group is
+    freed only when no module, mesh or traceback refers to it any more.
+
+    Args:
+        other_ends: Connections as the other processes see them, from `own_connections`.
+    """
+    for connection, endpoint in _connections():
+        with endpoint:
+            local, _, remote = connection.partition(" ")
+            if f"{remote} {local}" in other_ends:
+                # Shuts the connection itself down, also for gloo's descriptor of it. The other
+                # rank closes its connections too, and may have reset this one a moment ago.
+                try:
+                    endpoint.shutdown(socket.SHUT_RDWR)
+                except OSError as error:
+                    if error.errno != errno.ENOTCONN:
+                        raise
+
+
+def own_connections() -> set[str]:
+    """Return the TCP connections of this process as `local remote`, without those to the store."""
+    connections = set()
+    for connection, endpoint in _connections():
+        endpoint.close()
+        connections.add(connection)
+    return connections
+
+
+def _connections() -> Iterator[tuple[str, socket.socket]]:
+    """Yield this process's TCP connections as `local remote`, without those to the store."""
+    store_port = os.environ.get("MASTER_PORT")
+    for descriptor in os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+                continue
+            endpoint = socket.socket(fileno=os.dup(int(descriptor)))
+        except OSError:
+            continue  # closed since it was listed
+        try:
+            if endpoint.family not in (socket.AF_INET, socket.AF_INET6):
+                raise OSError("not a network socket")
+            ends = [
+                f"{host.removeprefix('::ffff:')}:{port}"
+                for host, port, *_ in (endpoint.getsockname(), endpoint.getpeername())
+            ]
+        except OSError:
+            endpoint.close()
+            continue  # not connected
+        if any(end.rpartition(":")[2] == store_port for end in ends):
+            # torch's store runs in the process of rank 0, and ranks still need it.
+            endpoint.close()
+            continue
+        yield " ".join(ends), endpoint

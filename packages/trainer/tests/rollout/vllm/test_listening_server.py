@@ -1,0 +1,145 @@
+"""A server that listens for runs, with strangers that connect, a second run and a full disk."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from packages.trainer.tests.loops.listeners_for_tests import Listeners, rows
+from temper_engine_api.authenticating_listener import MAX_HANDSHAKES
+from temper_engine_api.errors import ConfigError
+from temper_trainer.rollout.sampler import ReplicaError
+from temper_trainer.rollout.vllm import listening_server
+from temper_trainer.rollout.vllm.listening_server import TOKEN_VARIABLE, ListeningServer
+from temper_trainer.rollout.vllm.messages import ServerSpec
+from temper_trainer.rollout.vllm.remote_server import RemoteServer
+
+MODULE = "packages.trainer.tests.rollout.vllm.temper_trainer_test_server"
+SPEC = ServerSpec(
+    arguments={},
+    end_token_ids=(1,),
+    max_length=64,
+    vocab_size=41,
+    environment={"BEHAVIOUR": "silent"},
+)
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def server(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ListeningServer]:
+    """A server whose handshakes may take as many seconds as the parameter says, or one."""
+    root = str(Path(__file__).parents[5])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    monkeypatch.setattr(listening_server, "HANDSHAKE_S", getattr(request, "param", 1.0))
+    monkeypatch.setattr(listening_server, "_EXIT_GRACE_S", 1.0)
+    made = ListeningServer(HOST, 0, token="secret", module=MODULE)
+    thread = threading.Thread(target=made.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.close()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def connect_run(port: int) -> Iterator[RemoteServer]:
+    """Connect to a server as a run does."""
+    remote = RemoteServer(
+        SPEC,
+        address=f"{HOST}:{port}",
+        start_timeout_s=60,
+        stall_timeout_s=60,
+        load_timeout_s=60,
+    )
+    try:
+        remote.start()
+        yield remote
+    finally:
+        remote.close()
+
+
+@contextlib.contextmanager
+def connect_strangers(server: ListeningServer, *, number: int) -> Iterator[list[socket.socket]]:
+    """Connect clients that send nothing."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(socket.create_connection((HOST, server.port), timeout=20))
+            for _ in range(number)
+        ]
+
+
+@pytest.mark.parametrize("server", [600.0], indirect=True)
+def test_run_connects_while_strangers_send_nothing(server: ListeningServer) -> None:
+    with connect_strangers(server, number=10), connect_run(server.port) as remote:
+        assert remote.versions == {"vllm": "0.32.0"}
+
+
+def test_run_connects_after_the_handshakes_of_many_strangers_have_timed_out(
+    server: ListeningServer,
+) -> None:
+    before = threading.active_count()
+    with connect_strangers(server, number=2 * MAX_HANDSHAKES) as strangers:
+        begin = time.monotonic()
+        while threading.active_count() < before + MAX_HANDSHAKES:
+            assert time.monotonic() < begin + 20
+        assert threading.active_count() <= before + MAX_HANDSHAKES
+        with connect_run(server.port) as remote:
+            assert remote.versions == {"vllm": "0.32.0"}
+        while strangers[0].recv(1024):
+            pass  # the challenge, then the end
+
+
+def test_second_run_is_refused_until_the_first_has_ended(server: ListeningServer) -> None:
+    with connect_run(server.port):
+        with (
+            pytest.raises(ConfigError, match="it serves another run; wait for its end"),
+            connect_run(server.port),
+        ):
+            pass
+    with connect_run(server.port) as remote:
+        assert remote.versions == {"vllm": "0.32.0"}
+
+
+def test_server_whose_disk_was_full_serves_the_next_run(
+    server: ListeningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with (
+        pytest.raises(ConfigError, match=r"its process could not be started .*missing"),
+        connect_run(server.port),
+    ):
+        pass
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with connect_run(server.port) as remote:
+        assert remote.versions == {"vllm": "0.32.0"}
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux, whose /proc names the sockets of a process"
+)
+def test_listening_server_opens_only_the_socket_in_security_md(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "5ec2e7")
+    command = [sys.executable, "-m", listening_server.__name__, f"{HOST}:0"]
+    with Listeners() as listeners:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            port = int(process.stdout.readline().rpartition(":")[2])
+            # SPEC has no model, which the process of a run finds.
+            with pytest.raises((ConfigError, ReplicaError)), connect_run(port):
+                pass
+            process.terminate()
+    listeners.check(rows(run="listening server"))
+    assert not [command for command in listeners.commands if b"5ec2e7" in command]

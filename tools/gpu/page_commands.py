@@ -1,0 +1,165 @@
+r"""Run the commands of `docs/how-to/gpu.md` on GPUs, without downloads.
+
+    python -m tools.gpu.page_commands --out FOLDER --data FOLDER --rollout-python PYTHON \
+        [--sections one-gpu,...] [--gpus 2,3] [--steps 4] [--override SETTING] [--check]
+
+Each section's `temper-train` command is read from the page and run in FOLDER as it is, with
+`run.total_steps` shortened and with the settings of `--override`. Models of the names that the
+command mentions are written first, with the published shapes, random weights, and a tokenizer
+trained on the problems in `--data`, a folder with `train.jsonl` and `test.jsonl` of GSM8K. Random
+weights hardly ever end a completion, so every completion has the longest length.
+
+PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer, and takes the place of
+`rollout-env/bin/python`. Rows with the medians of all steps but the first are appended to
+FOLDER/rows.jsonl. `--check` validates the settings and runs nothing.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from temper_trainer.config.data import TokenizerConfig
+from temper_trainer.data.trained_tokenizer import END, PAD, train_tokenizer
+from tools.gpu.engine_fsdp import provide_entry_points
+from tools.gpu.trainer_vllm import summarize_metrics, tail, watch
+from tools.gpu.workload import CARDS, Rows
+from tools.pages import split_page
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/gpu.md"
+MODELS = {"Qwen2.5-0.5B-Instruct": "Qwen2.5-0.5B", "Qwen3-8B": "Qwen3-8B"}
+"""Maps a model's folder in the commands to its shape in `CARDS`."""
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def read_commands() -> dict[str, tuple[str, ...]]:
+    """Return the arguments of `temper-train` by the anchor of the section that shows them."""
+    text = PAGE.read_text()
+    headings = {
+        number: re.sub(r"[^\w-]", "", line[3:].lower().replace(" ", "-"))
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line.startswith("## ")
+    }
+    commands = {}
+    for block in split_page(text)[0]:
+        command = block.text.replace("\\\n", " ")
+        if block.language == "sh" and command.startswith("temper-train "):
+            section = headings[max(number for number in headings if number < block.line)]
+            commands[section] = tuple(shlex.split(command)[1:])
+    return commands
+
+
+def write_model(folder: Path, card: str, texts: list[str]) -> None:
+    """Write a random model of the shape with a tokenizer of these texts, unless it exists."""
+    if (folder / "config.json").exists():
+        return
+    config = transformers.AutoConfig.for_model(**dict(CARDS[card]))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    tokenizer = train_tokenizer(TokenizerConfig(kind="bpe", vocab_size=8192), texts)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": PAD, "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    # Last, because the file tells that the model is complete.
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
+
+
+def prepare_folder(
+    out: Path, *, data: Path, rollout_python: Path, commands: list[tuple[str, ...]]
+) -> None:
+    """Write the files that the commands read: data, models and the servers' interpreter."""
+    texts = []
+    for name in ("train.jsonl", "test.jsonl"):
+        lines = (data / name).read_text()
+        (out / name).write_text(lines)
+        rows = map(json.loads, lines.splitlines())
+        texts += [row[field] for row in rows for field in ("question", "answer")]
+    interpreter = out / "rollout-env" / "bin" / "python"
+    interpreter.parent.mkdir(parents=True, exist_ok=True)
+    # A script instead of a link: Python finds its environment by the path that started it.
+    interpreter.write_text(f'#!/bin/sh\nexec {rollout_python} "$@"\n')
+    interpreter.chmod(0o755)
+    mentioned = {word.partition("=")[2] for words in commands for word in words}
+    for name, card in MODELS.items():
+        if name in mentioned:
+            write_model(out / name, card, texts)
+
+
+def run_command(rows: Rows, section: str, words: list[str], chosen: argparse.Namespace) -> None:
+    """Run a command in the folder, and add its row."""
+    out = chosen.out.resolve()
+    run = out / next(word for word in words if word.startswith("run.dir=")).partition("=")[2]
+    environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONFAULTHANDLER": "1"}
+    if chosen.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = chosen.gpus
+    begin = time.perf_counter()
+    with (out / f"{section}.log").open("w") as log:
+        command = [sys.executable, "-m", "temper_trainer", *words]
+        process = subprocess.Popen(
+            command, cwd=out, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        code, _ = watch(process, run / "metrics.jsonl", kill_after=None, limit_s=chosen.limit)
+    row: dict[str, object] = {
+        "section": section,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "exit": code,
+        "overrides": chosen.override,
+        "wall_s": round(time.perf_counter() - begin, 1),
+    }
+    if code != 0:
+        row["log"] = tail(out / f"{section}.log")
+        row["server_log"] = tail(run / "rollout" / "replica-0.log")
+    rows.add(row | summarize_metrics(run / "metrics.jsonl"))
+
+
+def main() -> None:
+    """Read the command line, and run or check the chosen sections."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--rollout-python", type=Path, default=Path(sys.executable))
+    parser.add_argument("--sections", help="anchors of the page, such as one-gpu; default: all")
+    parser.add_argument("--gpus", help="GPUs to use, such as 2,3; default: all")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=540.0, help="time limit of a run in seconds")
+    parser.add_argument("--override", action="append", default=[], help="a setting of every run")
+    parser.add_argument("--check", action="store_true")
+    chosen = parser.parse_args()
+    commands = read_commands()
+    names = chosen.sections.split(",") if chosen.sections else list(commands)
+    unknown = [name for name in names if name not in commands]
+    if unknown:
+        parser.error(f"{PAGE.name} has no command in {unknown}; choose from {list(commands)}")
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    steps = f"run.total_steps={chosen.steps}"
+    prepare_folder(
+        chosen.out,
+        data=chosen.data,
+        rollout_python=chosen.rollout_python.absolute(),
+        commands=[commands[name] for name in names],
+    )
+    rows = Rows(path=chosen.out / "rows.jsonl")
+    check = ["--check"] if chosen.check else []
+    with provide_entry_points():
+        for name in names:
+            words = [*commands[name], steps, *chosen.override, *check]
+            run_command(rows, name, words, chosen)
+
+
+if __name__ == "__main__":
+    main()
