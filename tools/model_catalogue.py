@@ -28,7 +28,7 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.model.output_head import build_head_request
-from temper_engine_fsdp.model.packed_attention import PackLayout
+from temper_engine_fsdp.model.pack_layout import PackLayout
 from temper_engine_fsdp.model.packed_model import PackedModel, build_head, make_constant_getter
 
 CPU = torch.device("cpu")

@@ -14,6 +14,7 @@ MODULES = (
     "engine.py",
     "model/activation_checkpointing.py",
     "model/output_head.py",
+    "model/pack_layout.py",
     "model/packed_attention.py",
     "model/packed_model.py",
     "model/scored_attention.py",
@@ -83,6 +84,7 @@ SHARDING_MODULES = (
 
 FAMILY_MODULES = (
     "model/output_head.py",
+    "model/pack_layout.py",
     "model/packed_attention.py",
     "model/packed_model.py",
     "model/scored_attention.py",
@@ -133,7 +135,11 @@ SESSIONS = {
     "families-in-slices": KitSession(
         arguments=("--layouts", "sp2.2", "--families", "gpt_oss,gemma2"),
         layouts={"sp2.2": ("family",)},
-        modules=("model/packed_attention.py", "model/sequence_parallel.py"),
+        modules=(
+            "model/pack_layout.py",
+            "model/packed_attention.py",
+            "model/sequence_parallel.py",
+        ),
     ),
     "bf16": KitSession(
         arguments=("--compute", "bf16", "--world-sizes", "1", "--layouts", "fsdp1.1,logits-kept.1"),

@@ -14,7 +14,7 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import ModelSpec, Scalar
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model, read_attention_dropout
-from temper_engine_fsdp.model.packed_attention import PackLayout
+from temper_engine_fsdp.model.pack_layout import PackLayout
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 1, 12, 7, 3)

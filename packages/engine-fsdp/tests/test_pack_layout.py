@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_engine_fsdp.model.packed_attention import (
+from temper_engine_fsdp.model.pack_layout import (
     CALL_COST,
     PackLayout,
     _make_buckets,

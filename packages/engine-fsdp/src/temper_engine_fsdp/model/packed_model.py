@@ -24,7 +24,7 @@ from temper_engine_fsdp.model.output_head import (
     LinearGetter,
     ScalarHead,
 )
-from temper_engine_fsdp.model.packed_attention import PackLayout
+from temper_engine_fsdp.model.pack_layout import PackLayout
 from temper_engine_fsdp.model.token_mixers import count_mixing_layers
 
 PREFIX = "hf."

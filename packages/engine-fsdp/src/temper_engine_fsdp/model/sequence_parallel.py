@@ -7,9 +7,7 @@ Outputs are summed over the group, with zeros for tokens of other ranks. The bac
 sum is the identity, so each output receives its gradient exactly once.
 """
 
-from collections.abc import Callable
 from math import lcm
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
-from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.errors import ConfigError
 from temper_engine_api.process_group import sum_over_ranks
 
 
@@ -109,66 +107,6 @@ class _ToSlices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         return _slices_to_heads(grad, ctx.group), None  # type: ignore[attr-defined]
-
-
-class PackInfo(Protocol):
-    """The attributes of a pack layout that attention needs."""
-
-    sequence_group: SequenceGroup | None
-    num_attention_calls: int
-    has_window: bool
-    has_softcap: bool
-
-
-def parallelize_attention(
-    forward: Callable[..., tuple[Tensor, None]],
-) -> Callable[..., tuple[Tensor, None]]:
-    """Wrap an attention kernel over full packs for ranks that hold slices.
-
-    Without a sequence group the kernel is called directly.
-    """
-
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packing: PackInfo | None = None,
-        s_aux: Tensor | None = None,
-        **options: object,
-    ) -> tuple[Tensor, None]:
-        if packing is None:
-            raise CapabilityError(
-                f"{type(module).__name__} does not pass the keyword arguments of the model to its "
-                "attention, which carry the bounds of packed sequences: choose a model that does."
-            )
-        if not torch.compiler.is_compiling():  # the count would become a constant
-            # PackedModel checks this after the first pass.
-            packing.num_attention_calls += 1
-            packing.has_window |= options.get("sliding_window") is not None
-            packing.has_softcap |= options.get("softcap") is not None
-        if s_aux is not None:
-            options["s_aux"] = s_aux
-        elif getattr(module, "sinks", None) is not None:
-            raise CapabilityError(
-                f"{type(module).__name__} has sinks, which it does not pass to its attention: "
-                "choose a model that does, such as gpt_oss."
-            )
-        sequence_group = packing.sequence_group
-        if sequence_group is None:
-            return forward(module, query, key, value, attention_mask, packing=packing, **options)
-        if s_aux is not None:
-            options["s_aux"] = sequence_group.take_heads(s_aux)
-        # Rotary embeddings may leave query and key in float32: cast first to halve the traffic.
-        query, key, value = (
-            sequence_group.to_heads(x.to(value.dtype)) for x in (query, key, value)
-        )
-        attended, _ = forward(module, query, key, value, attention_mask, packing=packing, **options)
-        return sequence_group.to_slices(attended), None
-
-    return attend
 
 
 def check_heads(num_heads: int, *, size: int) -> None:

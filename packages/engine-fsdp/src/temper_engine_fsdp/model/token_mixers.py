@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 from transformers import PretrainedConfig, PreTrainedModel
 
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_fsdp.model.packed_attention import PackLayout
+from temper_engine_fsdp.model.pack_layout import PackLayout
 
 ATTENTION_TYPES = frozenset(("full_attention", "sliding_attention"))
 """`layer_types` values for layers where tokens only interact in the registered attention."""

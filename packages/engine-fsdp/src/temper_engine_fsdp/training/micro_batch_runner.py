@@ -17,7 +17,7 @@ from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs,
 from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.model.expert_routers import ExpertRouters
 from temper_engine_fsdp.model.output_head import build_head_request
-from temper_engine_fsdp.model.packed_attention import PackLayout
+from temper_engine_fsdp.model.pack_layout import PackLayout
 from temper_engine_fsdp.model.routing_replay import check_choices
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
 from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
