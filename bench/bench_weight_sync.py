@@ -118,7 +118,7 @@ def make_gloo_spec(*, buffer_bytes: int, with_digest: bool) -> ChannelSpec:
 def serve_channel(spec: ChannelSpec, buckets: Sequence[PackedBucket], rounds: int) -> None:
     """Receive broadcast weights."""
     torch.set_num_threads(1)
-    channel = WeightChannel(spec, rank=1, device=torch.device("cpu"))
+    channel = WeightChannel(replace(spec, rank=1), device=torch.device("cpu"))
     stored: dict[str, Tensor] = {}
     for _ in range(rounds):
         for bucket in buckets:
@@ -132,7 +132,7 @@ SHAPES = {"tiny": (128, 384, 4, 64, 64), "0.5B": (896, 4864, 24, 128, 151936)}
 class Actor:
     """A single-rank actor with the attributes and methods that the transports use."""
 
-    is_first = True
+    is_first, rank = True, 0
 
     def __init__(self, shape: str) -> None:
         self.transport_state: dict[str, object] = {}
@@ -204,7 +204,7 @@ def serve_deltas(
 ) -> None:
     """Receive broadcast weights and deltas like a server; send a message after each copy."""
     torch.set_num_threads(1)
-    channel = WeightChannel(spec, rank=1, device=torch.device("cpu"))
+    channel = WeightChannel(replace(spec, rank=1), device=torch.device("cpu"))
     stored: dict[str, Tensor] = {}
     base_tensors: list[list[Tensor]] = []
     while (kind := pipe.recv()) is not None:
@@ -333,13 +333,13 @@ def measure_channel_deltas(
     pipe, receiver_pipe = context.Pipe()
     receiver = context.Process(target=serve_deltas, args=(spec, layout, receiver_pipe), daemon=True)
     receiver.start()
-    open_sender_channel(actor, spec)
+    open_sender_channel(actor, {0: spec})
     last_version = 0
 
     def sync_full(version: int) -> SentWeights:
         nonlocal last_version
         pipe.send("full")
-        sent = send_weights(actor, spec, layout, BUCKET_BYTES, "bench", version)
+        sent = send_weights(actor, {0: spec}, layout, BUCKET_BYTES, "bench", version)
         pipe.recv()
         last_version = version
         return sent
@@ -348,7 +348,7 @@ def measure_channel_deltas(
         nonlocal last_version
         pipe.send("delta")
         sent = send_delta(
-            actor, spec, BUCKET_BYTES, "bench", last_version, version, MAX_CHANGED_FRACTION
+            actor, {0: spec}, BUCKET_BYTES, "bench", last_version, version, MAX_CHANGED_FRACTION
         )
         pipe.recv()
         last_version = version
@@ -439,7 +439,7 @@ def measure_channel(parts: list[list[NamedWeight]], *, with_digest: bool, repeat
     context = multiprocessing.get_context("spawn")
     receiver = context.Process(target=serve_channel, args=(spec, buckets, repeats + 1), daemon=True)
     receiver.start()
-    channel = WeightChannel(spec, rank=0, device=torch.device("cpu"))
+    channel = WeightChannel(spec, device=torch.device("cpu"))
 
     def send() -> None:
         for part, bucket in zip(parts, buckets, strict=True):

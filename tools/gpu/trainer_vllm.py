@@ -6,8 +6,9 @@ r"""Run GRPO with vLLM through `temper-train`: colocated on one GPU, or on separ
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on
 PYTHONPATH are enough). This interpreter needs the trainer and the FSDP engine with their
-dependencies, but not Ray; sources are enough here, too, because the script writes the entry points
-of engines that are not installed. `--gpus` names the GPUs to use, so that several of these scripts
+dependencies; sources are enough here, too, because the script writes the entry points of engines
+that are not installed. Only the jobs with several ranks of the actor (`shared_tp2` and others that
+begin with `shared`) need Ray. `--gpus` names the GPUs to use, so that several of these scripts
 can run in parallel; `--check` validates the settings of each job and runs nothing.
 
 Each job is a `temper-train` run in its own process, on arithmetic problems with a random model of
@@ -53,6 +54,8 @@ class Job:
 
     gpus: int
     """The actor gets the first GPU, the servers get the others; a single GPU is shared."""
+    ranks: int = 1
+    """Ranks of the actor. Several of them share all GPUs with the servers, on Ray."""
     per_server: int = 1
     """Number of GPUs of a server that is not colocated."""
     overrides: tuple[str, ...]
@@ -109,6 +112,25 @@ def _with_adapter(job: Job) -> Job:
     return replace(job, overrides=(*kept, *asleep, *lora), warm_start=True)
 
 
+def _make_shared_job(gpus: int, *, per_server: int) -> Job:
+    """Return a job whose servers share the GPUs of all ranks of the actor."""
+    return Job(
+        gpus=gpus,
+        ranks=gpus,
+        per_server=per_server,
+        overrides=(
+            "runtime.kind=ray",
+            "runtime.gpus_per_worker=1",
+            f"actor.num_workers={gpus}",
+            f"rollout.num_replicas={gpus // per_server}",
+            f"rollout.vllm.tensor_parallel_size={per_server}",
+            "rollout.vllm.sleep_level=2",
+            "rollout.vllm.gpu_memory_utilization=0.5",
+        ),
+        expected_log=("weights get to the servers by cuda_ipc",),
+    )
+
+
 _COLOCATED = Job(
     gpus=1,
     overrides=(
@@ -137,6 +159,12 @@ JOBS: dict[str, Job] = {
     "experts_replayed": _make_separate_job(2, "rollout.routing_replay=sampler"),
     "adapter": _with_adapter(_make_separate_job(2)),
     "adapter_colocated": _with_adapter(_COLOCATED),
+    "shared_tp2": _make_shared_job(2, per_server=2),
+    "shared_tp1": _make_shared_job(2, per_server=1),
+    "shared_tp2_4": _make_shared_job(4, per_server=2),
+    "killed_shared_tp2": _with_killed_server(
+        _make_shared_job(2, per_server=2), transport="cuda_ipc"
+    ),
 }
 
 TIMES = (
@@ -235,7 +263,7 @@ def list_overrides(
     weights: Path | None,
     more: Sequence[str],
 ) -> list[str]:
-    """Return the overrides of a job: the actor gets the first GPU, servers get the others."""
+    """Return the overrides of a job with its GPUs; see `Job.gpus` and `Job.ranks`."""
     shared = overrides(
         shape,
         steps=steps,
@@ -253,6 +281,7 @@ def list_overrides(
     sets = [
         ",".join(gpus[first : first + job.per_server])
         for first in range(1, job.gpus, job.per_server)
+        if job.ranks == 1
     ]
     servers = ",".join(f'"{devices}"' for devices in sets)
     return [
@@ -336,20 +365,28 @@ def watch(
     return process.returncode, killed
 
 
-def find_servers(parent: int) -> list[int]:
+def find_servers(run: int) -> list[int]:
     """Return the process ids of the servers that a run has started, in start order."""
-    servers = []
+    servers, parents = [], dict[int, int]()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             # The command name in parentheses may contain spaces; the state and the parent's id
             # follow it.
-            is_child = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (FileNotFoundError, ProcessLookupError):
             continue  # the process has ended
-        if is_child and SERVER_MODULE.encode() in words:
+        parents[int(folder.name)] = parent
+        if SERVER_MODULE.encode() in words:
             servers.append(int(folder.name))
-    return sorted(servers)
+
+    def is_of_run(process: int) -> bool:
+        # With Ray, there are processes of Ray between a run and its servers.
+        while process not in (0, run):
+            process = parents.get(process, 0)
+        return process == run
+
+    return sorted(filter(is_of_run, servers))
 
 
 def read_steps(metrics: Path) -> list[dict[str, float]]:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -137,7 +138,7 @@ def receive_all(
     device = get_device(gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    channel = WeightChannel(spec, rank=rank, device=device)
+    channel = WeightChannel(replace(spec, rank=rank), device=device)
     stored: dict[str, Tensor] = {}
     for round_ in range(1 + REPEATS):
         for bucket, digest in zip(buckets, digests, strict=True):
@@ -190,7 +191,7 @@ def measure_channel(
     for receiver in receivers:
         receiver.start()
     try:
-        channel = WeightChannel(spec, rank=0, device=device)
+        channel = WeightChannel(spec, device=device)
 
         def send() -> None:
             for part, bucket in zip(parts, buckets, strict=True):

@@ -132,7 +132,7 @@ def test_broadcast_sends_every_bucket_to_every_receiver(with_digest: bool) -> No
     received: dict[int, list[NamedWeight]] = {1: [], 2: []}
 
     def receive(rank: int) -> None:
-        channel = WeightChannel(spec, rank=rank, device=torch.device("cpu"))
+        channel = WeightChannel(replace(spec, rank=rank), device=torch.device("cpu"))
         for weight_file in weight_files:
             received[rank] += [
                 NamedWeight(n, t.clone())
@@ -142,7 +142,7 @@ def test_broadcast_sends_every_bucket_to_every_receiver(with_digest: bool) -> No
     threads = [threading.Thread(target=receive, args=(rank,)) for rank in received]
     for thread in threads:
         thread.start()
-    channel = WeightChannel(spec, rank=0, device=torch.device("cpu"))
+    channel = WeightChannel(spec, device=torch.device("cpu"))
     for part, weight_file in zip(parts, weight_files, strict=True):
         data = channel.bucket_buffer(weight_file.num_bytes)
         pack_tensors(data, part, weight_file.entries)

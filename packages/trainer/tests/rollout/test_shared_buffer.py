@@ -116,7 +116,7 @@ def test_pickle_in_the_store_of_a_channel_is_not_executed(
     with ThreadPoolExecutor(1) as pool:
         pool.submit(sender)
         with pytest.raises(WeightError, match="bytes that are not JSON"):
-            WeightChannel(spec, rank=1, device=torch.device("cpu"))
+            WeightChannel(replace(spec, rank=1), device=torch.device("cpu"))
     server.close()
     assert not proof.exists()
     pickle.loads(pickle.dumps(Evil(proof)))
@@ -142,7 +142,7 @@ def test_store_of_a_channel_cannot_be_written_without_the_token(
 
 def receive(spec: ChannelSpec, results: "Queue[list[int]]", num_sets: int) -> None:
     """Receive weights in another process on the same GPU."""
-    channel = WeightChannel(spec, rank=1, device=torch.device("cuda", 0))
+    channel = WeightChannel(replace(spec, rank=1), device=torch.device("cuda", 0))
     for _ in range(num_sets):
         data = channel.receive(PackedBucket(entries=(), num_bytes=256, digest=None))
         results.put(data.tolist())
@@ -158,7 +158,7 @@ def test_buffer_on_the_gpu_is_read_by_another_process(spec: ChannelSpec) -> None
     spec = replace(spec, port=server.port, with_digest=True)
     receiver = context.Process(target=receive, args=(spec, results, 2))
     receiver.start()
-    channel = WeightChannel(spec, rank=0, device=torch.device("cuda", 0), server=server)
+    channel = WeightChannel(spec, device=torch.device("cuda", 0), server=server)
     for number in range(2):
         data = channel.bucket_buffer(256)
         data.copy_(torch.arange(256, dtype=torch.uint8) + number)

@@ -11,7 +11,7 @@ TEACHERS = (
     "teachers.t.backend=vllm",
 )
 CHOSEN_LATER = (
-    "chosen when actor and servers are running: CUDA IPC on one GPU, NCCL to other GPUs, "
+    "chosen when actor and servers are running: CUDA IPC on shared GPUs, NCCL to others, "
     "shared memory on the CPUs of one host, otherwise gloo"
 )
 ON_RAY = ("runtime.kind=ray", "runtime.gpus_per_worker=1")
@@ -39,6 +39,17 @@ def test_plan_on_ray_lists_every_bundle_and_the_needed_resources() -> None:
         "teacher/teacher.t.1[0]: teacher.t.1 on 4 CPU, 4 GPU",
         # 2 of the actor, 2 x 2 of the rollout, 2 x 4 of the teacher.
         "the cluster needs 14 CPU and 14 GPU",
+        f"weights to the sampler: {CHOSEN_LATER}",
+    ]
+
+
+def test_plan_of_servers_on_the_gpus_of_several_ranks_says_how_many_each_has() -> None:
+    servers = ("rollout=vllm", "rollout.num_replicas=1", "rollout.vllm.tensor_parallel_size=2")
+    assert lines(*ON_RAY, *servers, "actor.num_workers=2") == [
+        "train[0]: actor, rollout on 1 CPU, 1 GPU",
+        "train[1]: actor, rollout on 1 CPU, 1 GPU",
+        "rollout: every server on 2 of these, which are on one host",
+        "the cluster needs 2 CPU and 2 GPU",
         f"weights to the sampler: {CHOSEN_LATER}",
     ]
 

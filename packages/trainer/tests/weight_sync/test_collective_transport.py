@@ -32,7 +32,7 @@ WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": tor
 class Actor:
     """One rank, in this process."""
 
-    is_first, num_updates = True, 0
+    is_first, rank, num_updates = True, 0, 0
 
     def __init__(self) -> None:
         self.transport_state: dict[str, object] = {}
@@ -95,9 +95,10 @@ class Server:
             raise ReplicaError(f"{self.name}: {error}") from error
         raise ReplicaError(f"{self.name} died")
 
-    def join_channel(self, spec: ChannelSpec) -> None:
+    def join_channels(self, specs: list[ChannelSpec]) -> None:
         """Open this end."""
-        self.channel = join_channel(spec.to_dict(), worker_rank=0, device=torch.device("cpu"))
+        (spec,) = specs
+        self.channel = join_channel(spec.to_dict(), device=torch.device("cpu"))
 
     def receive_weights(
         self, layout: list[PackedBucket], version: int, keep_copy: bool = False
@@ -277,8 +278,8 @@ def test_each_channel_has_a_token_of_its_own_and_rejects_that_of_the_run() -> No
 
 def test_channel_stops_listening_when_it_is_closed() -> None:
     transport = transport_between(Actor(), Server())
-    assert transport._spec is not None
-    listen_address = (transport._spec.address, transport._spec.port)
+    (spec,) = transport._specs.values()
+    listen_address = (spec.address, spec.port)
     transport.send(1)
     transport.close()
     with pytest.raises(ConnectionRefusedError):

@@ -169,10 +169,10 @@ class Receiver(Server):
         self.target = target
         self.live = LiveBytes(*target.values())
 
-    def join_channel(self, spec: ChannelSpec) -> None:
+    def join_channels(self, specs: list[ChannelSpec]) -> None:
         """Open this end."""
         with self.live:
-            super().join_channel(spec)
+            super().join_channels(specs)
 
     def receive_weights(
         self, layout: list[PackedBucket], version: int, keep_copy: bool = False

@@ -30,7 +30,7 @@ BUCKET_BYTES = 3000
 class Actor:
     """One rank, in this process: a model's weights as a sampler gets them."""
 
-    is_first, num_updates = True, 0
+    is_first, rank, num_updates = True, 0, 0
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         self.transport_state: dict[str, object] = {}

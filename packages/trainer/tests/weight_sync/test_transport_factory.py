@@ -15,29 +15,32 @@ FAR_CPU, FAR_GPU = DeviceLocation(host="b"), DeviceLocation(host="b", gpu="GPU-9
 
 
 @pytest.mark.parametrize(
-    ("sender", "receivers", "transport", "reason"),
+    ("senders", "receivers", "transport", "reason"),
     [
-        (GPU_0, [GPU_1, GPU_2], "collective", "GPUs of their own (NCCL)"),
-        (GPU_0, [GPU_1, FAR_GPU], "collective", "GPUs of their own (NCCL)"),
-        (GPU_0, [GPU_0], "cuda_ipc", "on the GPU of the actor's rank 0"),
-        (GPU_0, [GPU_0, GPU_0], "cuda_ipc", "on the GPU of the actor's rank 0"),
+        ([GPU_0], [GPU_1, GPU_2], "collective", "GPUs of their own (NCCL)"),
+        ([GPU_0], [GPU_1, FAR_GPU], "collective", "GPUs of their own (NCCL)"),
+        ([GPU_0], [GPU_0], "cuda_ipc", "on the GPUs of the actor's ranks"),
+        ([GPU_0], [GPU_0, GPU_0], "cuda_ipc", "on the GPUs of the actor's ranks"),
+        ([GPU_0, GPU_1], [GPU_1, GPU_0], "cuda_ipc", "on the GPUs of the actor's ranks"),
+        ([GPU_0, FAR_GPU], [GPU_0, FAR_GPU], "cuda_ipc", "on the GPUs of the actor's ranks"),
         (
-            GPU_0,
+            [GPU_0, GPU_2],
             [GPU_0, GPU_1],
             "shared_memory",
-            "some servers share the GPU of the actor's rank 0 and some do not",
+            "some workers of servers are on GPUs of the actor and some are not",
         ),
-        (GPU_0, [GPU_1, GPU_1], "shared_memory", "several workers of servers share a GPU"),
-        (CPU, [CPU, CPU], "shared_memory", "on the CPUs of one host"),
-        (CPU, [CPU, FAR_CPU], "collective", "on the CPUs of several hosts (gloo)"),
-        (GPU_0, [CPU], "shared_memory", "only one side has a GPU"),
-        (CPU, [GPU_0], "shared_memory", "only one side has a GPU"),
+        ([GPU_0], [GPU_1, GPU_1], "shared_memory", "several workers of servers share a GPU"),
+        ([CPU], [CPU, CPU], "shared_memory", "on the CPUs of one host"),
+        ([CPU, CPU], [CPU, CPU], "shared_memory", "on the CPUs of one host"),
+        ([CPU], [CPU, FAR_CPU], "collective", "on the CPUs of several hosts (gloo)"),
+        ([GPU_0], [CPU], "shared_memory", "only one side has a GPU"),
+        ([CPU], [GPU_0], "shared_memory", "only one side has a GPU"),
     ],
 )
 def test_fastest_working_transport_is_chosen(
-    sender: DeviceLocation, receivers: list[DeviceLocation], transport: str, reason: str
+    senders: list[DeviceLocation], receivers: list[DeviceLocation], transport: str, reason: str
 ) -> None:
-    choice = choose_transport(sender, receivers)
+    choice = choose_transport(senders, receivers)
     assert (choice.transport, reason in choice.reason) == (transport, True), choice
 
 
@@ -54,7 +57,7 @@ def test_missing_transport_to_all_servers_is_an_error(
             r"the actor's host"
         ),
     ):
-        choose_transport(sender, receivers)
+        choose_transport([sender], receivers)
 
 
 def test_processes_of_one_host_have_the_same_location() -> None:

@@ -46,7 +46,9 @@ class VllmConfig:
     """One vLLM server; see also rollout.num_replicas and rollout.max_concurrent (max_num_seqs)."""
 
     tensor_parallel_size: PositiveInt = 1
-    """GPUs (or CPU processes) per replica."""
+    """GPUs (or CPU processes) per replica. With ray, a replica in the pool of the actor shares the
+    GPUs of that many ranks.
+    """
     gpu_memory_utilization: Annotated[float, Range(above=0, at_most=1)] | None = None
     """Fraction of GPU memory for weights and KV cache, in (0, 1]; None is vLLM's default. Not
     allowed with kv_cache_bytes.
@@ -225,9 +227,9 @@ class WeightSyncConfig:
 
     transport: TransportName = "auto"
     """auto chooses. Sampler hf: in_process (runtime inline) or object_store (runtime ray). Sampler
-    vllm: cuda_ipc on a shared GPU, collective (NCCL) to other GPUs, shared_memory between CPUs of
-    one host, collective (gloo) across hosts. In loops that sample ahead, only shared_memory can
-    restart the only server.
+    vllm: cuda_ipc from each rank to the servers on its GPU, collective (NCCL) to other GPUs,
+    shared_memory between CPUs of one host, collective (gloo) across hosts. In loops that sample
+    ahead, only shared_memory can restart the only server.
     """
     content: Literal["full", "adapter", "delta"] = "full"
     """full: all weights, an adapter merged; adapter: only the LoRA adapter; delta: the elements

@@ -1,6 +1,6 @@
 """A channel that carries weights from one trainer process to the workers of samplers.
 
-The channel is a process group of its own, next to those of trainer and samplers. Rank 0 sends
+The channel is a process group of its own, next to those of trainer and samplers. Its rank 0 sends
 buckets of bytes and every other rank receives each of them. With `nccl` and `gloo` a bucket is a
 broadcast. With `cuda_ipc`, receivers on the sender's GPU map the sender's buffer and gloo only
 synchronizes.
@@ -76,8 +76,8 @@ class ChannelSpec:
     """Size of the largest bucket."""
     with_digest: bool
     """Send a checksum after every bucket."""
-    first_rank: int = 0
-    """Rank of the first worker of a replica; 0 is the sender."""
+    rank: int = 0
+    """Rank of the member that gets this spec; 0 is the sender."""
     timeout_s: float = 600.0
     """Longest wait for another member."""
     token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
@@ -111,24 +111,34 @@ class WeightChannel:
         self,
         spec: ChannelSpec,
         *,
-        rank: int,
         device: torch.device,
         server: StoreServer | None = None,
     ) -> None:
         """Join the channel; return when all members have joined (with nccl, at the first transfer).
 
         Args:
-            spec: The same for all members but for `first_rank`.
-            rank: 0 is the sender.
+            spec: The same for all members but for `rank`.
             device: Device of the buckets.
             server: Rank 0 only: the store that listens on the spec's port; None opens it.
+
+        Raises:
+            ChannelError: If not all members have joined in time.
         """
         self._spec = spec
-        self._rank = rank
         self._device = device
         timeout = timedelta(seconds=spec.timeout_s)
-        if rank == 0 and server is None:
+        if spec.rank == 0 and server is None:
             server = StoreServer(spec.address, port=spec.port, token=spec.token)
+        self._server = server
+        with _report_lost_member():
+            self._join(timeout)
+        self._buffer = (
+            self._open_shared_buffer() if spec.backend == "cuda_ipc" else self._allocate_buffer()
+        )
+
+    def _join(self, timeout: timedelta) -> None:
+        """Connect to the store and to the other members."""
+        spec, rank = self._spec, self._spec.rank
         store = TokenStore(spec.address, spec.port, token=spec.token, timeout=timeout)
         # The classes are used directly: init_process_group would replace the default group, which
         # belongs to the engine in the actor and to vLLM in a server.
@@ -146,10 +156,7 @@ class WeightChannel:
             self._group = cast("_Group", gloo)
         # Kept alive: the process group has only the C++ half of the store, which fails without the
         # Python half.
-        self._store, self._server = store, server
-        self._buffer = (
-            self._open_shared_buffer() if spec.backend == "cuda_ipc" else self._allocate_buffer()
-        )
+        self._store = store
 
     def send(self, data: Tensor) -> None:
         """Send one bucket to every receiver; `data` may be overwritten afterwards."""
@@ -275,7 +282,7 @@ class WeightChannel:
 
     def _open_shared_buffer(self) -> Tensor:
         """Allocate the buffer on rank 0; map rank 0's buffer on other ranks."""
-        if self._rank == 0:
+        if self._spec.rank == 0:
             buffer = self._allocate_buffer()
             self._store.set("buffer", describe_buffer(buffer, nonce=self._spec.nonce).to_json())
             return buffer
@@ -295,13 +302,9 @@ def _report_lost_member() -> Iterator[None]:
         raise ChannelError(f"a member of the weight channel was lost: {error}") from error
 
 
-def join_channel(
-    spec: dict[str, object], *, worker_rank: int, device: torch.device
-) -> WeightChannel:
+def join_channel(spec: dict[str, object], *, device: torch.device) -> WeightChannel:
     """Open a receiver's end from the fields of a ChannelSpec."""
-    channel_spec = ChannelSpec(**spec)  # type: ignore[arg-type]
-    rank = channel_spec.first_rank + worker_rank
-    return WeightChannel(channel_spec, rank=rank, device=device)
+    return WeightChannel(ChannelSpec(**spec), device=device)  # type: ignore[arg-type]
 
 
 def _make_gloo_options(spec: ChannelSpec, *, timeout: timedelta) -> object:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.distillation import TeacherConfig
@@ -22,29 +22,34 @@ class RoleRequest:
     num_workers: int
     """Number of processes, one per rank or server."""
     pool: str
-    """Resource pool. In a pool, workers with the same rank share a bundle across roles."""
+    """Resource pool, whose roles share devices; see `plan_bundles`."""
     devices_per_worker: int = 1
     """Devices per worker, such as a server's tensor-parallel size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Resources that the workers of one rank in a pool share.
+    """Resources on one host that one worker of each of its roles uses.
 
     Example:
         >>> roles = ("actor", "rollout")
         >>> colocated = Bundle(pool="default", rank=0, roles=roles, cpus=4.0, gpus=1.0)
-        >>> Placement(bundles=(colocated,)).get_worker_resources("rollout", 0)
+        >>> colocated.worker_resources
         (2.0, 0.5)
     """
 
     pool: str
     rank: int
-    """Rank of the workers in it."""
+    """Position in the pool."""
     roles: tuple[str, ...]
     """Roles that share it."""
     cpus: float
     gpus: float
+
+    @property
+    def worker_resources(self) -> tuple[float, float]:
+        """CPU cores and GPUs of one role: they are divided equally."""
+        return self.cpus / len(self.roles), self.gpus / len(self.roles)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,26 +58,55 @@ class Placement:
 
     bundles: tuple[Bundle, ...]
     """Ordered by pool and rank."""
+    spans: Mapping[str, int] = field(default_factory=dict)
+    """Bundles of one worker of a role, if there are several."""
 
     def find_bundle(self, role: str, rank: int) -> int:
-        """Return the bundle index for one worker."""
-        return next(
-            i
-            for i, bundle in enumerate(self.bundles)
-            if role in bundle.roles and bundle.rank == rank
-        )
+        """Return the index of the bundle of a worker that has a single one."""
+        return self.list_bundles(role)[rank]
 
-    def get_worker_resources(self, role: str, rank: int) -> tuple[float, float]:
-        """Return (CPU cores, GPUs) of one worker: its bundle is divided equally among its roles."""
-        bundle = self.bundles[self.find_bundle(role, rank)]
-        return bundle.cpus / len(bundle.roles), bundle.gpus / len(bundle.roles)
+    def list_bundles(self, role: str) -> list[int]:
+        """Return the indices of the bundles of all workers of a role."""
+        return [i for i, bundle in enumerate(self.bundles) if role in bundle.roles]
+
+    def group_bundles(self, role: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the indices of the bundles of each worker, which are on one host.
+
+        Args:
+            role: A role whose workers may have several bundles.
+            hosts: The host of each bundle of the placement.
+
+        Raises:
+            ConfigError: If the bundles on a host are no multiple of those of a worker.
+        """
+        span = self.spans.get(role, 1)
+        by_host: dict[str, list[int]] = {}
+        for index in self.list_bundles(role):
+            by_host.setdefault(hosts[index], []).append(index)
+        for host, indices in by_host.items():
+            if len(indices) % span:
+                raise ConfigError(
+                    f"host {host} got {len(indices)} devices of {role}, which servers of {span} "
+                    "devices cannot divide: set rollout.vllm.tensor_parallel_size to a divisor of "
+                    "the GPUs of each host."
+                )
+        return [
+            tuple(indices[first : first + span])
+            for indices in by_host.values()
+            for first in range(0, len(indices), span)
+        ]
 
     def describe(self) -> str:
-        """Return one line per bundle."""
-        return "\n".join(
+        """Return one line per bundle, and one per role whose workers have several."""
+        lines = [
             f"{b.pool}[{b.rank}]: {', '.join(b.roles)} on {b.cpus:g} CPU, {b.gpus:g} GPU"
             for b in self.bundles
-        )
+        ]
+        lines += [
+            f"{role}: every server on {span} of these, which are on one host"
+            for role, span in self.spans.items()
+        ]
+        return "\n".join(lines)
 
 
 def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
@@ -138,7 +172,7 @@ def plan_placement(
     """
     bundles = plan_bundles(roles, runtime)
     _check_fits(bundles, roles, cpus=cpus, gpus=gpus)
-    return Placement(bundles=bundles)
+    return Placement(bundles=bundles, spans=_find_spans(roles))
 
 
 def find_missing_cpus(config: TrainerConfig) -> str | None:
@@ -161,36 +195,51 @@ def find_missing_cpus(config: TrainerConfig) -> str | None:
 
 
 def plan_bundles(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tuple[Bundle, ...]:
-    """Plan the bundles of every role without checking that the cluster has the resources."""
-    pools: dict[str, dict[str, RoleRequest]] = {}
-    for name, request in roles.items():
-        pools.setdefault(request.pool, {})[name] = request
+    """Plan the bundles of every role without checking that the cluster has the resources.
+
+    Bundle i of a pool has the workers of rank i of all its roles, so colocated roles use the same
+    devices. If workers of a pool need different numbers of devices, each bundle has one device: a
+    server with 4 GPUs then shares the GPUs of 4 ranks of the actor.
+    """
+    spans = _find_spans(roles)
     return tuple(
         Bundle(
             pool=pool,
             rank=rank,
-            roles=tuple(name for name, request in members.items() if rank < request.num_workers),
-            cpus=runtime.cpus_per_worker * _count_devices(pool, members),
-            gpus=runtime.gpus_per_worker * _count_devices(pool, members),
+            roles=tuple(
+                name
+                for name, request in members.items()
+                if rank < request.num_workers * spans.get(name, 1)
+            ),
+            cpus=runtime.cpus_per_worker * _count_devices(members),
+            gpus=runtime.gpus_per_worker * _count_devices(members),
         )
-        for pool, members in pools.items()
-        # Bundle i has all roles' workers with rank i, so colocated roles use the same devices.
-        for rank in range(max(request.num_workers for request in members.values()))
+        for pool, members in _group_by_pool(roles).items()
+        for rank in range(max(r.num_workers * spans.get(name, 1) for name, r in members.items()))
     )
 
 
-def _count_devices(pool: str, members: Mapping[str, RoleRequest]) -> int:
-    """Return the number of devices per bundle, which all roles in a pool must agree on."""
+def _group_by_pool(roles: Mapping[str, RoleRequest]) -> dict[str, dict[str, RoleRequest]]:
+    pools: dict[str, dict[str, RoleRequest]] = {}
+    for name, request in roles.items():
+        pools.setdefault(request.pool, {})[name] = request
+    return pools
+
+
+def _find_spans(roles: Mapping[str, RoleRequest]) -> dict[str, int]:
+    """Return the bundles of one worker for each role whose workers have several."""
+    return {
+        name: request.devices_per_worker
+        for members in _group_by_pool(roles).values()
+        for name, request in members.items()
+        if request.devices_per_worker > _count_devices(members)
+    }
+
+
+def _count_devices(members: Mapping[str, RoleRequest]) -> int:
+    """Return the number of devices of each bundle of a pool."""
     sizes = {request.devices_per_worker for request in members.values()}
-    if len(sizes) > 1:
-        listed = ", ".join(
-            f"{name}: {request.devices_per_worker}" for name, request in members.items()
-        )
-        raise ConfigError(
-            f"roles of pool {pool!r} need different numbers of devices per worker ({listed}): set "
-            "rollout.pool to another pool, or rollout.vllm.tensor_parallel_size=1."
-        )
-    return sizes.pop()
+    return sizes.pop() if len(sizes) == 1 else 1
 
 
 def _check_fits(
@@ -215,16 +264,15 @@ def describe_plan(config: TrainerConfig) -> list[str]:
     Uses only the configuration, for `--check`. The cluster's resources are checked when a run
     starts.
 
-    Raises:
-        ConfigError: If roles in one pool need different device counts.
     """
     if config.runtime.kind == "inline":
         return [*_describe_inline_placement(config), *describe_weight_path(config)]
-    bundles = plan_bundles(collect_role_requests(config), config.runtime)
+    roles = collect_role_requests(config)
+    bundles = plan_bundles(roles, config.runtime)
     num_cpus, num_gpus = sum(b.cpus for b in bundles), sum(b.gpus for b in bundles)
     needed = f"the cluster needs {num_cpus:g} CPU and {num_gpus:g} GPU"
     return [
-        *Placement(bundles=bundles).describe().splitlines(),
+        *Placement(bundles=bundles, spans=_find_spans(roles)).describe().splitlines(),
         needed,
         *describe_weight_path(config),
     ]
@@ -284,7 +332,7 @@ def describe_weight_path(config: TrainerConfig) -> list[str]:
         path = "only the adapter, as a file in shared memory"
     elif sync.transport == "auto":
         path = (
-            "chosen when actor and servers are running: CUDA IPC on one GPU, NCCL to other GPUs, "
+            "chosen when actor and servers are running: CUDA IPC on shared GPUs, NCCL to others, "
             "shared memory on the CPUs of one host, otherwise gloo"
         )
     else:

@@ -139,15 +139,14 @@ def make_local_teacher_servers(name: str, config: TrainerConfig) -> list[Replica
 def _make_local_replicas(plans: Sequence[ServerPlan], *, devices: Sequence[str]) -> list[Replica]:
     """Create one server per plan, each with its entry of `devices` if there are any."""
     if devices:
-        plans = [
-            replace(plan, spec=_assign_devices(plan.spec, names))
-            for plan, names in zip(plans, devices, strict=True)
-        ]
+        plans = [assign_devices(plan, names) for plan, names in zip(plans, devices, strict=True)]
     return [plan.create_process() for plan in plans]
 
 
-def _assign_devices(spec: ServerSpec, names: str) -> ServerSpec:
-    return replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": names})
+def assign_devices(plan: ServerPlan, names: str) -> ServerPlan:
+    """Return the plan of a server that uses the named GPUs, as in CUDA_VISIBLE_DEVICES."""
+    environment = {**plan.spec.environment, "CUDA_VISIBLE_DEVICES": names}
+    return replace(plan, spec=replace(plan.spec, environment=environment))
 
 
 def _make_plan(config: TrainerConfig, spec: ServerSpec, *, name: str, log: str) -> ServerPlan:

@@ -133,7 +133,12 @@ class TrainingWorker:
     @property
     def is_first(self) -> bool:
         """True on rank 0 of the role."""
-        return self._engine.topology.global_rank == 0
+        return self.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """Rank in the role's process group."""
+        return self._engine.topology.global_rank
 
     @cached_property
     def transport_state(self) -> dict[str, object]:

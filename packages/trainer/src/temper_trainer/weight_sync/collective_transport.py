@@ -1,17 +1,20 @@
 """A transport that sends weights directly into the memory of the servers' workers.
 
-Rank 0 of the actor broadcasts buckets with NCCL or gloo, or lets workers on the same GPU map its
-buffer through CUDA IPC. No copy of the weights remains outside actor and servers.
+Rank 0 of the actor broadcasts buckets with NCCL or gloo. Or each rank lets the workers on its own
+GPU map its buffer through CUDA IPC, so a server may share the GPUs of several ranks. No copy of the
+weights remains outside actor and servers.
 """
 
 import logging
 import os
 import secrets
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -55,10 +58,11 @@ logger = logging.getLogger(__name__)
 
 
 class CollectiveTransport:
-    """A channel between the actor's rank 0 and every worker on every server.
+    """Channels between ranks of the actor and every worker of every server.
 
-    A channel cannot lose or get members. So when a server has died, joined or left, a new channel
-    is opened before the next publish, and a publish during which one dies is repeated.
+    There is one channel, from rank 0, or one from each rank to the workers on its GPU. A channel
+    cannot lose or get members. So when a server has died, joined or left, new channels are opened
+    before the next publish, and a publish during which one dies is repeated.
 
     A restarted server gets the actor's weights again at once if no update has changed them since
     and nothing else may call the actor at the same time (`loop=sync`). Otherwise it gets the next
@@ -75,10 +79,11 @@ class CollectiveTransport:
         bucket_bytes: int,
         with_digest: bool,
         can_resend: bool,
+        senders: Sequence[DeviceLocation] | None = None,
         max_changed_fraction: float | None = None,
         bind_address: str = LOOPBACK,
     ) -> None:
-        """Open the channel.
+        """Open the channels.
 
         Args:
             actor: Its model is built.
@@ -88,15 +93,18 @@ class CollectiveTransport:
             bucket_bytes: Largest bucket; a larger tensor travels in its own bucket.
             with_digest: Compare checksums.
             can_resend: True if the actor may be called at any time while servers sample.
+            senders: Location of each rank of the actor, if each sends to the workers on its own
+                GPU. None: rank 0 sends to all.
             max_changed_fraction: Send deltas to servers that have the last weights; see
                 `compute_delta`. None always sends all weights.
-            bind_address: Where rank 0 listens, unless its process group already has an address.
+            bind_address: Where the sender listens, unless its process group already has an address.
         """
         self._bind_address = bind_address
         self._actor = actor
         self._sampler = sampler
         self._backend: Backend = backend
         self._workers_per_replica = workers_per_replica
+        self._senders = senders
         self._bucket_bytes = bucket_bytes
         self._with_digest = with_digest
         self._can_resend = can_resend
@@ -108,9 +116,9 @@ class CollectiveTransport:
         self._cached_version: int | None = None
         """Version that rank 0 has cached; None before the first publish and after a failed one."""
         self._num_changes = -1
-        """Number of changes of the sampler's servers when the channel was opened."""
-        self._spec: ChannelSpec | None = None
-        """Spec of the open channel; None if there is none."""
+        """Number of changes of the sampler's servers when the channels were opened."""
+        self._specs: Mapping[int, ChannelSpec] = {}
+        """Spec of each open channel, by the rank of the actor that sends."""
         with sampler.hold_members():
             self._open_current()
 
@@ -136,7 +144,7 @@ class CollectiveTransport:
                 self._num_changes = -1  # a channel is of no use after an error
 
     def _send_once(self, version: int) -> SentWeights:
-        """Send to the members of the channel; the result names a problem if one was lost."""
+        """Send to the members of the channels; the result names a problem if one was lost."""
         # None until all servers have loaded the weights: after a failed publish it is unknown which
         # weights they have, and no delta would fit.
         base_version, self._cached_version = self._find_base_version(), None
@@ -149,7 +157,7 @@ class CollectiveTransport:
 
         def send() -> str:
             results.append(
-                self._broadcast(self._require_spec(), version)
+                self._broadcast(self._specs, version)
                 if base_version is None
                 else self._broadcast_delta(base_version, version)
             )
@@ -162,22 +170,17 @@ class CollectiveTransport:
         return replace(results[0], problem=problem)
 
     def _open_current(self) -> None:
-        """Open a channel to the servers that receive weights now, unless it is open."""
+        """Open channels to the servers that receive weights now, unless they are open."""
         if self._num_changes == self._sampler.num_changes:
             return
-        if self._spec is not None:
-            self._close_channel(self._spec)
-        self._spec = self._open(self._sampler.replicas)
+        self._close_channels(self._specs)
+        self._specs = {}
+        self._specs = self._open(self._sampler.replicas)
         self._num_changes = self._sampler.num_changes
 
-    def _require_spec(self) -> ChannelSpec:
-        assert self._spec is not None
-        return self._spec
-
     def close(self) -> None:
-        """Close the channel and free the cached weights."""
-        if self._spec is not None:
-            self._close_channel(self._spec)
+        """Close the channels and free the cached weights."""
+        self._close_channels(self._specs)
         if self._max_changed_fraction is not None:
             self._actor.run_on_all(drop_cached_weights, self._key)
 
@@ -198,29 +201,63 @@ class CollectiveTransport:
                 return None
         return version
 
-    def _open(self, replicas: Sequence[Replica]) -> ChannelSpec:
-        """Open a channel to these servers; each closes its previous channel."""
-        address, port, token = self._actor.run_on_all(open_store, self._bind_address)[0]
-        spec = ChannelSpec(
-            backend=self._backend,
-            address=address,
-            port=port,
-            size=1 + len(replicas) * self._workers_per_replica,
-            # The largest bucket may be above bucket_bytes: a large tensor has its own bucket.
-            buffer_bytes=max(bucket.num_bytes for bucket in self._layout),
-            with_digest=self._with_digest,
-            token=token,
-        )
+    def _open(self, replicas: Sequence[Replica]) -> dict[int, ChannelSpec]:
+        """Open channels to these servers; each of them closes its previous ones.
+
+        Returns:
+            The spec of each channel, by the rank of the actor that sends.
+
+        Raises:
+            ReplicaError: If a server did not join.
+        """
+        senders = self._choose_senders(replicas)
+        sizes = Counter(rank for ranks in senders for rank in ranks)
+        stores = self._actor.run_on_all(open_store, self._bind_address, tuple(sizes))
+        specs = {
+            rank: ChannelSpec(
+                backend=self._backend,
+                address=stores[rank][0],
+                port=stores[rank][1],
+                token=stores[rank][2],
+                size=1 + num_workers,
+                # The largest bucket may be above bucket_bytes: a large tensor has its own bucket.
+                buffer_bytes=max(bucket.num_bytes for bucket in self._layout),
+                with_digest=self._with_digest,
+            )
+            for rank, num_workers in sizes.items()
+        }
+        joined: Counter[int] = Counter()
         joins = []
-        for number, replica in enumerate(replicas):
-            first_rank = 1 + number * self._workers_per_replica
-            joins.append(replica.call("join_channel", replace(spec, first_rank=first_rank)))
+        for replica, ranks in zip(replicas, senders, strict=True):
+            members = []
+            for rank in ranks:
+                joined[rank] += 1
+                members.append(replace(specs[rank], rank=joined[rank]))
+            joins.append(replica.call("join_channels", members))
         # Join before waiting for the servers, because each member returns only when all have
         # joined.
-        self._actor.run_on_all(open_sender_channel, spec)
-        for join in joins:
-            join.result()
-        return spec
+        problems = self._actor.run_on_all(open_sender_channel, specs)
+        try:
+            for join in joins:
+                join.result()
+            if any(problems):
+                raise ReplicaError("; ".join(filter(None, problems)))
+        except BaseException:
+            self._close_channels(specs)
+            raise
+        return specs
+
+    def _choose_senders(self, replicas: Sequence[Replica]) -> list[list[int]]:
+        """Return for each server the rank of the actor that sends to each of its workers."""
+        if self._senders is None:
+            return [[0] * self._workers_per_replica for _ in replicas]
+        # Asked every time: servers may have been restarted or have joined on other GPUs.
+        answers = [replica.call("device_locations") for replica in replicas]
+        workers = [cast("list[tuple[str, str | None]]", answer.result()) for answer in answers]
+        return assign_senders(
+            [[DeviceLocation(host=host, gpu=gpu) for host, gpu in each] for each in workers],
+            senders=self._senders,
+        )
 
     def _resend(self, replica: Replica) -> "Future[object]":
         """Send the last weights to one restarted server over a separate channel.
@@ -237,10 +274,10 @@ class CollectiveTransport:
                 f"{version}: resume the run from its last checkpoint."
             )
         self._num_changes = -1  # the server has left the channel of all
-        spec = self._open([replica])
+        specs = self._open([replica])
         received = self._start_receiving(replica, version)
-        sent = self._broadcast(spec, version)
-        self._close_channel(spec)
+        sent = self._broadcast(specs, version)
+        self._close_channels(specs)
         if sent.problem:
             raise ReplicaError(f"{replica.name} did not get the weights: {sent.problem}")
         return received
@@ -250,25 +287,61 @@ class CollectiveTransport:
             return replica.call("receive_weights", self._layout, version)
         return replica.call("receive_weights", self._layout, version, True)
 
-    def _broadcast(self, spec: ChannelSpec, version: int) -> SentWeights:
+    def _broadcast(self, specs: Mapping[int, ChannelSpec], version: int) -> SentWeights:
         key = None if self._max_changed_fraction is None else self._key
-        return self._actor.run_on_all(
-            send_weights, spec, self._layout, self._bucket_bytes, key, version
-        )[0]
+        return _merge_sent(
+            self._actor.run_on_all(
+                send_weights, specs, self._layout, self._bucket_bytes, key, version
+            )
+        )
 
     def _broadcast_delta(self, base_version: int, version: int) -> SentWeights:
-        return self._actor.run_on_all(
-            send_delta,
-            self._require_spec(),
-            self._bucket_bytes,
-            self._key,
-            base_version,
-            version,
-            self._max_changed_fraction,
-        )[0]
+        return _merge_sent(
+            self._actor.run_on_all(
+                send_delta,
+                self._specs,
+                self._bucket_bytes,
+                self._key,
+                base_version,
+                version,
+                self._max_changed_fraction,
+            )
+        )
 
-    def _close_channel(self, spec: ChannelSpec) -> None:
-        self._actor.run_on_all(close_sender_channel, spec)
+    def _close_channels(self, specs: Mapping[int, ChannelSpec]) -> None:
+        if specs:
+            self._actor.run_on_all(close_sender_channel, specs)
+
+
+def assign_senders(
+    workers: Sequence[Sequence[DeviceLocation]], *, senders: Sequence[DeviceLocation]
+) -> list[list[int]]:
+    """Return for each worker of each server the first rank of the actor on the same GPU.
+
+    Example:
+        >>> gpus = [DeviceLocation(host="a", gpu=f"GPU-{i}") for i in range(4)]
+        >>> assign_senders([[gpus[2], gpus[3]], [gpus[0], gpus[1]]], senders=gpus)
+        [[2, 3], [0, 1]]
+
+    Raises:
+        ReplicaError: If a worker is on a GPU without a rank of the actor.
+    """
+    # Reversed, so that the first of several ranks on a GPU stays in the dictionary.
+    ranks = {sender: rank for rank, sender in reversed(list(enumerate(senders)))}
+    if absent := [each for server in workers for each in server if each not in ranks]:
+        raise ReplicaError(
+            f"a server is on GPU {absent[0].gpu} of host {absent[0].host}, which no rank of the "
+            "actor uses, so weights cannot get there by cuda_ipc: set weight_sync.transport=auto, "
+            "or give rollout.pool the pool of the actor."
+        )
+    return [[ranks[worker] for worker in server] for server in workers]
+
+
+def _merge_sent(sent: Sequence[SentWeights]) -> SentWeights:
+    """Return the result of the ranks that send the same weights, and the first problem."""
+    # Ranks without a channel have sent nothing.
+    most = max(sent, key=lambda each: each.num_bytes)
+    return replace(most, problem=next((each.problem for each in sent if each.problem), ""))
 
 
 # The functions below run on every rank of the actor.
@@ -281,16 +354,22 @@ def locate_sender(worker: WeightExporter, may_use_gpu: bool) -> DeviceLocation:
     return locate_device(torch.device("cpu"))
 
 
-def open_store(worker: WeightSender, bind_address: str) -> tuple[str, int, str]:
-    """Start the store of a weight channel on rank 0; return its address, port and new token.
+def open_store(
+    worker: WeightSender, bind_address: str, ranks: Sequence[int] = (0,)
+) -> tuple[str, int, str]:
+    """Start the store of a weight channel on some ranks; return address, port and new token.
 
     Other ranks return port 0 and an empty token.
     """
-    # With Ray, MASTER_ADDR is an address of rank 0 that other nodes can reach, so servers use it
-    # too. Without Ray everything is on this host.
-    address = os.environ["MASTER_ADDR"] if TOKEN_VARIABLE in os.environ else bind_address
-    if not worker.is_first:
-        return address, 0, ""
+    if worker.rank not in ranks:
+        return "", 0, ""
+    if tuple(ranks) == (0,):
+        # With Ray, MASTER_ADDR is an address of rank 0 that other nodes can reach, so servers use
+        # it too. Without Ray everything is on this host.
+        address = os.environ["MASTER_ADDR"] if TOKEN_VARIABLE in os.environ else bind_address
+    else:
+        # Each rank sends only to workers on its own GPU, which are on its host.
+        address = LOOPBACK
     # StoreServer binds its port immediately, so that no other process can take it.
     # Not the run's token: a server that others have started would learn the secret of the ranks and
     # of the gateway, and so would whoever reads its connection, which is not encrypted.
@@ -312,30 +391,40 @@ def plan_buckets(worker: WeightExporter, bucket_bytes: int) -> list[PackedBucket
     ]
 
 
-def open_sender_channel(worker: WeightSender, spec: ChannelSpec) -> None:
-    """Open rank 0's end of a channel."""
-    if not worker.is_first:
-        return
+def open_sender_channel(worker: WeightSender, specs: Mapping[int, ChannelSpec]) -> str:
+    """Open this rank's end of its channel, if it has one.
+
+    Returns:
+        The reason if a receiver did not join, and otherwise an empty text.
+    """
+    spec = specs.get(worker.rank)
+    if spec is None:
+        return ""
     is_on_cpu = spec.backend == "gloo"
     device = torch.device("cpu" if is_on_cpu else f"cuda:{torch.cuda.current_device()}")
     state, address = get_sender_state(worker), f"{spec.address}:{spec.port}"
     server = state.stores.pop(address)
-    state.channels[address] = WeightChannel(spec, rank=0, device=device, server=server)
+    try:
+        state.channels[address] = WeightChannel(spec, device=device, server=server)
+    except ChannelError as error:
+        server.close()
+        return str(error)
+    return ""
 
 
 def send_weights(
     worker: WeightSender,
-    spec: ChannelSpec,
+    specs: Mapping[int, ChannelSpec],
     layout: Sequence[PackedBucket],
     bucket_bytes: int,
     key: str | None = None,
     version: int = 0,
 ) -> SentWeights:
-    """Send all buckets from rank 0.
+    """Send all buckets from the ranks that have a channel.
 
     Args:
         worker: A worker of the actor.
-        spec: Spec of an open channel.
+        specs: Spec of each open channel, by the rank that sends.
         layout: Layout of each bucket, from `plan_buckets`.
         bucket_bytes: The same as for the layout.
         key: Cache the weights under this key, so that a delta can follow; None caches nothing.
@@ -344,7 +433,8 @@ def send_weights(
     Raises:
         WeightError: If the weights have another layout.
     """
-    if not worker.is_first:
+    spec = specs.get(worker.rank)
+    if spec is None:
         participate_in_export(worker)
         return SentWeights(num_bytes=0, fraction=1.0)
     channel = get_sender_state(worker).channels[f"{spec.address}:{spec.port}"]
@@ -374,19 +464,21 @@ def send_weights(
 
 def send_delta(
     worker: WeightSender,
-    spec: ChannelSpec,
+    specs: Mapping[int, ChannelSpec],
     bucket_bytes: int,
     key: str,
     base_version: int,
     version: int,
     max_changed_fraction: float,
 ) -> SentWeights:
-    """Send the delta of all buckets from rank 0.
+    """Send the delta of all buckets from the ranks that have a channel.
 
     Raises:
-        WeightError: If rank 0 has not cached `base_version`, or the weights have another layout.
+        WeightError: If such a rank has not cached `base_version`, or the weights have another
+            layout.
     """
-    if not worker.is_first:
+    spec = specs.get(worker.rank)
+    if spec is None:
         participate_in_export(worker)
         return SentWeights(num_bytes=0, fraction=0.0)
     channel = get_sender_state(worker).channels[f"{spec.address}:{spec.port}"]
@@ -426,14 +518,20 @@ def _close_on_error(
     except ChannelError as error:
         problems.append(str(error))
         # Members that wait for the rest would not notice that no more is sent.
-        close_sender_channel(worker, spec)
+        _close_channel(worker, spec)
         # Other ranks take part in gathering the remaining tensors; they would wait forever.
         for _ in stream:
             pass
 
 
-def close_sender_channel(worker: WeightSender, spec: ChannelSpec) -> None:
-    """Close rank 0's end of a channel; does nothing if it is closed."""
+def close_sender_channel(worker: WeightSender, specs: Mapping[int, ChannelSpec]) -> None:
+    """Close this rank's end of its channel; does nothing if it has none or it is closed."""
+    spec = specs.get(worker.rank)
+    if spec is not None:
+        _close_channel(worker, spec)
+
+
+def _close_channel(worker: WeightSender, spec: ChannelSpec) -> None:
     channel = get_sender_state(worker).channels.pop(f"{spec.address}:{spec.port}", None)
     if channel is not None:
         channel.close()

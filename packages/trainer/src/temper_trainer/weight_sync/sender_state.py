@@ -1,6 +1,6 @@
-"""State that rank 0 of the actor keeps between two publishes.
+"""State that the sending ranks of the actor keep between two publishes.
 
-A delta is the difference to the weights that were sent last, so rank 0 keeps a CPU copy of them.
+A delta is the difference to the weights that were sent last, so a sender keeps a CPU copy of them.
 The functions here run inside training workers, and their state stays on the worker. The transport
 that calls them is in the driver. It can only send functions and plain arguments to a worker, so it
 cannot hold the state itself.
@@ -53,6 +53,11 @@ class SenderState:
 
 class WeightSender(WeightExporter, Protocol):
     """A training worker that keeps state for transports."""
+
+    @property
+    def rank(self) -> int:
+        """Rank in the actor's process group."""
+        ...
 
     @property
     def transport_state(self) -> dict[str, object]:

@@ -58,7 +58,7 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
     # where they were placed.
     if transport == "auto":
         choice = choose_transport(
-            _locate_sender(actor, may_use_gpu=may_use_gpu), _locate_receivers(sampler)
+            _locate_senders(actor, may_use_gpu=may_use_gpu), _locate_receivers(sampler)
         )
         logger.info(
             "placement: weights get to the servers by %s, because %s",
@@ -79,7 +79,8 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
         return SharedMemoryTransport(
             actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum
         )
-    is_on_gpu = _locate_sender(actor, may_use_gpu=may_use_gpu).gpu is not None
+    senders = _locate_senders(actor, may_use_gpu=may_use_gpu)
+    is_on_gpu = senders[0].gpu is not None
     backend: Backend = "cuda_ipc" if transport == "cuda_ipc" else "nccl" if is_on_gpu else "gloo"
     return CollectiveTransport(
         actor=actor,
@@ -91,13 +92,14 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
         # A restarted server gets the weights again from the actor. In the other loops, the actor
         # may be training at that moment, since a thread samples meanwhile.
         can_resend=config.loop == "sync",
+        senders=senders if transport == "cuda_ipc" else None,
         max_changed_fraction=max_changed_fraction,
         bind_address=config.runtime.bind_address,
     )
 
 
 def choose_transport(
-    sender: DeviceLocation, receivers: Sequence[DeviceLocation]
+    senders: Sequence[DeviceLocation], receivers: Sequence[DeviceLocation]
 ) -> TransportChoice:
     """Choose the fastest transport that reaches all receivers.
 
@@ -105,19 +107,20 @@ def choose_transport(
     host, and a restarted server finds the last weights there.
 
     Args:
-        sender: Location of the actor's rank 0.
-        receivers: Location of every worker on every server.
+        senders: Location of each rank of the actor.
+        receivers: Location of every worker of every server.
 
     Raises:
-        ConfigError: If no transport reaches all: some are on the actor's GPU and others on
+        ConfigError: If no transport reaches all of them: some are on the actor's GPUs and others on
             another host, or a CPU and a GPU are on different hosts.
     """
+    sender = senders[0]
     is_one_host = all(receiver.host == sender.host for receiver in receivers)
     gpus = [receiver.gpu for receiver in receivers]
     all_on_gpus = sender.gpu is not None and None not in gpus
-    if all_on_gpus and all(gpu == sender.gpu for gpu in gpus):
+    if all_on_gpus and set(receivers) <= set(senders):
         return TransportChoice(
-            transport="cuda_ipc", reason="the servers are on the GPU of the actor's rank 0"
+            transport="cuda_ipc", reason="the servers are on the GPUs of the actor's ranks"
         )
     # NCCL refuses two ranks on one GPU.
     if all_on_gpus and sender.gpu not in gpus and len(set(gpus)) == len(gpus):
@@ -146,7 +149,7 @@ def _explain_no_gpu_transport(sender: DeviceLocation, gpus: Sequence[str | None]
     if sender.gpu is None or None in gpus:
         return "only one side has a GPU"
     if sender.gpu in gpus:
-        return "some servers share the GPU of the actor's rank 0 and some do not"
+        return "some workers of servers are on GPUs of the actor and some are not"
     return "several workers of servers share a GPU"
 
 
@@ -180,8 +183,8 @@ def _build_transformers_transport(
     )
 
 
-def _locate_sender(actor: RankGroup, *, may_use_gpu: bool) -> DeviceLocation:
-    return actor.run_on_all(locate_sender, may_use_gpu)[0]
+def _locate_senders(actor: RankGroup, *, may_use_gpu: bool) -> list[DeviceLocation]:
+    return actor.run_on_all(locate_sender, may_use_gpu)
 
 
 def _locate_receivers(sampler: VllmSampler) -> list[DeviceLocation]:

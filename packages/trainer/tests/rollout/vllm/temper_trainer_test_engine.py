@@ -100,10 +100,11 @@ class TransformersEngine:
             [(bucket, open_weight_file(bucket)) for bucket in buckets], version=version
         )
 
-    def join_channel(self, channel: ChannelSpec) -> None:
+    def join_channels(self, channels: Sequence[ChannelSpec]) -> None:
         """Join a channel, and leave an earlier one."""
         self._leave()
-        self._channel = join_channel(channel.to_dict(), worker_rank=0, device=torch.device("cpu"))
+        (channel,) = channels
+        self._channel = join_channel(channel.to_dict(), device=torch.device("cpu"))
 
     def receive_weights(
         self, buckets: Sequence[PackedBucket], version: int, keep_copy: bool = False

@@ -29,7 +29,7 @@ ROWS = make_prompts(6, seed=4, longest=40)
 class Actor:
     """One rank, in this process, with the reference model's weights."""
 
-    is_first, num_updates = True, 0
+    is_first, rank, num_updates = True, 0, 0
 
     def __init__(self, served: Served) -> None:
         self.transport_state: dict[str, object] = {}

@@ -37,8 +37,13 @@ class EngineMethods(Protocol):
         """Return a teacher's log-probs; see `VllmEngine.score_prompts`."""
         ...
 
-    def join_channel(self, channel: ChannelSpec) -> None:
-        """Let every worker join the trainer's channel."""
+    def join_channels(self, channels: Sequence[ChannelSpec]) -> None:
+        """Let every worker join a channel of the trainer, and leave an earlier one.
+
+        Args:
+            channels: A spec for each worker. Workers on the GPUs of several ranks of the actor get
+                channels of different ranks.
+        """
         ...
 
     def load_files(self, buckets: Sequence[PackedBucket], version: int) -> int:

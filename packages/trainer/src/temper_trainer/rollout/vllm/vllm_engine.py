@@ -214,9 +214,10 @@ class VllmEngine:
             )
         return results
 
-    def join_channel(self, channel: ChannelSpec) -> None:
-        """Let every worker join the trainer's channel."""
-        self._llm.init_weight_transfer_engine({"init_info": {"channel": channel.to_dict()}})
+    def join_channels(self, channels: Sequence[ChannelSpec]) -> None:
+        """Let every worker join its channel of the trainer; see `EngineMethods`."""
+        specs = [channel.to_dict() for channel in channels]
+        self._llm.init_weight_transfer_engine({"init_info": {"channels": specs}})
 
     def start_update(self) -> None:
         """Prepare the workers for a weight update, before its first bucket."""
@@ -342,7 +343,7 @@ class VllmEngine:
 
     @contextmanager
     def _leave_channel_on_error(self) -> Iterator[None]:
-        """Leave the trainer's channel after an error in the body.
+        """Leave the trainer's channels after an error in the body.
 
         The sender and other servers may wait for this one, and would not notice that it failed.
         """

@@ -48,8 +48,8 @@ BACKEND_NAME = "temper"
 class InitInfo(WeightTransferInitInfo):
     """The way that weights will arrive."""
 
-    channel: dict[str, object] = field(default_factory=dict)
-    """Fields of a ChannelSpec; empty for shared memory."""
+    channels: list[dict[str, object]] = field(default_factory=list)
+    """Fields of a ChannelSpec for each worker; empty for shared memory."""
 
 
 @dataclass
@@ -90,9 +90,9 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Leave an earlier channel, and join the trainer's, if there is one."""
         self.shutdown()
-        if init_info.channel:
-            rank = self.parallel_config.rank
-            self._channel = join_channel(init_info.channel, worker_rank=rank, device=self.device)
+        if init_info.channels:
+            spec = init_info.channels[self.parallel_config.rank]
+            self._channel = join_channel(spec, device=self.device)
 
     @property
     def has_cached_weights(self) -> bool:

@@ -33,6 +33,21 @@ class ReplicaHandle(Protocol):
     call: RemoteMethod
 
 
+class HolderHandle(Protocol):
+    """Methods of a Ray handle to a DeviceHolder."""
+
+    list_gpus: RemoteMethod
+
+
+class DeviceHolder:
+    """Reserves a server's share of the GPUs of one bundle, which the server's own actor cannot."""
+
+    def list_gpus(self) -> list[str]:
+        """Return the reserved GPUs, as in CUDA_VISIBLE_DEVICES on this node."""
+        gpus: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return gpus
+
+
 class ReplicaActor:
     """Owns one server process; Ray reserves the server's resources for it."""
 
@@ -88,8 +103,8 @@ class RayReplica:
     def start(self) -> None:
         """End the old actor and server, if any, and start new ones."""
         self.close()
-        self._actor = self._make_actor()
         try:
+            self._actor = self._make_actor()
             # The server has its own timeout; Ray gets two minutes more to start the actor.
             started = ray.get(self._actor.start.remote(), timeout=self._start_timeout_s + 120)
             self.process_id, self.versions = cast("tuple[int, dict[str, str]]", started)

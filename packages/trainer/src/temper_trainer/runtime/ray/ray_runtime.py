@@ -33,6 +33,8 @@ from temper_trainer.runtime.placement import (
 from temper_trainer.runtime.ray.ray_guard import RayGuard
 from temper_trainer.runtime.ray.ray_replica import (
     MAX_CONCURRENT_CALLS,
+    DeviceHolder,
+    HolderHandle,
     RayReplica,
     ReplicaActor,
     ReplicaHandle,
@@ -45,6 +47,7 @@ from temper_trainer.runtime.ray.ray_worker_group import (
 )
 from temper_trainer.runtime.vllm_servers import (
     ServerPlan,
+    assign_devices,
     connect_sampler,
     plan_rollout_servers,
     plan_teacher_servers,
@@ -97,6 +100,8 @@ class RayRuntime:
         """
         self._engine_name, self._num_threads = engine_name, num_threads
         self._worker_timeout_s = runtime.worker_timeout_s
+        self._holders: dict[int, HolderHandle] = {}
+        """Reservations of servers with several bundles, by bundle."""
         self._owns_ray = connect_to_ray(runtime)
         resources = ray.cluster_resources()
         self.placement: Placement = plan_placement(
@@ -125,7 +130,10 @@ class RayRuntime:
         return RayWorkerGroup(
             role,
             actors=[
-                cast("RoleHandle", self._start(RoleActor, role=role, rank=rank))
+                cast(
+                    "RoleHandle",
+                    self._start(RoleActor, bundle=self.placement.find_bundle(role, rank)),
+                )
                 for rank in range(num_workers)
             ],
             engine_name=self._engine_name,
@@ -145,14 +153,19 @@ class RayRuntime:
         # With loop=async an interrupt must get through while the actor samples.
         max_concurrency = 2 if config.loop == "async" else 1
         actor = self._start(
-            SamplerActor, *arguments, role="rollout", rank=0, max_concurrency=max_concurrency
+            SamplerActor,
+            *arguments,
+            bundle=self.placement.find_bundle("rollout", 0),
+            max_concurrency=max_concurrency,
         )
         return RaySampler(cast("SamplerHandle", actor), timeout_s=self._worker_timeout_s)
 
     def make_teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
         """Create the servers of a teacher; see Runtime."""
         return [
-            self._replica(plan, role=format_teacher_role(name, i), rank=0)
+            self._replica(
+                plan, bundles=(self.placement.find_bundle(format_teacher_role(name, i), 0),)
+            )
             for i, plan in enumerate(plan_teacher_servers(name, config))
         ]
 
@@ -160,16 +173,17 @@ class RayRuntime:
         self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase
     ) -> VllmSampler:
         spec = build_server_spec(config, tokenizer=tokenizer)
+        plans = plan_rollout_servers(config, spec=spec)
+        groups = self.placement.group_bundles("rollout", self._nodes())
         replicas = [
             self._replica(
                 plan,
-                role="rollout",
-                rank=i,
+                bundles=bundles,
                 # Each open request is a call: twice the places of a server, by up to 1.5 times
                 # unevenly balanced, and interrupts.
                 max_concurrency=MAX_CONCURRENT_CALLS + 3 * config.rollout.max_concurrent,
             )
-            for i, plan in enumerate(plan_rollout_servers(config, spec=spec))
+            for plan, bundles in zip(plans, groups, strict=True)
         ]
         return VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
 
@@ -177,19 +191,41 @@ class RayRuntime:
         self,
         plan: ServerPlan,
         *,
-        role: str,
-        rank: int,
+        bundles: tuple[int, ...],
         max_concurrency: int = MAX_CONCURRENT_CALLS,
     ) -> Replica:
+        """Create a server that uses the devices of one or more bundles, not started yet."""
+        has_shared_gpus = len(bundles) > 1 and self.placement.bundles[bundles[0]].gpus > 0
+
         def make_actor() -> ReplicaHandle:
-            return cast(
-                "ReplicaHandle",
-                self._start(
-                    ReplicaActor, plan, role=role, rank=rank, max_concurrency=max_concurrency
-                ),
+            used = assign_devices(plan, self._reserve_gpus(bundles)) if has_shared_gpus else plan
+            actor = self._start(
+                ReplicaActor,
+                used,
+                bundle=bundles[0],
+                max_concurrency=max_concurrency,
+                reserves_gpus=not has_shared_gpus,
             )
+            return cast("ReplicaHandle", actor)
 
         return RayReplica(make_actor, name=plan.name, start_timeout_s=plan.start_timeout_s)
+
+    def _reserve_gpus(self, bundles: tuple[int, ...]) -> str:
+        """Reserve a server's share of the GPUs of several bundles.
+
+        Ray gives an actor resources of one bundle only. So each bundle gets an actor that reserves
+        the share and knows the GPU.
+
+        Returns:
+            The GPUs in the order of the bundles, for CUDA_VISIBLE_DEVICES.
+        """
+        for bundle in bundles:
+            if bundle not in self._holders:
+                holder = self._start(DeviceHolder, bundle=bundle, reserves_cpus=False)
+                self._holders[bundle] = cast("HolderHandle", holder)
+        answers = [self._holders[bundle].list_gpus.remote() for bundle in bundles]
+        gpus = cast("list[list[str]]", ray.get(answers, timeout=self._worker_timeout_s))
+        return ",".join(gpu for each in gpus for gpu in each)
 
     def close(self) -> None:
         """Free the resources, and stop Ray if this run started it."""
@@ -212,19 +248,19 @@ class RayRuntime:
         self,
         actor_class: type[object],
         *arguments: object,
-        role: str,
-        rank: int,
+        bundle: int,
         max_concurrency: int = 1,
+        reserves_cpus: bool = True,
+        reserves_gpus: bool = True,
     ) -> object:
-        """Start an actor in the bundle of its role and rank."""
-        cpus, gpus = self.placement.get_worker_resources(role, rank)
+        """Start an actor in a bundle, with the share of one of the bundle's roles."""
+        cpus, gpus = self.placement.bundles[bundle].worker_resources
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self._group,
-            placement_group_bundle_index=self.placement.find_bundle(role, rank),
+            placement_group=self._group, placement_group_bundle_index=bundle
         )
         remote = ray.remote(actor_class).options(
-            num_cpus=cpus,
-            num_gpus=gpus,
+            num_cpus=cpus if reserves_cpus else 0,
+            num_gpus=gpus if reserves_gpus else 0,
             scheduling_strategy=strategy,
             max_restarts=0,  # a restarted worker would have lost its state
             max_concurrency=max_concurrency,
