@@ -60,6 +60,7 @@ class Scorer:
         self._config = config
         self._model = model
         self._names = find_rewards(config, ["", *selected])
+        self._description = self._describe()
         check_rewards(config, ["", *selected])
         self._parts: dict[str, PartScoring | ModelScoring] = {}
         self._judges: dict[str, JudgeScoring] = {}
@@ -119,7 +120,11 @@ class Scorer:
         """
         assert self._parts, "a Scorer can only score inside its `with` block"
         return ScoringRound(
-            self._config, prompts=prompts, parts=self._parts, name=self._name, priority=priority
+            self._config,
+            prompts=prompts,
+            parts=self._parts,
+            name=self._description,
+            priority=priority,
         )
 
     def measure(self, items: Sequence[ScoredItem]) -> dict[str, float]:
@@ -168,8 +173,8 @@ class Scorer:
             }
         return [scored[i].score for i in range(len(items))]
 
-    @property
-    def _name(self) -> str:
+    def _describe(self) -> str:
+        """Return what messages call the rewards."""
         parts = self._config.components
         if self._names != find_rewards(self._config, [""]):
             return f"the rewards {', '.join(self._names)}"
