@@ -2,7 +2,7 @@
 
 import pytest
 
-from temper_trainer.metrics.rollout_trace import MAX_BINS, OccupancyGauge
+from temper_trainer.metrics.timeline import MAX_BINS, OccupancyGauge
 
 
 class Clock:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from temper_trainer.metrics.rollout_trace import ServerOccupancy, Span
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.metrics.timeline import (
     MAX_ROLLOUTS,
     NUM_STEPS,
+    ServerOccupancy,
+    Span,
     StepTimeline,
     TimedRollout,
     measure_phases,

@@ -14,7 +14,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
-from temper_trainer.metrics.rollout_trace import OccupancyGauge, RolloutTrace
+from temper_trainer.metrics.timeline import OccupancyGauge, RolloutTrace
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler, StreamingSampler
 from temper_trainer.types import Completion, FinishReason, SamplingRequest

@@ -24,13 +24,15 @@ from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.progress import advance_progress
 from temper_trainer.rollout.expert_recorder import ExpertRecorder
-from temper_trainer.rollout.full_pass import (
+from temper_trainer.rollout.hf_model import (
+    WeightTargets,
+    build_model,
     check_layers,
     compute_last_logits,
     compute_logits,
+    find_end_token_ids,
     split_passes,
 )
-from temper_trainer.rollout.hf_model import WeightTargets, build_model, find_end_token_ids
 from temper_trainer.rollout.kv_cache import DecodeAttention, PrefillAttention, SlotKVCache
 from temper_trainer.rollout.token_sampling import TokenSamplingOptions, sample_tokens
 from temper_trainer.rollout.weight_delta import DeltaBucket, StaleBaseError

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from temper_trainer.environment.protocol import AgentOutcome, RolloutLimitError
 from temper_trainer.loops.rollouts.multi_turn import Conversation, RolloutLimits
 from temper_trainer.loops.run.seeds import derive_seed
-from temper_trainer.metrics.rollout_trace import RolloutTrace, Span
+from temper_trainer.metrics.timeline import RolloutTrace, Span
 from temper_trainer.types import Branch, Completion, SamplingRequest, Turn
 
 

@@ -12,7 +12,7 @@ from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.protocol import AgentEnvironment, Environment, Observation
 from temper_trainer.loops.run.seeds import derive_seed
-from temper_trainer.metrics.rollout_trace import RolloutTrace
+from temper_trainer.metrics.timeline import RolloutTrace
 from temper_trainer.types import Branch, Completion, FinishReason, SamplingRequest, Turn
 
 

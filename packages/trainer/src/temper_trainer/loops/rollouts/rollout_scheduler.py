@@ -38,7 +38,7 @@ from temper_trainer.loops.rollouts.multi_turn import (
     make_turn_request,
     measure_turns,
 )
-from temper_trainer.metrics.rollout_trace import OccupancyGauge, RolloutTrace, Span
+from temper_trainer.metrics.timeline import OccupancyGauge, RolloutTrace, Span
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.sampler import Sampler

@@ -7,8 +7,7 @@ import numpy as np
 
 from temper_trainer.loops.rollouts.sampled_groups import SampledGroup
 from temper_trainer.loops.rollouts.scored_rollouts import ScoredRollout
-from temper_trainer.metrics.rollout_trace import Span
-from temper_trainer.metrics.timeline import TimedRollout
+from temper_trainer.metrics.timeline import Span, TimedRollout
 from temper_trainer.types import Rollout
 
 
