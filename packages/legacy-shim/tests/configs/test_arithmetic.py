@@ -227,15 +227,16 @@ def test_recomputation_and_the_balance_of_experts_go_to_the_engine() -> None:
     ) == (4, 1)
 
 
-def test_a_server_that_splits_its_gpus_with_workers_has_one() -> None:
-    shared = translated(
-        "v0.7.0",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
-        "trainer.n_gpus_per_node=8",
-    )
-    assert "rollout.vllm.tensor_parallel_size=1" in shared.overrides
-    assert values(shared)["rollout.num_replicas"] == 8
-    assert "rollout-tp" in rules_found(shared, "hazard")
+def test_a_server_keeps_its_gpus_if_those_of_a_host_are_a_multiple() -> None:
+    size = "actor_rollout_ref.rollout.tensor_model_parallel_size=4"
+    shared = translated("v0.7.0", size, "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
+    assert "rollout.vllm.tensor_parallel_size=4" in shared.overrides
+    assert values(shared)["rollout.num_replicas"] == 4
+    assert "rollout-tp" not in rules_found(shared, "hazard")
+    uneven = translated("v0.7.0", size, "trainer.n_gpus_per_node=6", "trainer.nnodes=2")
+    assert "rollout.vllm.tensor_parallel_size=1" in uneven.overrides
+    assert values(uneven)["rollout.num_replicas"] == 12
+    assert "rollout-tp" in rules_found(uneven, "hazard")
     apart = translated(
         "v0.7.0",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=4",

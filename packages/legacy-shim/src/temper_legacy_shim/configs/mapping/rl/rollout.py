@@ -134,7 +134,8 @@ def _vllm(draft: Draft) -> None:
 def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
     """Return GPUs of one server over tensors, and over layers.
 
-    A server that shares GPUs with the trainer's workers gets a single GPU.
+    A server that shares GPUs with the trainer's workers divides only tensors, and gets a single GPU
+    if the GPUs of a host are no multiple of its own.
     """
     key = f"{BLOCK}.tensor_model_parallel_size"
     size, pipeline = (
@@ -144,7 +145,15 @@ def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
     # Separate sampler GPUs keep servers of any size.
     if size * pipeline == 1 or is_async(draft) or is_one_step_off(draft):
         return size, pipeline
-    draft.find("rollout-tp", key, size=size, detail=world or "as many", detail_2=size * pipeline)
+    per_host = (
+        draft.cluster.gpus_per_node
+        if draft.cluster is not None
+        else draft.integer("trainer.n_gpus_per_node")
+    )
+    total = size * pipeline
+    if world is None or per_host is None or per_host % total == 0:
+        return total, 1
+    draft.find("rollout-tp", key, size=size, detail=per_host, detail_2=total)
     return 1, 1
 
 
