@@ -1,6 +1,7 @@
 """Test that an incomplete set of weights is refused, and the checksum of tensors."""
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import NoReturn
 
@@ -109,6 +110,25 @@ def test_state_stream_that_is_read_to_its_end_reports_nothing() -> None:
         with stream if is_context else nullcontext():
             assert [state.name for state in stream] == ["a", "b"]
         assert (scope.ended_with, abandoned) == ([None], [])
+
+
+def test_state_stream_that_is_not_read_to_its_end_closes_its_source() -> None:
+    # The source keeps offloaded tensors on the device until it is closed.
+    ended = []
+
+    def iterate() -> Iterator[TrainingState]:
+        zero = torch.zeros(1)
+        try:
+            yield TrainingState(
+                name="a", master=zero, first_moment=zero, second_moment=zero, update_count=0
+            )
+        finally:
+            ended.append("source")
+
+    source = iterate()
+    with StateStream(source, scope=Scope()) as stream:
+        next(stream)
+    assert ended == ["source"]
 
 
 def test_exception_of_a_loop_reports_that_the_state_stream_was_abandoned() -> None:

@@ -1,7 +1,7 @@
 """Weights in transit: full tensors by Hugging Face name, and checks that a set is complete."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +161,7 @@ class StateStream:
         self._source = source
         self._scope = scope
         self._report_abandoned = report_abandoned
-        self._items: Iterator[TrainingState] | None = None
+        self._items: Generator[TrainingState] | None = None
         self._is_complete = False
 
     def __enter__(self) -> "StateStream":
@@ -177,12 +177,17 @@ class StateStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._is_complete:
-            self._scope.__exit__(None, None, None)
-            return
-        if error is None and self._report_abandoned is not None:
-            self._report_abandoned()
-        self._scope.__exit__(kind, error, trace)
+        assert self._items is not None, "the context was entered"
+        try:
+            # The source keeps tensors on the device until it is closed.
+            self._items.close()
+        finally:
+            if self._is_complete:
+                self._scope.__exit__(None, None, None)
+            else:
+                if error is None and self._report_abandoned is not None:
+                    self._report_abandoned()
+                self._scope.__exit__(kind, error, trace)
 
     def __iter__(self) -> Iterator[TrainingState]:
         if self._items is None:
@@ -192,7 +197,7 @@ class StateStream:
     def __next__(self) -> TrainingState:
         return next(iter(self))
 
-    def _read_in_context(self) -> Iterator[TrainingState]:
+    def _read_in_context(self) -> Generator[TrainingState]:
         yield from self._source
         self._is_complete = True
 
@@ -201,7 +206,7 @@ def _read_without_context(
     source: Iterator[TrainingState],
     scope: AbstractContextManager[object],
     report_abandoned: Callable[[], object] | None,
-) -> Iterator[TrainingState]:
+) -> Generator[TrainingState]:
     # No method of StateStream: only a loop would then refer to this generator, and close it at once
     # when its body raises.
     with scope:
