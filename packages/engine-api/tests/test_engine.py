@@ -265,6 +265,15 @@ def test_a_step_that_failed_is_not_repeated_with_the_same_gradients(
     engine.optimizer_zero_grad()
     with pytest.raises(EngineStateError, match="some of them may be updated and others not"):
         update(engine, batch)
+    assert_refuses_to_read_weights(engine, batch, match=r"optimizer_step\(\) raised")
+
+
+def assert_refuses_to_read_weights(engine: BaseEngine, batch: PackedBatch, *, match: str) -> None:
+    with pytest.raises(EngineStateError, match=match), engine.eval_mode():
+        engine.forward_backward_batch(batch, forward_only=True, outputs=[HeadOutput.LOGPROB])
+    for export in (engine.export_weights, engine.export_state):
+        with pytest.raises(EngineStateError, match=match):
+            export()
 
 
 def test_checkpoint_completes_an_interrupted_load(
@@ -279,6 +288,7 @@ def test_checkpoint_completes_an_interrupted_load(
         engine.load_weights(NamedWeight("table", table_of(engine) / (1 // 0)) for _ in range(2))
     with pytest.raises(EngineStateError, match=r"load_weights\(\) raised .* call load_weights"):
         update(engine, batch)
+    assert_refuses_to_read_weights(engine, batch, match=r"load_weights\(\) raised")
     with pytest.raises(CheckpointError, match=r"load_weights\(\) raised"):
         engine.save_checkpoint(str(tmp_path), global_step=1)
     engine.load_checkpoint(saved)

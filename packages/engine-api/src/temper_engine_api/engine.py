@@ -552,6 +552,7 @@ class BaseEngine(ABC):
             EngineStateError: If the engine has no adapter.
         """
         self._require_adapter()
+        self._check_can_export()
         with self._load("eval"):
             return self._export_adapter()
 
@@ -591,7 +592,11 @@ class BaseEngine(ABC):
 
         If the body raises on one rank before the stream ends, the other ranks, which wait for it to
         gather the rest, raise RankFailedError.
+
+        Raises:
+            EngineStateError: If a step or a load was interrupted, and nothing was loaded since.
         """
+        self._check_can_export()
         return WeightStream(
             self._iterate_unchanged(self._iterate_weights(), mode="eval", call="export_weights"),
             scope=self._report_failure("export_weights()"),
@@ -601,7 +606,7 @@ class BaseEngine(ABC):
         """Load full tensors by Hugging Face name. Collective; every rank passes the same stream.
 
         After another exception than WeightError some weights may be replaced and others not.
-        Training and saving then raise EngineStateError until a load succeeds.
+        Every call that uses the weights then raises EngineStateError until a load succeeds.
 
         Raises:
             WeightError: If a name is missing, unexpected or repeated, or a shape differs. No weight
@@ -621,8 +626,12 @@ class BaseEngine(ABC):
         Use it as `with engine.export_state() as stream`: if the body raises on one rank before the
         stream ends, the other ranks raise RankFailedError with its message. Without `with` they
         learn only that the stream was not read to its end.
+
+        Raises:
+            EngineStateError: If a step or a load was interrupted, and nothing was loaded since.
         """
         self.require(Capability.PORTABLE_STATE)
+        self._check_can_export()
         failures = self._rank_failures
         return StateStream(
             self._iterate_unchanged(self._iterate_state(), mode="update", call="export_state"),
@@ -1164,9 +1173,15 @@ class BaseEngine(ABC):
             raise EngineStateError(
                 f"a {'forward' if forward_only else 'backward'} pass needs `with engine.{context}`."
             )
+        self._update_cycle.check_parameters()
         if not forward_only:
             self._check_records_gradients()
             self._update_cycle.check_can_accumulate()
+
+    def _check_can_export(self) -> None:
+        # Ranks first: after a failure of one, each rank must raise the error that names it.
+        self._check_ranks()
+        self._update_cycle.check_parameters()
 
     def _check_records_gradients(self) -> None:
         if torch.is_inference_mode_enabled():
