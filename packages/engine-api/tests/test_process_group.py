@@ -2,8 +2,10 @@
 
 import os
 import pickle
+import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +123,18 @@ def test_a_pickle_from_another_rank_is_not_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Evil(tmp_path / "executed")))
     assert (tmp_path / "executed").exists(), "the pickle would have done it"
+
+
+def test_store_of_a_failed_start_is_not_kept_with_its_short_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for name, value in (("ADDR", "127.0.0.1"), ("PORT", str(port))):
+        monkeypatch.setenv(f"MASTER_{name}", value)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    rendezvous = process_group._Rendezvous()
+    rendezvous.next_store(timedelta(seconds=4))
+    store, _, _ = rendezvous.next_store(timedelta(seconds=60))
+    assert store.timeout == timedelta(seconds=60)

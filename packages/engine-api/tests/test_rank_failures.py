@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +20,7 @@ from torch.multiprocessing.spawn import spawn
 from temper_engine_api.errors import CollectiveTimeoutError, ConfigError, RankFailedError
 from temper_engine_api.process_group import join_default_group, report_failed_start
 from temper_engine_api.rank_connections import close_connections, own_connections
-from temper_engine_api.rank_failures import RankFailures, has_lost_connection
+from temper_engine_api.rank_failures import RankFailures, _watch, has_lost_connection
 from temper_engine_api.topology import Axis, Topology
 
 
@@ -42,13 +43,19 @@ def run_ranks(job: Callable[[int, str], None], folder: Path) -> None:
     spawn(job, args=(str(folder),), nprocs=2)
 
 
-def call(failures: RankFailures, *, fails: bool, num_collectives: int = 1) -> None:
+def call(
+    failures: RankFailures,
+    *,
+    fails: bool,
+    num_collectives: int = 1,
+    error: Exception | None = None,
+) -> None:
     with failures.report_failure("a training call"):
         failures.set_position(" at micro-batch 2 of 3")
-        for _ in range(num_collectives):
+        for _ in range(num_collectives if dist.is_initialized() else 0):
             dist.all_reduce(torch.zeros(1), async_op=fails)
         if fails:
-            raise ValueError("bad sample")
+            raise error or ValueError("bad sample")
 
 
 def raise_on_both(rank: int, folder: str) -> None:
@@ -230,6 +237,57 @@ def test_call_that_ends_after_a_declaration_raises() -> None:
     assert returned == ["norm"]
     with pytest.raises(RankFailedError, match="rank 1 raised"):
         first.check()
+
+
+def test_rank_that_arrives_after_the_declaration_learns_of_it() -> None:
+    store = dist.HashStore()
+    first = RankFailures(store, rank=0, world_size=2)
+    error = RuntimeError("Connection reset by peer")  # with it, the rank waits for 1 s only
+    first.handle(error, where="init_model()")
+    late = RankFailures(store, rank=1, world_size=2)
+    with pytest.raises(RankFailedError, match="rank 0 raised in init_model"):
+        late.wait_for_arrivals(timeout_s=5.0)
+
+
+def fail_in_one_of_two_engines(rank: int, folder: str) -> None:
+    first, second = join(rank, folder), RankFailures.join()
+    assert second is not None
+    with pytest.raises(ValueError if rank else RankFailedError, match="bad sample"):
+        call(first, fails=rank == 1, num_collectives=1 - rank)
+    with pytest.raises(RankFailedError, match="rank 1 raised"):
+        call(second, fails=False)
+    dist.destroy_process_group()
+
+
+def test_other_engine_of_the_same_group_learns_of_the_declaration(tmp_path: Path) -> None:
+    run_ranks(fail_in_one_of_two_engines, tmp_path)
+
+
+def test_exception_object_that_is_raised_again_is_reported_again() -> None:
+    store = dist.HashStore()
+    ranks = [RankFailures(store, rank=rank, world_size=2) for rank in range(2)]
+    error = ValueError("bad sample")
+    results = []
+    for failing in ((0, 1), (0,)):
+        with ThreadPoolExecutor(2) as pool:
+            results += [pool.submit(call, ranks[rank], fails=True, error=error) for rank in failing]
+    assert all(result.exception() is error for result in results)
+    with pytest.raises(RankFailedError, match=r"rank 0 raised .* bad sample"):
+        ranks[0].check()
+
+
+def test_watching_thread_leaves_the_group_when_the_store_is_lost() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    failures = RankFailures(client, rank=1, world_size=2, watches=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        del store
+        _watch(weakref.ref(failures))
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(RankFailedError, match="rank 1 lost the connection to the store"):
+        failures.check()
 
 
 def end_first_rank(*, error: BaseException) -> None:

@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store  # typ
 
 from temper_engine_api.errors import ConfigError, EngineStateError, MessageError
 from temper_engine_api.gather_codec import decode_value, encode_value
-from temper_engine_api.rank_failures import AGREEMENT_S, RankFailures
+from temper_engine_api.rank_failures import AGREEMENT_S, RankFailures, next_event
 from temper_engine_api.rendezvous import store_from_environment
 
 ObjectT = TypeVar("ObjectT")
@@ -50,6 +50,8 @@ class _Rendezvous:
         if address not in self._stores:
             self._stores[address] = store_from_environment(timeout)
         store, rank, world_size = self._stores[address]
+        # The first group may have had another timeout.
+        store.set_timeout(timeout)
         self._num_groups[address] += 1
         return PrefixStore(f"temper_engine/{self._num_groups[address]}", store), rank, world_size
 
@@ -81,6 +83,7 @@ def report_failed_start(*, timeout_s: float) -> Iterator[EngineStart]:
     Raises:
         RankFailedError: If another rank failed.
     """
+    begin = next_event()
     start = EngineStart(failures=RankFailures.join(), timeout_s=timeout_s)
     token = _STARTING.set(start)
     try:
@@ -94,7 +97,7 @@ def report_failed_start(*, timeout_s: float) -> Iterator[EngineStart]:
             except (dist.DistError, EngineStateError) as store_error:
                 error.add_note(f"The other ranks could not be told: {store_error}")
         if start.failures is not None:
-            start.failures.handle(error, where="init_model()")
+            start.failures.handle(error, where="init_model()", begin=begin)
             if not dist.is_initialized():
                 time.sleep(_NOTICE_S)
         raise

@@ -28,6 +28,7 @@ number does not show which are under way, and a stage that waits for one can lea
 the connection. With stages a group therefore survives only if no rank raised during its passes.
 """
 
+import itertools
 import json
 import threading
 import time
@@ -35,11 +36,11 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from temper_engine_api.errors import CollectiveTimeoutError, EngineStateError, RankFailedError
 from temper_engine_api.rank_connections import (
@@ -62,8 +63,10 @@ _PREFIX = "temper_engine_api/failure"
 _POLL_S = 0.02
 _CAUSE_WAIT_S = 1.0
 """Time that a rank with a lost connection waits for the report of the rank that closed it."""
-_IS_REPORTED = "_temper_is_reported"
-"""Attribute of an exception that a call has reported, so that an outer one does not."""
+_REPORTED_AT = "_temper_reported_at"
+"""Attribute of an exception: the event of its report. Calls that have begun before, which enclose
+the one that reported it, do not report it again."""
+_EVENTS = itertools.count(1)
 _LOST_CONNECTION = (
     "Timed out",
     "timed out",
@@ -104,10 +107,40 @@ class FailureReport:
         return f"rank {self.rank} raised in {self.where}: {self.message}"
 
 
+@dataclass(slots=True, kw_only=True)
+class _GroupFailure:
+    """The failure of a default process group, which all of its engines share."""
+
+    store: Store
+    declaration_key: str
+    broken: str | None = None
+    """Message of the failure, if this rank has left the group."""
+    breaking: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def make_for_next_group(cls, store: Store, *, rank: int) -> "_GroupFailure":
+        # A store may outlive a broken group and serve the next one. Ranks create their groups in
+        # the same order, so they agree on this number, also if one arrives after a declaration.
+        group_number = store.add(f"{_PREFIX}/groups/{rank}", 1)
+        return cls(store=store, declaration_key=f"{_PREFIX}/declared/{group_number}")
+
+
+_GROUP_FAILURES: "weakref.WeakKeyDictionary[ProcessGroup, _GroupFailure]"
+_GROUP_FAILURES = weakref.WeakKeyDictionary()
+
+
 class RankFailures:
     """The failures of the ranks of one engine; see the module's docstring."""
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, watches: bool = False) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        watches: bool = False,
+        group: _GroupFailure | None = None,
+    ) -> None:
         """Join the other ranks, without waiting for them.
 
         Args:
@@ -116,6 +149,7 @@ class RankFailures:
             world_size: Number of ranks.
             watches: True if collectives run on a device, where one that is aborted ends without an
                 exception: a thread looks for declarations, and so does the end of each call.
+            group: Failure of the default group if it exists; None if it is created later.
         """
         self._store = store
         self._rank = rank
@@ -127,26 +161,31 @@ class RankFailures:
         # Ranks build their engines in the same order, so they agree on this number.
         engine_number = store.add(f"{_PREFIX}/engines/{rank}", 1)
         self._prefix = f"{_PREFIX}/{engine_number}"
-        self._declaration_key = _next_declaration_key(store)
+        self._group = group or _GroupFailure.make_for_next_group(store, rank=rank)
         self._num_calls = 0
         self._num_survived = 0
         self._position = ""
         self._may_have_messages = False
-        self._broken: str | None = None
-        self._breaking = threading.Lock()
 
     @classmethod
     def join(cls) -> "RankFailures | None":
         """Join the ranks of the default process group; return None for a single process."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
-        # torch has no public accessor for the store of the default group.
-        failures = cls(_get_default_store(), rank=dist.get_rank(), world_size=dist.get_world_size())
+        group = _GROUP_FAILURES.get(_get_default_group())
+        failures = cls(
+            # torch has no public accessor for the store of the default group.
+            _get_default_store() if group is None else group.store,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            group=group,
+        )
         failures.group_joined()
         return failures
 
     def group_joined(self) -> None:
         """Note that the default process group exists, whose connections a failed rank closes."""
+        _GROUP_FAILURES.setdefault(_get_default_group(), self._group)
         self._publish_connections()
         if "nccl" in dist.get_backend_config() and not self._watches:
             self._watches = True
@@ -188,8 +227,8 @@ class RankFailures:
 
     def check(self) -> None:
         """Raise RankFailedError if the group is known to be broken; reads no other rank."""
-        if self._broken is not None:
-            raise RankFailedError(self._broken)
+        if self._group.broken is not None:
+            raise RankFailedError(self._group.broken)
 
     def set_position(self, position: str) -> None:
         """Set the position within the call, such as ` at micro-batch 2 of 3`, for messages."""
@@ -214,6 +253,7 @@ class RankFailures:
             RankFailedError: If another rank failed. An exception of this rank is raised unchanged.
         """
         self.check()
+        begin = next_event()
         self._num_calls += 1
         self._position, self._may_have_messages = "", False
         try:
@@ -228,7 +268,7 @@ class RankFailures:
             # A context in a generator that is not read to its end, which is no failure.
             raise
         except BaseException as error:
-            self.handle(error, where=call + self._position)
+            self.handle(error, where=call + self._position, begin=begin)
             raise
         finally:
             # The call may be inside another one, such as a stream of weights.
@@ -254,14 +294,15 @@ class RankFailures:
             RankFailedError: If the connection was lost because another rank failed.
         """
         self.check()
+        begin = next_event()
         try:
             yield
         except RuntimeError as error:
             if has_lost_connection(error):
-                self.handle(error, where=None)
+                self.handle(error, where=None, begin=begin)
             raise
 
-    def handle(self, error: BaseException, *, where: str | None) -> None:
+    def handle(self, error: BaseException, *, where: str | None, begin: int | None = None) -> None:
         """Find out whether the error breaks the group, and leave the group if so.
 
         Raises RankFailedError if another rank's failure caused the error. Otherwise, an error that
@@ -270,20 +311,24 @@ class RankFailures:
         Args:
             error: The exception of this rank.
             where: Call and position to report; None reports nothing.
+            begin: Result of `next_event` when the call began; None is now.
         """
         end_interrupted_batches()
-        if isinstance(error, RankFailedError) or getattr(error, _IS_REPORTED, False):
+        reported_at = getattr(error, _REPORTED_AT, 0)
+        # An exception can be raised again in a later call, for example by a cached loader.
+        is_reported = reported_at > (next_event() if begin is None else begin)
+        if isinstance(error, RankFailedError) or is_reported:
             return
-        was_broken = self._broken is not None
+        was_broken = self._group.broken is not None
         try:
             failure = self._read_declaration()
             if failure is None and where is not None:
                 failure = self._agree(self._make_report(error, where=where))
-                setattr(error, _IS_REPORTED, True)
+                setattr(error, _REPORTED_AT, next_event())
         except dist.DistError as store_error:
             # The process that serves the store has ended. Ranks can't exchange reports without it,
             # so each one leaves the group.
-            failure = f"rank {self._rank} lost the connection to the store: {store_error}"
+            failure = self._describe_lost_store(store_error)
         except BaseException:
             self._leave_broken_group(f"rank {self._rank} was interrupted in {where}")
             raise
@@ -294,8 +339,11 @@ class RankFailures:
         # error may come from what it did not write, such as the shape of the next message.
         is_consequence = has_lost_connection(error) or (was_broken and isinstance(error, Exception))
         if is_consequence and not failure.startswith(f"rank {self._rank} "):
-            raise RankFailedError(self._broken) from error
-        error.add_note(str(self._broken))
+            raise RankFailedError(self._group.broken) from error
+        error.add_note(str(self._group.broken))
+
+    def _describe_lost_store(self, error: dist.DistError) -> str:
+        return f"rank {self._rank} lost the connection to the store: {error}"
 
     def _make_report(self, error: BaseException, *, where: str) -> FailureReport:
         return FailureReport(
@@ -355,19 +403,19 @@ class RankFailures:
         )
 
     def _read_declaration(self) -> str | None:
-        if not self._store.check([self._declaration_key]):
+        if not self._store.check([self._group.declaration_key]):
             return None
-        return bytes(self._store.get(self._declaration_key)).decode()
+        return bytes(self._store.get(self._group.declaration_key)).decode()
 
     def _declare(self, failure: str) -> str:
         """Declare the group broken; return the failure that was declared first."""
-        return bytes(self._store.compare_set(self._declaration_key, "", failure)).decode()
+        return bytes(self._store.compare_set(self._group.declaration_key, "", failure)).decode()
 
     def _leave_broken_group(self, failure: str) -> None:
-        with self._breaking:  # the watching thread may arrive here at the same time
-            if self._broken is not None:
+        with self._group.breaking:  # the watching thread may arrive here at the same time
+            if self._group.broken is not None:
                 return
-            self._broken = (
+            self._group.broken = (
                 f"{failure.rstrip('.')}. The connections between the ranks are closed, so this "
                 "engine can't be used any more: close() it, destroy the default process group if "
                 "the engine did not create it, and build a new engine on every rank."
@@ -402,6 +450,14 @@ class RankFailures:
             self._leave_broken_group(failure)
         return failure is not None
 
+    def _learn_or_lose_store(self) -> bool:
+        """Leave the group also if the store is lost; return True if so."""
+        try:
+            return self._learn_of_declaration()
+        except dist.DistError as error:
+            self._leave_broken_group(self._describe_lost_store(error))
+            return True
+
 
 def has_lost_connection(error: BaseException) -> bool:
     """Return True if an error of gloo, NCCL or a store reports a timeout or a lost peer."""
@@ -411,12 +467,9 @@ def has_lost_connection(error: BaseException) -> bool:
     )
 
 
-def _next_declaration_key(store: Store) -> str:
-    """Return a key that is not set: a store may outlive a broken group and serve the next one."""
-    number = 0
-    while store.check([f"{_PREFIX}/declared/{number}"]):
-        number += 1
-    return f"{_PREFIX}/declared/{number}"
+def next_event() -> int:
+    """Return a number that is higher than those of all earlier events in this process."""
+    return next(_EVENTS)
 
 
 def _watch(reference: "weakref.ref[RankFailures]") -> None:
@@ -424,7 +477,7 @@ def _watch(reference: "weakref.ref[RankFailures]") -> None:
     while dist.is_initialized():
         time.sleep(WATCH_INTERVAL_S)
         failures = reference()
-        if failures is None or failures._learn_of_declaration():
+        if failures is None or not dist.is_initialized() or failures._learn_or_lose_store():
             return
         # Keep no reference during the sleep, so that a closed engine can be freed.
         del failures
