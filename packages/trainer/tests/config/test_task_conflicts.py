@@ -147,7 +147,7 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
         ((JUDGE,), "neither reward.function nor reward.components names reward_model"),
         (
             ("reward.function=reward_model", "reward.model.engine.model.path=judge"),
-            "model_type is language_model: set it to reward_model",
+            "model_type is language_model, but must be reward_model",
         ),
         (("reward.function=reward_model", SCRATCH), "train one with task=rm"),
         (

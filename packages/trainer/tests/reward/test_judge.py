@@ -286,7 +286,7 @@ def test_template_reads_fields_of_the_row() -> None:
     ("changes", "message"),
     [
         ({"prompt": "{question}"}, "must contain {completion}"),
-        ({"prompt": "{completion} {refrence}"}, "did you mean {reference}?"),
+        ({"prompt": "{completion} {refrence}"}, "Did you mean 'reference'?"),
         ({"prompt": "{completion} {extra}"}, "contains {extra}, which is not a field"),
         ({"score_field": "score"}, "exactly one of them must be set"),
         ({"score_pattern": None}, "exactly one of them must be set"),

@@ -43,7 +43,7 @@ def test_function_can_be_registered_once_under_a_name() -> None:
                 "contains it to PYTHONPATH"
             ),
         ),
-        ("temper_trainer.reward.builtin_rewards:gsm8k_stict", "did you mean 'gsm8k_strict'"),
+        ("temper_trainer.reward.builtin_rewards:gsm8k_stict", "Did you mean 'gsm8k_strict'"),
         ("temper_trainer.reward.builtin_rewards:MARK", "has no function or class of that name"),
     ],
 )

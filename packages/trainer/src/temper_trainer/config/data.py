@@ -321,6 +321,11 @@ class DataConfig:
         unnamed = {} if self.eval is None else {"data.eval": self.eval}
         return unnamed | {f"data.eval_sets.{name}": each for name, each in self.eval_sets.items()}
 
+    @property
+    def sources(self) -> dict[str, DataSource]:
+        """All data by the key that sets it, that of a warm start excepted."""
+        return self.train_sources | self.eval_sources
+
 
 def name_eval_set(key: str) -> str:
     """Return the name of a held-out source in metrics; empty for ``data.eval``.

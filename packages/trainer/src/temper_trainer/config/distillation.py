@@ -10,7 +10,7 @@ from temper_trainer.algorithms.distillation_losses.distillation_loss import Dist
 from temper_trainer.algorithms.distillation_losses.sampled_token_losses import ReverseKl
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.data import DataSource
-from temper_trainer.config.run import RL_TASKS
+from temper_trainer.config.run import RL_TASKS, find_layout_conflicts, find_model_conflicts
 from temper_trainer.settings.ranges import (
     NonNegativeFloat,
     PositiveFloat,
@@ -158,7 +158,14 @@ def find_teacher_conflicts(
                 "teacher is queried while the policy samples, so it cannot be colocated. Give it "
                 "its own pool."
             )
-        yield from _find_model_conflicts(name, teacher)
+        yield from find_model_conflicts(
+            f"teachers.{name}", teacher.engine, model_type="language_model", is_frozen=True
+        )
+        if teacher.engine.offload.offloads_anything:
+            yield (
+                f"teachers.{name}.engine.offload enables offloading, but a teacher has its own "
+                "devices: remove it."
+            )
         yield from _find_replica_conflicts(name, teacher, is_ray=is_ray, temperature=temperature)
         # If two teachers had the same route, the order of the keys would decide which is used.
         route = name if teacher.route is None else teacher.route
@@ -168,24 +175,6 @@ def find_teacher_conflicts(
                 "give each a different one."
             )
         routes[route] = name
-
-
-def _find_model_conflicts(name: str, teacher: TeacherConfig) -> Iterator[str]:
-    if teacher.engine.offload.offloads_anything:
-        yield (
-            f"teachers.{name}.engine.offload enables offloading, but a teacher has its own "
-            "devices: remove it."
-        )
-    if teacher.engine.lora.is_enabled:
-        yield (
-            f"teachers.{name}.engine.lora is set, but a teacher is frozen: merge the adapter "
-            "into its model and remove it."
-        )
-    if teacher.engine.model.model_type != "language_model":
-        yield (
-            f"teachers.{name}.engine.model.model_type is {teacher.engine.model.model_type}, "
-            "but a teacher must be a language_model."
-        )
 
 
 def _find_replica_conflicts(
@@ -198,13 +187,15 @@ def _find_replica_conflicts(
             f"teachers.{name}.num_replicas is {teacher.num_replicas}: name one for each "
             "replica."
         )
-    is_one_process = not is_ray and teacher.backend == "engine"
-    if is_one_process and (teacher.num_workers > 1 or teacher.num_replicas > 1):
-        yield (
-            f"teachers.{name}.num_workers is {teacher.num_workers} and num_replicas "
-            f"{teacher.num_replicas}, but runtime.kind is inline, which runs one process: use "
-            "ray, or backend=vllm."
+    if teacher.backend == "engine":
+        yield from find_layout_conflicts(
+            f"teachers.{name}", teacher.engine, num_workers=teacher.num_workers, is_ray=is_ray
         )
+        if teacher.num_replicas > 1 and not is_ray:
+            yield (
+                f"teachers.{name}.num_replicas is {teacher.num_replicas}, but runtime.kind is "
+                "inline, which runs one process: use ray, or backend=vllm."
+            )
     if teacher.backend == "vllm" and teacher.engine.model.path is None:
         yield (
             f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not "
@@ -215,13 +206,6 @@ def _find_replica_conflicts(
             f"teachers.{name}.backend is vllm, which computes prompt log-probs only at "
             f"temperature 1, but sampling.temperature is {temperature}: set it to 1, or use "
             f"teachers.{name}.backend=engine."
-        )
-    if teacher.backend == "engine" and teacher.num_workers % teacher.engine.replica_size:
-        size = teacher.engine.replica_size
-        yield (
-            f"teachers.{name}.num_workers is {teacher.num_workers}, but the layout of "
-            f"teachers.{name}.engine shards one copy of the model over {size} ranks: set it "
-            f"to a multiple of {size}."
         )
 
 

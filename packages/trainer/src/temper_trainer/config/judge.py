@@ -1,18 +1,20 @@
 """Settings of judges: models behind an OpenAI-compatible endpoint that score completions."""
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import field
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import Scalar
+from temper_trainer.settings.names import suggest_name
 from temper_trainer.settings.ranges import (
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    check_range,
+    check_order,
+    check_pattern,
 )
 from temper_trainer.settings.variants import settings
 
@@ -47,9 +49,9 @@ class JudgeConfig:
     """
     score_field: str | None = None
     """Field with the score in the last JSON object of the answer; a nested field is OUTER.INNER."""
-    min_score: float = 0.0
+    min_score: FiniteFloat = 0.0
     """Lowest valid score; others count as failed."""
-    max_score: float = 1.0
+    max_score: FiniteFloat = 1.0
     """Highest valid score; others count as failed."""
     api_key_variable: str | None = None
     """Name of the environment variable with the API key; None for endpoints without one. The key
@@ -104,11 +106,9 @@ class JudgeConfig:
         for text, (root, name) in fields.items():
             if root in _TEMPLATE_FIELDS and (name is not None) == (root == "extra"):
                 continue
-            near = difflib.get_close_matches(root, _TEMPLATE_FIELDS, n=1)
-            hint = f"did you mean {{{near[0]}}}? " if near and near[0] != "extra" else ""
             raise ConfigError(
-                f"prompt contains {text}, which is not a field: {hint}Use {{question}}, "
-                "{completion}, {reference} or {extra.NAME}."
+                f"prompt contains {text}, which is not a field: use {{question}}, {{completion}}, "
+                f"{{reference}} or {{extra.NAME}}.{suggest_name(root, _TEMPLATE_FIELDS[:-1])}"
             )
         if "{completion}" not in fields:
             raise ConfigError(
@@ -122,18 +122,5 @@ class JudgeConfig:
                 f"score_pattern is {self.score_pattern!r} and score_field is {self.score_field!r}, "
                 "but exactly one of them must be set: it says where the score is in the answer."
             )
-        if self.score_pattern is not None:
-            try:
-                re.compile(self.score_pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"score_pattern is {self.score_pattern!r}, which is not a regular expression: "
-                    f"{error}. Correct it."
-                ) from error
-        check_range("min_score", self.min_score)
-        check_range("max_score", self.max_score)
-        if self.min_score >= self.max_score:
-            raise ConfigError(
-                f"min_score is {self.min_score} and max_score is {self.max_score}: the first must "
-                "be smaller than the second."
-            )
+        check_pattern("score_pattern", self.score_pattern)
+        check_order("min_score", self.min_score, "max_score", self.max_score)

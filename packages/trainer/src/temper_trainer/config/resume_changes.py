@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from temper_trainer.config.removed_keys import rename_settings
 from temper_trainer.config.run import ROLES
+from temper_trainer.settings.names import is_within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +90,13 @@ def describe_changes(
     ]
     for key in changed:
         for fixed in fixed_settings:
-            if any(_is_within(key, block) for block in fixed.keys):
+            if is_within(key, *fixed.keys):
                 yield (
                     f"warning: {key} has no effect on a resumed run: {fixed.source}. To use the "
                     "new value, choose another run.dir."
                 )
                 break  # one reason is enough
-    if restored_parts and any(
-        _is_within(key, block) for key in changed for block in DATA_ORDER_KEYS
-    ):
+    if restored_parts and any(is_within(key, *DATA_ORDER_KEYS) for key in changed):
         yield (
             "warning: the training data or their order changed, but the run continues at the "
             "checkpoint's position in the data: some prompts may be skipped or repeated."
@@ -159,22 +158,18 @@ def _find_replaced_models(
 
 def _is_copy(role: str, settings: Mapping[str, object]) -> bool:
     """Return True if a role exists and has the actor's model path and architecture."""
-    exists = any(_is_within(key, f"{role}.engine.model") for key in settings)
+    exists = any(is_within(key, f"{role}.engine.model") for key in settings)
     return exists and _select_model(role, settings) == _select_model("actor", settings)
 
 
 def _select_model(role: str, settings: Mapping[str, object]) -> dict[str, object]:
-    prefix = f"{role}.engine."
+    model = f"{role}.engine.model"
     return {
-        key.removeprefix(prefix): value
+        key.removeprefix(model): value
         for key, value in settings.items()
-        if any(_is_within(key, f"{prefix}model.{name}") for name in ("path", "architecture"))
+        if is_within(key, f"{model}.path", f"{model}.architecture")
     }
 
 
 def _format_value(values: Mapping[str, object], key: str) -> str:
     return repr(values[key]) if key in values else "(not set)"
-
-
-def _is_within(key: str, block: str) -> bool:
-    return key == block or key.startswith(f"{block}.")

@@ -6,15 +6,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.data import DataSource
 from temper_trainer.config.judge import JudgeConfig
+from temper_trainer.config.run import RoleConfig, find_layout_conflicts, find_model_conflicts
 from temper_trainer.settings.ranges import (
     FiniteFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     UnitFloat,
+    check_order,
     check_range,
 )
 from temper_trainer.settings.variants import settings
@@ -57,11 +58,7 @@ class ShapingConfig:
                 "reward.shaping.scale is 0, which would make all scores equal: set it to another "
                 "number."
             )
-        if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ConfigError(
-                f"reward.shaping.low is {self.low} and high is {self.high}: the first must be "
-                "smaller than the second."
-            )
+        check_order("reward.shaping.low", self.low, "high", self.high)
 
 
 REWARD_MODEL = "reward_model"
@@ -79,18 +76,6 @@ class RewardFunctionConfig:
     """Registered name or import path, as in reward.function."""
     arguments: Mapping[str, Argument] = field(default_factory=dict)
     """Keyword arguments of the function."""
-
-
-@settings
-class RewardModelConfig:
-    """A frozen model with a score head, such as task rm trains."""
-
-    engine: EngineConfig
-    """Model, precision and layout. model_type must be reward_model; no optimizer is built."""
-    num_workers: PositiveInt = 1
-    """Number of processes; more than 1 needs runtime.kind=ray."""
-    pool: str = "train"
-    """ray only: resource pool; it shares the pool's devices with the other roles in it."""
 
 
 @settings
@@ -116,8 +101,10 @@ class RewardConfig:
     """Language models that score completions, by such a name."""
     sums: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Weighted sums like reward.components, by a name for the data sources."""
-    model: RewardModelConfig | None = None
-    """Reward model; used if a reward is named ``reward_model``."""
+    model: RoleConfig | None = None
+    """Frozen model with a score head, such as task rm trains; used if a reward is named
+    ``reward_model``. Its model_type must be reward_model; no optimizer is built.
+    """
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     timeout_s: PositiveFloat = 10.0
     """Maximum time in seconds of one call; slower calls count as failed."""
@@ -291,31 +278,14 @@ def find_reward_model_conflicts(
             "reward.model is set, but neither reward.function nor reward.components names "
             f"{REWARD_MODEL}: name it, or remove the model."
         )
-    if engine.model.model_type != "reward_model":
-        yield (
-            f"reward.model.engine.model.model_type is {engine.model.model_type}: set it to "
-            "reward_model."
-        )
+    yield from find_model_conflicts("reward.model", engine, model_type=REWARD_MODEL, is_frozen=True)
+    yield from find_layout_conflicts(
+        "reward.model", engine, num_workers=model.num_workers, is_ray=is_ray
+    )
     if engine.model.path is None:
         yield (
             "reward.model.engine.model.path is not set, but a reward model must be trained: train "
             "one with task=rm."
-        )
-    if engine.lora.is_enabled:
-        yield (
-            "reward.model.engine.lora is set, but a reward model is frozen: merge the adapter "
-            "into its model and remove it."
-        )
-    if model.num_workers % engine.replica_size:
-        yield (
-            f"reward.model.num_workers is {model.num_workers}, but the layout of "
-            f"reward.model.engine shards one copy of the model over {engine.replica_size} ranks: "
-            f"set it to a multiple of {engine.replica_size}."
-        )
-    if not is_ray and model.num_workers > 1:
-        yield (
-            f"reward.model.num_workers is {model.num_workers}, but runtime.kind is inline, which "
-            "runs one process: use ray."
         )
     if not is_ray and loop != "sync":
         yield (

@@ -1,13 +1,13 @@
 """Settings of the correction for a sampler whose log-probs differ from the trainer's."""
 
-import difflib
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import field
 from typing import ClassVar, Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.settings.ranges import PositiveFloat
+from temper_trainer.settings.names import suggest_name
+from temper_trainer.settings.ranges import PositiveFloat, check_order
 from temper_trainer.settings.variants import Variant, settings, variant
 
 REJECTION_RULES = tuple(
@@ -132,10 +132,9 @@ class RolloutRatio(RejectingCorrection):
 
 def _check_rejection_rule(rule: str, bounds: RejectionBounds, *, key: str) -> None:
     if rule not in REJECTION_RULES:
-        near = difflib.get_close_matches(rule, REJECTION_RULES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"{key} names the rule {rule!r}, but must be one of {', '.join(REJECTION_RULES)}.{hint}"
+            f"{key} names the rule {rule!r}, but must be one of {', '.join(REJECTION_RULES)}."
+            f"{suggest_name(rule, REJECTION_RULES)}"
         )
     if not rule.startswith("ratio") and bounds.low is not None:
         raise ConfigError(
@@ -144,8 +143,4 @@ def _check_rejection_rule(rule: str, bounds: RejectionBounds, *, key: str) -> No
         )
     if bounds.low is None and bounds.high is None:
         raise ConfigError(f"{key}.{rule} has no bound: set high, or remove the rule.")
-    if bounds.low is not None and bounds.high is not None and bounds.low >= bounds.high:
-        raise ConfigError(
-            f"{key}.{rule}.low is {bounds.low} and high is {bounds.high}: the first must be "
-            "smaller than the second."
-        )
+    check_order(f"{key}.{rule}.low", bounds.low, "high", bounds.high)

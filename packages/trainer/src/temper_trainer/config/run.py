@@ -1,6 +1,6 @@
 """Settings for the run, its roles and the processes that they run in."""
 
-import re
+from collections.abc import Iterator
 from dataclasses import field
 from ipaddress import IPv4Address
 from typing import Annotated, Literal
@@ -15,6 +15,7 @@ from temper_trainer.settings.ranges import (
     PositiveFloat,
     PositiveInt,
     Range,
+    check_pattern,
     check_range,
 )
 from temper_trainer.settings.variants import settings
@@ -166,14 +167,7 @@ class RunConfig:
                 f"run.keep_every is {self.keep_every}, but run.max_ckpt_to_keep is null, which "
                 "keeps all checkpoints: set run.max_ckpt_to_keep, or remove run.keep_every."
             )
-        if self.eval_answer_pattern is not None:
-            try:
-                re.compile(self.eval_answer_pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"run.eval_answer_pattern is {self.eval_answer_pattern!r}, which is not a "
-                    f"regular expression ({error}): correct it."
-                ) from None
+        check_pattern("run.eval_answer_pattern", self.eval_answer_pattern)
         check_listen_address("run.prometheus_address", self.prometheus_address, may_be_any=True)
         for name in ("mlflow", "trackio"):
             if name in self.trackers and "jsonl" not in self.trackers:
@@ -262,3 +256,44 @@ class RoleConfig:
 
     def __post_init__(self) -> None:
         check_range("engine.collective_timeout_s", self.engine.collective_timeout_s, above=0)
+
+
+def find_model_conflicts(
+    key: str, engine: EngineConfig, *, model_type: str, purpose: str = "", is_frozen: bool = False
+) -> Iterator[str]:
+    """Yield settings of a model that do not fit its use.
+
+    Args:
+        key: Key of the model's block.
+        engine: Its engine.
+        model_type: Type that it must have.
+        purpose: Reason for the type, which ends the message.
+        is_frozen: True if it may not have an adapter.
+    """
+    if engine.model.model_type != model_type:
+        yield (
+            f"{key}.engine.model.model_type is {engine.model.model_type}, but must be "
+            f"{model_type}{purpose}."
+        )
+    if is_frozen and engine.lora.is_enabled:
+        yield (
+            f"{key}.engine.lora is set, but this model is frozen: merge the adapter into it, and "
+            "remove the adapter."
+        )
+
+
+def find_layout_conflicts(
+    key: str, engine: EngineConfig, *, num_workers: int, is_ray: bool
+) -> Iterator[str]:
+    """Yield why a model cannot run in its number of processes."""
+    if num_workers > 1 and not is_ray:
+        yield (
+            f"{key}.num_workers is {num_workers}, but runtime.kind is inline, which runs one "
+            "process: use ray."
+        )
+    if num_workers % engine.replica_size:
+        yield (
+            f"{key}.num_workers is {num_workers}, but the layout of {key}.engine shards one copy "
+            f"of the model over {engine.replica_size} ranks: set {key}.num_workers to a multiple "
+            f"of {engine.replica_size}, or lower the sizes of the layout."
+        )

@@ -47,6 +47,8 @@ from temper_trainer.config.run import (
     RoleConfig,
     RunConfig,
     RuntimeConfig,
+    find_layout_conflicts,
+    find_model_conflicts,
 )
 from temper_trainer.config.tasks import GenerateConfig, RewardModelTaskConfig, WarmStartConfig
 
@@ -115,7 +117,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         # All conflicts at once, so that a user can correct them in one round.
-        if conflicts := _find_conflicts(self):
+        if conflicts := list(_find_conflicts(self)):
             raise ConfigError("\n".join(conflicts))
 
     @property
@@ -125,13 +127,12 @@ class TrainerConfig:
 
     def max_rollout_tokens(self, length: int) -> int:
         """Return the maximum number of tokens after a prompt, given the maximum per completion."""
-        sources = (self.data.train_sources | self.data.eval_sources).values()
         environments = [
             self.environment
             if source.environment is None
             # An unknown name is reported as a conflict.
             else self.environments.get(source.environment)
-            for source in sources
+            for source in self.data.sources.values()
         ]
         return max(
             length if each is None else each.max_rollout_tokens(length)
@@ -168,13 +169,20 @@ class TrainerConfig:
         """All sources of data by the key that sets them."""
         own = None if self.warm_start is None else self.warm_start.data
         warm_start = {} if own is None else {"warm_start.data": own}
-        return self.data.train_sources | self.data.eval_sources | warm_start
+        return self.data.sources | warm_start
 
     @property
     def roles(self) -> dict[str, RoleConfig]:
         """The models that the run has, by the key of their settings."""
         roles = {name: getattr(self, name) for name in ROLES}
         return {name: role for name, role in roles.items() if role is not None}
+
+    @property
+    def models(self) -> dict[str, EngineConfig]:
+        """The engines of all roles, the reward model and the teachers, by the key of the block."""
+        reward = {} if self.reward.model is None else {"reward.model": self.reward.model}
+        teachers = {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+        return {key: each.engine for key, each in (self.roles | reward | teachers).items()}
 
     @property
     def trained_roles(self) -> dict[str, RoleConfig]:
@@ -208,13 +216,13 @@ class TrainerConfig:
         return self.task in (*RL_TASKS, *INFERENCE_TASKS)
 
 
-def _find_conflicts(config: TrainerConfig) -> list[str]:
-    """Return one sentence per contradiction or ineffective combination, which names both keys."""
-    conflicts = _find_optional_role_conflicts(config)
-    conflicts += _find_size_conflicts(config)
-    conflicts += _find_adapter_conflicts(config)
+def _find_conflicts(config: TrainerConfig) -> Iterator[str]:
+    """Yield one sentence per contradiction or ineffective combination, which names both keys."""
+    yield from _find_optional_role_conflicts(config)
+    yield from _find_size_conflicts(config)
+    yield from _find_adapter_conflicts(config)
     if config.generates_completions:
-        conflicts += find_rollout_conflicts(
+        yield from find_rollout_conflicts(
             config.rollout,
             sync=config.weight_sync,
             sampling=config.sampling,
@@ -225,7 +233,7 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
             has_adapter=config.actor.engine.lora.is_enabled,
         )
     if config.task in RL_TASKS and config.sampling.temperature == 0:
-        conflicts.append(
+        yield (
             f"sampling.temperature is 0 (greedy) in task {config.task}, so all completions of a "
             "prompt would be equal: set it above 0."
         )
@@ -235,30 +243,30 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
         and run.eval_sampling.temperature == 0
         and not (run.eval_sampled and config.sampling.temperature > 0)
     ):
-        conflicts.append(
+        yield (
             f"run.eval_num_completions is {run.eval_num_completions}, but all evaluations are "
             "greedy, so all completions of a problem would be equal: set run.eval_sampled=true or "
             "run.eval_sampling.temperature above 0, or remove it."
         )
     if config.task == "sft" and config.warm_start is not None:
-        conflicts.append("warm_start has no effect in task sft: set warm_start=null.")
-    conflicts += _find_role_conflicts(config)
-    conflicts += _find_task_conflicts(config)
-    sources = config.data.train_sources | config.data.eval_sources
+        yield "warm_start has no effect in task sft: set warm_start=null."
+    yield from _find_role_conflicts(config)
+    yield from _find_task_conflicts(config)
+    sources = config.data.sources
     source_rewards = {
         f"{key}.reward": source.reward
         for key, source in sources.items()
         if source.reward is not None
     }
-    conflicts += _find_environment_conflicts(config, sources=sources)
+    yield from _find_environment_conflicts(config, sources=sources)
     has_reward_key = any(source.reward_key is not None for source in sources.values())
-    conflicts += find_reward_conflicts(
+    yield from find_reward_conflicts(
         config.reward,
         source_rewards=source_rewards,
         has_reward_key=has_reward_key,
         generates_completions=config.generates_completions,
     )
-    conflicts += find_reward_model_conflicts(
+    yield from find_reward_model_conflicts(
         config.reward,
         source_rewards=source_rewards,
         has_reward_key=has_reward_key,
@@ -266,7 +274,6 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
         is_ray=config.runtime.kind == "ray",
         generates_completions=config.generates_completions,
     )
-    return conflicts
 
 
 def _find_environment_conflicts(
@@ -302,65 +309,50 @@ def _has_kl_term(config: TrainerConfig) -> bool:
     )
 
 
-def _find_optional_role_conflicts(config: TrainerConfig) -> list[str]:
-    """Return the roles critic and ref if they are missing, or set without an effect."""
-    conflicts = []
+def _find_optional_role_conflicts(config: TrainerConfig) -> Iterator[str]:
+    """Yield the roles critic and ref if they are missing, or set without an effect."""
     needs_critic = config.task == "rl" and config.algorithm.reads("values")
     needs_ref = (_has_kl_term(config) and config.algorithm.kl_reference == "ref") or (
         config.task == "dpo" and config.preference.reference == "ref"
     )
     if needs_critic != (config.critic is not None):
-        conflicts.append(
+        yield (
             f"algorithm.advantage is {config.algorithm.advantage.name} and critic is "
             f"{'set' if config.critic else 'not set'}: gae needs a critic, and no other estimator "
             "or task uses one."
         )
     if config.task == "sft" and config.ref is not None:
-        conflicts.append(
-            "ref is set in task sft, which has no reference policy: remove it (ref=none)."
-        )
+        yield "ref is set in task sft, which has no reference policy: remove it (ref=none)."
     elif config.task == "dpo" and needs_ref != (config.ref is not None):
-        conflicts.append(
+        yield (
             f"preference is {config.preference.name} with reference {config.preference.reference}, "
             f"and ref is {'set' if config.ref else 'not set'}: reference ref needs the ref role "
             "(ref=frozen), and the others do not use it."
         )
     elif needs_ref != (config.ref is not None):
-        conflicts.append(
+        yield (
             f"algorithm.kl_loss_coef is {config.algorithm.kl_loss_coef}, algorithm.kl_reward_coef "
             f"is {config.algorithm.kl_reward_coef}, algorithm.kl_reference is "
             f"{config.algorithm.kl_reference}, and ref is {'set' if config.ref else 'not set'}: a "
             "coefficient above 0 needs the ref role (or kl_reference=disabled_adapter), and the "
             "ref role needs such a coefficient."
         )
-    return conflicts
 
 
 def _find_role_conflicts(config: TrainerConfig) -> Iterator[str]:
     """Yield layouts that do not fit the number of workers, and models of the wrong type."""
+    is_ray = config.runtime.kind == "ray"
     for name, role in config.roles.items():
-        if role.num_workers > 1 and config.runtime.kind == "inline":
-            yield (
-                f"{name}.num_workers is {role.num_workers}, but runtime.kind is inline, which "
-                "runs one process: use ray."
-            )
-        if role.num_workers % role.engine.replica_size:
-            yield (
-                f"{name}.num_workers is {role.num_workers}, but the layout of {name}.engine "
-                f"shards one copy of the model over {role.engine.replica_size} ranks: set "
-                f"{name}.num_workers to a multiple of {role.engine.replica_size}, or lower the "
-                "sizes of the layout."
-            )
-    expected = "reward_model" if config.task == "rm" else "language_model"
-    if config.actor.engine.model.model_type != expected:
-        own = config.actor.engine.model.model_type
-        yield (
-            f"actor.engine.model.model_type is {own}, but must be {expected} in task {config.task}."
+        yield from find_layout_conflicts(
+            name, role.engine, num_workers=role.num_workers, is_ray=is_ray
         )
-    if config.critic is not None and config.critic.engine.model.model_type != "value_model":
-        yield (
-            f"critic.engine.model.model_type is {config.critic.engine.model.model_type}, but must "
-            "be value_model."
+        actor_type = "reward_model" if config.task == "rm" else "language_model"
+        yield from find_model_conflicts(
+            name,
+            role.engine,
+            model_type="value_model" if name == "critic" else actor_type,
+            purpose=f" in task {config.task}",
+            is_frozen=name == "ref",
         )
     if config.ref is not None and config.ref.engine.optimizer is not None:
         yield (
@@ -369,37 +361,30 @@ def _find_role_conflicts(config: TrainerConfig) -> Iterator[str]:
         )
 
 
-def _find_adapter_conflicts(config: TrainerConfig) -> list[str]:
-    """Return conflicts of LoRA adapters that have no effect or would be applied twice."""
-    conflicts = []
+def _find_adapter_conflicts(config: TrainerConfig) -> Iterator[str]:
+    """Yield conflicts of LoRA adapters that have no effect or would be applied twice."""
     is_disabled_adapter = config.algorithm.kl_reference == "disabled_adapter"
     if is_disabled_adapter and not config.actor.engine.lora.is_enabled:
-        conflicts.append(
+        yield (
             "algorithm.kl_reference is disabled_adapter, but the actor has no adapter: set "
             "actor.engine.lora.rank and actor.engine.lora.alpha, or use the ref role "
             "(algorithm.kl_reference=ref)."
         )
     if is_disabled_adapter and not _has_kl_term(config):
-        conflicts.append(
+        yield (
             "algorithm.kl_reference is disabled_adapter, but algorithm.kl_loss_coef and "
             "algorithm.kl_reward_coef are 0, so there is no reference policy: set one of them, or "
             "remove algorithm.kl_reference."
         )
-    if config.ref is not None and config.ref.engine.lora.rank > 0:
-        conflicts.append(
-            f"ref.engine.lora.rank is {config.ref.engine.lora.rank}, but the reference policy is "
-            "frozen: set it to 0."
-        )
     if config.warm_start is not None and config.actor.engine.lora.path is not None:
-        conflicts.append(
+        yield (
             "warm_start and actor.engine.lora.path are both set: the warm start merges that "
             "adapter into the model, and RL would apply it again. Remove one of them."
         )
-    return conflicts
 
 
-def _find_size_conflicts(config: TrainerConfig) -> list[str]:
-    """Return lengths that exceed a limit.
+def _find_size_conflicts(config: TrainerConfig) -> Iterator[str]:
+    """Yield lengths that exceed a limit.
 
     For sft, dpo and rm only the prompt limit is known before the data is read.
     """
@@ -409,26 +394,25 @@ def _find_size_conflicts(config: TrainerConfig) -> list[str]:
     caps = {key: positions} if isinstance(positions, int) else {}
     # The length of demonstrations and pairs is only known once they are tokenized.
     if config.task in SUPERVISED_TASKS:
-        return [
-            f"{key} is {cap}, but data.max_prompt_tokens is {prompt}: raise the first or lower "
-            "the other."
-            for cap in caps.values()
-            if prompt > cap
-        ]
+        if isinstance(positions, int) and prompt > positions:
+            yield (
+                f"{key} is {positions}, but data.max_prompt_tokens is {prompt}: raise the first or "
+                "lower the other."
+            )
+        return
     has_environment = bool(config.all_environments)
     name = "the turns of environment" if has_environment else "sampling.max_tokens"
     completion = {name: config.max_completion_tokens}
-    conflicts = _find_overlong(
+    yield from _find_overlong(
         {"batching.max_tokens": config.batching.max_tokens} | caps,
         prompt=prompt,
         completion=completion,
     )
     if config.data.eval_sources:
         longest = config.max_rollout_tokens(config.run.eval_sampling.max_tokens)
-        conflicts += _find_overlong(
+        yield from _find_overlong(
             caps, prompt=prompt, completion={"run.eval_sampling.max_tokens": longest}
         )
-    return conflicts
 
 
 def _find_overlong(
@@ -470,7 +454,7 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
     if config.warm_start is not None and config.task in (*PREFERENCE_TASKS, *INFERENCE_TASKS):
         yield f"warm_start has no effect in task {config.task}: set warm_start=null."
     if config.task in PREFERENCE_TASKS:
-        for key, source in (config.data.train_sources | config.data.eval_sources).items():
+        for key, source in config.data.sources.items():
             if isinstance(source, ArithmeticSource):
                 yield (
                     f"{key} is arithmetic, which has no preferences for task {config.task}: use a "

@@ -100,30 +100,11 @@ def _build_section(name: str, *, engine_class: type[EngineConfig], config_dir: s
         lines = _entry_lines(
             entry,
             prefix=name.removesuffix(entry.name),
-            description=_find_description(name, engine_class=engine_class),
             engine_class=engine_class,
             seen={},
         )
         parts.append(f"{name} (key=default):\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
-
-
-def _find_description(key: str, *, engine_class: type[EngineConfig]) -> str:
-    """Return the docstring of the field with this dotted key."""
-    *parents, name = key.split(".")
-    owner: type = TrainerConfig
-    for parent in parents:
-        if parent != ANY_NAME:
-            entries = iterate_entries(owner, engine_class=engine_class)
-            entry = next(entry for entry in entries if entry.name == parent)
-            entry = entry if entry.item is None else entry.item
-            owner = entry.block or owner
-            if entry.choice is not None:
-                # Several variants may have the key; the help of the block shows all.
-                classes = list_classes(entry.choice).values()
-                has_key = (each for each in classes if name in read_field_docstrings(each))
-                owner = next(has_key, owner)
-    return read_field_docstrings(owner).get(name, "")
 
 
 def _engine_class(overrides: Sequence[str]) -> type[EngineConfig]:
@@ -171,44 +152,22 @@ def _block_lines(
     cls: type, *, prefix: str, engine_class: type[EngineConfig], seen: dict[type, str]
 ) -> Iterator[str]:
     """Yield the fields of a class in order; a repeated block refers to its first listing."""
-    descriptions = read_field_docstrings(cls)
     for entry in iterate_entries(cls, engine_class=engine_class):
-        yield from _entry_lines(
-            entry,
-            prefix=prefix,
-            description=descriptions.get(entry.name, ""),
-            engine_class=engine_class,
-            seen=seen,
-        )
+        yield from _entry_lines(entry, prefix=prefix, engine_class=engine_class, seen=seen)
 
 
 def _entry_lines(
-    entry: Entry,
-    *,
-    prefix: str,
-    description: str,
-    engine_class: type[EngineConfig],
-    seen: dict[type, str],
+    entry: Entry, *, prefix: str, engine_class: type[EngineConfig], seen: dict[type, str]
 ) -> Iterator[str]:
     """Yield the lines for a field and all keys below it."""
     key = f"{prefix}{entry.name}"
+    description = read_field_docstrings(entry.owner).get(entry.field, "")
     if entry.item is not None:
-        yield from _entry_lines(
-            entry.item,
-            prefix=f"{key}.",
-            description=description,
-            engine_class=engine_class,
-            seen=seen,
-        )
+        yield from _entry_lines(entry.item, prefix=f"{key}.", engine_class=engine_class, seen=seen)
         return
     if entry.choice is not None:
         yield from _choice_of_variant_lines(
-            entry,
-            entry.choice,
-            key=key,
-            description=description,
-            engine_class=engine_class,
-            seen=seen,
+            entry, entry.choice, key=key, engine_class=engine_class, seen=seen
         )
         return
     if entry.block is None:
@@ -234,11 +193,11 @@ def _choice_of_variant_lines(
     choice: Choice,
     *,
     key: str,
-    description: str,
     engine_class: type[EngineConfig],
     seen: dict[type, str],
 ) -> Iterator[str]:
     """Yield the names in a tagged union, then the settings per variant."""
+    description = read_field_docstrings(entry.owner).get(entry.field, "")
     default = entry.default_variant if entry.default is not None or not entry.has_default else None
     names = " | ".join(list_classes(choice))
     yield f"  {key}={default or 'null'}   [{names}]"
@@ -253,15 +212,10 @@ def _choice_of_variant_lines(
         own, shared = split_settings(choice, name=name, engine_class=engine_class)
         for other, settings in shared.items():
             yield from _wrapped(f"As {other}: {', '.join(settings)}")
-        descriptions = read_field_docstrings(cls)
         for setting in own:
             if cls is not Custom or setting.name != "name":
                 yield from _entry_lines(
-                    setting,
-                    prefix=f"{key}.",
-                    description=descriptions.get(setting.name, ""),
-                    engine_class=engine_class,
-                    seen={},
+                    setting, prefix=f"{key}.", engine_class=engine_class, seen={}
                 )
 
 

@@ -48,15 +48,11 @@ def load_hub_models(loaded: LoadedConfig) -> LoadedConfig:
 
 def _iterate_paths(config: TrainerConfig) -> Iterator[tuple[str, str, bool]]:
     """Yield key and value for each path to a model or adapter, and if only a tokenizer is used."""
-    engines = {f"{name}.engine": role.engine for name, role in config.roles.items()}
-    if config.reward.model is not None:
-        engines["reward.model.engine"] = config.reward.model.engine
-    engines |= {f"teachers.{name}.engine": each.engine for name, each in config.teachers.items()}
-    for name, engine in engines.items():
+    for name, engine in config.models.items():
         if engine.model.path is not None:
-            yield f"{name}.model.path", engine.model.path, False
+            yield f"{name}.engine.model.path", engine.model.path, False
         if engine.lora.path is not None:
-            yield f"{name}.lora.path", engine.lora.path, False
+            yield f"{name}.engine.lora.path", engine.lora.path, False
     if config.data.tokenizer.path is not None:
         yield "data.tokenizer.path", config.data.tokenizer.path, True
 

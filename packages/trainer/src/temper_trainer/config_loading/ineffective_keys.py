@@ -4,8 +4,8 @@ Only the command line and the user's own files count: a built-in group may set m
 needs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import ArithmeticSource, DataSource
@@ -17,275 +17,189 @@ from temper_trainer.config.run import (
     SUPERVISED_TASKS,
 )
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.settings.names import is_within
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class Rule(NamedTuple):
     """Keys that have no effect under a condition."""
 
-    keys: tuple[str, ...]
-    """Dotted keys and blocks."""
-    exceptions: tuple[str, ...] = ()
-    """Keys within ``keys`` that do have an effect."""
-    applies: Callable[[TrainerConfig], bool] = lambda _: True
-    """Returns True if the keys have no effect in this configuration."""
+    applies: bool
+    """True if the condition holds in this configuration."""
+    keys: str
+    """Dotted keys and blocks, separated by spaces."""
     reason: str
     """Completes "KEY has no effect ..."; names the other key and the remedy."""
+    exceptions: str = ""
+    """Keys within ``keys`` that do have an effect."""
 
 
 _SAMPLED_EVALUATION_KEYS = (
-    "run.eval_sampling",
-    "run.eval_sampled",
-    "run.eval_num_completions",
-    "run.eval_solved_reward",
-    "run.eval_answer_pattern",
+    "run.eval_sampling run.eval_sampled run.eval_num_completions run.eval_solved_reward "
+    "run.eval_answer_pattern"
 )
 """Settings of the completions that evaluations sample and score."""
 
 
-_RL_STEP_KEYS = (
-    "algorithm",
-    "batching.num_mini_batches",
-    "batching.num_passes",
-    *_SAMPLED_EVALUATION_KEYS,
-)
-"""Keys of RL steps and their evaluations, which the supervised tasks do not have."""
+def _task_rules(config: TrainerConfig) -> Iterator[Rule]:
+    task = config.task
+    for key, only, hint in (
+        ("preference", "dpo", ""),
+        ("rm", "rm", ""),
+        ("sft", "sft", ", or set warm_start.loss for a warm start"),
+        ("generate", "generate", ""),
+    ):
+        yield Rule(task != only, key, f"in a task other than {only}: remove it{hint}")
+    is_supervised = task in SUPERVISED_TASKS
+    yield Rule(
+        is_supervised,
+        f"algorithm batching.num_mini_batches batching.num_passes {_SAMPLED_EVALUATION_KEYS}",
+        "with tasks sft, dpo and rm, which have no RL steps: remove it, or set task=rl",
+    )
+    yield Rule(
+        is_supervised,
+        "sampling rollout reward environments run.table_every run.num_table_rows",
+        "with tasks sft, dpo and rm, which sample nothing: remove it, or set task=rl",
+    )
+    yield Rule(
+        task not in RL_TASKS,
+        "loop asynchrony weight_sync",
+        "with a task that does not train on what it samples: remove it, or set task=rl or "
+        "task=distill",
+    )
+    yield Rule(
+        not config.has_teachers,
+        "distillation",
+        "without teachers: remove it, or set teachers.NAME.engine.model.path",
+    )
 
-_NO_POOLS = (
-    "with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray"
-)
-_NO_SERVERS = "with rollout.sampler hf: remove it, or set rollout=vllm"
 
-RULES = (
-    Rule(
-        keys=("reward.function", "reward.arguments"),
-        applies=lambda config: bool(config.reward.components),
-        reason="with reward.components, which name the functions: remove one of them",
-    ),
-    Rule(
-        keys=("reward.arguments",),
-        applies=lambda config: (
-            config.reward.function in (REWARD_MODEL, *config.reward.defined_names)
-        ),
-        reason=(
-            "with a reward.function that is not a registered name or import path: remove it, or "
-            "set reward.functions.NAME.arguments"
-        ),
-    ),
-    Rule(
-        keys=("reward.timeout_s", "reward.num_workers", "reward.num_threads", "reward.max_retries"),
-        applies=lambda config: all(
-            name in (REWARD_MODEL, *config.reward.judges) for name in config.reward.get_parts()
-        ),
-        reason="with a reward of models, which calls no function: remove it",
-    ),
-    Rule(
-        keys=tuple(
-            f"environment.{key}"
-            for key in ("answer_start", "answer_end", "tool_timeout_s", "tool_memory_mib")
-        ),
-        applies=lambda config: (
-            config.environment is not None and config.environment.name == "agent"
-        ),
-        reason="with environment.name agent, whose agent runs its tools itself: remove it",
-    ),
-    Rule(
-        keys=("data.streaming_buffer",),
-        applies=lambda config: not (config.data.streaming and config.data.shuffle),
-        reason="without data.streaming and data.shuffle: remove it",
-    ),
-    Rule(
-        keys=("data.train_on",),
-        applies=lambda config: config.data.train.messages_key is None,
-        reason="without data.train.messages_key, the field with full conversations: remove it",
-    ),
-    Rule(
-        keys=("distillation",),
-        applies=lambda config: not config.has_teachers,
-        reason="without teachers: remove it, or set teachers.NAME.engine.model.path",
-    ),
-    *(
-        Rule(
-            keys=(key,),
-            applies=lambda config, task=task: config.task != task,  # type: ignore[misc]
-            reason=f"in a task other than {task}: remove it{hint}",
-        )
-        for key, task, hint in (
-            ("preference", "dpo", ""),
-            ("rm", "rm", ""),
-            ("sft", "sft", ", or set warm_start.loss for a warm start"),
-            ("generate", "generate", ""),
-        )
-    ),
-    Rule(
-        keys=("run.prometheus_address",),
-        applies=lambda config: config.run.prometheus_port is None,
-        reason="without run.prometheus_port: remove it, or set the port",
-    ),
-    Rule(
-        keys=(
-            "runtime.cpus_per_worker",
-            "runtime.gpus_per_worker",
-            "runtime.address",
-            "runtime.worker_timeout_s",
-        ),
-        applies=lambda config: config.runtime.kind == "inline",
-        reason=(
-            "with runtime.kind inline, which starts no workers: remove it, or set runtime.kind=ray"
-        ),
-    ),
-    Rule(
-        keys=("actor.pool", "critic.pool", "ref.pool", "rollout.pool", "reward.model.pool"),
-        applies=lambda config: config.runtime.kind == "inline",
-        reason=_NO_POOLS,
-    ),
-    Rule(
-        keys=_RL_STEP_KEYS,
-        applies=lambda config: config.task in SUPERVISED_TASKS,
-        reason="with tasks sft, dpo and rm, which have no RL steps: remove it, or set task=rl",
-    ),
-    Rule(
-        keys=(
-            "sampling",
-            "rollout",
-            "reward",
-            "environments",
-            "run.table_every",
-            "run.num_table_rows",
-        ),
-        applies=lambda config: config.task in SUPERVISED_TASKS,
-        reason="with tasks sft, dpo and rm, which sample nothing: remove it, or set task=rl",
-    ),
-    Rule(
-        keys=("loop", "asynchrony", "weight_sync"),
-        applies=lambda config: config.task not in RL_TASKS,
-        reason=(
-            "with a task that does not train on what it samples: remove it, or set task=rl or "
-            "task=distill"
-        ),
-    ),
-    Rule(
-        keys=("weight_sync.max_changed_fraction",),
-        applies=lambda config: config.weight_sync.content != "delta",
-        reason=(
-            "with a weight_sync.content other than delta: remove it, or set "
-            "weight_sync.content=delta"
-        ),
-    ),
-    Rule(
-        keys=("weight_sync.checksum", "weight_sync.bucket_bytes"),
-        applies=lambda config: (
-            config.rollout.sampler == "hf"
-            and config.runtime.kind == "inline"
-            and config.weight_sync.content == "full"
-        ),
-        reason=(
-            "with rollout.sampler hf in the trainer's own process, where weights are not sent: "
-            "remove it, or set rollout=vllm or runtime.kind=ray"
-        ),
-    ),
-    Rule(
-        keys=("asynchrony",),
-        applies=lambda config: config.loop != "async",
-        reason="without loop async: remove it, or set loop=async",
-    ),
-    Rule(
-        keys=("runtime.rollout_devices",),
-        applies=lambda config: config.runtime.kind == "ray",
-        reason=(
-            "with runtime.kind ray, which assigns devices to servers: remove it, or set "
-            "runtime.kind=inline"
-        ),
-    ),
-    Rule(
-        keys=("rollout.vllm", "runtime.rollout_python"),
-        applies=lambda config: (
-            config.rollout.sampler != "vllm"
-            and all(t.backend != "vllm" for t in config.teachers.values())
-        ),
-        reason=_NO_SERVERS,
-    ),
-    Rule(
-        keys=("runtime.rollout_devices",),
-        applies=lambda config: config.rollout.sampler != "vllm",
-        reason=_NO_SERVERS,
-    ),
-    Rule(
-        keys=("run.eval_every", *_SAMPLED_EVALUATION_KEYS),
-        applies=lambda config: (
-            config.task in ("rl", *SUPERVISED_TASKS) and not config.data.eval_sources
-        ),
-        reason=(
-            "without data.eval or data.eval_sets, the data to evaluate on: set "
-            "data.eval.paths, or remove it"
-        ),
-    ),
-    Rule(
-        keys=("run.eval_solved_reward", "run.eval_answer_pattern"),
-        applies=lambda config: config.run.eval_num_completions == 1,
-        reason=(
-            "with run.eval_num_completions 1, where pass@k and maj@k are not measured: raise it, "
-            "or remove this key"
-        ),
-    ),
-    Rule(
-        keys=("algorithm.kl_estimator", "algorithm.kl_clamp"),
-        applies=lambda config: (
-            config.algorithm.kl_loss_coef == 0 and config.algorithm.kl_reward_coef == 0
-        ),
-        reason=(
-            "with algorithm.kl_loss_coef and algorithm.kl_reward_coef both 0: set one of them, or "
-            "remove it"
-        ),
-    ),
-    Rule(
-        keys=tuple(
-            f"algorithm.policy_loss.{name}" for name in ("clip_low", "clip_high", "dual_clip")
-        ),
-        applies=lambda config: (
-            config.task == "rl"
-            and config.batching.num_mini_batches * config.batching.num_passes == 1
-            and config.algorithm.kl_reward_coef == 0
-            and (
-                config.algorithm.rollout_correction is None
-                or not config.algorithm.rollout_correction.replaces_old_logprobs
-            )
-        ),
-        reason=(
-            "with batching.num_mini_batches and batching.num_passes both 1, where the policy's "
-            "ratio is always 1: raise one of them, or remove it"
-        ),
-    ),
-    Rule(
-        keys=("rollout.routing_replay",),
-        applies=lambda config: (
-            config.rollout.routing_replay == "old_policy"
-            and config.batching.num_mini_batches * config.batching.num_passes == 1
-        ),
-        reason=(
-            "as old_policy with batching.num_mini_batches and batching.num_passes both 1, where "
-            "the only update has the weights of the old policy: raise one of them, or set none or "
-            "sampler"
-        ),
-    ),
-    Rule(
-        keys=("run.total_steps",),
-        applies=lambda config: config.run.total_epochs is not None,
-        reason="with run.total_epochs, which sets the length of the run: remove one of them",
-    ),
-    Rule(
-        keys=("rollout.canary_tolerance",),
-        applies=lambda config: not config.rollout.canary,
-        reason="with rollout.canary false: remove it, or turn the canary on",
-    ),
-    Rule(
-        keys=("run.num_table_rows",),
-        applies=lambda config: (
-            config.task == "rl" and config.run.table_every == 0 and not config.data.eval_sources
-        ),
-        reason="with run.table_every 0, which shows no tables: remove it, or raise run.table_every",
-    ),
-)
+def _reward_rules(config: TrainerConfig) -> Iterator[Rule]:
+    reward, environment = config.reward, config.environment
+    yield Rule(
+        bool(reward.components),
+        "reward.function reward.arguments",
+        "with reward.components, which name the functions: remove one of them",
+    )
+    yield Rule(
+        reward.function in (REWARD_MODEL, *reward.defined_names),
+        "reward.arguments",
+        "with a reward.function that is not a registered name or import path: remove it, or set "
+        "reward.functions.NAME.arguments",
+    )
+    yield Rule(
+        all(name in (REWARD_MODEL, *reward.judges) for name in reward.get_parts()),
+        "reward.timeout_s reward.num_workers reward.num_threads reward.max_retries",
+        "with a reward of models, which calls no function: remove it",
+    )
+    yield Rule(
+        environment is not None and environment.name == "agent",
+        "environment.answer_start environment.answer_end environment.tool_timeout_s "
+        "environment.tool_memory_mib",
+        "with environment.name agent, whose agent runs its tools itself: remove it",
+    )
+
+
+def _runtime_rules(config: TrainerConfig) -> Iterator[Rule]:
+    is_inline, sampler = config.runtime.kind == "inline", config.rollout.sampler
+    yield Rule(
+        is_inline,
+        "runtime.cpus_per_worker runtime.gpus_per_worker runtime.address runtime.worker_timeout_s",
+        "with runtime.kind inline, which starts no workers: remove it, or set runtime.kind=ray",
+    )
+    teacher_pools = " ".join(f"teachers.{name}.pool" for name in config.teachers)
+    yield Rule(
+        is_inline,
+        f"actor.pool critic.pool ref.pool rollout.pool reward.model.pool {teacher_pools}",
+        "with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray",
+    )
+    yield Rule(
+        config.weight_sync.content != "delta",
+        "weight_sync.max_changed_fraction",
+        "with a weight_sync.content other than delta: remove it, or set weight_sync.content=delta",
+    )
+    yield Rule(
+        sampler == "hf" and is_inline and config.weight_sync.content == "full",
+        "weight_sync.checksum weight_sync.bucket_bytes",
+        "with rollout.sampler hf in the trainer's own process, where weights are not sent: "
+        "remove it, or set rollout=vllm or runtime.kind=ray",
+    )
+    yield Rule(
+        config.loop != "async", "asynchrony", "without loop async: remove it, or set loop=async"
+    )
+    yield Rule(
+        not is_inline,
+        "runtime.rollout_devices",
+        "with runtime.kind ray, which assigns devices to servers: remove it, or set "
+        "runtime.kind=inline",
+    )
+    if sampler != "vllm":
+        has_servers = any(teacher.backend == "vllm" for teacher in config.teachers.values())
+        others = "" if has_servers else " rollout.vllm runtime.rollout_python"
+        reason = "with rollout.sampler hf: remove it, or set rollout=vllm"
+        yield Rule(True, f"runtime.rollout_devices{others}", reason)
+    yield Rule(
+        not config.rollout.canary,
+        "rollout.canary_tolerance",
+        "with rollout.canary false: remove it, or turn the canary on",
+    )
+
+
+def _run_rules(config: TrainerConfig) -> Iterator[Rule]:
+    run, has_eval = config.run, bool(config.data.eval_sources)
+    yield Rule(
+        run.prometheus_port is None,
+        "run.prometheus_address",
+        "without run.prometheus_port: remove it, or set the port",
+    )
+    yield Rule(
+        config.task in ("rl", *SUPERVISED_TASKS) and not has_eval,
+        f"run.eval_every {_SAMPLED_EVALUATION_KEYS}",
+        "without data.eval or data.eval_sets, the data to evaluate on: set data.eval.paths, or "
+        "remove it",
+    )
+    yield Rule(
+        run.eval_num_completions == 1,
+        "run.eval_solved_reward run.eval_answer_pattern",
+        "with run.eval_num_completions 1, where pass@k and maj@k are not measured: raise it, or "
+        "remove this key",
+    )
+    yield Rule(
+        run.total_epochs is not None,
+        "run.total_steps",
+        "with run.total_epochs, which sets the length of the run: remove one of them",
+    )
+    yield Rule(
+        config.task == "rl" and run.table_every == 0 and not has_eval,
+        "run.num_table_rows",
+        "with run.table_every 0, which shows no tables: remove it, or raise run.table_every",
+    )
+
+
+def _algorithm_rules(config: TrainerConfig) -> Iterator[Rule]:
+    algorithm, correction = config.algorithm, config.algorithm.rollout_correction
+    has_one_update = config.batching.num_mini_batches * config.batching.num_passes == 1
+    yield Rule(
+        algorithm.kl_loss_coef == 0 and algorithm.kl_reward_coef == 0,
+        "algorithm.kl_estimator algorithm.kl_clamp",
+        "with algorithm.kl_loss_coef and algorithm.kl_reward_coef both 0: set one of them, or "
+        "remove it",
+    )
+    yield Rule(
+        config.task == "rl"
+        and has_one_update
+        and algorithm.kl_reward_coef == 0
+        and (correction is None or not correction.replaces_old_logprobs),
+        "algorithm.policy_loss.clip_low algorithm.policy_loss.clip_high "
+        "algorithm.policy_loss.dual_clip",
+        "with batching.num_mini_batches and batching.num_passes both 1, where the policy's ratio "
+        "is always 1: raise one of them, or remove it",
+    )
+    yield Rule(
+        config.rollout.routing_replay == "old_policy" and has_one_update,
+        "rollout.routing_replay",
+        "as old_policy with batching.num_mini_batches and batching.num_passes both 1, where the "
+        "only update has the weights of the old policy: raise one of them, or set none or sampler",
+    )
 
 
 def check_ineffective_keys(config: TrainerConfig, *, set_by_user: Mapping[str, str]) -> None:
@@ -299,18 +213,14 @@ def check_ineffective_keys(config: TrainerConfig, *, set_by_user: Mapping[str, s
         ConfigError: One line per key, which names it and the key that makes it ineffective.
     """
     problems: dict[str, str] = {}
-    for rule in (*RULES, *_role_rules(config), *_source_rules(config), *_teacher_rules(config)):
-        if rule.applies(config):
-            for key, origin in set_by_user.items():
-                if _is_in(key, rule.keys) and not _is_in(key, rule.exceptions):
+    for iterate_rules in _RULES:
+        for applies, keys, reason, exceptions in iterate_rules(config):
+            for key, origin in set_by_user.items() if applies else ():
+                if is_within(key, *keys.split()) and not is_within(key, *exceptions.split()):
                     # The first reason only: a key is listed once.
-                    problems.setdefault(key, f"{key} ({origin}) has no effect {rule.reason}.")
+                    problems.setdefault(key, f"{key} ({origin}) has no effect {reason}.")
     if problems:
         raise ConfigError("\n".join(problems.values()))
-
-
-def _is_in(key: str, blocks: tuple[str, ...]) -> bool:
-    return any(key == block or key.startswith(f"{block}.") for block in blocks)
 
 
 def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
@@ -318,173 +228,169 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
 
     It loads its weights from disk and never sleeps.
     """
-    teachers, vllm = config.teachers, "rollout.vllm"
-    if config.rollout.sampler != "vllm" and any(
-        teacher.backend == "vllm" for teacher in teachers.values()
-    ):
-        read = (
-            "gpu_memory_utilization",
-            "kv_cache_bytes",
-            "enforce_eager",
-            "start_timeout_s",
-            "stall_timeout_s",
-            "load_timeout_s",
-            "max_restarts",
-        )
-        reason = (
-            "with rollout.sampler hf: servers of teachers never sleep, and read only "
-            f"{', '.join(read)} of {vllm}. Remove it"
-        )
-        exceptions = tuple(f"{vllm}.{key}" for key in read)
-        yield Rule(keys=(vllm,), exceptions=exceptions, reason=reason)
-    for name, teacher in teachers.items():
+    vllm = "rollout.vllm"
+    read = (
+        *("gpu_memory_utilization", "kv_cache_bytes", "enforce_eager", "start_timeout_s"),
+        *("stall_timeout_s", "load_timeout_s", "max_restarts"),
+    )
+    yield Rule(
+        config.rollout.sampler != "vllm"
+        and any(teacher.backend == "vllm" for teacher in config.teachers.values()),
+        vllm,
+        "with rollout.sampler hf: servers of teachers never sleep, and read only "
+        f"{', '.join(read)} of {vllm}. Remove it",
+        exceptions=" ".join(f"{vllm}.{key}" for key in read),
+    )
+    for name, teacher in config.teachers.items():
         key = f"teachers.{name}"
-        if teacher.backend == "vllm":
-            used_keys = (
-                f"{key}.engine.model.path",
-                f"{key}.engine.model.trust_remote_code",
-                f"{key}.engine.precision.compute",
-            )
-            reason = f"with {key}.backend vllm, which reads only {', '.join(used_keys)}: remove it"
-            yield Rule(keys=(f"{key}.engine",), exceptions=used_keys, reason=reason)
-        if config.runtime.kind == "inline":
-            yield Rule(keys=(f"{key}.pool",), reason=_NO_POOLS)
-        if teacher.backend == "engine" or config.runtime.kind == "ray":
-            why = f"{key}.backend engine" if teacher.backend == "engine" else "runtime.kind ray"
-            yield Rule(
-                keys=(f"{key}.devices",),
-                reason=f"with {why}: it is for backend vllm and runtime.kind inline. Remove it",
-            )
+        used_keys = [
+            f"{key}.engine.{setting}"
+            for setting in ("model.path", "model.trust_remote_code", "precision.compute")
+        ]
+        yield Rule(
+            teacher.backend == "vllm",
+            f"{key}.engine",
+            f"with {key}.backend vllm, which reads only {', '.join(used_keys)}: remove it",
+            exceptions=" ".join(used_keys),
+        )
+        why = f"{key}.backend engine" if teacher.backend == "engine" else "runtime.kind ray"
+        yield Rule(
+            teacher.backend == "engine" or config.runtime.kind == "ray",
+            f"{key}.devices",
+            f"with {why}: it is for backend vllm and runtime.kind inline. Remove it",
+        )
 
 
 def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
     for name, role in config.roles.items():
-        model = role.engine.model
-        if role.engine.optimizer is None:
-            keys: tuple[str, ...] = (
-                f"{name}.engine.schedule",
-                f"{name}.engine.offload.optimizer",
-                f"{name}.engine.offload.load_optimizer_in",
-                f"{name}.engine.offload.optimizer_on_cpu",
-            )
-            yield Rule(
-                keys=keys, reason=f"with {name}.engine.optimizer null, a frozen model: remove it"
-            )
-        if model.path is not None and model.model_type == "language_model":
-            yield Rule(
-                keys=(f"{name}.engine.model.seed",),
-                reason=f"with {name}.engine.model.path, whose weights are loaded: remove it",
-            )
-        if model.path is None:
-            keys = (f"{name}.engine.model.trust_remote_code",)
-            yield Rule(
-                keys=keys,
-                reason=(
-                    f"with {name}.engine.model.architecture, which has no code to trust: remove it"
-                ),
-            )
+        key, model = f"{name}.engine", role.engine.model
+        yield Rule(
+            role.engine.optimizer is None,
+            f"{key}.schedule {key}.offload.optimizer {key}.offload.load_optimizer_in "
+            f"{key}.offload.optimizer_on_cpu",
+            f"with {key}.optimizer null, a frozen model: remove it",
+        )
+        yield Rule(
+            model.path is not None and model.model_type == "language_model",
+            f"{key}.model.seed",
+            f"with {key}.model.path, whose weights are loaded: remove it",
+        )
+        yield Rule(
+            model.path is None,
+            f"{key}.model.trust_remote_code",
+            f"with {key}.model.architecture, which has no code to trust: remove it",
+        )
 
 
-def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
-    sources = config.sources
-    if all(source.difficulty_key is None for source in sources.values()):
-        yield Rule(
-            keys=("data.shuffled_fraction",),
-            reason="without data.train.difficulty_key, by which rows are sorted: remove it",
-        )
-    elif not config.data.shuffle:
-        yield Rule(
-            keys=("data.shuffled_fraction",),
-            reason="without data.shuffle: remove it, or set it to true",
-        )
-    if all(isinstance(source, ArithmeticSource) for source in sources.values()):
-        has_agent = any(each.name == "agent" for each in config.all_environments.values())
-        yield Rule(
-            # An agent writes chat messages itself.
-            keys=("data.tools_path",) if has_agent else ("data.chat_template", "data.tools_path"),
-            reason="with sources arithmetic, whose prompts are not chat messages: remove it",
-        )
+def _data_rules(config: TrainerConfig) -> Iterator[Rule]:
+    data, sources = config.data, config.sources
+    yield Rule(
+        not (data.streaming and data.shuffle),
+        "data.streaming_buffer",
+        "without data.streaming and data.shuffle: remove it",
+    )
+    yield Rule(
+        data.train.messages_key is None,
+        "data.train_on",
+        "without data.train.messages_key, the field with full conversations: remove it",
+    )
+    yield Rule(
+        all(source.difficulty_key is None for source in sources.values()),
+        "data.shuffled_fraction",
+        "without data.train.difficulty_key, by which rows are sorted: remove it",
+    )
+    yield Rule(
+        not data.shuffle,
+        "data.shuffled_fraction",
+        "without data.shuffle: remove it, or set it to true",
+    )
+    has_agent = any(each.name == "agent" for each in config.all_environments.values())
+    yield Rule(
+        all(isinstance(source, ArithmeticSource) for source in sources.values()),
+        # An agent writes chat messages itself.
+        "data.tools_path" if has_agent else "data.chat_template data.tools_path",
+        "with sources arithmetic, whose prompts are not chat messages: remove it",
+    )
     for name, source in sources.items():
-        for applies, keys, reason in _iterate_source_rules(name, source, config=config):
-            if applies:
-                yield Rule(keys=tuple(f"{name}.{key}" for key in keys), reason=reason)
+        for applies, keys, reason, _ in _source_rules(name, source, config=config):
+            yield Rule(applies, " ".join(f"{name}.{key}" for key in keys.split()), reason)
 
 
-def _iterate_source_rules(
-    name: str, source: DataSource, *, config: TrainerConfig
-) -> Iterator[tuple[bool, tuple[str, ...], str]]:
-    """Yield for each rule whether it applies to a source, the source's keys, and the reason."""
+def _source_rules(name: str, source: DataSource, *, config: TrainerConfig) -> Iterator[Rule]:
+    """Yield the rules of a source, with keys below it."""
     is_trained, is_evaluated = name in config.data.train_sources, name in config.data.eval_sources
     kind, distillation = config.preference_kind, config.distillation
     unsampled = "or with data that is not sampled to train on: remove it"
     task = f"with task {config.task} and preference {config.preference.name}"
-    yield (
+    yield Rule(
         kind != "pairs",
-        ("chosen_key", "rejected_key"),
+        "chosen_key rejected_key",
         f"{task}: pairs are for task rm, and for task dpo unless preference is kto. Remove it",
     )
-    yield (
+    yield Rule(
         kind == "pairs",
-        ("answer_key",),
+        "answer_key",
         "with pairs, whose completions are in chosen_key and rejected_key: remove it",
     )
-    yield (
+    yield Rule(
         config.task != "rm",
-        ("margin_key",),
+        "margin_key",
         f"with task {config.task}: margins are for task rm. Remove it",
     )
-    yield (
+    yield Rule(
         kind != "labels",
-        ("label_key",),
+        "label_key",
         f"{task}: labels are for task dpo with preference=kto. Remove it",
     )
-    yield (
+    yield Rule(
         source.messages_key is not None,
-        ("prompt_key", "answer_key"),
+        "prompt_key answer_key",
         f"with {name}.messages_key, the field with full conversations: remove one of them",
     )
-    yield (
+    yield Rule(
         not is_evaluated,
-        ("category_key",),
+        "category_key",
         "with data to train on: categories are for data.eval and data.eval_sets. Remove it",
     )
-    yield (
+    yield Rule(
         config.task in SUPERVISED_TASKS,
-        ("category_key",),
+        "category_key",
         f"with task {config.task}, whose evaluations have no categories: remove it",
     )
-    yield (
+    yield Rule(
         not config.generates_completions or name == "warm_start.data",
-        ("reward", "reward_key"),
+        "reward reward_key",
         "with data whose completions are not scored: remove it",
     )
-    yield (
+    yield Rule(
         not config.generates_completions or name == "warm_start.data",
-        ("environment",),
+        "environment",
         "with data that is not sampled: remove it",
     )
-    yield not is_trained, ("weight",), "with data that is not mixed with other sources: remove it"
-    yield (
+    yield Rule(
+        not is_trained, "weight", "with data that is not mixed with other sources: remove it"
+    )
+    yield Rule(
         is_evaluated or config.task in (*PREFERENCE_TASKS, *INFERENCE_TASKS),
-        ("difficulty_key",),
+        "difficulty_key",
         "with data that is not prompts or demonstrations to train on: remove it",
     )
-    yield (
+    yield Rule(
         not _is_demonstrated(name, config),
-        ("loss_weight_key",),
+        "loss_weight_key",
         "with data that is not demonstrations of task sft or of a warm start: remove it",
     )
-    yield (
+    yield Rule(
         distillation.off_policy_fraction == 0 or not is_trained,
-        ("completion_key",),
+        "completion_key",
         f"without distillation.off_policy_fraction, {unsampled}",
     )
-    yield (
+    yield Rule(
         distillation.self_teacher is None or not is_trained,
-        ("teacher_prompt_key",),
+        "teacher_prompt_key",
         f"without distillation.self_teacher, {unsampled}",
     )
-    yield not config.teachers, ("route_key",), "without teachers, which it selects: remove it"
+    yield Rule(not config.teachers, "route_key", "without teachers, which it selects: remove it")
 
 
 def _is_demonstrated(name: str, config: TrainerConfig) -> bool:
@@ -494,3 +400,15 @@ def _is_demonstrated(name: str, config: TrainerConfig) -> bool:
     if config.task == "sft":  # held-out loss has weights, too
         return True
     return config.warm_start is not None and name in config.data.train_sources
+
+
+_RULES = (
+    _reward_rules,
+    _task_rules,
+    _runtime_rules,
+    _run_rules,
+    _algorithm_rules,
+    _role_rules,
+    _data_rules,
+    _teacher_rules,
+)

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib.metadata import entry_points
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,7 +14,12 @@ from omegaconf.errors import OmegaConfBaseException
 from temper_engine_api.errors import ConfigError, EngineNotFoundError, format_install
 from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROUP, ROLES
+from temper_trainer.config.run import (
+    LEGACY_TRAINING_WORKER,
+    LEGACY_WORKER_GROUP,
+    ROLES,
+    RunConfig,
+)
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.composition import (
     COMMAND_LINE,
@@ -41,34 +47,11 @@ from temper_trainer.config_loading.secrets import (
 from temper_trainer.config_loading.structuring import structure
 from temper_trainer.config_loading.unknown_keys import check_keys
 from temper_trainer.redaction import register_secrets
+from temper_trainer.settings.names import is_within
 
 DIGEST_EXCLUDED_KEYS = (
-    "run.dir",
-    "run.total_steps",
-    "run.total_epochs",
-    "run.resume",
-    "run.save_every",
-    "run.save_interval_s",
-    "run.stop_grace_s",
-    "run.save_in_background",
-    "run.max_ckpt_to_keep",
-    "run.keep_every",
-    "run.verify_checkpoints",
-    "run.save_model",
-    "run.eval_every",
-    "run.eval_sampling",
-    "run.eval_sampled",
-    "run.eval_num_completions",
-    "run.eval_solved_reward",
-    "run.eval_answer_pattern",
-    "run.num_table_rows",
-    "run.table_every",
-    "run.report",
-    "run.num_threads",
-    "run.progress",
-    "run.trackers",
-    "run.prometheus_port",
-    "run.prometheus_address",
+    # The other settings of the run say how long it is, and what it writes and measures.
+    *(f"run.{field.name}" for field in fields(RunConfig) if field.name != "seed"),
     "runtime",
     *(f"{role}.{key}" for role in ROLES for key in ("num_workers", "pool")),
     "rollout.max_concurrent",
@@ -145,7 +128,7 @@ def compute_digest(resolved: Mapping[str, Plain]) -> str:
     included = {
         key: value
         for key, value in flatten(resolved).items()
-        if not any(_is_within(key, name) for name in DIGEST_EXCLUDED_KEYS)
+        if not is_within(key, *DIGEST_EXCLUDED_KEYS)
     }
     return hashlib.sha256(json.dumps(included, sort_keys=True).encode()).hexdigest()
 
@@ -195,10 +178,6 @@ def _set_by_user(
     }
 
 
-def _is_within(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
-
-
 def _with_defaults(
     composition: Composition, *, engine_class: type[EngineConfig]
 ) -> dict[str, Plain]:
@@ -231,7 +210,7 @@ def find_origins(leaves: Mapping[str, object], *, layers: Sequence[Layer]) -> di
         origin = DEFAULT
         for layer in layers:
             # No break: a later layer replaces an earlier one.
-            if any(_concerns(set_key, key) for set_key in layer.leaves):
+            if any(is_within(key, each) or is_within(each, key) for each in layer.leaves):
                 origin = DEFAULT if layer.is_deletion else layer.origin
         origins[key] = origin
     return origins
@@ -241,10 +220,6 @@ def is_set_by_user(origin: str) -> bool:
     """Return True if an origin is the command line or a user's file."""
     # The config.yaml of an earlier run contains every value, so it does not count.
     return origin == COMMAND_LINE or origin.startswith(FILE_PREFIX)
-
-
-def _concerns(set_key: str, key: str) -> bool:
-    return set_key == key or key.startswith(f"{set_key}.") or set_key.startswith(f"{key}.")
 
 
 PATH_KEYS = frozenset({"dir", "file", "path", "paths", "resume", "rollout_python", "tools_path"})

@@ -34,6 +34,10 @@ class Entry:
     """Type of a mapping's values, when its keys are user-chosen block names."""
     choice: Choice | None = None
     """Variants that it chooses from, if it is a tagged union."""
+    owner: type
+    """Dataclass with the field, whose docstring describes it."""
+    field: str
+    """Name of the field there; NAME of a mapping's values is the mapping."""
     has_default: bool
     """True if it may be left out."""
     default: object
@@ -63,10 +67,12 @@ def iterate_entries(
         # A new object each time: a caller may change the lists and mappings in it.
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         default = default if instance is None else getattr(instance, field.name)
-        yield _make_entry(field.name, annotation, default=default)
+        yield _make_entry(field.name, annotation, owner=cls, field=field.name, default=default)
 
 
-def _make_entry(name: str, annotation: object, *, default: object) -> Entry:
+def _make_entry(
+    name: str, annotation: object, *, owner: type, field: str, default: object
+) -> Entry:
     choice = find_choice(annotation)
     item = find_item_class(annotation)
     return Entry(
@@ -74,8 +80,12 @@ def _make_entry(name: str, annotation: object, *, default: object) -> Entry:
         annotation=annotation,
         block=find_block_class(annotation) if choice is None else None,
         is_open=get_origin(annotation) in (dict, Mapping),
-        item=None if item is None else _make_entry(ANY_NAME, item, default=MISSING),
+        item=None
+        if item is None
+        else _make_entry(ANY_NAME, item, owner=owner, field=field, default=MISSING),
         choice=choice,
+        owner=owner,
+        field=field,
         has_default=default is not MISSING,
         default=None if default is MISSING else default,
     )
@@ -183,6 +193,8 @@ def _make_name_entry(entry: Entry, choice: Choice) -> Entry:
         annotation=str if choice.is_open else Literal[choice.names],
         block=None,
         is_open=False,
+        owner=Variant,
+        field="name",
         has_default=entry.default_variant is not None,
         default=entry.default_variant,
     )

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.reward import RewardModelConfig
 from temper_trainer.config.run import RL_TASKS, RoleConfig, RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 
@@ -22,7 +21,9 @@ def describe_sizes(config: TrainerConfig) -> list[str]:
         roles["averaged_actor"] = replace(config.actor, engine=config.averaged_engine)
     lines += [_role_line(name, role, engine=config.model_engine) for name, role in roles.items()]
     if config.reward.model is not None:
-        lines.append(_reward_model_line(config.reward.model, engine=config.model_engine))
+        model = config.reward.model
+        frozen = replace(model, engine=replace(model.engine, optimizer=None))
+        lines.append(_role_line("reward.model", frozen, engine=config.model_engine))
     lines += [
         _teacher_line(name, teacher, engine=config.model_engine)
         for name, teacher in config.teachers.items()
@@ -137,14 +138,6 @@ def _teacher_line(name: str, teacher: TeacherConfig, *, engine: str) -> str:
         f"teachers.{name}: {source} on "
         f"{engine if teacher.backend == 'engine' else teacher.backend}, {workers}, for route "
         f"{route!r}, frozen"
-    )
-
-
-def _reward_model_line(model: RewardModelConfig, *, engine: str) -> str:
-    workers = f"{model.num_workers} worker" + ("s" if model.num_workers > 1 else "")
-    return (
-        f"reward.model: {model.engine.model.path} on {engine}, {workers}, "
-        f"{model.engine.precision.compute}, frozen"
     )
 
 

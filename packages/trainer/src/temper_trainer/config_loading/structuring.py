@@ -19,7 +19,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config_loading.schema import Plain, find_block_class, find_item_class
 from temper_trainer.settings.ranges import Range, find_range
-from temper_trainer.settings.variants import Custom, find_choice
+from temper_trainer.settings.variants import Choice, Custom, find_choice
 
 T = TypeVar("T")
 
@@ -112,26 +112,24 @@ def _list_options(annotation: object) -> list[str]:
 @functools.cache
 def _converter(engine_class: type[EngineConfig]) -> Converter:
     converter = Converter(forbid_extra_keys=True, detailed_validation=True)
-    converter.register_structure_hook_func(_is_value, _structure_value)
+    converter.register_structure_hook_func(
+        lambda _: True, lambda value, annotation: _structure(converter, value, annotation)
+    )
     # cattrs tries its own hooks for primitives before predicates, so these are registered by type.
     for primitive in (bool, int, float, str):
         converter.register_structure_hook(primitive, _structure_value)
-    converter.register_structure_hook_func(
-        _is_optional_block,
-        lambda value, annotation: _structure_optional(converter, value, annotation),
-    )
-    converter.register_structure_hook_func(
-        _is_mapping_of_blocks,
-        lambda value, annotation: _structure_mapping_of_blocks(converter, value, annotation),
-    )
-    converter.register_structure_hook_func(
-        lambda annotation: find_choice(annotation) is not None,
-        lambda value, annotation: _structure_variant(converter, value, annotation),
-    )
     converter.register_structure_hook_factory(
         _is_block, lambda annotation: _block_hook(converter, annotation, engine_class=engine_class)
     )
     return converter
+
+
+def _is_block(annotation: object) -> bool:
+    return (
+        isinstance(annotation, type)
+        and dataclasses.is_dataclass(annotation)
+        and find_choice(annotation) is None
+    )
 
 
 def _block_hook(
@@ -151,46 +149,21 @@ def _block_hook(
     return hook
 
 
-def _is_block(annotation: object) -> bool:
-    return (
-        isinstance(annotation, type)
-        and dataclasses.is_dataclass(annotation)
-        and find_choice(annotation) is None
-    )
+def _structure(converter: Converter, value: object, annotation: object) -> object:
+    """Structure what is no block: a union, blocks by name, an optional block or a value."""
+    if (choice := find_choice(annotation)) is not None:
+        return _structure_variant(converter, value, choice)
+    if (item := find_item_class(annotation)) is not None:
+        if not isinstance(value, dict):
+            raise ConfigError(f"is {value!r}, but must be a mapping from names to blocks.")
+        return _structure_items(value, lambda block: converter.structure(block, item))
+    if (block := find_block_class(annotation)) is not None:
+        return None if value is None else converter.structure(value, block)
+    return _structure_value(value, annotation)
 
 
-def _is_optional_block(annotation: object) -> bool:
-    return (
-        get_origin(annotation) in (Union, types.UnionType)
-        and find_block_class(annotation) is not None
-    )
-
-
-def _is_mapping_of_blocks(annotation: object) -> bool:
-    return find_item_class(annotation) is not None
-
-
-def _is_value(annotation: object) -> bool:
-    return (
-        not _is_block(annotation)
-        and find_choice(annotation) is None
-        and find_block_class(annotation) is None
-        and find_item_class(annotation) is None
-    )
-
-
-def _structure_optional(converter: Converter, value: object, annotation: object) -> object:
-    if value is None:
-        return None
-    block = find_block_class(annotation)
-    assert block is not None
-    return converter.structure(value, block)
-
-
-def _structure_variant(converter: Converter, value: object, annotation: object) -> object:
+def _structure_variant(converter: Converter, value: object, choice: Choice) -> object:
     """Structure the variant that a block names; a name alone is a variant with its defaults."""
-    choice = find_choice(annotation)
-    assert choice is not None
     if value is None and choice.is_optional:
         return None
     block = {"name": value} if isinstance(value, str) else value
@@ -205,21 +178,17 @@ def _structure_variant(converter: Converter, value: object, annotation: object) 
     return converter.structure(block, cls)
 
 
-def _structure_mapping_of_blocks(converter: Converter, value: object, annotation: object) -> object:
-    """Structure blocks by name; each problem starts with the name."""
-    item = find_item_class(annotation)
-    assert item is not None
-    if not isinstance(value, dict):
-        raise ConfigError(f"is {value!r}, but must be a mapping from names to blocks.")
-    collected: dict[str, object] = {}
+def _structure_items(
+    mapping: dict[object, object], structure_item: Callable[[object], object]
+) -> dict[object, object]:
+    """Structure the values of a mapping; each problem starts with the name."""
+    collected: dict[object, object] = {}
     problems: list[str] = []
-    for name, block in value.items():
+    for name, item in mapping.items():
         try:
-            collected[name] = converter.structure(block, item)
-        except ClassValidationError as error:
+            collected[name] = structure_item(item)
+        except (ClassValidationError, ConfigError) as error:
             problems += _list_problems(error, path=str(name))
-        except ConfigError as error:
-            problems.append(f"{name} {error}")
     if problems:
         raise _NestedProblems(problems)
     return collected
@@ -234,10 +203,10 @@ class _NestedProblems(ConfigError):
 
 
 def _structure_value(value: object, annotation: object) -> object:
+    if get_origin(annotation) in (dict, Mapping) and isinstance(value, dict):
+        return _structure_items(value, lambda item: _structure_value(item, get_args(annotation)[1]))
     read = _read(value, annotation)
     if read is _INVALID:
-        if get_origin(annotation) in (dict, Mapping) and isinstance(value, dict):
-            raise _NestedProblems(_find_value_problems(value, get_args(annotation)[1]))
         hint = ""
         if isinstance(value, str) and describe_type(annotation).startswith(("list", "text | list")):
             hint = f" A list is written [{value}]."
@@ -246,19 +215,6 @@ def _structure_value(value: object, annotation: object) -> object:
     if bounds is not None and isinstance(read, (int, float)) and read not in bounds:
         raise ConfigError(f"is {read}, but must be {bounds}.")
     return read
-
-
-def _find_value_problems(mapping: dict[object, object], annotation: object) -> list[str]:
-    """Return the problems of a mapping's values, each starting with its key."""
-    problems = []
-    for key, value in mapping.items():
-        try:
-            _structure_value(value, annotation)
-        except _NestedProblems as error:
-            problems += [f"{key}.{problem}" for problem in error.problems]
-        except ConfigError as error:
-            problems.append(f"{key} {error}")
-    return problems
 
 
 class _Invalid:

@@ -12,7 +12,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_trainer.config.reward import RewardModelConfig
+from temper_trainer.config.run import RoleConfig
 from temper_trainer.runtime.placement import REWARD_MODEL_ROLE
 from temper_trainer.runtime.teacher_factory import GroupFactory
 from temper_trainer.runtime.worker_group import WorkerGroup
@@ -60,7 +60,7 @@ class EngineRewardModel:
 
 
 def build_reward_model(
-    model: RewardModelConfig | None,
+    model: RoleConfig | None,
     *,
     max_tokens: int,
     runtime: GroupFactory,

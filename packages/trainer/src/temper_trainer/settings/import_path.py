@@ -1,11 +1,11 @@
 """Import user-defined functions and classes by ``package.module:name``."""
 
-import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 from temper_engine_api.errors import ConfigError, format_install
+from temper_trainer.settings.names import suggest_name
 
 
 def is_import_path(name: str) -> bool:
@@ -49,12 +49,10 @@ def import_object(path: str, *, key: str) -> Callable[..., Any]:
     member = members.get(name)
     if not callable(member):
         # Suggest only callables. A module also has imports and constants, which cannot be meant.
-        near = difflib.get_close_matches(
-            name, [known for known, value in members.items() if callable(value)], n=1
-        )
-        hint = f": did you mean {near[0]!r}?" if near else "."
+        known = [name for name, value in members.items() if callable(value)]
         raise ConfigError(
-            f"{key} names {name!r} in {module}, which has no function or class of that name{hint}"
+            f"{key} names {name!r} in {module}, which has no function or class of that name."
+            f"{suggest_name(name, known)}"
         )
     imported_object: Callable[..., Any] = member
     return imported_object

@@ -8,6 +8,7 @@ constructed in Python.
 """
 
 import math
+import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_args, get_origin
 
@@ -93,6 +94,25 @@ def check_range(
     bounds = Range(at_least=at_least, above=above, at_most=at_most)
     if value is not None and value not in bounds:
         raise ConfigError(f"{key} is {value}, but must be {bounds}.")
+
+
+def check_order(low_key: str, low: float | None, high_key: str, high: float | None) -> None:
+    """Raise unless a lower bound is below an upper one; None is no bound."""
+    if low is not None and high is not None and low >= high:
+        raise ConfigError(
+            f"{low_key} is {low} and {high_key} is {high}: the first must be smaller than the "
+            "second."
+        )
+
+
+def check_pattern(key: str, pattern: str | None) -> None:
+    """Raise if a setting is not a regular expression; None passes."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ConfigError(
+            f"{key} is {pattern!r}, which is not a regular expression ({error}): correct it."
+        ) from None
 
 
 def check_ranges(values: Any) -> None:

@@ -10,7 +10,6 @@ A field of the type ``PolicyLoss`` is then read from ``{name: gspo, clip_low: 1e
 field of the type ``PolicyLoss | Custom`` is also read from an import path.
 """
 
-import difflib
 import inspect
 import types
 import typing
@@ -20,6 +19,7 @@ from typing import Any, ClassVar, TypeVar, Union, cast, dataclass_transform, get
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.settings.import_path import import_object
+from temper_trainer.settings.names import suggest_name
 from temper_trainer.settings.ranges import check_ranges
 
 ClassT = TypeVar("ClassT", bound=type)
@@ -154,10 +154,9 @@ class Choice:
 
     def describe_unknown(self, name: object) -> str:
         """Return why a name is refused, to be put after a key."""
-        near = difflib.get_close_matches(str(name), self.names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         custom = ", or the import path package.module:Name of your own" if self.is_open else ""
-        return f"is {name!r}, but must be one of {', '.join(self.names)}{custom}.{hint}"
+        options = f"{', '.join(self.names)}{custom}"
+        return f"is {name!r}, but must be one of {options}.{suggest_name(name, self.names)}"
 
 
 def find_choice(annotation: object) -> Choice | None:

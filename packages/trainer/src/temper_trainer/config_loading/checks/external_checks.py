@@ -219,7 +219,7 @@ def check_libraries(config: TrainerConfig) -> None:
         ConfigError: If Ray, peft, datasets or vLLM is not installed, the vLLM version does not
             work, or Ray would start here with fewer CPUs than the workers need.
     """
-    for name, source in {**config.data.train_sources, **config.data.eval_sources}.items():
+    for name, source in config.data.sources.items():
         if isinstance(source, DatasetsSource) and not _is_installed("datasets"):
             raise ConfigError(
                 f"{name} is datasets, but datasets is not installed: run "

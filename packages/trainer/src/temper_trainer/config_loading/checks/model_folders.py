@@ -31,11 +31,7 @@ _MODEL_TYPE_FILES = ("auto_mappings.py", "configuration_auto.py")
 
 def find_model_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield what is wrong with model folders and the tokenizer folder."""
-    engines = {name: role.engine for name, role in config.roles.items()}
-    if config.reward.model is not None:
-        engines["reward.model"] = config.reward.model.engine
-    engines |= {f"teachers.{name}": teacher.engine for name, teacher in config.teachers.items()}
-    for name, engine in engines.items():
+    for name, engine in config.models.items():
         if problem := _find_model_problem(f"{name}.engine.model", engine.model):
             yield problem
     for name, teacher in config.teachers.items():
@@ -75,7 +71,8 @@ def has_vocabulary(folder: Path) -> bool:
     """Return True if a folder has the files of a tokenizer."""
     if any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
         return True
-    return _read_tokenizer_config(folder).get("tokenizer_class") in _WITHOUT_VOCABULARY
+    config = read_json_fields(folder / "tokenizer_config.json")
+    return config.get("tokenizer_class") in _WITHOUT_VOCABULARY
 
 
 def has_chat_template(data: DataConfig, *, model_path: str | None) -> bool:
@@ -95,7 +92,7 @@ def has_chat_template(data: DataConfig, *, model_path: str | None) -> bool:
     folder = Path(path)
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    return bool(_read_tokenizer_config(folder).get("chat_template"))
+    return bool(read_json_fields(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def _find_tokenizer_problems(
@@ -154,7 +151,7 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
             "JSON object: download it again."
         )
     if not key.startswith("teachers.") and (
-        entry := find_multimodal_part(folder)
+        entry := _find_multimodal_entry(model_config)
     ):  # a server of a teacher answers text alone
         return (
             f"{key}.path is {path}, whose config.json has {entry}: a multimodal model, which no "
@@ -202,10 +199,13 @@ def _list_model_types() -> frozenset[str]:
     return frozenset(names)
 
 
-def _read_tokenizer_config(folder: Path) -> Mapping[str, object]:
-    """Return tokenizer_config.json; empty if it is absent or loading would reject it."""
+def read_json_fields(path: Path) -> Mapping[str, object]:
+    """Return the fields of a JSON file; empty if it is absent or damaged.
+
+    Loading it reports the damage with a better message.
+    """
     try:
-        fields = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
@@ -234,18 +234,6 @@ _MULTIMODAL_CLASS_PATTERN = re.compile(
 _MULTIMODAL_TYPE_PATTERN = re.compile(
     r"(?<![a-z])vl(?![a-z])|qwen_?vl|internvl|llava|omni|whisper|minicpm[vo]$|\dv(?![a-z])"
 )
-
-
-def find_multimodal_part(model: Path) -> str:
-    """Return the entry of a folder's config.json that marks a multimodal model, or "".
-
-    An unreadable file returns "": loading the model reports it with a better message.
-    """
-    try:
-        fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return ""
-    return _find_multimodal_entry(fields) if isinstance(fields, dict) else ""
 
 
 def _find_multimodal_entry(fields: Mapping[str, object]) -> str:

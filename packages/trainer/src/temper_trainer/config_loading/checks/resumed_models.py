@@ -3,13 +3,13 @@
 The engines save the model's config.json with its state, and the config of its adapter.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_trainer.checkpoint.step_contents import find_engine_checkpoints
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.checks.model_folders import read_json_fields
 
 ENGINES_WITH_PEFT = ("fsdp", "megatron")
 """Engines that implement LoRA with peft, and save `adapter/adapter_config.json`."""
@@ -34,7 +34,7 @@ def find_resumed_model_problems(config: TrainerConfig, checkpoint: Path) -> Iter
     parts = find_engine_checkpoints(checkpoint)
     for name, role in config.trained_roles.items():
         folder = parts[name] / "engine" if name in parts else checkpoint / name
-        saved = _read_fields(folder / "huggingface" / "config.json")
+        saved = read_json_fields(folder / "huggingface" / "config.json")
         if not saved:
             continue  # a lost part is reported by the checkpoint, and third engines may have none
         key = f"{name}.engine"
@@ -60,7 +60,7 @@ def _find_shape_problems(
     requested: Mapping[str, object] = model.architecture
     source = f"{key}.architecture"
     if model.path is not None:
-        requested = _read_fields(Path(model.path) / "config.json")
+        requested = read_json_fields(Path(model.path) / "config.json")
         source = f"{key}.path {model.path}: config.json"
     for name in _SHAPE_KEYS:
         if name in requested and name in saved and requested[name] != saved[name]:
@@ -68,19 +68,10 @@ def _find_shape_problems(
 
 
 def _find_adapter_problems(lora: LoraSpec, folder: Path, *, key: str) -> Iterator[str]:
-    saved = _read_fields(folder / "adapter" / "adapter_config.json")
+    saved = read_json_fields(folder / "adapter" / "adapter_config.json")
     if lora.is_enabled and not saved:
         yield f"{key} is on, but the saved model has no adapter"
     elif saved and not lora.is_enabled:
         yield f"{key} is off, but the saved model has an adapter of rank {saved.get('r')}"
     elif saved and lora.path is None and lora.rank != saved.get("r"):
         yield f"{key}.rank is {lora.rank}, but the saved adapter has rank {saved.get('r')}"
-
-
-def _read_fields(path: Path) -> Mapping[str, object]:
-    """Return the fields of a JSON file; empty if it is absent or damaged."""
-    try:
-        fields = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}

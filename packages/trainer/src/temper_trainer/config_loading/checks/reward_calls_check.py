@@ -33,7 +33,7 @@ def check_reward_calls(config: TrainerConfig) -> None:
 
 def _find_problems(config: TrainerConfig) -> Iterator[str]:
     called: set[str] = set()
-    for key, source in {**config.data.train_sources, **config.data.eval_sources}.items():
+    for key, source in config.data.sources.items():
         if isinstance(source, DatasetsSource):
             continue
         for row in read_sample(key, replace(source, max_rows=1), use="prompts").rows:
