@@ -11,6 +11,7 @@ from temper_trainer.config.data import (
     DataSource,
     FileSource,
     PreferenceKind,
+    RecordSource,
     TokenizerConfig,
 )
 from temper_trainer.config.distillation import TeacherConfig
@@ -34,18 +35,19 @@ NO_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRows:
-    """Properties of a file's first rows."""
+    """The first rows of a source."""
 
-    num_rows: int
-    has_messages: bool
-    """True if a prompt is a list of chat messages."""
-    routes: frozenset[str]
     rows: tuple[Row, ...]
     """The rows; of pairs the preferred ones."""
     preferences: tuple[PreferenceRow, ...]
     """Pairs or labeled completions of tasks dpo and rm."""
     is_complete: bool
-    """True if the file has no other rows that the run reads."""
+    """True if the source has no other rows that the run reads."""
+
+    @property
+    def has_messages(self) -> bool:
+        """True if a prompt is a list of chat messages."""
+        return any(not isinstance(row.prompt, str) for row in self.rows)
 
 
 def find_data_problems(config: TrainerConfig) -> Iterator[str]:
@@ -86,45 +88,36 @@ def _source_problems(name: str, source: FileSource, *, config: TrainerConfig) ->
             f"{name}.paths names {path}, which is not a file (relative to {Path.cwd()}): "
             f"{_suggest_path(path)}."
         )
-    kind = config.preference_kind
-    first_rows = []
-    for path in local:
-        if path in absent:
-            continue
-        try:
-            first_rows.append(_read_first_rows(replace(source, paths=(path,)), kind=kind))
-        except TemperError as error:
-            yield f"{name}: {error}"
-            return
-    if (
-        first_rows
-        and len(first_rows) == len(source.paths)
-        and not any(rows.num_rows for rows in first_rows)
-    ):
-        yield (f"{name}.paths is [{source.location}], which has no rows: give files with rows.")
-    if len(first_rows) == len(source.paths) and all(rows.is_complete for rows in first_rows):
-        preferences = [row for rows in first_rows for row in rows.preferences]
-        if problem := describe_missing_label(preferences, config=source):
-            yield f"{name}: {problem}"
-        rows = [row for part in first_rows for row in part.rows]
-        if rows and (problem := describe_missing_weights(rows, config=source)):
-            yield f"{name}: {problem}"
-    if any(rows.has_messages for rows in first_rows) and not has_chat_template(
+    present = tuple(path for path in local if path not in absent)
+    if not present:
+        return
+    try:
+        first = read_first_rows(replace(source, paths=present), kind=config.preference_kind)
+    except TemperError as error:
+        yield f"{name}: {error}"
+        return
+    if len(present) == len(source.paths):
+        if not first.rows:
+            yield f"{name}.paths is [{source.location}], which has no rows: give files with rows."
+        if first.is_complete:
+            if problem := describe_missing_label(first.preferences, config=source):
+                yield f"{name}: {problem}"
+            if first.rows and (problem := describe_missing_weights(first.rows, config=source)):
+                yield f"{name}: {problem}"
+    if first.has_messages and not has_chat_template(
         config.data, model_path=config.actor.engine.model.path
     ):
         yield f"{name} has chat messages, but {NO_TEMPLATE}"
-    if name in config.data.train_sources and len(config.teachers) > 1:
-        routes = frozenset().union(*(rows.routes for rows in first_rows))
-        if source.route_key is not None:
-            yield from _route_problems(routes, name=name, source=source, teachers=config.teachers)
+    if name in config.data.train_sources and len(config.teachers) > 1 and source.route_key:
+        routes = frozenset(row.route for row in first.rows)
+        yield from _route_problems(routes, name=name, source=source, teachers=config.teachers)
     if source.reward_key is not None and config.generates_completions:
-        selected = [(row.location, row.reward) for part in first_rows for row in part.rows]
+        selected = [(row.location, row.reward) for row in first.rows]
         # One is enough.
         yield from islice(find_unknown_rewards(config.reward, selected), 1)
     # The run trains no tokenizer on a stream.
-    if first_rows and not config.data.streaming:
-        rows = [row for part in first_rows for row in part.rows]
-        yield from _tokenizer_problems(name, rows, config=config)
+    if not config.data.streaming:
+        yield from _tokenizer_problems(name, first.rows, config=config)
 
 
 def _generate_first_rows(source: ArithmeticSource) -> tuple[Row, ...]:
@@ -142,8 +135,12 @@ def _suggest_path(path: str) -> str:
     return "correct the path"
 
 
-def _read_first_rows(source: FileSource, *, kind: PreferenceKind | None) -> FirstRows:
-    """Read the first rows of a source with the run's own reader.
+def read_first_rows(source: DataSource, *, kind: PreferenceKind | None) -> FirstRows:
+    """Read the first rows of each local file of a source with the run's own reader.
+
+    Args:
+        source: The source; of files on remote hosts nothing is read.
+        kind: Form of the rows in tasks dpo and rm.
 
     Raises:
         DataError: If a row cannot be read; the message is the run's.
@@ -152,18 +149,32 @@ def _read_first_rows(source: FileSource, *, kind: PreferenceKind | None) -> Firs
     # does not need them.
     from temper_trainer.data.sources import iterate_preferences, iterate_rows
 
-    limit = NUM_CHECKED_ROWS if source.max_rows is None else min(source.max_rows, NUM_CHECKED_ROWS)
-    first = replace(source, max_rows=limit)
-    preferences = [] if kind is None else list(iterate_preferences(first, kind=kind))
-    rows = list(iterate_rows(first)) if kind is None else [each.rows[0] for each in preferences]
-    return FirstRows(
-        num_rows=len(rows),
-        has_messages=any(not isinstance(row.prompt, str) for row in rows),
-        routes=frozenset(row.route for row in rows),
-        rows=tuple(rows),
-        preferences=tuple(preferences),
-        is_complete=len(rows) < NUM_CHECKED_ROWS,
+    rows: list[Row] = []
+    preferences: list[PreferenceRow] = []
+    left, is_complete = source.max_rows, True
+    parts = (
+        [replace(source, paths=(path,)) for path in source.paths]
+        if isinstance(source, FileSource)
+        else [source]
     )
+    for part in parts:
+        if isinstance(part, FileSource) and is_remote(part.paths[0]):
+            is_complete = False
+            continue
+        limit = NUM_CHECKED_ROWS if left is None else min(NUM_CHECKED_ROWS, left)
+        part, num_before = replace(part, max_rows=limit), len(rows)
+        if kind is not None and isinstance(part, RecordSource):
+            preferences += iterate_preferences(part, kind=kind)
+            rows = [each.rows[0] for each in preferences]
+        else:
+            rows += iterate_rows(part)
+        num_read = len(rows) - num_before
+        if left is not None:
+            left -= num_read
+            if left == 0:
+                break
+        is_complete = is_complete and num_read < NUM_CHECKED_ROWS
+    return FirstRows(rows=tuple(rows), preferences=tuple(preferences), is_complete=is_complete)
 
 
 def _route_problems(

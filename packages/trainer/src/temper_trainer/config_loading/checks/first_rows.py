@@ -5,7 +5,7 @@ update.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,41 +13,22 @@ from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.config.data import (
     DatasetsSource,
     DataSource,
-    FileSource,
     PreferenceKind,
-    RecordSource,
 )
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.checks.data_files import (
-    NUM_CHECKED_ROWS,
-    is_remote,
+    FirstRows,
+    read_first_rows,
     trains_new_tokenizer,
 )
 from temper_trainer.config_loading.checks.external_checks import preview_checkpoint
-from temper_trainer.data.rows import PreferenceRow, Row
 
 SampleUse = Literal["prompts", "demonstrations"] | PreferenceKind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstSample:
-    """The first rows of a source."""
-
-    key: str
-    """Setting of the source, for messages."""
-    use: SampleUse
-    rows: tuple[Row, ...]
-    """The rows; for pairs, the preferred row of each."""
-    preferences: tuple[PreferenceRow, ...]
-    is_complete: bool
-    """True if the source has no other rows."""
-
-    @property
-    def rows_with_texts(self) -> tuple[Row, ...]:
-        """Rows whose texts a tokenizer is trained on."""
-        preferences = tuple(row for each in self.preferences for row in each.rows)
-        return preferences or self.rows
+Sample = tuple[str, SampleUse, FirstRows]
+"""The key of a source, for messages, the use of its rows, and the first of them."""
 
 
 def check_first_rows(config: TrainerConfig) -> None:
@@ -65,7 +46,7 @@ def check_first_rows(config: TrainerConfig) -> None:
     """
     samples = list(_iterate_samples(config))
     has_messages = config.data.string_prompts == "user_message" or any(
-        not isinstance(row.prompt, str) for sample in samples for row in sample.rows
+        first.has_messages for _, _, first in samples
     )
     if trains_new_tokenizer(config.data.tokenizer, run=config.run) and not has_messages:
         return
@@ -77,7 +58,7 @@ def check_first_rows(config: TrainerConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _iterate_samples(config: TrainerConfig) -> Iterator[FirstSample]:
+def _iterate_samples(config: TrainerConfig) -> Iterator[Sample]:
     """Yield the first rows from each source that the task reads, by their use."""
     train = ("data.train", config.data.train)
     all_train: list[tuple[tuple[str, DataSource], SampleUse]] = [
@@ -103,7 +84,8 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[FirstSample]:
                 uses.append((train if own is None else ("warm_start.data", own), "demonstrations"))
     for (key, source), use in uses:
         if not isinstance(source, DatasetsSource):
-            yield read_sample(key, source, use=use)
+            kind = config.preference_kind if use in ("pairs", "labels") else None
+            yield key, use, read_first_rows(source, kind=kind)
 
 
 def _has_warm_start(config: RunConfig) -> bool:
@@ -112,43 +94,7 @@ def _has_warm_start(config: RunConfig) -> bool:
     return (folder / "huggingface").exists() or preview_checkpoint(config) is not None
 
 
-def read_sample(key: str, source: DataSource, *, use: SampleUse) -> FirstSample:
-    """Return the first rows from a source's local files."""
-    # Imported here, because pyarrow and fsspec take 0.2 s.
-    from temper_trainer.data.sources import iterate_preferences, iterate_rows
-
-    rows: list[Row] = []
-    preferences: list[PreferenceRow] = []
-    left, is_complete = source.max_rows, True
-    parts = (
-        [replace(source, paths=(path,)) for path in source.paths]
-        if isinstance(source, FileSource)
-        else [source]
-    )
-    for part in parts:
-        if isinstance(part, FileSource) and is_remote(part.paths[0]):
-            is_complete = False
-            continue
-        limit = NUM_CHECKED_ROWS if left is None else min(NUM_CHECKED_ROWS, left)
-        part = replace(part, max_rows=limit)
-        num_before = len(rows)
-        if (use == "pairs" or use == "labels") and isinstance(part, RecordSource):
-            preferences += iterate_preferences(part, kind=use)
-            rows = [each.rows[0] for each in preferences]
-        else:
-            rows += iterate_rows(part)
-        num_read = len(rows) - num_before
-        if left is not None:
-            left -= num_read
-            if left == 0:
-                break
-        is_complete = is_complete and num_read < NUM_CHECKED_ROWS
-    return FirstSample(
-        key=key, use=use, rows=tuple(rows), preferences=tuple(preferences), is_complete=is_complete
-    )
-
-
-def _find_problems(config: TrainerConfig, samples: list[FirstSample]) -> Iterator[str]:
+def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str]:
     """Yield what the run would refuse about the first rows.
 
     Raises:
@@ -165,11 +111,12 @@ def _find_problems(config: TrainerConfig, samples: list[FirstSample]) -> Iterato
     from temper_trainer.loops.run.run_setup import fit_models_to_tokenizer, get_demonstration_limit
     from temper_trainer.loops.run.run_tokenizer import preview_tokenizer
 
+    # Of pairs, a tokenizer is trained on the rejected rows, too.
     trained_rows = [
         row
-        for sample in samples
-        if sample.key not in config.data.eval_sources
-        for row in sample.rows_with_texts
+        for key, _, first in samples
+        if key not in config.data.eval_sources
+        for row in [row for each in first.preferences for row in each.rows] or first.rows
     ]
     tokenizer, is_saved = preview_tokenizer(
         config,
@@ -185,27 +132,27 @@ def _find_problems(config: TrainerConfig, samples: list[FirstSample]) -> Iterato
     limit = get_demonstration_limit(
         fitted.actor.engine.model, max_tokens=config.batching.max_tokens
     )
-    for sample in samples:
+    for key, use, first in samples:
         # When there are more rows, a limit may drop all the first ones.
-        must_keep = sample.is_complete and not config.data.streaming
+        must_keep = first.is_complete and not config.data.streaming
         # Held-out demonstrations have their own messages_key.
-        held_out = config.data.eval_sources.get(sample.key)
+        held_out = config.data.eval_sources.get(key)
         data = limits if held_out is None else replace(limits, train=held_out)
         try:
-            match sample.use:
+            match use:
                 case "prompts":
-                    encode_prompts(sample.rows, tokenizer, data, must_keep=must_keep)
+                    encode_prompts(first.rows, tokenizer, data, must_keep=must_keep)
                     continue
                 case "demonstrations":
                     examples, _ = encode_demonstrations(
-                        sample.rows, tokenizer, data, must_keep=must_keep
+                        first.rows, tokenizer, data, must_keep=must_keep
                     )
                 case "pairs" | "labels":
                     encoded, _ = encode_preferences(
-                        sample.preferences, tokenizer, data, must_keep=must_keep
+                        first.preferences, tokenizer, data, must_keep=must_keep
                     )
                     examples = [each for example in encoded for each in example.demonstrations]
             if has_lengths:
                 check_fits(examples, max_tokens=limit)
         except TemperError as error:
-            yield f"{sample.key}: {error}"
+            yield f"{key}: {error}"

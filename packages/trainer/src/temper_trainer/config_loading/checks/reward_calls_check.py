@@ -8,7 +8,7 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DatasetsSource
 from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.checks.first_rows import read_sample
+from temper_trainer.config_loading.checks.data_files import read_first_rows
 from temper_trainer.data.rows import Row
 from temper_trainer.reward.registry import find_rewards, get_function_config, resolve_reward
 from temper_trainer.reward.reward_calls import CallRound, RewardCall
@@ -36,7 +36,7 @@ def _find_problems(config: TrainerConfig) -> Iterator[str]:
     for key, source in config.data.sources.items():
         if isinstance(source, DatasetsSource):
             continue
-        for row in read_sample(key, replace(source, max_rows=1), use="prompts").rows:
+        for row in read_first_rows(replace(source, max_rows=1), kind=None).rows:
             for name in find_rewards(config.reward, [row.reward]):
                 if name == REWARD_MODEL or name in config.reward.judges or name in called:
                     continue
