@@ -326,8 +326,8 @@ def test_help_explains_groups_and_every_key(capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     assert "      quickstart: GRPO on generated arithmetic word problems" in out
     meaning = "Number of RL steps, or of updates in tasks sft, dpo and rm."
-    assert f"  run.total_steps=100   [whole number, at least 1]\n      {meaning}\n" in out
-    assert "  actor.engine.activation_checkpointing=false   [true or false]" in out
+    assert f"  run.total_steps=100   [whole number of at least 1]\n      {meaning}\n" in out
+    assert "  actor.engine.activation_checkpointing=false   [true | false]" in out
     assert "  critic.*   [off until set]" in out
 
 

@@ -59,8 +59,9 @@ def test_leaves_are_values_lists_and_empty_mappings() -> None:
 
 def test_types_are_described_in_plain_words() -> None:
     assert describe_type(float | None) == "number | null"
-    assert describe_type(tuple[str, ...]) == "list of text"
-    assert describe_type(str | tuple[str, ...]) == "text | list of text"
+    assert describe_type(bool) == "true | false"
+    assert describe_type(PositiveInt) == "whole number of at least 1"
+    assert describe_type(str | tuple[str, ...]) == "text | list of values, each text"
 
 
 @pytest.mark.parametrize(

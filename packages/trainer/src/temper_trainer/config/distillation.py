@@ -256,20 +256,19 @@ def find_distillation_conflicts(
             f"teachers are set in task {task}, which does not use them: remove them, or "
             "set task=distill or task=rl."
         )
-    if task == "distill" and (algorithm.kl_loss_coef or algorithm.kl_reward_coef):
-        yield (
-            "algorithm.kl_loss_coef and algorithm.kl_reward_coef have no effect in task distill, "
-            "whose reference is the teacher: remove them."
-        )
-    if task == "distill" and algorithm.dynamic_sampling is not None:
-        yield (
-            "algorithm.dynamic_sampling has no effect in task distill, which trains on every "
-            "completion: remove it."
-        )
+    if task != "distill":
+        return
+    for key, is_set, reason in (
+        ("kl_loss_coef", algorithm.kl_loss_coef > 0, "whose reference is the teacher"),
+        ("kl_reward_coef", algorithm.kl_reward_coef > 0, "whose reference is the teacher"),
+        ("dynamic_sampling", algorithm.dynamic_sampling, "which trains on every completion"),
+        ("reweight", algorithm.reweight, "whose completions have no rewards"),
+    ):
+        if is_set:
+            yield f"algorithm.{key} has no effect in task distill, {reason}: remove it."
     correction, objective = algorithm.rollout_correction, distillation.objective
     if (
-        task == "distill"
-        and not isinstance(objective, Custom)
+        not isinstance(objective, Custom)
         and not objective.is_reward
         and correction is not None
         and correction.replaces_old_logprobs
@@ -278,11 +277,6 @@ def find_distillation_conflicts(
             f"algorithm.rollout_correction is {correction.name}, but a loss of distillation "
             f"(distillation.objective {objective.name}) has no ratio: use another correction, or "
             "distillation.objective=reverse_kl_reward."
-        )
-    if task == "distill" and algorithm.reweight is not None:
-        yield (
-            "algorithm.reweight has no effect in task distill, whose completions have no rewards: "
-            "remove it."
         )
 
 

@@ -1,7 +1,7 @@
 """Settings of the reward: functions, components, judges, reward model and shaping."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +14,7 @@ from temper_trainer.settings.ranges import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Range,
     UnitFloat,
     check_order,
     check_range,
@@ -135,7 +136,7 @@ class RewardConfig:
         sums = {f"reward.sums.{name}": weights for name, weights in self.sums.items()}
         for key, weights in {"reward.components": self.components, **sums}.items():
             for name, weight in weights.items():
-                check_range(f"{key}.{name}", weight)
+                check_range(f"{key}.{name}", weight, Range())
                 if name in self.sums:
                     raise ConfigError(
                         f"{key} names {name}, which is a sum itself: list its parts, with their "
@@ -198,18 +199,34 @@ class RewardConfig:
 def find_reward_conflicts(
     reward: RewardConfig,
     *,
-    source_rewards: Mapping[str, str],
-    has_reward_key: bool,
+    sources: Mapping[str, DataSource],
+    loop: str,
+    is_ray: bool,
     generates_completions: bool,
 ) -> Iterator[str]:
-    """Yield definitions that nothing uses.
+    """Yield definitions that nothing uses, and conflicts of the reward model.
 
     Args:
         reward: Settings of the reward.
-        source_rewards: Names in the data sources' ``reward``, by key.
-        has_reward_key: True if rows of a source select their reward.
+        sources: The data sources by key.
+        loop: Value of loop.
+        is_ray: True if runtime.kind is ray.
         generates_completions: True if the task scores completions.
     """
+    source_rewards = {
+        f"{key}.reward": source.reward
+        for key, source in sources.items()
+        if source.reward is not None
+    }
+    has_reward_key = any(source.reward_key is not None for source in sources.values())
+    yield from _find_reward_model_conflicts(
+        reward,
+        users=_find_model_users(reward, source_rewards=source_rewards),
+        has_reward_key=has_reward_key,
+        loop=loop,
+        is_ray=is_ray,
+        generates_completions=generates_completions,
+    )
     if has_reward_key or not generates_completions:
         return
     selected = ("", *source_rewards.values())
@@ -250,21 +267,17 @@ def find_component_conflicts(
         )
 
 
-def find_reward_model_conflicts(
+def _find_reward_model_conflicts(
     reward: RewardConfig,
     *,
-    source_rewards: Mapping[str, str],
+    users: Sequence[str],
     has_reward_key: bool,
     loop: str,
     is_ray: bool,
     generates_completions: bool,
 ) -> Iterator[str]:
-    """Yield the conflicts between the reward model, the rewards that use it, and the runtime.
-
-    See `find_reward_conflicts` for the arguments.
-    """
+    """Yield the conflicts between the reward model, the keys that name it, and the runtime."""
     model = reward.model
-    users = _find_model_users(reward, source_rewards=source_rewards)
     if model is None:
         if users and generates_completions:
             yield (

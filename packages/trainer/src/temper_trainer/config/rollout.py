@@ -1,7 +1,7 @@
 """Settings of sampling: the sampler, vLLM servers, weight sync and asynchrony."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Annotated, Literal
 
 from temper_engine_api.errors import ConfigError
@@ -15,20 +15,12 @@ from temper_trainer.settings.ranges import (
 )
 from temper_trainer.settings.variants import settings
 
-RESERVED_ENGINE_KWARGS = {
+_REPLACED_ENGINE_KWARGS = {
     "model": "actor.engine.model",
     "tokenizer": "data.tokenizer",
     "dtype": "rollout.dtype",
     "max_num_seqs": "rollout.max_concurrent",
-    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
-    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_bytes",
-    "max_model_len": "rollout.vllm.max_model_len",
-    "max_num_batched_tokens": "rollout.vllm.max_num_batched_tokens",
-    "enforce_eager": "rollout.vllm.enforce_eager",
-    "enable_chunked_prefill": "rollout.vllm.enable_chunked_prefill",
-    "enable_prefix_caching": "rollout.vllm.enable_prefix_caching",
-    "load_format": "rollout.vllm.load_format",
     "enable_sleep_mode": "rollout.vllm.sleep_level",
     "enable_lora": "weight_sync.content=adapter",
     "max_lora_rank": "actor.engine.lora.rank",
@@ -38,7 +30,7 @@ RESERVED_ENGINE_KWARGS = {
     "seed": "run.seed: every request carries its own",
     "trust_remote_code": "actor.engine.model.trust_remote_code",
 }
-"""vLLM arguments that have their own configuration key, and the key to set in their place."""
+"""vLLM arguments that are set by a configuration key of another name, and that key."""
 
 
 @settings
@@ -119,11 +111,11 @@ class VllmConfig:
             )
         # One setting, one key: otherwise the value in config.yaml might not be the one that is
         # used.
+        reserved = {each.name: f"{key}.{each.name}" for each in fields(self)}
         for name in self.engine_kwargs:
-            if name in RESERVED_ENGINE_KWARGS:
+            if replacement := (reserved | _REPLACED_ENGINE_KWARGS).get(name):
                 raise ConfigError(
-                    f"{key}.engine_kwargs.{name} cannot be set here: set "
-                    f"{RESERVED_ENGINE_KWARGS[name]} instead."
+                    f"{key}.engine_kwargs.{name} cannot be set here: set {replacement} instead."
                 )
 
     @property

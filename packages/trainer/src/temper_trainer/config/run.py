@@ -255,7 +255,8 @@ class RoleConfig:
     """ray only: resource pool; roles with the same pool share its devices."""
 
     def __post_init__(self) -> None:
-        check_range("engine.collective_timeout_s", self.engine.collective_timeout_s, above=0)
+        timeout_s = self.engine.collective_timeout_s
+        check_range("engine.collective_timeout_s", timeout_s, Range(above=0))
 
 
 def find_model_conflicts(

@@ -29,7 +29,6 @@ from temper_trainer.config.reward import (
     RewardConfig,
     find_component_conflicts,
     find_reward_conflicts,
-    find_reward_model_conflicts,
 )
 from temper_trainer.config.rollout import (
     AsynchronyConfig,
@@ -248,28 +247,13 @@ def _find_conflicts(config: TrainerConfig) -> Iterator[str]:
             "greedy, so all completions of a problem would be equal: set run.eval_sampled=true or "
             "run.eval_sampling.temperature above 0, or remove it."
         )
-    if config.task == "sft" and config.warm_start is not None:
-        yield "warm_start has no effect in task sft: set warm_start=null."
     yield from _find_role_conflicts(config)
     yield from _find_task_conflicts(config)
     sources = config.data.sources
-    source_rewards = {
-        f"{key}.reward": source.reward
-        for key, source in sources.items()
-        if source.reward is not None
-    }
     yield from _find_environment_conflicts(config, sources=sources)
-    has_reward_key = any(source.reward_key is not None for source in sources.values())
     yield from find_reward_conflicts(
         config.reward,
-        source_rewards=source_rewards,
-        has_reward_key=has_reward_key,
-        generates_completions=config.generates_completions,
-    )
-    yield from find_reward_model_conflicts(
-        config.reward,
-        source_rewards=source_rewards,
-        has_reward_key=has_reward_key,
+        sources=sources,
         loop=config.loop,
         is_ray=config.runtime.kind == "ray",
         generates_completions=config.generates_completions,
@@ -352,7 +336,6 @@ def _find_role_conflicts(config: TrainerConfig) -> Iterator[str]:
             role.engine,
             model_type="value_model" if name == "critic" else actor_type,
             purpose=f" in task {config.task}",
-            is_frozen=name == "ref",
         )
     if config.ref is not None and config.ref.engine.optimizer is not None:
         yield (
@@ -375,6 +358,12 @@ def _find_adapter_conflicts(config: TrainerConfig) -> Iterator[str]:
             "algorithm.kl_reference is disabled_adapter, but algorithm.kl_loss_coef and "
             "algorithm.kl_reward_coef are 0, so there is no reference policy: set one of them, or "
             "remove algorithm.kl_reference."
+        )
+    # An adapter of ref.engine.lora.path is loaded and stays as it is.
+    if config.ref is not None and config.ref.engine.lora.rank > 0:
+        yield (
+            f"ref.engine.lora.rank is {config.ref.engine.lora.rank}, but the reference policy is "
+            "frozen: set it to 0."
         )
     if config.warm_start is not None and config.actor.engine.lora.path is not None:
         yield (
@@ -451,7 +440,7 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "batching.prompts_per_step is 1, but preference kto estimates a KL divergence from the "
             "completions of other prompts in the same update: set it to 2 or more."
         )
-    if config.warm_start is not None and config.task in (*PREFERENCE_TASKS, *INFERENCE_TASKS):
+    if config.warm_start is not None and config.task not in RL_TASKS:
         yield f"warm_start has no effect in task {config.task}: set warm_start=null."
     if config.task in PREFERENCE_TASKS:
         for key, source in config.data.sources.items():

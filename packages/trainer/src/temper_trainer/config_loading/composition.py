@@ -34,6 +34,7 @@ from temper_trainer.config_loading.variant_choice import (
     find_names,
     is_choice,
 )
+from temper_trainer.settings.names import is_within
 
 BUILTIN_CONFIGS = "pkg://temper_trainer.conf"
 """Package with the config groups of the trainer."""
@@ -107,7 +108,9 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
             for default in chosen.defaults
         ]
         set_by_overrides = [each for each in parsed if _sets_key(each, repository=repository)]
-        file_layers = _drop_former_variants(files, overrides=set_by_overrides, choices=choices)
+        # The names on the command line count before its other keys, so their order does not matter.
+        names = _find_override_names(set_by_overrides, choices=choices)
+        file_layers = _drop_former_variants(files, last_names=names, choices=choices)
         composed = OmegaConf.merge({}, *(tree for tree, _ in files))
         ConfigLoaderImpl._apply_overrides_to_config(chosen.config_overrides, composed)
     except yaml.YAMLError as error:
@@ -211,8 +214,7 @@ def _load_file(
     if not isinstance(loaded.config, DictConfig):
         raise ConfigError(f"{default.config_path}.yaml is a list, but must be a mapping of keys.")
     tree = to_plain_tree(loaded.config)
-    for part in reversed(default.package.split(".") if default.package else []):
-        tree = {part: tree}
+    tree = _nest(default.package, tree) if default.package else tree
     expand_names(tree, choices=choices)
     return tree, Layer(
         origin=_origin(loaded.path, default.config_path), leaves=tuple(flatten(tree))
@@ -255,48 +257,51 @@ def _name_variant(override: Override, *, choices: Mapping[str, Entry]) -> Overri
     return override if value.startswith("${") else _parse(f"{key}.name={text}")
 
 
+def _find_override_names(
+    overrides: Sequence[Override], *, choices: Mapping[str, Entry]
+) -> dict[str, Plain]:
+    """Return the names of variants that overrides give, by the dotted key of the block."""
+    # Hydra refuses to delete a block that is dropped already.
+    deleted = {str(override.key_or_group) for override in overrides if override.is_delete()}
+    names: dict[str, Plain] = {}
+    for override in overrides:
+        if not override.is_delete():
+            tree = _nest(override.key_or_group, to_plain(override.value()))
+            names |= find_names(tree, choices=choices)
+    return {key: name for key, name in names.items() if key not in deleted}
+
+
+def _nest(key: str, value: Plain) -> dict[str, Plain]:
+    """Return a tree with one value at a dotted key."""
+    first, _, rest = key.partition(".")
+    return {first: _nest(rest, value) if rest else value}
+
+
 def _drop_former_variants(
     files: Sequence[tuple[dict[str, Plain], Layer]],
     *,
-    overrides: Sequence[Override],
+    last_names: Mapping[str, Plain],
     choices: Mapping[str, Entry],
 ) -> list[Layer]:
     """Drop the settings of variants that a later file or an override replaces.
 
-    The names on the command line count before its other keys, so their order does not matter.
-
     Args:
         files: Values per file, which are changed, and its layer.
-        overrides: Those that set keys.
+        last_names: Names that the overrides give, which come after all files.
         choices: See ``collect_choices``.
 
     Returns:
         The layers without the dropped keys.
     """
-    # Hydra refuses to delete a block that is dropped already.
-    deleted = {str(override.key_or_group) for override in overrides if override.is_delete()}
-    on_command_line: dict[str, Plain] = {}
-    for override in overrides:
-        if not override.is_delete():
-            tree: Plain = to_plain(override.value())
-            for part in reversed(override.key_or_group.split(".")):
-                tree = {part: tree}
-            assert isinstance(tree, dict)
-            on_command_line |= find_names(tree, choices=choices)
-    on_command_line = {key: name for key, name in on_command_line.items() if key not in deleted}
-    names = [*(find_names(tree, choices=choices) for tree, _ in files), on_command_line]
+    names = [*(find_names(tree, choices=choices) for tree, _ in files), last_names]
     layers: list[Layer] = []
-    for position in range(len(files) + 1):
+    for position, given in enumerate(names):
         earlier = [tree for tree, _ in files[:position]]
-        dropped = drop_former_variants(earlier, names=names[position], choices=choices)
+        dropped = drop_former_variants(earlier, names=given, choices=choices)
         layers = [
             replace(
                 layer,
-                leaves=tuple(
-                    leaf
-                    for leaf in layer.leaves
-                    if not any(f"{leaf}.".startswith(f"{key}.") for key in dropped)
-                ),
+                leaves=tuple(leaf for leaf in layer.leaves if not is_within(leaf, *dropped)),
             )
             for layer in layers
         ]

@@ -1,5 +1,6 @@
 """Build the frozen dataclasses from plain values with cattrs; errors start with the dotted key."""
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -43,33 +44,8 @@ def structure(values: Mapping[str, Plain], cls: type[T], *, engine_class: type[E
 
 
 def describe_type(annotation: object) -> str:
-    """Return a type in a table's notation: ``number``, ``auto | cpu | cuda``, ``list of text``."""
-    words = {
-        bool: "true or false",
-        int: "whole number",
-        float: "number",
-        str: "text",
-        type(None): "null",
-    }
-    if annotation in words:
-        return words[annotation]
-    arguments = get_args(annotation)
-    if get_origin(annotation) is Annotated:
-        bounds = find_range(annotation)
-        has_bounds = bounds is not None and bounds != Range()
-        return describe_type(arguments[0]) + (f", {bounds}" if has_bounds else "")
-    if get_origin(annotation) is Literal:
-        return " | ".join(str(argument) for argument in arguments)
-    if get_origin(annotation) in (Union, types.UnionType):
-        return " | ".join(describe_type(argument) for argument in arguments)
-    if get_origin(annotation) is tuple:
-        inner = describe_type(arguments[0])
-        return (
-            f"list of {inner}"
-            if arguments[-1] is Ellipsis
-            else f"list of {len(arguments)}: {inner}"
-        )
-    return "mapping" if get_origin(annotation) in (dict, Mapping) else "block"
+    """Return a type in a table's notation: ``whole number of at least 1 | null``."""
+    return " | ".join(option.removeprefix("a ") for option in _list_options(annotation))
 
 
 def describe_expected(annotation: object) -> str:
@@ -84,13 +60,15 @@ def describe_expected(annotation: object) -> str:
     return f"{', '.join(options[:-1])}{comma} or {options[-1]}"
 
 
+_WORDS = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
+
+
 def _list_options(annotation: object) -> list[str]:
     """Return the alternatives of a type: its words, or a phrase for each kind of value."""
-    words = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
     if annotation is bool:
         return ["true", "false"]
-    if annotation in words:
-        return [words[annotation]]
+    if annotation in _WORDS:
+        return [_WORDS[annotation]]
     arguments = get_args(annotation)
     if get_origin(annotation) is Annotated:
         [option] = _list_options(arguments[0])
@@ -205,78 +183,62 @@ class _NestedProblems(ConfigError):
 def _structure_value(value: object, annotation: object) -> object:
     if get_origin(annotation) in (dict, Mapping) and isinstance(value, dict):
         return _structure_items(value, lambda item: _structure_value(item, get_args(annotation)[1]))
-    read = _read(value, annotation)
-    if read is _INVALID:
-        hint = ""
-        if isinstance(value, str) and describe_type(annotation).startswith(("list", "text | list")):
-            hint = f" A list is written [{value}]."
-        raise ConfigError(f"is {_show(value)}, but must be {describe_expected(annotation)}.{hint}")
+    try:
+        read = _read(value, annotation)
+    except _WrongTypeError:
+        expected = describe_expected(annotation)
+        is_list = isinstance(value, str) and expected.startswith(
+            ("a list", "text, a list", "text or a list")
+        )
+        hint = f" A list is written [{value}]." if is_list else ""
+        raise ConfigError(f"is {_show(value)}, but must be {expected}.{hint}") from None
     bounds = find_range(annotation)
     if bounds is not None and isinstance(read, (int, float)) and read not in bounds:
         raise ConfigError(f"is {read}, but must be {bounds}.")
     return read
 
 
-class _Invalid:
-    """Sentinel for a value of the wrong type; None is a valid value."""
-
-
-_INVALID = _Invalid()
+class _WrongTypeError(Exception):
+    """A value does not fit a type."""
 
 
 def _read(value: object, annotation: object) -> object:
-    """Return the value converted to the type `annotation`, or _INVALID if it does not fit.
+    """Return the value converted to the type `annotation`.
 
     1.5 is not an int, 1 is a float, and "true" is not a bool.
+
+    Raises:
+        _WrongTypeError: If it does not fit.
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _read(value, arguments[0])
-    # bool is a subclass of int, so `true` would become 1.0.
-    if annotation is float:
-        return (
-            float(value)
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-            else _INVALID
-        )
-    if annotation in (bool, int, str, type(None)):
-        return value if type(value) is annotation else _INVALID
-    if origin is Literal:
-        return (
-            value
-            if any(type(value) is type(choice) and value == choice for choice in arguments)
-            else _INVALID
-        )
+    # Types are compared, because bool is a subclass of int: `true` would become 1.0.
+    if annotation is float and type(value) in (int, float):
+        return float(value)  # type: ignore[arg-type]
+    if annotation in (bool, int, str, type(None)) and type(value) is annotation:
+        return value
+    if origin is Literal and any(
+        type(value) is type(choice) and value == choice for choice in arguments
+    ):
+        return value
     if origin in (Union, types.UnionType):
+        accepted = []
+        for argument in arguments:
+            with contextlib.suppress(_WrongTypeError):
+                accepted.append(_read(value, argument))
         # If several members of the union accept the value, prefer the member whose type is
         # type(value): in int | float, 1 stays an int.
-        accepted = [
-            read for argument in arguments if (read := _read(value, argument)) is not _INVALID
-        ]
-        return next(
-            (item for item in accepted if type(item) is type(value)),
-            accepted[0] if accepted else _INVALID,
-        )
-    if origin is tuple:
-        return _read_tuple(value, arguments)
-    if origin in (dict, Mapping):
-        if not isinstance(value, dict):
-            return _INVALID
-        items = {key: _read(item, arguments[1]) for key, item in value.items()}
-        return _INVALID if any(item is _INVALID for item in items.values()) else items
-    raise AssertionError(f"{annotation!r} is not a type of a setting")
-
-
-def _read_tuple(value: object, arguments: tuple[object, ...]) -> object:
-    if not isinstance(value, (list, tuple)):
-        return _INVALID
-    item_annotations = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
-    if len(item_annotations) != len(value):
-        return _INVALID
-    items = tuple(
-        _read(item, annotation) for item, annotation in zip(value, item_annotations, strict=True)
-    )
-    return _INVALID if any(item is _INVALID for item in items) else items
+        accepted.sort(key=lambda item: type(item) is not type(value))
+        if accepted:
+            return accepted[0]
+    if origin is tuple and isinstance(value, (list, tuple)):
+        members = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(members) == len(value):
+            return tuple(map(_read, value, members))
+    if origin in (dict, Mapping) and isinstance(value, dict):
+        return {key: _read(item, arguments[1]) for key, item in value.items()}
+    raise _WrongTypeError
 
 
 def _show(value: object) -> str:

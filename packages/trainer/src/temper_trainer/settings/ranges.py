@@ -71,27 +71,8 @@ def collect_ranges(cls: type[Any]) -> dict[str, Range]:
     return {name: bounds for name, bounds in ranges.items() if bounds is not None}
 
 
-def check_range(
-    key: str,
-    value: float | None,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-) -> None:
-    """Raise if a number is outside its range, or NaN or infinite; None passes.
-
-    Args:
-        key: Key for the message: dotted, or relative in a block that is used under several keys.
-        value: Number to check.
-        at_least: Inclusive lower bound.
-        above: Exclusive lower bound.
-        at_most: Inclusive upper bound.
-
-    Raises:
-        ConfigError: With key, value and bounds.
-    """
-    bounds = Range(at_least=at_least, above=above, at_most=at_most)
+def check_range(key: str, value: float | None, bounds: Range) -> None:
+    """Raise if a number is outside its range, or NaN or infinite; None passes."""
     if value is not None and value not in bounds:
         raise ConfigError(f"{key} is {value}, but must be {bounds}.")
 
@@ -122,8 +103,4 @@ def check_ranges(values: Any) -> None:
         ConfigError: With class, field, value and range.
     """
     for name, bounds in collect_ranges(type(values)).items():
-        value = getattr(values, name)
-        if value is not None and value not in bounds:
-            raise ConfigError(
-                f"{name} of {type(values).__name__} is {value}, but must be {bounds}."
-            )
+        check_range(f"{name} of {type(values).__name__}", getattr(values, name), bounds)
