@@ -23,6 +23,7 @@ from tools.peers import openrlhf_adapters, slime_adapters, verl_adapters
 from tools.peers.loss_comparisons import list_loss_rows
 from tools.peers.random_data import Data, Pair, Row, make_data
 from tools.peers.trl_comparisons import TRL, list_trl_rows, load_trl
+from tools.peers.trl_policy_comparisons import list_trl_policy_rows
 
 NUM_SEEDS = 5
 TOLERANCE = 2e-5
@@ -309,6 +310,7 @@ COMPARISONS = sorted(
             *_list_other_rows(),
             *list_loss_rows(),
             *list_trl_rows(),
+            *list_trl_policy_rows(),
         )
     ),
     key=lambda comparison: PROJECTS.index(comparison.project),

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, HeadOutputs
-from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput
 from temper_trainer.algorithms.advantages.estimators.group_estimators import (
     compute_opo_advantages,
     compute_remax_advantages,
@@ -25,6 +24,7 @@ from temper_trainer.algorithms.advantages.estimators.optimal_token_baseline impo
 from temper_trainer.algorithms.advantages.estimators.pass_rate_estimators import (
     compute_passk_advantages,
 )
+from temper_trainer.algorithms.distillation_losses.top_k_losses import ForwardKl
 from temper_trainer.algorithms.kl import estimate_kl_loss
 from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective
 from temper_trainer.algorithms.objectives.supervised_losses import RewardModelObjective
@@ -35,7 +35,11 @@ from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.policy_losses.sequence_mask_loss import Opsm
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo, Ipo, LogRatioLoss
 from tools.peers.padded import build_batch, compute_loss, compute_token_losses, unflatten
-from tools.peers.preference_rows import compute_preference_loss, select_preferences
+from tools.peers.preference_rows import (
+    compute_preference_loss,
+    compute_reward_loss,
+    select_preferences,
+)
 from tools.peers.random_data import Data, Pair, Row
 from tools.peers.verl_adapters import number_groups
 
@@ -229,22 +233,20 @@ def _compare_reward_model(module: Any, data: Data) -> Pair:
     selected, is_chosen = select_preferences(data)
     scores = (selected.logprobs * selected.mask).sum(-1)
     margin = selected.rewards[: len(scores)]
-    pairs = torch.arange(len(scores)) // 2
-    batch = replace(
-        build_batch(selected.mask),
-        group_ids=pairs,
-        pack_group_ids=pairs,
-        sequence_columns={"is_chosen": is_chosen, "margin": margin[pairs * 2]},
-    )
     objective = RewardModelObjective(has_margin=True)
-    local = reduce_loss(
-        objective(HeadOutputs(columns={HeadOutput.SCORE: scores}), batch),
-        batch,
-        denominators=count_denominators(batch),
-        aggregation=objective.aggregation,
-    )
+    local = compute_reward_loss(scores, is_chosen, objective, margin=margin)
     remote = module.PairWiseLoss()(scores[is_chosen], scores[~is_chosen], margin[is_chosen])
     return local, remote
+
+
+def _compare_forward_kl(module: Any, data: Data) -> Pair:
+    """Compare the forward KL over the teacher's top-k tokens, which verl takes without the rest."""
+    # A vocabulary of the row's length: its tokens are the columns of the data.
+    policy, teacher = data.logprobs.log_softmax(-1), data.ref.log_softmax(-1)
+    top, ids = teacher.topk(4, dim=-1)
+    policy = policy.gather(-1, ids)
+    local = ForwardKl(top_k=4, tail=False).measure(policy, teacher=top)
+    return local, module.kl_divergence(log_q=policy, log_p=top)
 
 
 def list_loss_rows() -> list[Row]:
@@ -314,6 +316,10 @@ def list_loss_rows() -> list[Row]:
         ("verl", _VERL, "remax", _compare_remax),
         ("verl", _VERL, "grpo_passk", _compare_grpo_passk),
         ("verl", _VERL, "optimal_token_baseline", _compare_optimal_token_baseline),
+        (
+            *("verl", "verl.trainer.distillation.fsdp.losses", "forward_kl without tail"),
+            _compare_forward_kl,
+        ),
         ("slime", _SLIME, "opsm", _compare_opsm),
         ("slime", _SLIME, "k3_ratio", _compare_unbiased_kl),
         ("openrlhf", _OPENRLHF, "dpo", _compare_pairs(Dpo(beta=0.3))),

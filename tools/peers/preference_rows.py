@@ -11,6 +11,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.objectives.preference_objective import PreferenceObjective
+from temper_trainer.algorithms.objectives.supervised_losses import RewardModelObjective
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from tools.peers.padded import build_batch, flatten
 from tools.peers.random_data import Data
@@ -45,4 +46,28 @@ def compute_preference_loss(
     terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: flatten(logprobs)}), batch)
     return reduce_loss(
         terms, batch, denominators=count_denominators(batch), aggregation=objective.aggregation
+    )
+
+
+def compute_reward_loss(
+    scores: Tensor,
+    is_chosen: Tensor,
+    objective: RewardModelObjective,
+    *,
+    margin: Tensor | None = None,
+) -> Tensor:
+    """Return our loss of a reward model; consecutive scores [B] are pairs."""
+    pairs = torch.arange(len(scores)) // 2
+    margins = {} if margin is None else {"margin": margin[pairs * 2]}
+    batch = replace(
+        build_batch(torch.ones(len(scores), 1)),
+        group_ids=pairs,
+        pack_group_ids=pairs,
+        sequence_columns={"is_chosen": is_chosen, **margins},
+    )
+    return reduce_loss(
+        objective(HeadOutputs(columns={HeadOutput.SCORE: scores}), batch),
+        batch,
+        denominators=count_denominators(batch),
+        aggregation=objective.aggregation,
     )

@@ -25,30 +25,40 @@ from temper_trainer.algorithms.distillation_losses.top_k_losses import (
     TopKLoss,
     TopKReverseKl,
 )
-from temper_trainer.algorithms.objectives.supervised_losses import SftObjective
+from temper_trainer.algorithms.objectives.supervised_losses import (
+    RewardModelObjective,
+    SftObjective,
+)
 from temper_trainer.algorithms.preference_losses.reference_free_losses import Orpo, SimPo
 from temper_trainer.algorithms.preference_losses.reference_losses import Hinge
 from temper_trainer.algorithms.preference_losses.unpaired_losses import Kto
 from temper_trainer.algorithms.sft_losses import Dft
 from tools.peers.padded import compute_loss
-from tools.peers.preference_rows import NUM_ROWS, compute_preference_loss, select_preferences
+from tools.peers.preference_rows import (
+    NUM_ROWS,
+    compute_preference_loss,
+    compute_reward_loss,
+    select_preferences,
+)
 from tools.peers.random_data import Data, Pair, Row
 
 TRL = "trl"
 """Stands for the functions of `load_trl` in a row, in place of an import path."""
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, tuple[str, ...]] = {
     "trl/experimental/server_distillation/server_distillation_trainer.py": (
         "_jsd_divergence",
         "_add_tail_bucket",
     ),
-    "trl/trainer/utils.py": ("selective_log_softmax", "entropy_from_logits"),
+    "trl/trainer/utils.py": ("selective_log_softmax", "entropy_from_logits", "nanmin", "nanmax"),
     "trl/trainer/sft_trainer.py": ("dft_loss",),
     "trl/experimental/cpo/cpo_trainer.py": ("cpo_loss",),
     "trl/experimental/orpo/orpo_trainer.py": ("log1mexp", "odds_ratio_loss"),
     "trl/trainer/kto_trainer.py": ("_compute_loss",),
+    "trl/trainer/grpo_trainer.py": ("_compute_loss", "get_off_policy_mask"),
+    "trl/trainer/reward_trainer.py": ("compute_loss",),
 }
-"""Functions and methods by file."""
+"""Functions and methods by file. The loss of NAME_trainer.py becomes ``NAME_loss``."""
 
 
 def load_trl(checkout: Path) -> Any:
@@ -63,6 +73,10 @@ def load_trl(checkout: Path) -> Any:
             if isinstance(node, ast.FunctionDef) and node.name in names
         ]
         assert {node.name for node in definitions} == set(names), f"{file} lacks one of {names}"
+        for node in definitions:
+            if node.name.endswith("compute_loss"):
+                node.name = f"{Path(file).stem.removesuffix('_trainer')}_loss"
+            node.decorator_list = []
         tree.body = list(definitions)
         # Annotations name classes whose imports are left out.
         flags = future.annotations.compiler_flag
@@ -174,7 +188,7 @@ def _compare_kto(module: Any, data: Data) -> Pair:
         "ref_KL_logps": torch.zeros(NUM_ROWS),
     }
     outputs = SimpleNamespace(logits=logits)
-    remote = module._compute_loss(settings, lambda **_: outputs, inputs, return_outputs=False)
+    remote = module.kto_loss(settings, lambda **_: outputs, inputs, return_outputs=False)
     loss = Kto(beta=0.7, desirable_weight=1.3, undesirable_weight=0.8)
     local = compute_preference_loss(loss, data=selected, is_chosen=is_desirable, kl_baseline=0.4)
     return local, remote
@@ -184,15 +198,34 @@ _ACCELERATOR = SimpleNamespace(device="cpu", gather_for_metrics=lambda tensor: t
 """Stands for accelerate's, of one process."""
 
 
+def _compare_centered_reward_model(module: Any, data: Data) -> Pair:
+    """Compare the loss of a reward model; the score of a row is the sum of its log-probs."""
+    selected, is_chosen = select_preferences(data)
+    scores = (selected.logprobs * selected.mask).sum(-1)
+    settings = SimpleNamespace(
+        model=SimpleNamespace(training=False),
+        args=SimpleNamespace(center_rewards_coefficient=0.1),
+        accelerator=SimpleNamespace(
+            gather=lambda tensor: tensor, gather_for_metrics=lambda tensor: tensor
+        ),
+        _total_train_tokens=0,
+        _metrics={"eval": defaultdict(list)},
+    )
+    # TRL's chosen rows are the first half.
+    halves = SimpleNamespace(logits=torch.cat([scores[is_chosen], scores[~is_chosen]])[:, None])
+    remote = module.reward_loss(settings, lambda **_: halves, {})
+    return compute_reward_loss(scores, is_chosen, RewardModelObjective(center_coef=0.1)), remote
+
+
 def list_trl_rows() -> list[Row]:
     """Return the rows of TRL."""
     return [
         *(
-            (TRL, TRL, f"{loss.name} with tail", _compare_divergence(loss, beta=beta))
+            (TRL, TRL, f"{loss.name} with tail, beta {beta}", _compare_divergence(loss, beta=beta))
             for loss, beta in (
                 (ForwardKl(top_k=5), 0.0),
                 (TopKReverseKl(top_k=5), 1.0),
-                (JensenShannon(top_k=5, mixture=0.3), 0.3),
+                *((JensenShannon(top_k=5, mixture=each), each) for each in (0.1, 0.3, 0.5, 0.9)),
             )
         ),
         (TRL, TRL, "dft", _compare_dft),
@@ -200,4 +233,5 @@ def list_trl_rows() -> list[Row]:
         (TRL, TRL, "simpo", _compare_simpo),
         (TRL, TRL, "orpo", _compare_orpo),
         (TRL, TRL, "kto", _compare_kto),
+        (TRL, TRL, "reward model, centered", _compare_centered_reward_model),
     ]
