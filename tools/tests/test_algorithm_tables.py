@@ -1,5 +1,6 @@
 """Test that the tables of the pages list the algorithms that can be chosen, and no others."""
 
+import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,8 +23,8 @@ from temper_trainer.settings.variants import list_variants
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def list_table_names(page: str, heading: str, *, header: str | None = None) -> list[str]:
-    """Return the names in the first column of the first table below a heading.
+def read_table(page: str, heading: str, *, header: str | None = None) -> list[list[str]]:
+    """Return the cells of the first table below a heading, the header first.
 
     With `header`, of the first table whose first column has it.
     """
@@ -33,12 +34,15 @@ def list_table_names(page: str, heading: str, *, header: str | None = None) -> l
         for i, line in enumerate(below)
         if line.startswith("|" if header is None else f"| {header} |")
     )
-    rows = []
-    for line in below[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append(line.split("|")[1])
-    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    table = itertools.takewhile(lambda line: line.startswith("|"), below[start:])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return [rows[0], *rows[2:]]
+
+
+def list_table_names(page: str, heading: str, *, header: str | None = None) -> list[str]:
+    """Return the names in the first column of a table."""
+    rows = read_table(page, heading, header=header)[1:]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row[0])]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +103,46 @@ def test_table_lists_what_is_registered(
 ) -> None:
     names = list_table_names((DOCS / page).read_text(), heading, header=header)
     assert sorted(names) == sorted(registered)
+
+
+LEARNING_NAMES = {
+    "cross_entropy": "sft",
+    "hinge": "dpo with hinge",
+    "ipo": "dpo with ipo",
+    "reverse_kl_reward": "reverse_kl as reward",
+    "current": "self-distillation with the current policy",
+    "ema": "self-distillation with the ema policy",
+}
+"""Names of runs in docs/benchmarks/learning.md, where they are not those of the setting."""
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "header", "results"),
+    [
+        ("algorithms.md", "## Advantages (`algorithm.advantage`)", None, "Results"),
+        ("algorithms.md", "## Policy loss (`algorithm.policy_loss`)", None, "Results"),
+        ("algorithms.md", "### SFT losses (`sft`)", None, "Results"),
+        ("algorithms.md", "### Preference losses (`preference`)", None, "Preferences of pairs"),
+        ("distillation.md", "## Losses and rewards", None, "Results"),
+        (
+            "distillation.md",
+            "## The policy as its own teacher",
+            "`distillation.self_teacher`",
+            "Results",
+        ),
+    ],
+)
+def test_every_algorithm_has_its_gain_and_other_systems(
+    page: str, heading: str, header: str | None, results: str
+) -> None:
+    learning = (DOCS / "benchmarks" / "learning.md").read_text()
+    gains = {row[0].strip("`"): row[-1] for row in read_table(learning, f"## {results}")}
+    columns, *rows = read_table((DOCS / page).read_text(), heading, header=header)
+    gain = next(i for i, column in enumerate(columns) if column.startswith("gain"))
+    for row in rows:
+        name = row[0].strip("`")
+        assert row[gain] == gains[LEARNING_NAMES.get(name, name)].split(" ")[0], name
+        assert row[columns.index("also in")], name
 
 
 def test_rows_of_another_table_are_not_read() -> None:
