@@ -101,6 +101,15 @@ def test_tokens_of_a_secret_are_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "0123456789" not in json.dumps(completion["texts"])
 
 
+def test_secret_is_left_out_also_if_only_its_beginning_would_be_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-0123456789abcdef")
+    text = "x" * (MAX_TOKENS - 15) + "sk-0123456789abcdef"  # after 3 tokens of the prompt
+    completion = list_segments(make_rollout(text))[0][1]
+    assert "".join(completion["texts"]) == "<hidden: these tokens have a secret>"
+
+
 def test_infinite_logprobs_and_rewards_are_null() -> None:
     completion = replace(make_completion("a"), rollout_logprobs=(-float("inf"),))
     rollout = replace(make_rollout(reward=float("nan")), completion=completion)

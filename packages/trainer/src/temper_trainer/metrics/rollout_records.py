@@ -87,9 +87,9 @@ def _to_segments(
 
     def add(role: str, tokens: Sequence[int], **fields: object) -> None:
         nonlocal max_tokens
-        shown = tokens[:max_tokens]
-        max_tokens -= len(shown)
-        segments.append({"role": role, **_to_tokens(shown, decode=decode), **fields})
+        shown = _to_tokens(tokens, decode=decode, max_tokens=max_tokens)
+        max_tokens -= min(len(tokens), max_tokens)
+        segments.append({"role": role, **shown, **fields})
 
     add("prompt", branch.prompt_tokens)
     completions = branch.completions
@@ -119,11 +119,13 @@ def _round(value: float) -> float | None:
     return round(value, 5) if math.isfinite(value) else None
 
 
-def _to_tokens(tokens: Sequence[int], *, decode: Decode) -> dict[str, object]:
+def _to_tokens(tokens: Sequence[int], *, decode: Decode, max_tokens: int) -> dict[str, object]:
+    # All of them, because the beginning of a secret that is cut would not be recognized.
     text = decode(tokens)
     if redact_secrets(text) != text:
         return {"ids": [], "texts": ["<hidden: these tokens have a secret>"]}
-    return {"ids": list(tokens), "texts": split_text(tokens, decode=decode)}
+    shown = tokens[:max_tokens]
+    return {"ids": list(shown), "texts": split_text(shown, decode=decode)}
 
 
 def split_text(tokens: Sequence[int], *, decode: Decode) -> list[str]:
