@@ -8,11 +8,17 @@ from typing import cast
 
 import pytest
 
-from packages.trainer.tests.rollout.vllm.test_server_process import SPEC, FakeReplica
+from packages.trainer.tests.rollout.vllm.test_server_process import (
+    REQUESTS,
+    SPEC,
+    FakeReplica,
+    completion_of,
+)
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.remote_server import AddressWatch, RemoteServer
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import DeviceLocation
+from temper_trainer.types import Completion, SamplingRequest
 from temper_trainer.weight_sync.transport_factory import _locate_receivers
 
 
@@ -141,10 +147,14 @@ def test_server_leaves_if_two_lists_in_a_row_lack_it(caplog: pytest.LogCaptureFi
 
 
 def test_server_that_fails_when_it_joins_is_closed_and_connected_again() -> None:
-    """The only server has left, so one that joins loads the weights at once, which fails first."""
+    """The only server has left, so a request loads the weights into one that joins."""
     first = RemoteReplica(0)
     sampler = make_sampler(first)
     sampler.remove(first)
+    request = threading.Thread(
+        target=sampler.logprobs, args=([(2, 3)],), kwargs={"temperature": 1.0}, daemon=True
+    )
+    request.start()
     made: list[RemoteReplica] = []
 
     def connect(address: str) -> RemoteReplica:
@@ -157,8 +167,71 @@ def test_server_that_fails_when_it_joins_is_closed_and_connected_again() -> None
 
     watch = start_watch(lambda: ["10.0.0.1:8100"], sampler, connect=connect)
     wait_until(lambda: len(made) == 3 and sampler.replicas == (made[2],))
+    request.join(timeout=30)
     watch.stop()
     assert [each.is_closed for each in made[1:]] == [True, False]
+
+
+def test_only_server_that_joins_loads_the_weights_when_a_request_waits() -> None:
+    # Not when it joins: the actor may be training, and would send weights at the same time.
+    first, second = RemoteReplica(0), RemoteReplica(1)
+    sampler = make_sampler(first)
+    sampler.remove(first)
+    sampler.add(second)
+    assert second.loaded == []
+    sampler.logprobs([(2, 3)], temperature=1.0)
+    assert second.loaded == [1]
+
+
+def test_server_that_leaves_is_interrupted_with_the_others() -> None:
+    interrupted: list[str] = []
+
+    class Busy(RemoteReplica):
+        def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
+            self.requests, self.future = requests, Future[list[Completion]]()
+            return self.future
+
+        def call(self, method: str, *arguments: object) -> "Future[object]":
+            if method != "interrupt":
+                return super().call(method, *arguments)
+            interrupted.append(self.name)
+            self.future.set_result([completion_of(each) for each in self.requests])
+            done: Future[object] = Future()
+            done.set_result(None)
+            return done
+
+    busy = Busy(0)
+    sampler = make_sampler(busy)
+    threads = [
+        threading.Thread(target=sampler.sample, args=(REQUESTS[:1],), daemon=True),
+        threading.Thread(target=sampler.remove, args=(busy,), daemon=True),
+    ]
+    threads[0].start()
+    wait_until(lambda: hasattr(busy, "future"))
+    threads[1].start()
+    wait_until(lambda: not sampler.replicas)
+    sampler.interrupt()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert (interrupted, busy.is_closed) == ([busy.name], True)
+
+
+def test_slow_server_does_not_keep_another_from_joining() -> None:
+    first = RemoteReplica(0)
+    sampler = make_sampler(first)
+    is_released = threading.Event()
+
+    class Slow(RemoteReplica):
+        def start(self) -> None:
+            is_released.wait(30)
+
+    joined = {"10.0.0.1:8100": Slow(1), "10.0.0.2:8100": RemoteReplica(2)}
+    addresses = [first.address, *joined]
+    watch = start_watch(lambda: addresses, sampler, first, connect=joined.__getitem__)
+    wait_until(lambda: sampler.replicas == (first, joined["10.0.0.2:8100"]))
+    is_released.set()
+    wait_until(lambda: len(sampler.replicas) == 3)
+    watch.stop()
 
 
 def test_transport_is_chosen_for_the_servers_that_are_left() -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -126,6 +127,8 @@ class AddressWatch:
         """Last reason why an address could not be connected."""
         self._last_read: Sequence[str] = tuple(self._connected)
         """Last list that was not empty."""
+        self._joining: dict[str, Future[RemoteServer | None]] = {}
+        """Attempts to connect, each in a thread, because building a model takes minutes."""
         self._missing: set[str] = set()
         """Connected addresses that the last list lacks."""
         self._has_warned_empty = False
@@ -155,6 +158,11 @@ class AddressWatch:
             # It may be replaced at this moment.
             logger.warning("the addresses of servers cannot be read: %s", error)
             return
+        for address, attempt in list(self._joining.items()):
+            if attempt.done():
+                del self._joining[address]
+                if (server := attempt.result()) is not None:
+                    self._connected[address] = server
         members = set(map(id, sampler.replicas))
         missing = self._connected.keys() - set(addresses)
         for address, server in list(self._connected.items()):
@@ -167,8 +175,8 @@ class AddressWatch:
                 del self._connected[address]
         self._missing = missing
         for address in addresses:
-            if address not in self._connected:
-                self._join(address, sampler)
+            if address not in self._connected and address not in self._joining:
+                self._joining[address] = self._threads.start(self._join, address, sampler)
 
     def _read_current(self) -> Sequence[str]:
         """Return the list, or the one before if it is empty, which a run cannot use."""
@@ -180,7 +188,8 @@ class AddressWatch:
         self._has_warned_empty = not addresses
         return self._last_read
 
-    def _join(self, address: str, sampler: "VllmSampler") -> None:
+    def _join(self, address: str, sampler: "VllmSampler") -> RemoteServer | None:
+        """Connect a server and add it to the sampler; return None if that failed."""
         try:
             server = self._connect(address)
             try:
@@ -195,6 +204,6 @@ class AddressWatch:
             if str(error) != self._problems.get(address):
                 logger.warning("a server cannot join the run: %s", error)
             self._problems[address] = str(error)
-            return
+            return None
         self._problems.pop(address, None)
-        self._connected[address] = server
+        return server

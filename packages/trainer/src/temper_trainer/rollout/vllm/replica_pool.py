@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 
-from temper_engine_api.errors import WeightError
+from temper_engine_api.errors import TemperError, WeightError
 from temper_trainer.concurrency import DaemonThreads
 from temper_trainer.rollout.load_balancer import LoadBalancer
 from temper_trainer.rollout.sampler import Replica, ReplicaError
@@ -96,6 +96,16 @@ class ReplicaPool:
         return [each for each in self._members if each.state == MemberState.READY]
 
     @property
+    def busy(self) -> list[Member]:
+        """Servers that may have open requests: those that are ready, and those that leave."""
+        return [
+            each
+            for each in self._members
+            if each.state == MemberState.READY
+            or (each.state == MemberState.LEFT and not self.is_idle(each))
+        ]
+
+    @property
     def receivers(self) -> list[Member]:
         """Servers that get the next weights."""
         states = (MemberState.READY, MemberState.WAITING)
@@ -118,6 +128,9 @@ class ReplicaPool:
         """
         deadline = time.monotonic() + self._join_timeout_s
         while not self.ready:
+            self._load_waiting()
+            if self.ready:
+                return
             left_s = deadline - time.monotonic()
             if self.is_closed or left_s <= 0 or self.weights_are_lost:
                 raise ReplicaError(
@@ -141,22 +154,29 @@ class ReplicaPool:
     def add(self, replica: Replica) -> None:
         """Add a running server, which waits for the next weights.
 
-        If no other server is left, it loads the last weights at once. If that fails, it has left.
+        If no other server is left, the next request loads the last ones into it.
         """
         member = Member(number=self._balancer.add(), replica=replica, state=MemberState.WAITING)
         self._members.append(member)
         self.num_changes += 1
         self._changed.notify_all()
         logger.info("%s has joined the run", replica.name)
-        if self.ready or self.weights_are_lost:
+        # Nothing is loaded here, in the thread of the watch: the actor may be training, and with
+        # some transports it sends the weights again.
+        if not self.ready and self.last_load is None and not self.weights_are_lost:
+            self.set_state(member, MemberState.READY)
+
+    def _load_waiting(self) -> None:
+        """Load the last weights into waiting servers; those that cannot load them have left."""
+        if self.last_load is None or self.weights_are_lost:
             return
-        if self.last_load is not None:
+        for member in self.receivers:
             try:
                 self._reload(member)
-            except BaseException:
+                self.set_state(member, MemberState.READY)
+            except TemperError as error:
+                logger.warning("%s cannot load the current weights: %s", member.replica.name, error)
                 self.set_state(member, MemberState.LEFT)
-                raise
-        self.set_state(member, MemberState.READY)
 
     def remove(self, replica: Replica) -> Member | None:
         """Give no further requests and weights to a server; return None if it has left before."""

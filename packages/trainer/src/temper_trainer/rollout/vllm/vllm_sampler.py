@@ -183,7 +183,7 @@ class VllmSampler:
     def interrupt(self) -> None:
         """Interrupt all open requests; see InterruptibleSampler."""
         with self._lock:
-            members = [(each, each.num_restarts) for each in self._pool.ready]
+            members = [(each, each.num_restarts) for each in self._pool.busy]
         for member, restarts_before in members:
             try:
                 member.replica.call("interrupt").result()
