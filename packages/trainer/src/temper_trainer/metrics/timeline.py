@@ -57,6 +57,21 @@ class RolloutTrace:
         finally:
             self.spans.append(Span(phase, begin, time.perf_counter()))
 
+    @contextmanager
+    def measure_from(self, phase: Phase) -> Iterator[Callable[[], None]]:
+        """Add a span from the first call of the function that this yields to the body's end."""
+        begin: float | None = None
+
+        def start() -> None:
+            nonlocal begin
+            begin = time.perf_counter() if begin is None else begin
+
+        try:
+            yield start
+        finally:
+            if begin is not None:
+                self.spans.append(Span(phase, begin, time.perf_counter()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOccupancy:

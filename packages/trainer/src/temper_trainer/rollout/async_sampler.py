@@ -147,8 +147,7 @@ class AsyncSampler:
                 async with self._limit.acquire((cohort.priority, index)), self._count_active():
                     if cohort.on_start is not None:
                         cohort.on_start(index)
-                    with trace.measure("sampling"), self.occupancy.count() as on_server:
-                        completion = await self._streaming.sample_one(current, on_server=on_server)
+                    completion = await self._sample_one(self._streaming, current, trace=trace)
             if completion.finish_reason != FinishReason.INTERRUPTED:
                 return _join(partial, completion)
             self.num_resumed += 1
@@ -157,6 +156,18 @@ class AsyncSampler:
                 current = _make_continuation(current, completion)
             # Otherwise start again: the sampler looks for stop texts only in the tokens of one
             # call, and a stop text may span the interruption.
+
+    async def _sample_one(
+        self, streaming: StreamingSampler, request: SamplingRequest, *, trace: RolloutTrace
+    ) -> Completion:
+        with trace.measure_from("sampling") as begin, self.occupancy.count() as move:
+
+            def on_server(number: int) -> None:
+                # Waiting for a server is no sampling: all may have died or be loading weights.
+                begin()
+                move(number)
+
+            return await streaming.sample_one(request, on_server=on_server)
 
     @property
     def is_streaming(self) -> bool:

@@ -1,5 +1,6 @@
 """Servers that join and leave a sampler while it is used."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from packages.trainer.tests.rollout.vllm.test_server_process import (
     FakeReplica,
     completion_of,
 )
+from temper_trainer.metrics.timeline import RolloutTrace
+from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.remote_server import AddressWatch, RemoteServer
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
@@ -214,6 +217,28 @@ def test_server_that_leaves_is_interrupted_with_the_others() -> None:
     for thread in threads:
         thread.join(timeout=30)
     assert (interrupted, busy.is_closed) == ([busy.name], True)
+
+
+def test_waiting_for_a_server_is_not_measured_as_sampling() -> None:
+    first, second = RemoteReplica(0), RemoteReplica(1)
+    sampler = make_sampler(first)
+    sampler.remove(first)
+    trace = RolloutTrace()
+    joined_at: list[float] = []
+
+    def join() -> None:
+        joined_at.append(time.perf_counter())
+        sampler.add(second)
+
+    async def sample() -> Completion:
+        asyncio.get_running_loop().call_later(0.05, join)
+        streaming = AsyncSampler(sampler, max_concurrent=4)
+        return await streaming.sample(REQUESTS[0], cohort=Cohort(num_open=1), trace=trace)
+
+    assert asyncio.run(sample()).tokens == completion_of(REQUESTS[0]).tokens
+    assert [(each.phase, each.begin >= joined_at[0]) for each in trace.spans] == [
+        ("sampling", True)
+    ]
 
 
 def test_slow_server_does_not_keep_another_from_joining() -> None:
