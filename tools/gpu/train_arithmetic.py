@@ -312,7 +312,9 @@ def plot(out: Path, names: Sequence[str]) -> None:
         for name in names:
             lines = (out / f"{name}.jsonl").read_text().splitlines()
             steps = [json.loads(line) for line in lines]
-            begin = next(step["time_s"] for step in steps if step["phase"] == "eval")
+            begin = next((step["time_s"] for step in steps if step["phase"] == "eval"), None)
+            if begin is None:  # The limit ended the run before its first evaluation.
+                continue
             chosen = [step for step in steps if step["phase"] == phase and key in step]
             seconds = [step["time_s"] - begin for step in chosen]
             axes.plot(seconds, [step[key] for step in chosen], label=name)
