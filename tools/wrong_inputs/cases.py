@@ -397,7 +397,7 @@ REWARD_CASES = (
     Case(
         name="function of a reward missing",
         arguments=("reward.function=my_rewards:okay",),
-        expects="did you mean 'ok'?",
+        expects="Did you mean 'ok'?",
         before=GOOD,
     ),
     Case(

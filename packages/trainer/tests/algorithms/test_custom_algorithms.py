@@ -91,7 +91,7 @@ def test_custom_objective_gets_its_arguments_and_the_common_keys() -> None:
     ("custom", "complaint"),
     [
         (Custom(name=f"{HERE}:half"), "does not derive from .*PolicyLoss"),
-        (Custom(name=f"{HERE}:Plaine"), "did you mean 'Plain'"),
+        (Custom(name=f"{HERE}:Plaine"), "Did you mean 'Plain'"),
         (
             Custom(name=f"{HERE}:Plain", arguments={"width": 1.0}),
             "names width, but the arguments of .* are factor",

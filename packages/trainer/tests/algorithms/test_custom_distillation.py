@@ -90,7 +90,7 @@ def test_custom_objective_may_read_the_most_likely_tokens() -> None:
     ("distillation", "complaint"),
     [
         (config("config"), "does not derive from .*DistillationLoss"),
-        (config("Absolut"), "did you mean 'Absolute'"),
+        (config("Absolut"), "Did you mean 'Absolute'"),
         (config("Absolute", width=1.0), "names width, but the arguments of .* are factor"),
         (config("Absolute", factor=0.0), "factor of Absolute is 0.0, but must be above 0"),
         (config("TopKGain"), "is a reward and reads 64 tokens of the teacher"),
