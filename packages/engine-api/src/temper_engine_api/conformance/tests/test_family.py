@@ -17,10 +17,8 @@ from temper_engine_api.conformance.harness.measurements import (
     TWO_MICRO_BATCHES,
     collect_weights,
     load_and_train,
-    measure_outputs,
     measure_update,
     measure_updates,
-    merge_update_metrics,
     rank_slice,
     run_update,
     train_and_save,
@@ -28,8 +26,6 @@ from temper_engine_api.conformance.harness.measurements import (
 from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
     LOGPROB,
-    LOSS,
-    LOSS_TERM_SCALE,
     UPDATE,
     assert_all_close,
     assert_all_equal,
@@ -40,6 +36,7 @@ from temper_engine_api.conformance.inputs.model_families import FAMILIES, has_sm
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter
 from temper_engine_api.conformance.oracle.oracle_cache import MOE_TARGET_MODULES, OracleCache
+from temper_engine_api.conformance.oracle.oracle_comparison import check_outputs, check_update
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.weights import NamedWeight
 
@@ -70,18 +67,14 @@ def test_family_outputs_match_transformers(
     setup, batch = make_setup(oracle, family), get_batch(oracle, family)
     requested = [HeadOutput.LOGPROB, HeadOutput.ENTROPY]
     for split in (ONE_MICRO_BATCH, TWO_MICRO_BATCHES):
-        outputs = engine_under_test.run(
-            measure_outputs, setup=setup, batch=batch, requested_outputs=requested, split=split
-        )[0]
-        for head_output in requested:
-            assert_close(
-                outputs.columns[head_output],
-                oracle.get_outputs(setup, batch, head_output),
-                LOGPROB,
-                quantity=head_output.value,
-                batch=batch,
-                num_ranks=engine_under_test.num_data_ranks,
-            )
+        check_outputs(
+            engine_under_test,
+            oracle,
+            setup=setup,
+            batch=batch,
+            head_outputs=requested,
+            split=split,
+        )
 
 
 def test_family_gradient_matches_transformers(
@@ -91,22 +84,14 @@ def test_family_gradient_matches_transformers(
     setup, tempered = make_gradient_setup(oracle, family), get_batch(oracle, family)
     plain = replace(tempered, temperature=torch.ones_like(tempered.temperature))
     for split, batch in ((ONE_MICRO_BATCH, tempered), (TWO_MICRO_BATCHES, plain)):
-        expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
-        updates = engine_under_test.run(
-            measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
-        )
-        assert_all_close(
-            updates[0].gradients,
-            expected.gradients,
-            get_family_gradient(family),
-            quantity="gradient",
-        )
-        assert_close(
-            merge_update_metrics(updates)["loss"],
-            merge_update_metrics([expected])["loss"],
-            LOSS,
-            quantity="loss",
-            min_scale=LOSS_TERM_SCALE,
+        check_update(
+            engine_under_test,
+            oracle,
+            setup=setup,
+            objective=ClippedPpoProbe(),
+            batch=batch,
+            split=split,
+            tolerance=get_family_gradient(family),
         )
 
 

@@ -43,6 +43,7 @@ from temper_engine_api.conformance.inputs.tiny_models import (
     TinyModel,
 )
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache, model_with_head_for
+from temper_engine_api.conformance.oracle.oracle_comparison import check_update
 from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, Objective
 
 _CLAIMS = {HeadOutput.VALUE: Capability.VALUE_MODEL, HeadOutput.LOGPROB_AT: Capability.LOGPROB_AT}
@@ -70,32 +71,6 @@ AGGREGATIONS = tuple(
 )
 
 
-def check_against_oracle(
-    engine_under_test: EngineUnderTest,
-    oracle: OracleCache,
-    *,
-    objective: Objective,
-    batch: SequenceBatch,
-    split: Split,
-    model: TinyModel,
-) -> list[Update]:
-    """Compare the engine's gradients and loss with the oracle's; return the update of each rank."""
-    setup = oracle.make_setup(model)
-    expected = oracle.get_update(setup, objective, batch)
-    updates = engine_under_test.run(
-        measure_update, setup=setup, objective=objective, batch=batch, split=split
-    )
-    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
-    assert_close(
-        merge_update_metrics(updates)["loss"],
-        merge_update_metrics([expected])["loss"],
-        LOSS,
-        quantity="loss",
-        min_scale=LOSS_TERM_SCALE,
-    )
-    return updates
-
-
 @every_probe
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
 def test_gradient_is_independent_of_micro_batch_split(
@@ -106,13 +81,13 @@ def test_gradient_is_independent_of_micro_batch_split(
     A difference in one split only usually means that a loss or gradient is averaged over micro-
     batches.
     """
-    check_against_oracle(
+    check_update(
         engine_under_test,
         oracle,
+        setup=oracle.make_setup(model_with_head_for(probe)),
         objective=probe,
         batch=oracle.get_batch(),
         split=split,
-        model=model_with_head_for(probe),
     )
 
 
@@ -126,13 +101,13 @@ def test_gradient_is_independent_of_data_parallel_size(
     gradient instead of dividing by the global token count fails here.
     """
     batch = oracle.get_batch(num_sequences=6, seed=3)
-    check_against_oracle(
+    check_update(
         engine_under_test,
         oracle,
+        setup=oracle.make_setup(model_with_head_for(probe)),
         objective=probe,
         batch=batch,
         split=ONE_MICRO_BATCH,
-        model=model_with_head_for(probe),
     )
 
 
@@ -186,13 +161,13 @@ def test_gradient_matches_oracle_for_every_model(
 ) -> None:
     """Compare gradients and loss with the oracle's for tied and untied heads, GQA, Llama, Qwen3."""
     batch = oracle.get_batch(model=model)
-    check_against_oracle(
+    check_update(
         engine_under_test,
         oracle,
+        setup=oracle.make_setup(model),
         objective=ClippedPpoProbe(),
         batch=batch,
         split=ONE_MICRO_BATCH,
-        model=model,
     )
 
 
@@ -206,13 +181,13 @@ def test_gradient_matches_oracle_for_every_aggregation(
     # In two micro-batches below: in one, a mean over the micro-batch is the mean over the
     # mini-batch.
     probe = ClippedPpoProbe(aggregation=aggregation)
-    check_against_oracle(
+    check_update(
         engine_under_test,
         oracle,
+        setup=oracle.make_setup(QWEN2_GROUPED),
         objective=probe,
         batch=oracle.get_batch(),
         split=TWO_MICRO_BATCHES,
-        model=QWEN2_GROUPED,
     )
 
 
@@ -220,13 +195,13 @@ def test_entropy_bonus_has_a_gradient(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     """The entropy that an objective requests takes part in the backward pass."""
-    check_against_oracle(
+    check_update(
         engine_under_test,
         oracle,
+        setup=oracle.make_setup(QWEN2_GROUPED),
         objective=ClippedPpoProbe(entropy_coefficient=0.1),
         batch=oracle.get_batch(),
         split=TWO_MICRO_BATCHES,
-        model=QWEN2_GROUPED,
     )
 
 
@@ -334,13 +309,13 @@ def test_ranks_without_samples_contribute_nothing(
     dummies.
     """
     batch = oracle.get_batch(num_sequences=2, seed=1)
-    check_against_oracle(
+    check_update(
         engine_under_test,
         oracle,
+        setup=oracle.make_setup(QWEN2_GROUPED),
         objective=probe,
         batch=batch,
         split=ONE_MICRO_BATCH,
-        model=QWEN2_GROUPED,
     )
 
 

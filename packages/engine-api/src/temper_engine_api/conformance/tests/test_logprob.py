@@ -40,6 +40,7 @@ from temper_engine_api.conformance.inputs.tiny_models import (
     TinyModel,
 )
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.conformance.oracle.oracle_comparison import check_outputs
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.outputs import ForwardOutputs
 
@@ -63,17 +64,12 @@ def test_head_outputs_match_oracle(
     head_output: HeadOutput,
 ) -> None:
     """Compare log-probs, entropies and log-sum-exps with the oracle, for every tiny model."""
-    setup, batch = oracle.make_setup(model), oracle.get_batch()
-    outputs = engine_under_test.run(
-        measure_outputs, setup=setup, batch=batch, requested_outputs=[head_output]
-    )[0]
-    assert_close(
-        outputs.columns[head_output],
-        oracle.get_outputs(setup, batch, head_output),
-        LOGPROB,
-        quantity=head_output.value,
-        batch=batch,
-        num_ranks=engine_under_test.num_data_ranks,
+    check_outputs(
+        engine_under_test,
+        oracle,
+        setup=oracle.make_setup(model),
+        batch=oracle.get_batch(),
+        head_outputs=[head_output],
     )
 
 
@@ -85,18 +81,7 @@ def test_outputs_requested_together_match_oracle(
     requested = list(LANGUAGE_OUTPUTS)
     if Capability.LOGPROB_AT in engine_under_test.capabilities:
         requested.append(HeadOutput.LOGPROB_AT)
-    outputs = engine_under_test.run(
-        measure_outputs, setup=setup, batch=batch, requested_outputs=requested
-    )[0]
-    for head_output in requested:
-        assert_close(
-            outputs.columns[head_output],
-            oracle.get_outputs(setup, batch, head_output),
-            LOGPROB,
-            quantity=head_output.value,
-            batch=batch,
-            num_ranks=engine_under_test.num_data_ranks,
-        )
+    check_outputs(engine_under_test, oracle, setup=setup, batch=batch, head_outputs=requested)
 
 
 @pytest.mark.parametrize("head_output", LANGUAGE_OUTPUTS, ids=lambda head_output: head_output.value)
@@ -107,17 +92,13 @@ def test_peaked_distributions_match_oracle(
 
     The vocabulary size is prime, so a kernel that drops its last partial block of columns fails.
     """
-    setup, batch = oracle.make_setup(PEAKED), oracle.get_batch()
-    outputs = engine_under_test.run(
-        measure_outputs, setup=setup, batch=batch, requested_outputs=[head_output]
-    )[0]
-    assert_close(
-        outputs.columns[head_output],
-        oracle.get_outputs(setup, batch, head_output),
-        PEAKED_LOGPROB,
-        quantity=head_output.value,
-        batch=batch,
-        num_ranks=engine_under_test.num_data_ranks,
+    check_outputs(
+        engine_under_test,
+        oracle,
+        setup=oracle.make_setup(PEAKED),
+        batch=oracle.get_batch(),
+        head_outputs=[head_output],
+        tolerance=PEAKED_LOGPROB,
     )
 
 
@@ -225,19 +206,13 @@ def test_temperature_scales_logits_before_log_softmax(
     # One temperature for all sequences would not show that an engine reads only the first.
     for temperature in (torch.tensor([0.5, 1.0, 2.0, 4.0] * 2), torch.tensor([1, 2, 3, 4] * 2)):
         tempered = replace(batch, temperature=temperature)
-        outputs = engine_under_test.run(
-            measure_outputs, setup=setup, batch=tempered, requested_outputs=LANGUAGE_OUTPUTS
-        )[0]
-        for head_output in LANGUAGE_OUTPUTS:
-            expected = oracle.get_outputs(setup, tempered, head_output)
-            assert_close(
-                outputs.columns[head_output],
-                expected,
-                LOGPROB,
-                quantity=f"{head_output.value} at {temperature.tolist()}",
-                batch=tempered,
-                num_ranks=engine_under_test.num_data_ranks,
-            )
+        check_outputs(
+            engine_under_test,
+            oracle,
+            setup=setup,
+            batch=tempered,
+            head_outputs=LANGUAGE_OUTPUTS,
+        )
 
 
 def test_requesting_entropy_does_not_change_logprobs(

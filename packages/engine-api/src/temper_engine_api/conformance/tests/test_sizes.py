@@ -16,25 +16,20 @@ from temper_engine_api.conformance.harness.measurements import (
     Split,
     Update,
     measure_outputs,
-    measure_update,
-    merge_update_metrics,
     rank_slice,
     run_update,
 )
 from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
     GRADIENT,
-    LOGPROB,
     LONG_GRADIENT,
-    LOSS,
-    LOSS_TERM_SCALE,
     Tolerance,
     assert_all_close,
-    assert_close,
 )
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWARD
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.conformance.oracle.oracle_comparison import check_outputs, check_update
 from temper_engine_api.objective import HeadOutput, Objective
 
 LONG = (47, 300, 129, 257, 40, 64)
@@ -49,7 +44,7 @@ PROMPT_LENGTH = 5
 LANGUAGE_OUTPUTS = (HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGSUMEXP)
 
 
-def check_outputs(
+def check_language_outputs(
     engine_under_test: EngineUnderTest,
     oracle: OracleCache,
     batch: SequenceBatch,
@@ -57,19 +52,14 @@ def check_outputs(
     split: Split = ONE_MICRO_BATCH,
 ) -> None:
     """Compare all outputs of the language-model head with the oracle's."""
-    setup = oracle.make_setup(QWEN2_GROUPED)
-    outputs = engine_under_test.run(
-        measure_outputs, setup=setup, batch=batch, requested_outputs=LANGUAGE_OUTPUTS, split=split
-    )[0]
-    for head_output in LANGUAGE_OUTPUTS:
-        assert_close(
-            outputs.columns[head_output],
-            oracle.get_outputs(setup, batch, head_output),
-            LOGPROB,
-            quantity=head_output.value,
-            batch=batch,
-            num_ranks=engine_under_test.num_data_ranks,
-        )
+    check_outputs(
+        engine_under_test,
+        oracle,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        batch=batch,
+        head_outputs=LANGUAGE_OUTPUTS,
+        split=split,
+    )
 
 
 def check_gradient(
@@ -82,18 +72,14 @@ def check_gradient(
     tolerance: Tolerance = GRADIENT,
 ) -> None:
     """Compare gradient and loss with the oracle's."""
-    setup, objective = oracle.make_setup(QWEN2_GROUPED), objective or ClippedPpoProbe()
-    expected = oracle.get_update(setup, objective, batch)
-    updates = engine_under_test.run(
-        measure_update, setup=setup, objective=objective, batch=batch, split=split
-    )
-    assert_all_close(updates[0].gradients, expected.gradients, tolerance, quantity="gradient")
-    assert_close(
-        merge_update_metrics(updates)["loss"],
-        merge_update_metrics([expected])["loss"],
-        LOSS,
-        quantity="loss",
-        min_scale=LOSS_TERM_SCALE,
+    check_update(
+        engine_under_test,
+        oracle,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        objective=objective or ClippedPpoProbe(),
+        batch=batch,
+        split=split,
+        tolerance=tolerance,
     )
 
 
@@ -105,7 +91,7 @@ def test_positions_count_up_to_the_end_of_a_long_sequence(
     Positions that wrap around, for example at the length of a table, differ here.
     """
     batch = oracle.get_batch_of(LONG, prompt_length=PROMPT_LENGTH).select([LONG.index(300)])
-    check_outputs(engine_under_test, oracle, batch)
+    check_language_outputs(engine_under_test, oracle, batch)
 
 
 def test_long_sequences_do_not_see_each_other(
@@ -117,7 +103,7 @@ def test_long_sequences_do_not_see_each_other(
     """
     batch = oracle.get_batch_of(LONG, prompt_length=PROMPT_LENGTH)
     for split in (ONE_MICRO_BATCH, DYNAMIC):
-        check_outputs(engine_under_test, oracle, batch, split=split)
+        check_language_outputs(engine_under_test, oracle, batch, split=split)
 
 
 def test_no_output_is_lost_at_a_block_boundary(
@@ -157,7 +143,7 @@ def test_sequence_longer_than_every_block_matches_oracle(
 ) -> None:
     """Compare outputs, gradient and loss with the oracle's for a sequence of 2600 tokens."""
     batch = oracle.get_batch_of(LONGER_THAN_EVERY_BLOCK, prompt_length=PROMPT_LENGTH)
-    check_outputs(engine_under_test, oracle, batch)
+    check_language_outputs(engine_under_test, oracle, batch)
     check_gradient(engine_under_test, oracle, batch, split=ONE_MICRO_BATCH, tolerance=LONG_GRADIENT)
 
 
@@ -170,7 +156,7 @@ def test_each_of_24_short_sequences_has_its_own_temperature(
     """
     batch = oracle.get_batch_of((2,) * 24, prompt_length=1)
     assert float(batch.temperature[-1]) != 1.0
-    check_outputs(engine_under_test, oracle, batch)
+    check_language_outputs(engine_under_test, oracle, batch)
     check_gradient(engine_under_test, oracle, batch, split=ONE_MICRO_BATCH)
 
 
@@ -193,18 +179,12 @@ def test_24_one_token_sequences_have_their_own_scores(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     """Compare scores with the oracle for 24 one-token sequences."""
-    setup, batch = oracle.make_setup(REWARD), oracle.get_batch_of((1,) * 24, prompt_length=1)
-    outputs = engine_under_test.run(
-        measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.SCORE]
-    )[0]
-    expected = oracle.get_outputs(setup, batch, HeadOutput.SCORE)
-    assert_close(
-        outputs.columns[HeadOutput.SCORE],
-        expected,
-        LOGPROB,
-        quantity="scores",
-        batch=batch,
-        num_ranks=engine_under_test.num_data_ranks,
+    check_outputs(
+        engine_under_test,
+        oracle,
+        setup=oracle.make_setup(REWARD),
+        batch=oracle.get_batch_of((1,) * 24, prompt_length=1),
+        head_outputs=[HeadOutput.SCORE],
     )
 
 

@@ -21,6 +21,7 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.probes import ClippedValueProbe
 from temper_engine_api.conformance.inputs.tiny_models import REWARD, VALUE, VOCABULARY
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.conformance.oracle.oracle_comparison import check_outputs
 from temper_engine_api.objective import HeadOutput
 
 
@@ -28,22 +29,14 @@ from temper_engine_api.objective import HeadOutput
 def test_values_match_oracle(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
     """Every split gives the oracle's values; V at t is the state's before tokens[t]."""
     setup, batch = oracle.make_setup(VALUE), oracle.get_batch()
-    expected = oracle.get_outputs(setup, batch, HeadOutput.VALUE)
     for split in SPLITS:
-        outputs = engine_under_test.run(
-            measure_outputs,
+        check_outputs(
+            engine_under_test,
+            oracle,
             setup=setup,
             batch=batch,
-            requested_outputs=[HeadOutput.VALUE],
+            head_outputs=[HeadOutput.VALUE],
             split=split,
-        )[0]
-        assert_close(
-            outputs.columns[HeadOutput.VALUE],
-            expected,
-            LOGPROB,
-            quantity=f"values, split {split.name}",
-            batch=batch,
-            num_ranks=engine_under_test.num_data_ranks,
         )
 
 
@@ -87,20 +80,12 @@ def test_scores_are_read_at_the_last_token(
 ) -> None:
     """Every split gives the oracle's scores, which a reward model reads at the last token."""
     setup, batch = oracle.make_setup(REWARD), oracle.get_batch()
-    expected = oracle.get_outputs(setup, batch, HeadOutput.SCORE)
     for split in SPLITS:
-        outputs = engine_under_test.run(
-            measure_outputs,
+        check_outputs(
+            engine_under_test,
+            oracle,
             setup=setup,
             batch=batch,
-            requested_outputs=[HeadOutput.SCORE],
+            head_outputs=[HeadOutput.SCORE],
             split=split,
-        )[0]
-        assert_close(
-            outputs.columns[HeadOutput.SCORE],
-            expected,
-            LOGPROB,
-            quantity=f"scores, split {split.name}",
-            batch=batch,
-            num_ranks=engine_under_test.num_data_ranks,
         )
