@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, TypeVar
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.errors import ConfigError, EngineStateError
+from temper_engine_api.errors import BatchError, ConfigError, EngineStateError
 from temper_engine_api.gatherable import gatherable
 from temper_engine_api.metrics import Metric
 
@@ -55,6 +55,20 @@ class HeadOutput(StrEnum):
     """[T, layers, K] experts that processed each token, also the first and untrained ones, in any
     order; as the column of this name, but float32. In forward-only calls of engines with
     `Capability.ROUTING_REPLAY`."""
+
+
+def get_logprob_at_ids(batch: SequenceBatch) -> Tensor:
+    """Return the [T, K] token ids that `HeadOutput.LOGPROB_AT` needs.
+
+    Raises:
+        BatchError: If the batch has no such column.
+    """
+    if LOGPROB_AT_IDS not in batch.columns:
+        raise BatchError(
+            f"logprob_at was requested, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] "
+            "token ids."
+        )
+    return batch.columns[LOGPROB_AT_IDS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

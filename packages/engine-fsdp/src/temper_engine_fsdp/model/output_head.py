@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from temper_engine_api.batch import SequenceBatch, copy_to_device
-from temper_engine_api.errors import BatchError, CapabilityError
-from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput
+from temper_engine_api.errors import CapabilityError
+from temper_engine_api.objective import HeadOutput, get_logprob_at_ids
 from temper_engine_fsdp.model.token_logprobs import chunked_logprobs, full_logprobs
 
 LANGUAGE_OUTPUTS = frozenset(
@@ -121,7 +121,7 @@ class LanguageHead:
         _check_requested(request.requested_outputs, allowed=LANGUAGE_OUTPUTS, head="language_model")
         positions = request.positions
         extra_ids = (
-            _requested_ids(batch)[positions]
+            get_logprob_at_ids(batch)[positions]
             if HeadOutput.LOGPROB_AT in request.requested_outputs
             else None
         )
@@ -197,15 +197,6 @@ class ScalarHead:
 def _scatter(column: Tensor, *, positions: Tensor, size: int) -> Tensor:
     """Return [size, ...] zeros with the rows of `column` at `positions`; differentiable."""
     return column.new_zeros(size, *column.shape[1:]).index_copy(0, positions, column)
-
-
-def _requested_ids(batch: SequenceBatch) -> Tensor:
-    if LOGPROB_AT_IDS not in batch.columns:
-        raise BatchError(
-            f"logprob_at was requested, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] "
-            "token ids."
-        )
-    return batch.columns[LOGPROB_AT_IDS]
 
 
 def _check_requested(

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.errors import BatchError, CapabilityError
-from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput, HeadOutputs
+from temper_engine_api.errors import CapabilityError
+from temper_engine_api.objective import HeadOutput, HeadOutputs, get_logprob_at_ids
 from temper_engine_api.process_group import sum_over_ranks
 from temper_engine_megatron.adapter.adapter_placement import TrainedHead
 from temper_engine_megatron.model.micro_batch_layout import LocalMicroBatch
@@ -136,7 +136,7 @@ class OutputHead:
             weight,
             batch.tokens[positions],
             temperature=batch.temperature.float()[batch.sequence_index[positions]],
-            extra_ids=_logprob_at_ids(batch)[positions]
+            extra_ids=get_logprob_at_ids(batch)[positions]
             if HeadOutput.LOGPROB_AT in requested_outputs
             else None,
             shard=VocabShard(
@@ -182,12 +182,3 @@ def _has_predecessor(batch: SequenceBatch) -> Tensor:
 def _scatter_rows(rows: Tensor, *, positions: Tensor, size: int) -> Tensor:
     """Return [size, ...] zeros with rows at these positions; differentiable."""
     return rows.new_zeros(size, *rows.shape[1:]).index_copy(0, positions, rows)
-
-
-def _logprob_at_ids(batch: SequenceBatch) -> Tensor:
-    if LOGPROB_AT_IDS not in batch.columns:
-        raise BatchError(
-            f"logprob_at was requested, but the batch has no column {LOGPROB_AT_IDS!r}: add "
-            "[T, K] token ids."
-        )
-    return batch.columns[LOGPROB_AT_IDS]
