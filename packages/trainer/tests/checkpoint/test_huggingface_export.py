@@ -1,39 +1,16 @@
 """The model directory that a run leaves."""
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
+from packages.trainer.tests.checkpoint.exports_for_tests import SPEC, full_disk, make_tokenizer
 from temper_engine_api.errors import CheckpointError
-from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.checkpoint import huggingface_export
-
-SPEC = ModelSpec(
-    architecture={
-        "model_type": "qwen2",
-        "vocab_size": 16,
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "tie_word_embeddings": True,
-        "use_cache": False,
-    }
-)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def weights() -> list[NamedWeight]:
@@ -53,7 +30,7 @@ def test_written_model_loads_with_the_same_weights_and_a_cache(
     monkeypatch.setattr(huggingface_export, "SHARD_BYTES", shard_bytes)
     sent = weights()
     huggingface_export.write_model_directory(
-        iter(sent), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model"
+        iter(sent), model=SPEC, tokenizer=make_tokenizer(), directory=tmp_path / "model"
     )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in sent)
@@ -69,7 +46,7 @@ def test_existing_directory_is_refused_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "model" / "mine.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="already exists and is never overwritten"):
         huggingface_export.write_model_directory(
-            iter(weights()), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model"
+            iter(weights()), model=SPEC, tokenizer=make_tokenizer(), directory=tmp_path / "model"
         )
     assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
 
@@ -81,20 +58,9 @@ def test_failing_weight_stream_leaves_no_directory(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="no space left on device"):
         huggingface_export.write_model_directory(
-            broken(), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model"
+            broken(), model=SPEC, tokenizer=make_tokenizer(), directory=tmp_path / "model"
         )  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
-
-
-@contextmanager
-def full_disk(*, at: int) -> Iterator[None]:
-    """Limit the size of every file that this process writes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (at, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # Smaller than the weights, which safetensors writes; larger, and smaller than the tokenizer's file,
@@ -105,7 +71,7 @@ def full_disk(*, at: int) -> Iterator[None]:
 def test_full_disk_is_a_checkpoint_error_and_leaves_no_directory(
     tmp_path: Path, at: int, vocabulary: int, what: str
 ) -> None:
-    large = tokenizer()
+    large = make_tokenizer()
     large.add_tokens([f"word-{i}" for i in range(vocabulary)])
     with (
         full_disk(at=at),

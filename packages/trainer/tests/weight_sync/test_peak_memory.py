@@ -1,7 +1,6 @@
 """Measure that a tensor larger than a bucket is copied once while packing, sending and loading."""
 
 import gc
-import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedTokenizerFast
 
+from packages.trainer.tests.checkpoint.exports_for_tests import SPEC, full_disk, make_tokenizer
 from temper_engine_api.errors import CheckpointError
-from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.checkpoint import huggingface_export
 from temper_trainer.loops.run.run_folder import write_exported_model
@@ -227,24 +224,6 @@ def test_copy_for_a_sampler_replaces_the_previous_one() -> None:
     assert WIDE <= live.peak <= ONCE
 
 
-SPEC = ModelSpec(
-    architecture={
-        "model_type": "qwen2",
-        "vocab_size": 16,
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-
-
 def test_exported_model_is_written_with_one_shard_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,12 +244,10 @@ def test_full_disk_does_not_leave_other_ranks_waiting_for_the_rest_of_the_model(
 ) -> None:
     monkeypatch.setattr(huggingface_export, "SHARD_BYTES", 1 << 16)
     rank = RecordingRank({f"weight-{i}": torch.rand(1 << 14) for i in range(8)})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, hard))
-    try:
-        with pytest.raises(CheckpointError, match="could not be written to"):
-            write_exported_model(rank, SPEC, make_tokenizer(), tmp_path / "model")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with (
+        full_disk(at=1 << 12),
+        pytest.raises(CheckpointError, match="could not be written to"),
+    ):
+        write_exported_model(rank, SPEC, make_tokenizer(), tmp_path / "model")
     assert rank.exported == [f"weight-{i}" for i in range(8)]
     assert list(tmp_path.iterdir()) == []
