@@ -35,6 +35,7 @@ from tools.command_rules import (
     check_ray_job,
     check_train,
 )
+from tools.scenarios import OLD_CONFIG
 
 LIBRARIES = ("gymnasium", "mcp", "openenv", "verifiers")
 """Libraries of extras that the environment of the checks lacks."""
@@ -72,14 +73,6 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 \\
     trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.total_epochs=1 trainer.logger=console "$@"
 """
-_OLD_CONFIG = """\
-defaults: [ppo_trainer, _self_]
-algorithm: {adv_estimator: grpo}
-data: {train_files: train.parquet, val_files: test.parquet, train_batch_size: 64}
-trainer: {nnodes: 1, n_gpus_per_node: 1, logger: console}
-actor_rollout_ref: {model: {path: DIR}, rollout: {name: vllm, n: 4}}
-"""
-
 _TEXTS = (
     "question",
     "answer",
@@ -162,7 +155,7 @@ INPUTS = {
     **{f"warm/tokenizer/{name}": text for name, text in _TOKENIZER.items()},
     **dict.fromkeys(("old/run_grpo.sh", "run_grpo.sh", "examples/other.sh"), _OLD_SCRIPT),
     **dict.fromkeys(("old/rewards.py", "src/rewards.py"), "from verl import DataProto\n"),
-    "my_run.yaml": _OLD_CONFIG,
+    "my_run.yaml": OLD_CONFIG.replace("path: model", "path: DIR"),
 }
 """Files that pages ask their reader to have.
 
