@@ -3,6 +3,8 @@
 import os
 import socket
 import struct
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -133,10 +135,32 @@ def test_all_ranks_that_fail_to_build_raise_their_own_errors() -> None:
         assert not hasattr(error, "__notes__")
 
 
+LISTENER = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    connection, _ = server.accept()
+    connection.sendall(connection.recv(1))
+"""
+
+
+def test_failure_while_building_keeps_connections_to_hosts_without_ranks() -> None:
+    store = dist.HashStore()
+    failures, other = (RankFailures(store, rank=rank, world_size=2) for rank in range(2))
+    other.publish_connections({"10.0.0.9:80 10.0.0.1:70"})
+    with subprocess.Popen([sys.executable, "-c", LISTENER], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port)) as unrelated:
+            failures.handle(RuntimeError("Connection reset by peer"), where="init_model()")
+            unrelated.sendall(b"x")
+            assert unrelated.recv(1) == b"x"
+
+
 def test_missing_rank_is_named_when_the_time_is_over() -> None:
     failures = RankFailures(dist.HashStore(), rank=0, world_size=2)
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not begin to build"):
-        failures.wait_for_arrivals(timeout_s=0.1)
+        failures.wait_for_arrivals("begin to build", timeout_s=0.1)
 
 
 def test_exception_is_reported_once() -> None:
@@ -246,7 +270,7 @@ def test_rank_that_arrives_after_the_declaration_learns_of_it() -> None:
     first.handle(error, where="init_model()")
     late = RankFailures(store, rank=1, world_size=2)
     with pytest.raises(RankFailedError, match="rank 0 raised in init_model"):
-        late.wait_for_arrivals(timeout_s=5.0)
+        late.wait_for_arrivals("begin to build", timeout_s=5.0)
 
 
 def fail_in_one_of_two_engines(rank: int, folder: str) -> None:

@@ -30,6 +30,7 @@ from temper_engine_api.errors import (
     CheckpointError,
     ConfigError,
     EngineStateError,
+    RankFailedError,
     WeightError,
 )
 from temper_engine_api.hooks import (
@@ -136,13 +137,22 @@ class BaseEngine(ABC):
         ):
             self.require(*find_required_capabilities(self.config))
             topology = self._build()
-            connect_groups()
-        self._topology = topology
-        # An engine may create its group without join_default_group.
-        self._rank_failures = start.failures or RankFailures.join()
-        if self._rank_failures is not None:
-            self._rank_failures.engine_built(topology)
+            # An engine may create its group without join_default_group.
+            start.failures = start.failures or RankFailures.join()
+            if start.failures is not None:
+                self._meet_other_ranks(start.failures)
+                start.failures.engine_built(topology)
+        self._topology, self._rank_failures = topology, start.failures
         self._was_initialized = True
+
+    def _meet_other_ranks(self, failures: RankFailures) -> None:
+        try:
+            # A rank that waits for another one while they connect can't be told that it failed.
+            failures.wait_for_arrivals("build", timeout_s=self.config.collective_timeout_s)
+        except RankFailedError:
+            self.close()
+            raise
+        self._connect_ranks()
 
     @property
     def topology(self) -> Topology:
@@ -811,6 +821,14 @@ class BaseEngine(ABC):
     @abstractmethod
     def _build(self) -> Topology:
         """Build the model and optimizer, load weights, and join or create the process group."""
+
+    def _connect_ranks(self) -> None:
+        """Make the connections between ranks that NCCL makes at their first use. Collective.
+
+        `init_model` calls it when all ranks have built. An engine whose ranks send messages to each
+        other outside of collectives also connects these ranks.
+        """
+        connect_groups()
 
     @abstractmethod
     def _run_micro_batches(

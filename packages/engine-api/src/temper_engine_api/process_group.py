@@ -143,7 +143,7 @@ def join_default_group(*, device: torch.device, timeout_s: float) -> bool:
     start = _STARTING.get()
     if dist.is_initialized():
         if start is not None and start.failures is not None:
-            start.failures.wait_for_arrivals(timeout_s=start.timeout_s)
+            start.failures.wait_for_arrivals("begin to build", timeout_s=start.timeout_s)
         return False
     # gloo as well: some collectives use host memory, for example for offloaded tensors.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -152,7 +152,7 @@ def join_default_group(*, device: torch.device, timeout_s: float) -> bool:
         store, rank, world_size = _RENDEZVOUS.next_store(timeout)
         if start is not None and world_size > 1:
             start.failures = RankFailures(store, rank=rank, world_size=world_size)
-            start.failures.wait_for_arrivals(timeout_s=timeout_s)
+            start.failures.wait_for_arrivals("begin to build", timeout_s=timeout_s)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )

@@ -37,6 +37,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
@@ -57,6 +58,8 @@ AGREEMENT_S = 4.0
 the failure, so that a slow store or a busy host does not use up the rest."""
 WATCH_INTERVAL_S = 1.0
 """Interval at which a rank with NCCL looks for a declaration."""
+BuildStage = Literal["begin to build", "build"]
+"""Points of `init_model` at which ranks wait for each other."""
 MAX_MESSAGE = 2000
 """Characters of an exception's message that other ranks see."""
 _PREFIX = "temper_engine_api/failure"
@@ -186,7 +189,7 @@ class RankFailures:
     def group_joined(self) -> None:
         """Note that the default process group exists, whose connections a failed rank closes."""
         _GROUP_FAILURES.setdefault(_get_default_group(), self._group)
-        self._publish_connections()
+        self.publish_connections(own_connections())
         if "nccl" in dist.get_backend_config() and not self._watches:
             self._watches = True
             threading.Thread(
@@ -197,21 +200,24 @@ class RankFailures:
         """Note the end of `init_model`: all groups of the engine exist."""
         self._has_stages = topology.pp.size > 1
         self._before_start = None
-        self._publish_connections()
+        self.publish_connections(own_connections())
 
-    def _publish_connections(self) -> None:
-        self._store.set(
-            f"{self._prefix}/connections/{self._rank}", json.dumps(sorted(own_connections()))
-        )
+    def publish_connections(self, connections: set[str]) -> None:
+        """Tell the other ranks which connections this one has, as `local remote`."""
+        self._store.set(f"{self._prefix}/connections/{self._rank}", json.dumps(sorted(connections)))
 
-    def wait_for_arrivals(self, *, timeout_s: float) -> None:
+    def wait_for_arrivals(self, stage: BuildStage, *, timeout_s: float) -> None:
         """Wait until every rank is here, or one has failed in `init_model` before.
+
+        Args:
+            stage: What this rank does next, or has done; the others must get there too.
+            timeout_s: Time limit.
 
         Raises:
             RankFailedError: If a rank has failed.
             CollectiveTimeoutError: If a rank is neither here nor has failed in time.
         """
-        keys = [f"{self._prefix}/arrived/{rank}" for rank in range(self._world_size)]
+        keys = [f"{self._prefix}/{stage}/{rank}" for rank in range(self._world_size)]
         self._store.set(keys[self._rank], "")
         deadline = time.monotonic() + timeout_s
         while not self._store.check(keys):
@@ -220,7 +226,7 @@ class RankFailures:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise CollectiveTimeoutError(
-                    f"ranks {missing} did not begin to build their engine within {timeout_s:.0f} "
+                    f"ranks {missing} did not {stage} their engine within {timeout_s:.0f} "
                     "s: see their logs, or increase collective_timeout_s."
                 )
             time.sleep(_POLL_S)
@@ -423,10 +429,10 @@ class RankFailures:
         abort_device_collectives()
         other_ends = self._other_ends()
         if self._before_start is not None:
-            # Connections of groups that were being built; the other ranks have not listed theirs.
-            for connection in own_connections() - self._before_start:
-                local, _, remote = connection.partition(" ")
-                other_ends.add(f"{remote} {local}")
+            other_ends |= self._find_new_connections(
+                self._before_start,
+                hosts={each.partition(" ")[0].rpartition(":")[0] for each in other_ends},
+            )
         close_connections(other_ends)
 
     def _other_ends(self) -> set[str]:
@@ -441,6 +447,24 @@ class RankFailures:
                 # The store lists the connections of other ranks, so without it this rank can't find
                 # them. The others also lost the store, and end by their own timeout.
                 return other_ends
+        return other_ends
+
+    @staticmethod
+    def _find_new_connections(before: set[str], *, hosts: set[str]) -> set[str]:
+        """Return the other ends of connections of groups that were being built.
+
+        The other ranks have not listed these yet, so some may lead elsewhere. Those to a host
+        without a rank do, if the hosts are known.
+        """
+        own = own_connections()
+        other_ends = set()
+        for connection in own - before:
+            local, _, remote = connection.partition(" ")
+            other_end = f"{remote} {local}"
+            has_rank = not hosts or remote.rpartition(":")[0] in hosts
+            # NCCL connects a process to itself, and needs that connection to abort.
+            if has_rank and other_end not in own:
+                other_ends.add(other_end)
         return other_ends
 
     def _learn_of_declaration(self) -> bool:

@@ -32,7 +32,6 @@ from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 from temper_engine_megatron.runtime.process_groups import (
     Membership,
-    connect_stages,
     join_groups,
     leave_groups,
     preserve_rng_state,
@@ -169,7 +168,6 @@ def _build(
             membership=membership,
             adapter=placement,
         )
-    connect_stages(membership, chunks.transformer_config)
     # Build the optimizer before the weights are loaded. It makes float32 copies of 16-bit
     # parameters, and `ShardedState.fill` below sets each parameter together with its copy.
     optimizer = _build_optimizer(config, chunks=chunks, membership=membership)

@@ -31,7 +31,7 @@ from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 with ignore_known_warnings():
     from temper_engine_megatron.checkpoint import training_checkpoint
     from temper_engine_megatron.components import EngineComponents, build_components, check_model
-    from temper_engine_megatron.runtime.process_groups import leave_groups
+    from temper_engine_megatron.runtime.process_groups import connect_stages, leave_groups
     from temper_engine_megatron.weights.sharded_state import ShardedState
 
 if TYPE_CHECKING:
@@ -81,6 +81,10 @@ class MegatronEngine(BaseEngine):
         with ignore_known_warnings():
             self._built = build_components(self.config, loss_scale=self.loss_scale)
         return self._built.membership.topology
+
+    def _connect_ranks(self) -> None:
+        super()._connect_ranks()
+        connect_stages(self._components.membership, self._components.chunks.transformer_config)
 
     @property
     def _components(self) -> EngineComponents:

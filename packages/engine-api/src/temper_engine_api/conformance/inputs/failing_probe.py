@@ -117,8 +117,9 @@ def describe(micro_batch: int) -> str:
 
 def cut_connections() -> None:
     """Close all connections of this process to other ranks, as a lost network does."""
-    # Connections are given as their other ends see them.
-    close_connections({" ".join(reversed(each.split())) for each in own_connections()})
+    own = own_connections()
+    # Connections are given as their other ends see them. Those of NCCL to its own process stay.
+    close_connections({" ".join(reversed(each.split())) for each in own} - own)
     # gloo waits for its timeout if its own process closes a connection while it starts to send (3
     # of 600 times). A network is not lost by this process, so gloo notices the loss first here.
     time.sleep(NOTICE_S)
