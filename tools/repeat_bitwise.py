@@ -9,9 +9,9 @@ times in a row (`--per-process`). A new process each time would pay for imports,
 start-up again; one process for all 20 would hide what differs between processes, as addresses do.
 In one process, the fixtures of a module (Ray, rank processes) are made again for each repetition.
 
-Results are stored in docs/records/bitwise.json as soon as a process ends, and later calls continue
-there, also at later commits: all repetitions together take several hours. Then the table of all
-results in docs/records/bitwise.md is replaced; the text below it is kept.
+Results are stored in docs/records/bitwise.json as soon as a process ends, and later calls run only
+the tests that have fewer repetitions, also at later commits: all together take several hours. Then
+the table of all results in docs/records/bitwise.md is replaced; the text below it is kept.
 
 With `--parallel N`, N processes run at the same time, each on its own part of the processors.
 
@@ -87,6 +87,11 @@ class Outcomes:
     failed: int = 0
     skipped: int = 0
 
+    @property
+    def total(self) -> int:
+        """Number of repetitions; skips count only while the test has run on no host."""
+        return self.passed + self.failed or self.skipped
+
 
 @dataclass(slots=True, kw_only=True)
 class Record:
@@ -94,8 +99,6 @@ class Record:
 
     commits: list[str] = field(default_factory=list)
     """Short ids of the commits that were tested, in order."""
-    done: dict[str, int] = field(default_factory=dict)
-    """Number of repetitions by file (or group of tests), condition and expression."""
     tests: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
     """Outcomes by test and condition."""
     hosts: list[str] = field(default_factory=list)
@@ -133,10 +136,12 @@ class Record:
             else:
                 counts.passed += 1
 
+    def count(self, name: str, condition: str) -> int:
+        """Return the number of repetitions of one test under one condition."""
+        return self.tests.get(name, {}).get(condition, Outcomes()).total
+
     def merge(self, other: "Record") -> None:
         """Add the repetitions of another host."""
-        for key, number in other.done.items():
-            self.done[key] = self.done.get(key, 0) + number
         for name, outcomes in other.tests.items():
             for condition, added in outcomes.items():
                 counts = self.tests.setdefault(name, {}).setdefault(condition, Outcomes())
@@ -232,8 +237,7 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
 
     def repeat(group: str, unit: Sequence[str], condition: str, times: int) -> None:
         left = deadline - time.monotonic()
-        is_done = _count_done(record, group, unit, condition, chosen.expression) >= chosen.times
-        if left <= 0 or is_done:
+        if left <= 0:
             return
         processors = free_groups.pop()
         try:
@@ -246,30 +250,22 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
                 limit_s=left,
             )
         except subprocess.TimeoutExpired:
-            print(f"{' '.join(unit)}: stopped, the time is over", flush=True)
+            print(f"{unit[-1]}: stopped, the time is over", flush=True)
             return
         finally:
             free_groups.append(processors)
         with storing:
-            done = _count_done(record, group, unit, condition, chosen.expression) + times
-            if junit_xml is None:
-                done = chosen.times  # the expression selects nothing here: do not ask again
-            else:
-                record.add(junit_xml, group=group, condition=condition)
-            key = _make_key(unit, condition, chosen.expression)
-            record.done[key] = done
+            record.add(junit_xml, group=group, condition=condition)
             _store(record, chosen.record)
-            print(f"{key}: {done} of {chosen.times}", flush=True)
+            print(f"{group}: {unit[-1]}, {condition}: {times} more", flush=True)
 
     missing = [
-        (start, group, unit, condition, times)
+        (round_number, group, unit, condition, times)
         for group in chosen.group or GROUPS
-        for unit in _list_units(group)
+        for arguments, tests in _collect_units(group, chosen.expression).items()
         for condition in chosen.condition or CONDITIONS
-        for start, times in split_repetitions(
-            _count_done(record, group, unit, condition, chosen.expression),
-            chosen.times,
-            per_process=chosen.per_process,
+        for round_number, (unit, times) in enumerate(
+            _list_processes(record, group, arguments, tests, condition, chosen)
         )
     ]
     # The first repetitions of all files come first, so that an interrupted run has tried every one.
@@ -283,28 +279,51 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
             result.result()
 
 
-def split_repetitions(num_done: int, times: int, *, per_process: int) -> list[tuple[int, int]]:
-    """Divide the missing repetitions into processes; return the first and the number of each.
+def _list_processes(
+    record: Record,
+    group: str,
+    arguments: Sequence[str],
+    tests: Sequence[str],
+    condition: str,
+    chosen: argparse.Namespace,
+) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield pytest's arguments and the repetitions of each process that a unit still needs."""
+    missing = {
+        test: chosen.times - record.count(_name_test(group, test), condition) for test in tests
+    }
+    for selected, times in split_repetitions(missing, per_process=chosen.per_process):
+        complete = [
+            f"--deselect={test}"
+            for test in tests
+            # pytest deselects whatever begins like this.
+            if not any(other.startswith(test) for other in selected)
+        ]
+        *options, path = arguments
+        yield (*options, *complete, path), times
+
+
+def split_repetitions(
+    missing: Mapping[str, int], *, per_process: int
+) -> list[tuple[tuple[str, ...], int]]:
+    """Divide the missing repetitions into processes; return the tests and repetitions of each.
 
     Example:
-        >>> split_repetitions(2, 10, per_process=5)
-        [(2, 5), (7, 3)]
+        >>> split_repetitions({"a": 8, "b": 2, "c": 0}, per_process=5)
+        [(('a', 'b'), 2), (('a',), 5), (('a',), 1)]
     """
-    return [
-        (first, min(per_process, times - first)) for first in range(num_done, times, per_process)
-    ]
+    processes = []
+    left = {test: number for test, number in missing.items() if number > 0}
+    while left:
+        times = min(per_process, *left.values())
+        processes.append((tuple(left), times))
+        left = {test: number - times for test, number in left.items() if number > times}
+    return processes
 
 
-def _make_key(unit: Sequence[str], condition: str, expression: str) -> str:
-    return f"{' '.join(unit)}, {condition}, {expression or 'all tests'}"
-
-
-def _count_done(
-    record: Record, group: str, unit: Sequence[str], condition: str, expression: str
-) -> int:
-    """Return the repetitions of a file; older records count by group."""
-    num_of_group = record.done.get(_make_key((group,), condition, expression), 0)
-    return record.done.get(_make_key(unit, condition, expression), num_of_group)
+def _name_test(group: str, test: str) -> str:
+    """Return the name of a test in the record, as in JUnit reports, from its id in pytest."""
+    path, _, name = test.partition("::")
+    return f"{group}: {path.removesuffix('.py').replace('/', '.')}::{name}"
 
 
 def _store(record: Record, path: Path) -> None:
@@ -333,8 +352,8 @@ def repeat_tests(
     times: int,
     processors: set[int],
     limit_s: float,
-) -> str | None:
-    """Repeat the tests in one process; return pytest's JUnit report, or None without tests.
+) -> str:
+    """Repeat the tests in one process; return pytest's JUnit report.
 
     Raises:
         RuntimeError: If pytest wrote no report.
@@ -371,8 +390,6 @@ def repeat_tests(
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         printed = output.read_text(errors="replace")[-8000:]
-        if status == NO_TESTS:
-            return None
         if status not in (0, 1) or not junit_xml.exists():
             raise RuntimeError(f"pytest exited with status {status}, expected 0 or 1:\n{printed}")
         if status == 1:
@@ -395,16 +412,29 @@ def _make_variables(folder: Path) -> dict[str, str]:
     }
 
 
-def _list_units(group: str) -> list[tuple[str, ...]]:
-    """Return pytest's arguments of each repetition of a group: a file with marked tests, or all."""
-    folder = ROOT / GROUPS[group][-1]
-    if not folder.is_dir():
-        return [GROUPS[group]]
-    return [
-        (str(file.relative_to(ROOT)),)
-        for file in sorted(folder.rglob("test_*.py"))
-        if file.name not in SKIPPED and "mark.bitwise" in file.read_text(encoding="utf-8")
-    ]
+def _collect_units(group: str, expression: str) -> dict[tuple[str, ...], list[str]]:
+    """Return the ids of a group's tests by the arguments with which pytest repeats them.
+
+    A unit is a file or, in the kit, all tests: they share the processes of its ranks.
+
+    Raises:
+        RuntimeError: If pytest cannot collect them.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "bitwise"]
+    command += ["-p", "no:cacheprovider", *(["-k", expression] if expression else [])]
+    collected = subprocess.run(
+        [*command, *GROUPS[group]], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if collected.returncode not in (0, NO_TESTS):
+        raise RuntimeError(f"pytest cannot collect the tests of {group}:\n{collected.stdout}")
+    units: dict[tuple[str, ...], list[str]] = {}
+    for test in collected.stdout.splitlines():
+        path, separator, _ = test.partition("::")
+        if not separator or Path(path).name in SKIPPED:
+            continue
+        is_folder = (ROOT / GROUPS[group][-1]).is_dir()
+        units.setdefault((path,) if is_folder else GROUPS[group], []).append(test)
+    return units
 
 
 @contextmanager

@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+import pytest
+
+from tools import repeat_bitwise
 from tools.repeat_bitwise import Outcomes, Record, repeat_tests, split_repetitions
 
 COUNTING_TEST = """
@@ -32,13 +35,18 @@ REPORT = """<testsuites><testsuite>
 
 def test_stored_record_continues(tmp_path: Path) -> None:
     assert Record.load(tmp_path / "state.json") == Record()
-    record = Record(commits=["abc", "def"], done={"trainer": 2})
+    record = Record(commits=["abc", "def"])
     record.add(REPORT, group="g", condition="idle")
     record.add(REPORT, group="g", condition="idle")
     record.save(tmp_path / "state.json")
     again = Record.load(tmp_path / "state.json")
     assert again == record
     assert again.tests["g: a.test_b::test_same"] == {"idle": Outcomes(passed=2)}
+    names = [f"g: a.test_b::test_{name}" for name in ("same", "other", "gpu", "new")]
+    assert [again.count(name, "idle") for name in names] == [2, 2, 2, 0]
+    assert again.count(names[0], "under load") == 0
+    again.tests[names[2]]["idle"].passed = 1
+    assert again.count(names[2], "idle") == 1
 
 
 def test_table_counts_by_condition_and_names_what_never_ran() -> None:
@@ -53,13 +61,12 @@ def test_table_counts_by_condition_and_names_what_never_ran() -> None:
 
 
 def test_record_of_another_host_is_added() -> None:
-    record = Record(commits=["abc"], done={"g, idle, all tests": 2}, hosts=["A, 2 cores"])
+    record = Record(commits=["abc"], hosts=["A, 2 cores"])
     record.add(REPORT, group="g", condition="idle")
-    other = Record(commits=["abc", "def"], done={"g, idle, all tests": 3}, hosts=["B, 16 cores"])
+    other = Record(commits=["abc", "def"], hosts=["B, 16 cores"])
     other.add(REPORT, group="g", condition="idle")
     other.add(REPORT, group="g", condition="under load")
     record.merge(other)
-    assert record.done == {"g, idle, all tests": 5}
     assert record.commits == ["abc", "def"]
     assert record.tests["g: a.test_b::test_same"] == {
         "idle": Outcomes(passed=2),
@@ -82,12 +89,41 @@ def test_each_repetition_of_one_process_has_its_own_module_fixtures(tmp_path: Pa
         limit_s=300,
     )
     record = Record()
-    record.add(junit_xml or "", group="g", condition="idle")
+    record.add(junit_xml, group="g", condition="idle")
     # The fixture returns 0, 1 and 2.
     assert list(record.tests.values()) == [{"idle": Outcomes(passed=2, failed=1)}]
 
 
 def test_missing_repetitions_are_divided_into_processes() -> None:
-    assert split_repetitions(0, 20, per_process=5) == [(0, 5), (5, 5), (10, 5), (15, 5)]
-    assert split_repetitions(2, 10, per_process=5) == [(2, 5), (7, 3)]
-    assert split_repetitions(20, 20, per_process=5) == []
+    assert split_repetitions({"a": 20}, per_process=5) == 4 * [(("a",), 5)]
+    assert split_repetitions({"a": 8, "b": 2, "c": 0}, per_process=5) == [
+        (("a", "b"), 2),
+        (("a",), 5),
+        (("a",), 1),
+    ]
+    assert split_repetitions({"a": 0, "b": -3}, per_process=5) == []
+
+
+def test_only_tests_with_fewer_repetitions_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = tmp_path / "test_two.py"
+    tests.write_text(
+        "import pytest\npytestmark = pytest.mark.bitwise\n"
+        "def test_a(): pass\ndef test_ab(): pass\ndef test_c(): pass\n"
+    )
+    monkeypatch.setattr(repeat_bitwise, "ROOT", tmp_path)
+    monkeypatch.setattr(repeat_bitwise, "GROUPS", {"g": (".",)})
+    monkeypatch.setenv("TEMPER_COMMIT", "abc")
+    path = tmp_path / "record.json"
+    done = {f"g: test_two::{name}": {"idle": Outcomes(passed=1)} for name in ("test_a", "test_c")}
+    Record(tests=done).save(path)
+    arguments = ["--group", "g", "--times", "1", "--condition", "idle", "--record", str(path)]
+    assert repeat_bitwise.main(arguments) == 0
+    stored = Record.load(path)
+    # pytest cannot deselect test_a without test_ab, whose name begins like it.
+    assert {name: stored.count(name, "idle") for name in stored.tests} == {
+        "g: test_two::test_a": 2,
+        "g: test_two::test_ab": 1,
+        "g: test_two::test_c": 1,
+    }
