@@ -16,9 +16,9 @@ from temper_trainer.loops.rl_loop import StepLoop
 from temper_trainer.loops.rl_step import StepResult
 from temper_trainer.rollout.sampler import Replica, ReplicaError
 from temper_trainer.rollout.vllm import server_process
-from temper_trainer.rollout.vllm.listening_server import TOKEN_VARIABLE
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.remote_server import RemoteServer
+from temper_trainer.rollout.vllm.server_addresses import TOKEN_VARIABLE
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime import vllm_servers

@@ -19,7 +19,7 @@ from temper_trainer.loops.rl_loop import StepLoop
 from temper_trainer.loops.rl_step import StepResult
 from temper_trainer.rollout.sampler import Replica
 from temper_trainer.rollout.vllm import listening_server
-from temper_trainer.rollout.vllm.listening_server import TOKEN_VARIABLE
+from temper_trainer.rollout.vllm.server_addresses import TOKEN_VARIABLE
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import WeightChannel

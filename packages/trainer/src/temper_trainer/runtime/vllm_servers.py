@@ -11,7 +11,8 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.sampler import Replica
 from temper_trainer.rollout.vllm.messages import ServerSpec
-from temper_trainer.rollout.vllm.remote_server import AddressWatch, RemoteServer, parse_addresses
+from temper_trainer.rollout.vllm.remote_server import AddressWatch, RemoteServer
+from temper_trainer.rollout.vllm.server_addresses import parse_addresses
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.server_spec import build_server_spec, build_teacher_server_spec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler

@@ -18,9 +18,10 @@ from temper_engine_api.authenticating_listener import MAX_HANDSHAKES
 from temper_engine_api.errors import ConfigError
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm import listening_server
-from temper_trainer.rollout.vllm.listening_server import TOKEN_VARIABLE, ListeningServer
+from temper_trainer.rollout.vllm.listening_server import ListeningServer
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.remote_server import RemoteServer
+from temper_trainer.rollout.vllm.server_addresses import TOKEN_VARIABLE
 
 MODULE = "packages.trainer.tests.rollout.vllm.temper_trainer_test_server"
 SPEC = ServerSpec(

@@ -21,11 +21,10 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.process_folders import make_temporary_folder
 from temper_trainer.rollout.vllm import server as run_server
 from temper_trainer.rollout.vllm.messages import Hello, encode
+from temper_trainer.rollout.vllm.server_addresses import read_token
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "TEMPER_SERVER_TOKEN"
-"""Environment variable with the secret that a run and its servers share."""
 CONNECT_TIMEOUT_S = 10.0
 """Time for a server to accept a connection and to prove that it knows the token."""
 HANDSHAKE_S = 5.0
@@ -33,21 +32,6 @@ HANDSHAKE_S = 5.0
 still connect after strangers that send nothing have used up the handshakes."""
 _EXIT_GRACE_S = 10.0
 """Time for the process of an earlier run to notice the end of its connection."""
-
-
-def read_token() -> str:
-    """Return the secret that a run and its servers share.
-
-    Raises:
-        ConfigError: If it is not set.
-    """
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not token:
-        raise ConfigError(
-            f"{TOKEN_VARIABLE} is not set: set it to the same random text for the run and for its "
-            "servers, such as the output of `openssl rand -hex 32`."
-        )
-    return token
 
 
 class ListeningServer:

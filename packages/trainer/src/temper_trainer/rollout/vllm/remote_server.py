@@ -15,12 +15,9 @@ from temper_engine_api.authenticating_listener import authenticate_socket
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.concurrency import DaemonThreads
 from temper_trainer.rollout.sampler import ReplicaError
-from temper_trainer.rollout.vllm.listening_server import (
-    CONNECT_TIMEOUT_S,
-    TOKEN_VARIABLE,
-    read_token,
-)
+from temper_trainer.rollout.vllm.listening_server import CONNECT_TIMEOUT_S
 from temper_trainer.rollout.vllm.messages import ServerSpec
+from temper_trainer.rollout.vllm.server_addresses import TOKEN_VARIABLE, read_token
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 
 if TYPE_CHECKING:
@@ -81,17 +78,6 @@ class RemoteServer(ServerProcess):
 
     def _describe_log(self) -> str:
         return "Its output on its host has the reason."
-
-
-def parse_addresses(text: str) -> list[str]:
-    """Return the addresses in a file's text: one a line; text after # is ignored.
-
-    Example:
-        >>> parse_addresses("10.0.0.5:8100 # next rack")
-        ['10.0.0.5:8100']
-    """
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return list(dict.fromkeys(line for line in lines if line))
 
 
 class AddressWatch:
