@@ -160,6 +160,19 @@ def test_servers_on_other_hosts_need_an_address_that_they_reach() -> None:
     load([*RL, "rollout=vllm", "rollout.vllm.servers=[127.0.0.1:8100,localhost:8101]"])
 
 
+@pytest.mark.parametrize(
+    ("servers", "problem"),
+    [
+        ("127.0.0.1:65536", "has '127.0.0.1:65536', but must have addresses HOST:PORT"),
+        ("127.0.0.1:0", "has '127.0.0.1:0', but must have addresses HOST:PORT"),
+        ("127.0.0.1:81,127.0.0.1:81", "remove the repeated address"),
+    ],
+)
+def test_addresses_that_no_server_has_are_refused(servers: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load([*RL, "rollout=vllm", f"rollout.vllm.servers=[{servers}]"])
+
+
 def test_samples_longer_than_the_models_positions_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"max_position_embeddings is 256, but .* allow samples of 396 tokens"

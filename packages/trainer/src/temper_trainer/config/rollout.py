@@ -104,10 +104,15 @@ class VllmConfig:
             raise ConfigError(
                 f"{key}.servers has no effect with {key}.servers_file: remove one of them."
             )
-        if wrong := [each for each in self.servers if not _is_address(each)]:
+        if wrong := [each for each in self.servers if not is_address(each)]:
             raise ConfigError(
                 f"{key}.servers has {wrong[0]!r}, but must have addresses HOST:PORT, such as "
                 "10.0.0.5:8100."
+            )
+        if len(set(self.servers)) < len(self.servers):
+            raise ConfigError(
+                f"{key}.servers is {list(self.servers)}, but a server can be connected once: "
+                "remove the repeated address."
             )
         # One setting, one key: otherwise the value in config.yaml might not be the one that is
         # used.
@@ -124,9 +129,10 @@ class VllmConfig:
         return bool(self.servers) or self.servers_file is not None
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Return True if a text is HOST:PORT."""
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal()
+    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 @settings

@@ -1,18 +1,17 @@
 """Plan and create the vLLM servers for a run and its teachers."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from temper_engine_api.errors import ConfigError
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.sampler import Replica
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.remote_server import AddressWatch, RemoteServer
-from temper_trainer.rollout.vllm.server_addresses import parse_addresses
+from temper_trainer.rollout.vllm.server_addresses import parse_addresses, read_addresses
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.server_spec import build_server_spec, build_teacher_server_spec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
@@ -73,15 +72,16 @@ def connect_sampler(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase
     """Connect to the servers that the configuration names, which may join and leave later.
 
     Raises:
-        ConfigError: If none are named.
+        ConfigError: If none are named, or the file of addresses is wrong.
     """
     spec = build_server_spec(config, tokenizer=tokenizer)
     vllm = config.rollout.vllm
 
-    def read_addresses() -> Sequence[str]:
+    def read_current() -> Sequence[str]:
+        # Unlike at the start, a wrong line must not end the run: others are connected.
         if vllm.servers_file is None:
             return vllm.servers
-        return parse_addresses(Path(vllm.servers_file).read_text())
+        return parse_addresses(Path(vllm.servers_file).read_text(encoding="utf-8"))
 
     def make_server(address: str) -> RemoteServer:
         return RemoteServer(
@@ -92,31 +92,17 @@ def connect_sampler(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase
             load_timeout_s=vllm.load_timeout_s,
         )
 
-    servers = [make_server(address) for address in _read_first_addresses(read_addresses)]
+    first = vllm.servers if vllm.servers_file is None else read_addresses(vllm.servers_file)
+    servers = [make_server(address) for address in first]
     return VllmSampler(
         servers,
         spec=spec,
         max_restarts=vllm.max_restarts,
         watch=AddressWatch(
-            read_addresses, connected=servers, connect=make_server, interval_s=WATCH_INTERVAL_S
+            read_current, connected=servers, connect=make_server, interval_s=WATCH_INTERVAL_S
         ),
         join_timeout_s=vllm.start_timeout_s,
     )
-
-
-def _read_first_addresses(read_addresses: Callable[[], Sequence[str]]) -> Sequence[str]:
-    try:
-        addresses = read_addresses()
-    except OSError as error:
-        raise ConfigError(
-            f"rollout.vllm.servers_file cannot be read ({error}): give a file with an address "
-            "HOST:PORT in each line."
-        ) from error
-    if not addresses:
-        raise ConfigError(
-            "rollout.vllm.servers_file has no address: write HOST:PORT of a server in each line."
-        )
-    return addresses
 
 
 def start_local_sampler(

@@ -30,6 +30,7 @@ from temper_trainer.config_loading.checks.external_checks import (
 )
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.rollout.vllm.served_adapters import ServedAdapter
+from temper_trainer.rollout.vllm.server_addresses import TOKEN_VARIABLE
 from temper_trainer.run_lock import RunLock
 from temper_trainer.types import DataCursor
 
@@ -492,12 +493,44 @@ def test_missing_interpreter_of_the_servers_is_refused_before_the_run(
         check_libraries(config)
 
 
-def test_run_on_servers_that_others_started_needs_no_vllm_here(there: list[str]) -> None:
+def test_run_on_servers_that_others_started_needs_no_vllm_here(
+    there: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     on_servers = ["rollout=vllm", "rollout.vllm.servers=[127.0.0.1:8100]"]
     missing = "runtime.rollout_python=/nowhere/python"
     check_libraries(load([*there, *on_servers, missing]).config)
     with pytest.raises(ConfigError, match="there is no such program"):
         check_libraries(load([*there, "rollout=vllm", missing]).config)
+
+
+def test_missing_secret_of_servers_is_named_before_the_run(
+    there: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    config = load([*there, "rollout=vllm", "rollout.vllm.servers=[127.0.0.1:8100]"]).config
+    check_external_objects(config)
+    with pytest.raises(ConfigError, match=r"TEMPER_SERVER_TOKEN is not set: set it to the same"):
+        check_libraries(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cannot be read"),
+        ("# none\n", "has no address"),
+        ("127.0.0.1:8100\n127.0.0.1:x\n", "has the line '127.0.0.1:x'"),
+        ("127.0.0.1:65536\n", "has the line '127.0.0.1:65536'"),
+    ],
+)
+def test_wrong_file_of_servers_is_refused_before_the_run(
+    there: list[str], tmp_path: Path, content: str | None, problem: str
+) -> None:
+    file = tmp_path / "servers"
+    if content is not None:
+        file.write_text(content)
+    named = f"rollout.vllm.servers_file={file}"
+    assert f"rollout.vllm.servers_file {problem}" in refusal([*there, "rollout=vllm", named])
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="needs an environment without vLLM")

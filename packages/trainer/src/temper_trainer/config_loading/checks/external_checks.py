@@ -52,6 +52,7 @@ from temper_trainer.reward.registry import check_rewards, find_rewards
 from temper_trainer.reward.row_rewards import iterate_selected_rewards
 from temper_trainer.rollout.completion_record import CompletionReplay
 from temper_trainer.rollout.vllm import vllm_versions
+from temper_trainer.rollout.vllm.server_addresses import read_addresses, read_token
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
 from temper_trainer.runtime.placement import find_missing_cpus
@@ -78,6 +79,7 @@ def check_external_objects(config: TrainerConfig) -> None:
         *find_model_problems(config),
         *_find_run_problems(config),
         *_find_address_problems(config.runtime),
+        *_find_servers_file_problems(config.rollout.vllm.servers_file),
         *_find_folder_problems(config),
     ]:
         raise ConfigError("\n".join(problems))
@@ -213,12 +215,15 @@ def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str
 
 
 def check_libraries(config: TrainerConfig) -> None:
-    """Raise if this host lacks a library or the CPUs for Ray; a run would notice that later.
+    """Raise if this host lacks a library, CPUs or a secret; a run would notice that later.
 
     Raises:
         ConfigError: If Ray, peft, datasets or vLLM is not installed, the vLLM version does not
-            work, or Ray would start here with fewer CPUs than the workers need.
+            work, Ray would start here with fewer CPUs than the workers need, or the secret of
+            rollout servers is not set.
     """
+    if config.generates_completions and config.rollout.vllm.has_remote_servers:
+        read_token()
     for name, source in config.data.sources.items():
         if isinstance(source, DatasetsSource) and not _is_installed("datasets"):
             raise ConfigError(
@@ -427,6 +432,14 @@ def _find_address_problems(runtime: RuntimeConfig) -> Iterator[str]:
             f"runtime.bind_address is {runtime.bind_address}, on which this host cannot listen: "
             f"{error.strerror}. Give an address of this host, see ip address."
         )
+
+
+def _find_servers_file_problems(file: str | None) -> Iterator[str]:
+    if file is not None:
+        try:
+            read_addresses(file)
+        except ConfigError as error:
+            yield str(error)
 
 
 def _find_bind_error(address: str, port: int) -> OSError | None:

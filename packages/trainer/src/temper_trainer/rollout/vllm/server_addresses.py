@@ -1,8 +1,10 @@
 """Addresses and the secret of servers that others have started; see `listening_server`."""
 
 import os
+from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.rollout import is_address
 
 TOKEN_VARIABLE = "TEMPER_SERVER_TOKEN"
 """Environment variable with the secret that a run and its servers share."""
@@ -32,3 +34,26 @@ def parse_addresses(text: str) -> list[str]:
     """
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     return list(dict.fromkeys(line for line in lines if line))
+
+
+def read_addresses(file: str) -> list[str]:
+    """Return the addresses in `rollout.vllm.servers_file`.
+
+    Raises:
+        ConfigError: If it cannot be read, has no address, or something else.
+    """
+    key = "rollout.vllm.servers_file"
+    try:
+        addresses = parse_addresses(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{key} cannot be read ({error}): give a file with an address HOST:PORT in each line."
+        ) from error
+    if not addresses:
+        raise ConfigError(f"{key} has no address: write HOST:PORT of a server in each line.")
+    if wrong := [each for each in addresses if not is_address(each)]:
+        raise ConfigError(
+            f"{key} has the line {wrong[0]!r}, but must have an address HOST:PORT in each line, "
+            "such as 10.0.0.5:8100."
+        )
+    return addresses
