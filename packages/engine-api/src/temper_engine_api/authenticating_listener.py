@@ -91,8 +91,6 @@ class AuthenticatingListener:
     def _authenticate(self, client: socket.socket, origin: str) -> None:
         """Pass on the connection of a client that knows the token; disconnect any other."""
         try:
-            # A client on another host may disappear without closing its connection.
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection = authenticate_socket(
                 client, self._key, is_server=True, timeout_s=self._handshake_s
             )

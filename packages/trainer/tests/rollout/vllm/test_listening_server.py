@@ -32,6 +32,25 @@ SPEC = ServerSpec(
     environment={"BEHAVIOUR": "silent"},
 )
 HOST = "127.0.0.1"
+CONNECT_AND_SLEEP = """
+import socket, time
+from temper_engine_api.authenticating_listener import authenticate_socket
+from temper_trainer.rollout.vllm.messages import ServerSpec, encode
+client = socket.create_connection(("{address}", {port}))
+connection = authenticate_socket(client, b"secret", is_server=False, timeout_s=20)
+connection.recv_bytes()
+environment = {{"BEHAVIOUR": "{behaviour}"}}
+spec = ServerSpec(
+    arguments={{}}, end_token_ids=(1,), max_length=64, vocab_size=41, environment=environment
+)
+connection.send_bytes(encode(spec))
+if "{behaviour}" == "beats":
+    connection.recv_bytes()
+    connection.send_bytes(b"go")
+    connection.recv_bytes()
+print("connected", flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -124,6 +143,55 @@ def test_server_whose_disk_was_full_serves_the_next_run(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with connect_run(server.port) as remote:
         assert remote.versions == {"vllm": "0.32.0"}
+
+
+@pytest.fixture
+def other_host() -> Iterator[tuple[str, str]]:
+    """A network namespace, and an address of this host that it can reach."""
+    name, ends = f"temper-{os.getpid()}", [f"tls{os.getpid() % 100000}{side}" for side in "ab"]
+    try:
+        ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespace ({error}): run as root on Linux with iproute2")
+    ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1], "netns", name)
+    ip("addr", "add", "10.211.78.1/24", "dev", ends[0])
+    ip("-n", name, "addr", "add", "10.211.78.2/24", "dev", ends[1])
+    ip("link", "set", ends[0], "up")
+    ip("-n", name, "link", "set", ends[1], "up")
+    yield name, "10.211.78.1"
+    ip("link", "del", ends[0])
+    ip("netns", "del", name)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("behaviour", ["builds", "beats"])  # sends nothing; sends all the time
+def test_run_whose_host_has_lost_its_network_frees_the_server(
+    server: ListeningServer,  # sets the variables of its processes
+    other_host: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    behaviour: str,
+) -> None:
+    namespace, address = other_host
+    monkeypatch.setattr(listening_server, "DEAD_HOST_S", 6)
+    distant = ListeningServer(address, 0, token="secret", module=MODULE)
+    threading.Thread(target=distant.serve_forever, daemon=True).start()
+    program = CONNECT_AND_SLEEP.format(address=address, port=distant.port, behaviour=behaviour)
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "connected\n"
+            ip("link", "set", f"tls{os.getpid() % 100000}a", "down")
+            child = distant._child
+            assert child is not None
+            child.wait(timeout=40)
+        finally:
+            run.kill()
+            distant.close()
 
 
 @pytest.mark.skipif(

@@ -10,6 +10,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,9 @@ CONNECT_TIMEOUT_S = 10.0
 HANDSHAKE_S = 5.0
 """Time for a run to prove that it knows the token. It is below CONNECT_TIMEOUT_S, so that a run can
 still connect after strangers that send nothing have used up the handshakes."""
+DEAD_HOST_S = 60
+"""Seconds without an answer of a run's host after which its connection ends. Otherwise a host that
+has lost its network would occupy the server for 15 minutes to 2 hours."""
 _EXIT_GRACE_S = 10.0
 """Time for the process of an earlier run to notice the end of its connection."""
 
@@ -83,6 +87,7 @@ class ListeningServer:
             )
             return
         try:
+            _watch_host(connection)
             self._child = self._launch(connection)
         except OSError as error:
             # The disk, memory or the table of processes is full, which may end before the next run.
@@ -125,6 +130,17 @@ class ListeningServer:
     def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _watch_host(connection: "Connection[bytes, bytes]") -> None:
+    """Make the kernel end a connection whose other host does not answer for DEAD_HOST_S."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if sys.platform == "linux":
+            # Probes while nothing is sent, and a limit while data is not acknowledged.
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, DEAD_HOST_S // 2))
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, DEAD_HOST_S // 6))
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_HOST_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
