@@ -103,7 +103,7 @@ def find_adapter_weights(path: str) -> Path:
 
 
 def check_target_names(spec: LoraSpec, *, module_names: Collection[str]) -> None:
-    """Reject target names that match no module of the model.
+    """Reject target names that match no module in the model.
 
     PEFT ignores such a name when another name matches.
 
@@ -166,7 +166,7 @@ def check_base_weights(*, has_replaced_base: bool, has_weights: bool, directory:
     """Check before loading a checkpoint that the base weights will match the adapter.
 
     Args:
-        has_replaced_base: Whether load_weights() replaced the base weights of this engine.
+        has_replaced_base: Whether load_weights() replaced this engine's base weights.
         has_weights: Whether the checkpoint contains base weights.
         directory: Directory of the checkpoint.
 

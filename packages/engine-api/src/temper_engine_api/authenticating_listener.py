@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MAX_HANDSHAKES = 128
 """Maximum number of simultaneous handshakes. Further clients wait in the listener's queue, so that
-unknown clients cannot exhaust the threads or open files of the process."""
+unknown clients cannot exhaust the process's threads or open files."""
 
 
 class AuthenticatingListener:

@@ -416,7 +416,7 @@ def _map_columns(
     per_sequence: Callable[[list[Tensor]], Tensor],
     media: Callable[[Sequence[object]], tuple[object, ...]],
 ) -> dict[str, Any]:
-    """Apply one function per axis to every column of the batches.
+    """Apply one function per axis to every batch column.
 
     Args:
         batches: One batch, or several with the same columns.

@@ -41,7 +41,7 @@ class Capability(StrEnum):
     SEQUENCE_PARALLEL = "sequence_parallel"
     """Ulysses: ranks split each sequence; inside attention, they split the heads instead."""
     TENSOR_PARALLEL = "tensor_parallel"
-    """Ranks split the matrices of a layer."""
+    """Ranks split each layer's matrices."""
     PIPELINE_PARALLEL = "pipeline_parallel"
     """Ranks split the layers into stages."""
     CONTEXT_PARALLEL = "context_parallel"

@@ -15,7 +15,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def protect_compile_cache() -> None:
     """Let torch.compile cache its code in a folder that only this user can write to.
 
-    torch unpickles and executes files of its cache. By default that is `torchinductor_USER` in the
+    torch unpickles and executes files in its cache. By default that is `torchinductor_USER` in the
     temporary directory, and torch also uses the folder if another user made it. Call this function
     before the first compiled function runs. A folder that the user has set is not changed.
 

@@ -4,7 +4,7 @@ A trainer calls the public methods, implemented here once for all engines. An en
 implements the abstract methods at the end of the class, and names its configuration class and its
 capabilities. Order of calls: `init_model`, `set_loss_fn`, then for each update
 `optimizer_zero_grad`, forward and backward passes, `optimizer_step`, `lr_scheduler_step`. Gradients
-are reduced over ranks exactly once per update.
+are reduced across ranks exactly once per update.
 
 An exception in a training call marks the update as failed. `optimizer_zero_grad` then discards it
 by `_discard_update`, and nothing else continues. `rank_failures` describes what the other ranks do.
@@ -194,7 +194,7 @@ class BaseEngine(ABC):
 
         Args:
             loss: An Objective; or a function of complete sequences that returns a mean. Its value
-                is averaged over data-parallel ranks, and calls before a step add up. With a plain
+                is averaged across data-parallel ranks, and calls before a step add up. With a plain
                 function the gradient may depend on how the mini-batch is split.
             required_outputs: Outputs that a plain function needs. By default a language model's
                 log-probs, a value model's values or a reward model's scores.
@@ -367,7 +367,7 @@ class BaseEngine(ABC):
             if forward_only:
                 predictions = step.postprocess_outputs(head_outputs)
                 return (predictions if returns_outputs else None), step.ctx
-            # Each rank has its contribution to the mean, so the sum over ranks is the loss.
+            # Each rank has its contribution to the mean, so the sum across ranks is the loss.
             value = self._sum_over_data_parallel(step.total)
             return (step.predictions if returns_outputs else None), value, step.ctx
 
@@ -485,7 +485,7 @@ class BaseEngine(ABC):
 
         Args:
             batch: The full mini-batch, the same on every rank.
-            max_tokens: Token cap of a micro-batch; None puts all tokens of a rank into one, unless
+            max_tokens: Token cap per micro-batch; None puts all tokens of a rank into one, unless
                 the parallel layout needs several.
             seed: Seed for the objective's `prepare`.
         """
@@ -526,7 +526,7 @@ class BaseEngine(ABC):
         full = concatenate([p for p in self.gather_objects(local) if p is not None])
         position = {sample: i for i, sample in enumerate(full.sample_ids.tolist())}
         order = sorted(position) if sample_ids is None else sample_ids.tolist()
-        # Values of other ranks arrive on the CPU.
+        # Values from other ranks arrive on the CPU.
         return full.select([position[i] for i in order]).to(part.tokens.device)
 
     def unshard_outputs(
@@ -870,7 +870,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _reduce_pending_gradients(self) -> None:
-        """Reduce accumulated local gradients over ranks by sum."""
+        """Sum accumulated local gradients across ranks."""
 
     @abstractmethod
     def _apply_gradients(self, *, lr: float) -> float:
@@ -959,7 +959,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
-        """Sum a value over data-parallel ranks; every rank gets the result.
+        """Sum a value across data-parallel ranks; every rank gets the result.
 
         With pipeline parallelism only the last stage has the loss; the others get its value too.
         """
@@ -1215,7 +1215,7 @@ class BaseEngine(ABC):
         num_changes = self._update_cycle.num_weight_changes
         with self._load(mode):
             for item in items:
-                # The receiver would get some weights of each version.
+                # The receiver would get some weights from each version.
                 if self._update_cycle.num_weight_changes != num_changes:
                     raise EngineStateError(
                         f"the weights were updated while {call}() was read: read the stream to "

@@ -114,7 +114,7 @@ def _encode(value: object, tensors: list[Tensor]) -> object:
     if isinstance(value, TemperError):
         return {"error": [_error_class(value), str(value)]}
     if isinstance(value, Tensor) and _is_plain(value):
-        # The message has no strides, so the bytes must be in the order of the shape.
+        # The message has no strides, so the bytes must follow the shape's order.
         tensors.append(value.detach().cpu().contiguous())
         return {"tensor": [str(value.dtype), list(value.shape)]}
     raise MessageError(

@@ -21,7 +21,7 @@ RawBatch = PackedBatch | SequenceBatch | Mapping[str, Tensor]
 """A batch, or a padded mapping (see `padding.from_padded`)."""
 LossFn = Callable[[SequenceBatch, Predictions, Context], tuple[Tensor, Context]]
 """loss_fn(data, predictions, ctx) -> (scalar, ctx). The scalar is the mean over this call's tokens
-or sequences; it is averaged over data-parallel ranks."""
+or sequences; it is averaged across data-parallel ranks."""
 PreprocessFn = Callable[[RawBatch, Context], tuple[RawBatch, Context]]
 """Hook that runs before the model."""
 PostprocessFn = Callable[[Predictions, Context], tuple[Predictions, Context]]
@@ -41,12 +41,12 @@ def pack_single_micro_batch(
     constraints: PlanConstraints,
     sum_over_ranks: Callable[[Tensor], Tensor],
 ) -> PackedBatch:
-    """Pack a batch as one micro-batch of this rank. Collective if it has no denominators yet.
+    """Pack a batch as one micro-batch on this rank. Collective if it has no denominators yet.
 
     Args:
         batch: This rank's batch.
         constraints: Constraints of the engine on plans.
-        sum_over_ranks: Sums a tensor over data-parallel ranks.
+        sum_over_ranks: Sums a tensor across data-parallel ranks.
     """
     if isinstance(batch, Mapping):
         batch = from_padded(batch)
@@ -108,7 +108,7 @@ class HookedStep:
         else:
             assert self._loss is not None
             loss, self.ctx = self._loss(micro, predictions, self.ctx)
-            # Gradients are summed over ranks; dividing here makes that sum the average.
+            # Gradients are summed across ranks; dividing here makes that sum the average.
             loss = loss / self._dp_size
         self.predictions = {name: column.detach() for name, column in predictions.items()}
         self.total = self.total + loss.detach().to(self.total.device)

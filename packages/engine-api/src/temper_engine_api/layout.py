@@ -61,5 +61,5 @@ class Layout:
 
 
 def default_layout(world_size: int) -> Layout:
-    """Return the layout with the engine's default settings on this number of ranks."""
+    """Return the layout with the engine's default settings for this many ranks."""
     return Layout(name=f"{world_size}-rank{'s' if world_size > 1 else ''}", world_size=world_size)

@@ -105,7 +105,7 @@ def compute_load_metrics(loads: Tensor) -> dict[str, Metric]:
     """Return metrics for how evenly a MoE model's routers load its experts.
 
     Args:
-        loads: [layers, E] tokens per layer and expert, summed over all ranks.
+        loads: [layers, E] tokens per layer and expert, summed across ranks.
 
     Returns:
         `router/max_load`: an expert's largest load divided by its layer's mean load, averaged

@@ -36,7 +36,7 @@ choices when a token is the input, so a sequence's last token has none.
 class HeadOutput(StrEnum):
     """Quantity that a model computes for a batch, most of them in its head.
 
-    Values are float32 for every compute dtype, and aligned with the columns of the batch.
+    Values are float32 for every compute dtype, and aligned with the batch columns.
     """
 
     LOGPROB = "logprob"
@@ -234,7 +234,7 @@ class Objective(ABC):
         return frozenset()
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
-        """Compute per-token columns [T] from the mini-batch over all ranks; empty by default.
+        """Compute per-token columns [T] from the mini-batch across all ranks; empty by default.
 
         Use it for batch statistics, which a micro-batch does not have. Random choices may depend
         on (seed, sample id, position) only: the order of the samples differs between plans.

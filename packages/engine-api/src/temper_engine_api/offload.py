@@ -27,7 +27,7 @@ GROUPS_BY_MODE: Mapping[Mode, tuple[str, ...]] = {
 """Tensor groups that each context needs on the device."""
 
 ListTensors = Callable[[], Iterable[Tensor]]
-"""Returns the current tensors of a group."""
+"""Returns a group's current tensors."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,7 +197,7 @@ class _CudaCopier(_Copier):
         return offloaded
 
     def load(self, offloaded: list[_OffloadedStorage]) -> torch.cuda.Event | None:
-        """Start to fill storages again; return an event that marks the end of the copies."""
+        """Start to fill storages again; return an event that marks when the copies end."""
         for entry in offloaded:
             entry.tensor.untyped_storage().resize_(entry.host.numel())
         # Kernels on the current stream may still use the memory that is reused here.

@@ -77,8 +77,8 @@ class StepResult:
     """Requested outputs in input order; None if none were requested, or on ranks where
     `topology.returns_outputs` is False."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Metrics of this data-parallel rank, to be merged over the ranks that return outputs. Includes
-    `loss`, which merges by sum."""
+    """This data-parallel rank's metrics, to be merged across the ranks that return outputs.
+    Includes `loss`, which merges by sum."""
 
 
 def collect_outputs(batch: SequenceBatch, columns: Mapping[HeadOutput, Tensor]) -> ForwardOutputs:

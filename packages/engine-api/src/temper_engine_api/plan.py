@@ -44,7 +44,7 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """Micro-batches of one rank."""
+    """One rank's micro-batches."""
 
     micro_batches: tuple[tuple[int, ...], ...]
     """Indices of sequences in the mini-batch, sorted by cost (largest first), so that all ranks run
@@ -88,7 +88,7 @@ def plan_mini_batch(
     constraints: PlanConstraints = NO_CONSTRAINTS,
     cost: CostModel = CostModel(),
 ) -> MiniBatchPlan:
-    """Balance a mini-batch over ranks, and pack each rank's sequences into few micro-batches.
+    """Balance a mini-batch across ranks, and pack each rank's sequences into few micro-batches.
 
     Every rank gets about the same number of sequences and the same total cost. It gets as few
     micro-batches as the token cap allows, but the same number as all other ranks.
@@ -98,10 +98,10 @@ def plan_mini_batch(
         dp_size: Number of data-parallel ranks.
         max_tokens: Token cap of a micro-batch, including its padding to
             `constraints.token_multiple`.
-        pack_group_ids: Sequences with the same id share a micro-batch. None puts each sequence
-            into a group of its own.
+        pack_group_ids: Sequences with the same id share a micro-batch. None puts each sequence into
+            a separate group.
         constraints: Requirements of the engine, from `topology.plan_constraints`.
-        cost: Cost that is balanced over ranks and micro-batches.
+        cost: Cost to balance across ranks and micro-batches.
 
     Raises:
         PlanError: If there is no sequence, or a single sequence or pack group exceeds the cap.
@@ -160,7 +160,7 @@ def build_packed_batch(
     """Build one rank's packed batch; an empty micro-batch gets a dummy token.
 
     Args:
-        batch: Mini-batch over all ranks; the plan's indices point into it.
+        batch: Mini-batch across all ranks; the plan's indices point into it.
         plan: Plan of this mini-batch.
         rank: Data-parallel rank.
         denominators: Counts of the full mini-batch, from `count_denominators(batch)`.
@@ -362,7 +362,7 @@ def _cut_in_order(units: list[list[int]], num_mini_batches: int) -> list[list[in
     seen = 0
     for i, unit in enumerate(units):
         must = num_mini_batches - len(parts) >= len(units) - i
-        # Cut at the unit whose middle passes the next equal fraction of all sequences.
+        # Cut where a unit's middle passes the next equal fraction of all sequences.
         passed = (seen + len(unit) / 2) * num_mini_batches > len(parts) * total
         if parts[-1] and len(parts) < num_mini_batches and (must or passed):
             parts.append([])

@@ -110,7 +110,7 @@ def _has_other_ranks() -> bool:
 
 
 def choose_device(requested: str) -> torch.device:
-    """Return the device of this rank; on CUDA also make it the current device.
+    """Return this rank's device; on CUDA also make it the current device.
 
     Raises:
         ConfigError: If CUDA is requested but not available.
@@ -172,7 +172,7 @@ def gather_objects(item: ObjectT, *, group: ProcessGroup | None = None) -> list[
     CPU, and mappings as dicts.
 
     Args:
-        item: The value of this rank.
+        item: This rank's value.
         group: Process group; None is the default group.
 
     Raises:
@@ -245,16 +245,16 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        # The gradient is not summed over ranks, because every rank computes the same loss from the
-        # total.
+        # The gradient is not summed across ranks, because every rank computes the same loss from
+        # the total.
         return grad, None
 
 
 def sum_over_ranks(local: Tensor, *, group: ProcessGroup) -> Tensor:
-    """Sum over the ranks of a group; every rank must compute the same loss from the total.
+    """Sum across the ranks in a group; every rank must compute the same loss from the total.
 
-    The gradient of `local` is the gradient of the total. It is not summed over ranks, because that
-    would count the same loss once per rank. Collective in the forward pass only.
+    `local` gets the gradient of the total. It is not summed across ranks, because that would count
+    the same loss once per rank. Collective in the forward pass only.
     """
     if group.size() == 1:
         return local
@@ -263,7 +263,7 @@ def sum_over_ranks(local: Tensor, *, group: ProcessGroup) -> Tensor:
 
 
 class ThreadGroup:
-    """A gloo group of all ranks for a background thread, created on first use.
+    """A gloo group with all ranks for a background thread, created on first use.
 
     Collectives of two threads must not share a group: their order would differ between ranks.
     """

@@ -20,16 +20,16 @@ from temper_engine_api.objective import (
 def reduce_loss(
     terms: LossTerms, batch: SequenceBatch, *, denominators: Denominators, aggregation: Aggregation
 ) -> Tensor:
-    """Compute a micro-batch's contribution to the loss of its mini-batch.
+    """Compute a micro-batch's contribution to its mini-batch's loss.
 
     The contributions of all micro-batches on all data-parallel ranks add up to the loss, so
     gradients are reduced by sum, not by mean. If no token is trained, the result is a zero with a
     graph, so that the backward pass can run its collectives.
 
     Args:
-        terms: Losses and weights of this micro-batch.
+        terms: Losses and weights for this micro-batch.
         batch: The micro-batch.
-        denominators: Counts of the mini-batch over all ranks.
+        denominators: Counts for the mini-batch across all ranks.
         aggregation: Aggregation of the objective.
 
     Returns:
@@ -108,10 +108,10 @@ def find_trained_sequences(batch: SequenceBatch) -> Tensor:
 
 
 def count_denominators(batch: SequenceBatch) -> Denominators:
-    """Count trained tokens, sequences and groups of a mini-batch; call it after all masking.
+    """Count trained tokens, sequences and groups in a mini-batch; call it after all masking.
 
     Args:
-        batch: The mini-batch over all ranks, not one rank's sequences.
+        batch: The mini-batch across all ranks, not one rank's sequences.
     """
     trained = find_trained_sequences(batch)
     groups = torch.unique(batch.group_ids[trained])
@@ -136,7 +136,7 @@ class ObjectiveLoss:
         self._denominators = batch.denominators
 
     def __call__(self, head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
-        """Compute the loss of one micro-batch: the scalar whose gradient is computed."""
+        """Compute the loss for one micro-batch: the scalar whose gradient is computed."""
         terms = self._objective(head_outputs, micro)
         loss = reduce_loss(
             terms,

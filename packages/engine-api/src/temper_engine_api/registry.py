@@ -69,7 +69,7 @@ def find_import_errors() -> dict[str, str]:
 
 
 def load_engine_class(name: str) -> "type[BaseEngine]":
-    """Import and return the engine class of this name.
+    """Import and return the engine class with this name.
 
     Raises:
         EngineNotFoundError: If there is none, its import fails, or it is not a BaseEngine.

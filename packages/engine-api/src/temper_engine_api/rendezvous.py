@@ -44,7 +44,7 @@ def get_run_token() -> str:
 
 
 class StoreServer:
-    """Server that stores the keys and answers `TokenStore` clients from threads of this process."""
+    """Server that stores the keys and answers `TokenStore` clients from threads in this process."""
 
     def __init__(self, address: str, *, token: str, port: int = 0) -> None:
         """Start to listen, so that no other process can take the port.

@@ -121,7 +121,7 @@ def compute_learning_rate(step: int, *, peak: float, spec: ScheduleSpec) -> floa
         spec: Schedule.
 
     Raises:
-        ConfigError: If total_steps is 0, a placeholder for the length of a run.
+        ConfigError: If total_steps is 0, a placeholder for a run's length.
 
     Example:
         >>> spec = ScheduleSpec(kind="linear", warmup_steps=2, total_steps=6)

@@ -183,7 +183,7 @@ class OptimizerSpec:
     arguments: Mapping[str, Scalar | tuple[float, ...]] = field(default_factory=dict, hash=False)
     """Further arguments of that class, checked against its signature; adamw has betas and eps."""
     lr: float = 1e-6
-    """Learning rate after the warmup, the highest of the schedule."""
+    """Learning rate after the warmup, the schedule's highest."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's first and second moment."""
     eps: float = 1e-8

@@ -29,9 +29,9 @@ class GradientState(Enum):
     EMPTY = "empty"
     """Not computed since `optimizer_zero_grad`."""
     ACCUMULATED = "accumulated"
-    """Local sums that are not reduced over ranks yet."""
+    """Local sums that are not reduced across ranks yet."""
     REDUCED = "reduced"
-    """Reduced over ranks; only `optimizer_step` or `optimizer_zero_grad` is allowed."""
+    """Reduced across ranks; only `optimizer_step` or `optimizer_zero_grad` is allowed."""
     APPLIED = "applied"
     """Used by `optimizer_step`; only `optimizer_zero_grad` is allowed."""
 
@@ -103,7 +103,7 @@ class LossScale:
 class UpdateCycle:
     """Checks the call order within an update, and counts updates.
 
-    An update accumulates gradients, reduces them over ranks once, and steps or is skipped. The
+    An update accumulates gradients, reduces them across ranks once, and steps or is skipped. The
     engine does the computation.
     """
 
@@ -177,7 +177,7 @@ class UpdateCycle:
             self._interrupted_changes.pop(completed, None)
 
     def interrupt(self, error: BaseException) -> None:
-        """Note that an exception left `train_mode` outside of a call.
+        """Note that an exception left `train_mode` outside a call.
 
         If gradients wait for further calls of the update, these are missing now.
         """

@@ -78,7 +78,7 @@ class WeightManifest:
     version: int
     """Weight version, one higher per weight sync."""
     entries: tuple[WeightEntry, ...]
-    """Entries in the order of the stream."""
+    """Entries in stream order."""
 
 
 class WeightStream:
@@ -248,7 +248,7 @@ def check_weight_entries(expected: Iterable[WeightEntry], arrived: Sequence[Weig
 def check_saved_entries(
     expected: Iterable[WeightEntry], saved: Sequence[WeightEntry], *, directory: str | Path
 ) -> None:
-    """Check the entries of a checkpoint; call it before the first tensor is read.
+    """Check a checkpoint's entries; call it before the first tensor is read.
 
     Raises:
         CheckpointError: If another configuration wrote it; names up to five differences.

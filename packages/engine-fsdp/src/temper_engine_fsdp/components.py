@@ -88,13 +88,13 @@ class EngineComponents:
     """Everything that exists between `init_model` and `close`."""
 
     membership: Membership
-    """Rank, world size and device of this process."""
+    """This process's rank, world size and device."""
     hf_config: PretrainedConfig
-    """Hugging Face config of the model."""
+    """The model's Hugging Face config."""
     sharded: ShardedModule
     """The model with its head."""
     parameters: ShardedParameters
-    """Sharded master weights of the model."""
+    """The model's sharded master weights."""
     trainable: ShardedParameters
     """Parameters the optimizer updates: the weights, or the adapter by PEFT name."""
     adapter: "LoraAdapter | None"
@@ -140,7 +140,7 @@ class EngineComponents:
         )
 
     def iterate_optimizer_tensors(self) -> Iterator[Tensor]:
-        """Yield the offloadable state of the optimizer."""
+        """Yield the optimizer's offloadable state."""
         return _iterate_optimizer_tensors(self.optimizer)
 
 
@@ -280,7 +280,7 @@ def check_model(config: FSDPConfig) -> None:
     check_no_sequence_parallel(hf, size=config.sequence_parallel)
     _build_routers(config, hf, sequence_group=None)
     if config.expert_parallel:
-        # The number of ranks is known only when they start.
+        # The rank count is only known when they start.
         check_divisible_experts(hf, num_shards=1)
     if config.optimizer is not None and not config.optimizer.is_adamw:
         check_optimizer(

@@ -37,8 +37,8 @@ class FSDPConfig(EngineConfig):
     """Free gathered parameters of a layer after its forward pass and gather them again for
     backward.
 
-    Uses less memory and more traffic. With a number, parameters stay sharded over that many ranks
-    between forward and backward, such as the ranks of a node.
+    Uses less memory and more traffic. With a number, parameters stay sharded across that many ranks
+    between forward and backward, such as all ranks on a node.
     """
     forward_prefetch: int = 0
     """Number of layers whose parameters are gathered ahead, in addition to torch's overlap."""

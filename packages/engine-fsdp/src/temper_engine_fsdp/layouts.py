@@ -65,7 +65,7 @@ LAYOUTS = (
         fields={"sequence_parallel": 2, "reshard_after_forward": False},
     ),
     *_make_layouts((1, 2), "logits-kept", {"head_keeps_logits": True}),
-    # By default a chunk has more positions than any test of the kit.
+    # By default a chunk has more positions than any test in the kit.
     *_make_layouts((1, 2), "head-chunks", {"head_chunk_tokens": 64}),
     *_make_layouts(
         (1, 2),

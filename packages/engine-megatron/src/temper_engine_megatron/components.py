@@ -48,9 +48,9 @@ class EngineComponents:
     """Everything that exists between `init_model` and `close`."""
 
     membership: Membership
-    """Rank, device and process groups of this process."""
+    """This process's rank, device and process groups."""
     hf_config: PretrainedConfig
-    """Hugging Face config of the model."""
+    """The model's Hugging Face config."""
     file_names: FileNames
     """Names of its tensors in files, where other engines have them joined as in transformers."""
     chunks: ModelChunks
@@ -82,7 +82,7 @@ class EngineComponents:
         yield from _iterate_gradient_tensors(self.chunks)
 
     def iterate_optimizer_tensors(self) -> Iterator[Tensor]:
-        """Yield the offloadable state of the optimizer."""
+        """Yield the optimizer's offloadable state."""
         return _iterate_optimizer_tensors(self.chunks, self.optimizer)
 
 

@@ -14,7 +14,7 @@ Override = Scalar | tuple[Scalar, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronConfig(EngineConfig):
-    """Config of MegatronEngine: how a model is split over ranks.
+    """Config of MegatronEngine: how a model is split across ranks.
 
     Ranks that remain after dividing by `replica_size` are data parallel.
     """
@@ -60,14 +60,14 @@ class MegatronConfig(EngineConfig):
     The loss of a sequence averages the squared logsumexp over its tokens. It is weighted like
     router_aux_loss."""
     distributed_optimizer: bool = False
-    """Shard the optimizer state over data-parallel ranks (ZeRO-1)."""
+    """Shard the optimizer state across data-parallel ranks (ZeRO-1)."""
     head_chunk_tokens: int = 2048
     """Number of positions whose logits are in memory at once."""
     compile_head: bool = False
     """Compile each pass over logits to one kernel; worthwhile on CUDA."""
 
     remove_padding: bool = True
-    """Concatenate the sequences of a micro-batch.
+    """Concatenate a micro-batch's sequences.
 
     Otherwise each is a row padded to the longest, which takes more time and memory."""
     recompute: Literal["none", "attention", "layers"] = "none"

@@ -344,7 +344,7 @@ def _write_start(loaded: LoadedConfig, options: argparse.Namespace, directory: P
 
 
 def _describe_end(directory: Path, *, seconds: float, has_report: bool) -> str:
-    """Return the last line of a run: its duration and result, the report and the model."""
+    """Return a run's last line: its duration and result, the report and the model."""
     from temper_trainer.metrics.headline import describe_result, format_duration  # slow
 
     result = describe_result(read_latest_rows(directory / METRICS_FILE))

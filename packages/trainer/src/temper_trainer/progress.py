@@ -53,7 +53,7 @@ def track_progress(name: str, *, total: int | None = None) -> Iterator[None]:
 def advance_progress(name: str, count: int = 1) -> None:
     """Count items of the most recent operation with this name.
 
-    No effect if there is none, as in the process of a worker.
+    No effect if there is none, as in a worker process.
     """
     with _lock:
         for task in reversed(_active):

@@ -46,7 +46,7 @@ _TO_URLSAFE = str.maketrans("+/", "-_")
 
 _INTERRUPTION = r"(?:[\r\n]|\\{1,16}[rn]|\x1b\[[0-9;:]*[A-Za-z])+"
 """Text that may be inside a secret: line breaks, as MIME wraps base64, also in Python's quotes, and
-color codes of a terminal. Repetitions are bounded, because a text may consist of backslashes.
+terminal color codes. Repetitions are bounded, because a text may consist of backslashes.
 """
 _INTERRUPTIONS = re.compile(_INTERRUPTION)
 _CODE_POINT = re.compile(r"\\{1,16}(?:u([0-9a-f]{4})|x([0-9a-f]{2}))", re.IGNORECASE)

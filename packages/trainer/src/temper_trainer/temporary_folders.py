@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 _CLAIM = ".temper-owner"
 _SESSION = re.compile(r"session_(?P<time>\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{6})_(?P<process>\d+)")
-"""Ray's name for the folder of a cluster: local time and process id of the driver."""
+"""Ray's name for a cluster's folder: the driver's local time and process id."""
 _SESSION_STARTS_WITHIN_S = 120.0
 """Maximum time between a session's announcement and the creation of its folder."""
 

@@ -104,7 +104,7 @@ class SamplingRequest:
     """
 
     request_id: int
-    """Unique in one call of the sampler."""
+    """Unique within a sampler call."""
     prompt_tokens: tuple[int, ...]
     """Token ids that the completion follows; in later turns not only the prompt."""
     sampling: SamplingConfig
@@ -275,7 +275,7 @@ class Demonstration:
     """A prompt and a completion to imitate.
 
     Example:
-        Train only the second and third token of the completion:
+        Train only the completion's second and third token:
 
         >>> prompt = Prompt(prompt_id=0, text="Hi", tokens=(1, 2), answer="")
         >>> demonstration = Demonstration(

@@ -89,7 +89,7 @@ def _run_git(folder: Path, *arguments: str) -> str:
 
 
 def _hash_blob(path: Path) -> str:
-    """Return the name that git gives to the content of a file; empty if it does not exist."""
+    """Return the name that git gives to a file's content; empty if it does not exist."""
     if not path.is_file():
         return ""
     content = path.read_bytes()

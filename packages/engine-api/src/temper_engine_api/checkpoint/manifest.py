@@ -266,7 +266,7 @@ def verify(
 
 
 def partition_by_size(files: Sequence[FileRecord], *, num_shards: int) -> list[list[FileRecord]]:
-    """Partition files by size over ranks; the result is the same on every rank."""
+    """Partition files by size across ranks; the result is the same on every rank."""
     shards: list[list[FileRecord]] = [[] for _ in range(num_shards)]
     loads = [(0, i) for i in range(num_shards)]  # a heap: the least loaded rank takes the next file
     # The path breaks ties, so that all ranks agree without communication.

@@ -15,7 +15,7 @@ from temper_engine_api.gatherable import gatherable
 @gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """Path, size and checksum of one file."""
+    """A file's path, size and checksum."""
 
     path: str
     """Path with forward slashes, relative to the part in a PartReport, and to the step directory in

@@ -31,7 +31,7 @@ class FileSystem(Protocol):
         """Create a folder; does nothing in object stores."""
 
     def cat_file(self, path: str) -> bytes:
-        """Return the content of a file."""
+        """Return a file's content."""
 
     def put_file(self, lpath: str, rpath: str) -> None:
         """Upload a file."""

@@ -119,7 +119,7 @@ def find_step(path: str | Path) -> Path:
     """Return the step directory for a path: the path itself, or the latest complete step in it.
 
     Raises:
-        IncompleteCheckpointError: If there is no complete step; lists the entries of the folder.
+        IncompleteCheckpointError: If there is no complete step; lists the folder's entries.
         ConfigError: If the path is a URL.
     """
     path = _folder(path)

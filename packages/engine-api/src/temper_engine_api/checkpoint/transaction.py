@@ -67,15 +67,15 @@ class CheckpointTransaction:
             self.abort()
 
     def part(self, name: str) -> Path:
-        """Return the directory of one participant; create it if it does not exist."""
+        """Return one participant's directory; create it if it does not exist."""
         return open_part(self.staging, name)
 
     def commit(self, reports: Mapping[str, Sequence[PartReport]], *, info: ManifestInfo) -> Path:
         """Check the reported files, write the manifest, and rename the directory.
 
         Args:
-            reports: Reports of all ranks that wrote, by part.
-            info: Other contents of the manifest.
+            reports: Reports from all ranks that wrote, by part.
+            info: Other manifest contents.
 
         Returns:
             The committed step directory.
@@ -94,7 +94,7 @@ class CheckpointTransaction:
         """Commit with an existing manifest; otherwise like `commit`."""
         files = manifest.files
         self._check(files)
-        # fsync of a file does not make its name durable; that needs fsync of its directory.
+        # fsync of a file does not make its name durable; for that, its directory needs fsync.
         for directory in {self.staging, *((self.staging / record.path).parent for record in files)}:
             sync_directory(directory)
         # Write the manifest last, because it promises that the files and directories are on disk.

@@ -18,7 +18,7 @@ NEEDS = ("numpy", "peft", "pytest", "safetensors", "transformers")
 
 
 def describe_missing_extra() -> str:
-    """Return a message naming missing modules of the extra; empty if all are installed."""
+    """Return a message that names missing modules from the extra; empty if all are installed."""
     missing = [module for module in NEEDS if find_spec(module) is None]
     if not missing:
         return ""

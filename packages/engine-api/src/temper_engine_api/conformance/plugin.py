@@ -209,7 +209,7 @@ def pytest_runtest_makereport(
     engine = item.funcargs.get("engine_under_test") if isinstance(item, pytest.Function) else None
     if report.failed and isinstance(engine, EngineUnderTest) and engine.model_paths:
         report.sections.append(("What was computed", engine.describe()))
-    # An error in a fixture is reported in the setup phase, and counts as a failure of the test.
+    # An error in a fixture is reported in the setup phase, and counts as a test failure.
     if report.when == "call" or report.outcome == "failed":
         item.config.stash[RUN].results.append(_make_result(item, report, is_expected=is_expected))
         # Write the results after each test, so that --resume can continue a run that was stopped.
@@ -236,7 +236,7 @@ def pytest_terminal_summary(
 def rank_pool(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RankPool]:
-    """Start the rank processes of the session."""
+    """Start the session's rank processes."""
     shared = _shared_resources(request.config)
     if shared is not None:
         yield shared.rank_pool

@@ -14,7 +14,7 @@ from temper_engine_api.registry import ENGINES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The conformance tests of one file."""
+    """The conformance tests in one file."""
 
     about: str
     """One line for the report."""
@@ -99,7 +99,7 @@ class ConformanceRun:
     compute: str = "fp32"
     """Compute dtype of tests that do not set one."""
     results: list[ConformanceResult] = field(default_factory=list)
-    """Results in the order of the run."""
+    """Results in run order."""
     unclaimed: list[str] = field(default_factory=list)
     """Tests of capabilities that the engine does not claim."""
     num_deselected: int = 0

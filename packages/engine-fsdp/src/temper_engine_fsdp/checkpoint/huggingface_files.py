@@ -1,4 +1,4 @@
-"""The `huggingface/` and `adapter/` folders of a checkpoint.
+"""The `huggingface/` and `adapter/` folders in a checkpoint.
 
 Config, tokenizer files if the model came with them, and safetensors on request. Safetensors are
 written tensor by tensor, because names, shapes and dtypes are known in advance.
@@ -52,7 +52,7 @@ def write_model_config(
         dtype: Dtype of exported weights.
 
     Returns:
-        Relative paths of the files.
+        Relative file paths.
     """
     folder = Path(directory, FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def write_weights(
         shard_bytes: Maximum size of a file, unless a single tensor is larger.
 
     Returns:
-        Relative paths of the files.
+        Relative file paths.
 
     Raises:
         CheckpointError: If a file cannot be written. The stream is consumed nevertheless, so that

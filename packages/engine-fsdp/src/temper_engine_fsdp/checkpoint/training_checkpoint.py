@@ -215,7 +215,7 @@ def write_rng_states(states: Mapping[str, Tensor], *, directory: str, rank: int)
 
 
 def load_rng_state(*, directory: str, rank: int, device: torch.device) -> bool:
-    """Restore the RNG states of this rank; return False if the checkpoint has none."""
+    """Restore this rank's RNG states; return False if the checkpoint has none."""
     path = Path(directory, RNG_FOLDER, f"rank_{rank}.pt")
     if not path.exists():
         return False

@@ -70,7 +70,7 @@ def iterate_weights(
     Every rank must read to the end, because each tensor is gathered when it is read.
 
     Args:
-        parameters: Base weights of the model.
+        parameters: The model's base weights.
         buffers: Persistent buffers.
         dtype: Dtype of floating-point tensors.
         file_names: Names and parts of the tensors in files.

@@ -2,7 +2,7 @@
 
 Routers of transformers return (logits [T, E], gate weights [T, K], chosen experts [T, K]). Their
 forward is wrapped in place. The losses are attached to the gate weights: the forward pass is
-unchanged, and the backward pass adds the gradient of the loss. That also works in a layer that is
+unchanged, and the backward pass adds the loss gradient. That also works in a layer that is
 recomputed, and needs no path from the layer to the objective.
 """
 
@@ -46,7 +46,7 @@ class _MicroBatch:
     sequence_index: Tensor
     """[S] int64, sequence index per token; padding is one more sequence."""
     lengths: Tensor
-    """[B + 1] float32, tokens per sequence, summed over all ranks."""
+    """[B + 1] float32, tokens per sequence, summed across ranks."""
     token_weights: Tensor
     """[S] float32, weight per token in the losses; see `ExpertRouters`."""
     is_real: Tensor
@@ -62,7 +62,7 @@ class _MicroBatch:
 
 
 class ExpertRouters:
-    """The routers of a model.
+    """A model's routers.
 
     The losses do not depend on how a mini-batch is divided into micro-batches and ranks. Those of a
     sequence s are weighted by its fraction w_s of the trained tokens in the mini-batch:
@@ -105,7 +105,7 @@ class ExpertRouters:
 
         Args:
             batch: Micro-batch on the CPU.
-            num_trained: Trained tokens of the mini-batch.
+            num_trained: Trained tokens in the mini-batch.
             gradient_factor: Factor that also multiplies the objective; None in a pass that
                 does not train, in which nothing is recorded.
             device: Device of the model.
@@ -174,7 +174,7 @@ class ExpertRouters:
     def pop_metrics(self) -> dict[str, Metric]:
         """Return the metrics since the last call. Collective.
 
-        Loads of experts are counted over all ranks. `router/load_balancing_loss` and
+        Expert loads are counted across all ranks. `router/load_balancing_loss` and
         `router/z_loss` are means over layers, not multiplied by their coefficients.
         """
         loads, sums = self._loads, self._sums
@@ -272,7 +272,7 @@ class ExpertRouters:
         zeros = hits.new_zeros(len(micro_batch.lengths), logits.shape[-1])
         counts = zeros.index_add(0, index, hits)
         if self._sequence_group is not None:
-            # A sequence may be divided over the ranks of the group.
+            # A sequence may be divided across the ranks in the group.
             counts = self._sequence_group.sum_outputs(counts)
         fractions = counts / (micro_batch.lengths * experts.shape[-1])[:, None]
         per_token = (fractions[index] * logits.softmax(-1)).sum(-1)
@@ -296,7 +296,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def _attach(gates: Tensor, loss: Tensor) -> Tensor:
-    """Return the gate weights; the backward pass through them adds the gradient of the loss."""
+    """Return the gate weights; the backward pass through them adds the loss gradient."""
     attached: Tensor = _AttachLoss.apply(gates, loss)  # type: ignore[no-untyped-call]
     return attached
 

@@ -55,7 +55,7 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     """Build the model with a registered attention kernel.
 
     Args:
-        spec: Path or architecture of the model.
+        spec: The model's path or architecture.
         attention: Name of the attention kernel.
         load_weights: False builds the model of `spec.path` with initial values, for a caller that
             loads the weights itself.
@@ -145,7 +145,7 @@ def _instantiate(
 
 
 def read_config(spec: ModelSpec) -> PretrainedConfig:
-    """Read the Hugging Face config of a model.
+    """Read a model's Hugging Face config.
 
     Raises:
         ConfigError: If the path is not a directory, the config needs code that may not run, or
@@ -208,7 +208,7 @@ def _load_config(path: str, *, allow_code: bool) -> PretrainedConfig:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error; later ones address callers of transformers."""
+    """Return an error's first sentence; later ones address callers of transformers."""
     return " ".join(str(error).split()).partition(". ")[0].rstrip(".") + "."
 
 

@@ -120,7 +120,7 @@ def check_kernels(
         "gated unit": (lambda k: k.gate, [gate, up], gate_grad),
     }
     for kind, (choose, inputs, grad) in cases.items():
-        # Round the inputs first: only the arithmetic is compared, not the rounding of the inputs.
+        # Round the inputs first: only the arithmetic is compared, not how inputs are rounded.
         rounded = [tensor.to(device, compute) for tensor in (*inputs, grad)]
         exact = _with_gradients(choose(PLAIN), [tensor.double() for tensor in rounded])
         plain, tested = (_with_gradients(choose(k), rounded) for k in (PLAIN, kernels))
@@ -147,7 +147,7 @@ def check_kernels(
 
 
 def _with_gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """Return the value and the gradients of a function; the last tensor is the output gradient."""
+    """Return a function's value and gradients; the last tensor is the output gradient."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors[:-1]]
     value = function(*inputs)
     return [value.detach(), *torch.autograd.grad(value, inputs, tensors[-1])]

@@ -260,8 +260,8 @@ def _padding_maps(
     """Return index maps between tokens and padded rows.
 
     Returns:
-        token_index [P]: Index of the token at each padded position; padding repeats the last token
-            of its sequence.
+        token_index [P]: Index of the token at each padded position; padding repeats its sequence's
+            last token.
         row_index [T]: Padded position per token.
     """
     ordered = torch.tensor(order)

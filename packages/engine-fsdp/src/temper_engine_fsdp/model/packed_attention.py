@@ -1,7 +1,7 @@
 """Attention kernels over packed sequences, registered with transformers.
 
-They never build a mask over the pack: its layout reaches them through keyword arguments of the
-model. `torch_varlen` takes sequence bounds, SDPA runs over the layout's padded buckets.
+They never build a mask over the pack: its layout reaches them through the model's keyword
+arguments. `torch_varlen` takes sequence bounds, SDPA runs over the layout's padded buckets.
 """
 
 import inspect
@@ -83,7 +83,7 @@ def sdpa_varlen_forward(
         sliding_window: Number of positions each token attends to; None means all.
         softcap: Limit of the attention scores; None means none.
         s_aux: [H] logits of attention sinks; None means none.
-        **options: Other arguments of the model; refused if they would change the result.
+        **options: The model's other arguments; refused if they would change the result.
 
     Returns:
         [1, T, H, D'] and None, as transformers expects.

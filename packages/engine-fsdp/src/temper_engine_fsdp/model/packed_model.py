@@ -106,7 +106,7 @@ class PackedModel(nn.Module):
 
         Raises:
             CapabilityError: If fewer attention calls than layers received the layout. The other
-                layers have mixed the sequences of the pack.
+                layers have mixed the pack's sequences.
         """
         num_layers = count_mixing_layers(self.hf.config)
         num_calls = packing.num_attention_calls + packing.num_mixer_calls
@@ -174,7 +174,7 @@ def build_head(
     config: FSDPConfig,
     make_getter: Callable[[nn.Module], Callable[[], nn.Module]],
 ) -> Head:
-    """Build the output head over the projection of the model.
+    """Build the output head over the model's projection.
 
     Args:
         hf: The model, with its adapter if it has one.

@@ -3,7 +3,7 @@
 Layers, norms and the head process a rank's own tokens. Two all-to-all exchanges around each
 attention turn slices into heads and back. Source: Jacobs et al. 2023, arXiv:2309.14509.
 
-Outputs are summed over the group, with zeros for tokens of other ranks. The backward pass of that
+Outputs are summed across the group, with zeros for other ranks' tokens. The backward pass of that
 sum is the identity, so each output receives its gradient exactly once.
 """
 
@@ -32,7 +32,7 @@ class SequenceGroup:
         return -num_tokens % self.size
 
     def slice_bounds(self, num_tokens: int) -> tuple[int, int]:
-        """Return the half-open token range of this rank."""
+        """Return this rank's half-open token range."""
         length = (num_tokens + self.num_padding(num_tokens)) // self.size
         return self.rank * length, (self.rank + 1) * length
 
@@ -68,7 +68,7 @@ class SequenceGroup:
         return per_head.chunk(self.size)[self.rank]
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """Send part i of [size, ...] to rank i; return the parts in order of the sender."""
+        """Send part i of [size, ...] to rank i; return the parts in sender order."""
         sent = parts.contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)

@@ -45,7 +45,7 @@ class WeightStreamer:
         self._materialized: dict[int, nn.Parameter] = {}
 
     def materialize(self, module: nn.Module) -> None:
-        """Allocate and load every meta parameter of a module. Collective."""
+        """Allocate and load every meta parameter in a module. Collective."""
         for owner in module.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 if parameter.is_meta:

@@ -1,9 +1,9 @@
 """Convolution and state-space layers over packs: each sequence starts with an empty state.
 
-Such a layer (linear attention, Mamba, short convolutions) carries a state along the tokens of a
-row. Here each sequence in a pack becomes its own row, padded on the right. That is exact,
-because these layers are causal: no real token sees the padding after it, and padding has no
-gradient. The layer itself is transformers' own, with the kernels that it selects.
+Such a layer (linear attention, Mamba, short convolutions) carries a state along the tokens in a
+row. Here each sequence in a pack becomes its own row, padded on the right. That is exact, because
+these layers are causal: no real token sees the padding after it, and padding has no gradient. The
+layer itself is transformers' own, with the kernels that it selects.
 """
 
 import inspect
@@ -35,7 +35,7 @@ def find_token_mixers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def list_layer_types(config: PretrainedConfig) -> list[str] | None:
-    """Return the type of each layer; None if the config has none."""
+    """Return each layer's type; None if the config has none."""
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     return None if kinds is None else [str(kind) for kind in kinds]
@@ -75,7 +75,7 @@ def separate_sequences(model: PreTrainedModel) -> bool:
 
 
 def check_no_sequence_parallel(model: PreTrainedModel, *, size: int) -> None:
-    """Check that no layer needs the tokens of other ranks for its state.
+    """Check that no layer needs other ranks' tokens for its state.
 
     Raises:
         ConfigError: If there are such layers and sequence parallelism is on.

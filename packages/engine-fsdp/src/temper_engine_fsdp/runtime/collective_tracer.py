@@ -212,7 +212,7 @@ def find_unfinished_collective() -> str:
 
 
 def _failed_collective(error: RuntimeError) -> str:
-    """Return the innermost torch.distributed function in the traceback of an error."""
+    """Return the innermost torch.distributed function in an error's traceback."""
     names = [
         frame.f_code.co_name
         for frame, _ in walk_tb(error.__traceback__)

@@ -116,7 +116,7 @@ class _Stopwatch:
         return event
 
     def stop(self) -> None:
-        """Mark the end of the region."""
+        """Mark where the region ends."""
         self._marks.append(self._mark())
 
     def seconds(self) -> float:
@@ -188,7 +188,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def measure_memory(device: torch.device) -> Mapping[str, Metric]:
-    """Return memory in GiB; the maximum over ranks is reported.
+    """Return memory in GiB; the maximum across ranks is reported.
 
     Host memory of this process (Linux only) and, on CUDA, peak allocated and reserved memory.
     """

@@ -1,4 +1,4 @@
-"""The process group and device meshes of an engine."""
+"""An engine's process group and device meshes."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ SHARD_AXIS = "shard"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """Rank, world size and device of this process."""
+    """This process's rank, world size and device."""
 
     rank: int
     """Global rank in [0, world_size)."""
@@ -80,7 +80,7 @@ def build_mesh(
 
     Args:
         membership: This rank.
-        fsdp_size: Ranks over which one copy is sharded; None shards over all ranks.
+        fsdp_size: Ranks over which one copy is sharded; None shards across all ranks.
         kind: Device type of the sharded tensors; None uses the rank's own.
 
     Raises:

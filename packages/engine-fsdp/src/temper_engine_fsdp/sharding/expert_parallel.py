@@ -134,12 +134,12 @@ def compute_experts(
 
     Args:
         module: Module of experts, with this rank's shards as parameters.
-        hidden_states: [T, H] tokens of this rank.
+        hidden_states: [T, H] tokens on this rank.
         top_k_index: [T, K] int64, expert numbers per token.
         top_k_weights: [T, K] weights of these experts.
 
     Returns:
-        [T, H] in the dtype of the tokens.
+        [T, H] in the tokens' dtype.
     """
     division: Division = getattr(module, _DIVISION)
     num_tokens, top_k = top_k_index.shape
@@ -181,7 +181,7 @@ def _plan_exchange(experts: Tensor, num_experts: int, group: ProcessGroup) -> _E
 
 
 def _compute_local(module: nn.Module, rows: Tensor, experts: Tensor, division: Division) -> Tensor:
-    """Compute the expert of each row; [N, H] to [N, H]."""
+    """Compute each row's expert; [N, H] to [N, H]."""
     shards = {
         name: _to_local(parameter).to(division.compute)
         for name, parameter in module.named_parameters(recurse=False)

@@ -63,8 +63,8 @@ class FSDP1Module:
         # lose digits; torch 2.13 also fails to restore them for tied parameters. So with a 16-bit
         # compute dtype every micro-batch reduces, in the reduce dtype.
         self._always_reduces = config.precision.compute != config.precision.parameters
-        # FSDP1 averages gradients over all ranks, but the denominator of our loss already counts
-        # the full mini-batch. Scaling the loss turns the average into a sum.
+        # FSDP1 averages gradients across all ranks, but our loss denominator already counts the
+        # full mini-batch. Scaling the loss turns the average into a sum.
         self.loss_factor = float(mesh.size())
         self.eval_needs_gradients = True
         parameters = {
@@ -177,7 +177,7 @@ def _make_wrapper(
 
     def wrap(module: nn.Module, policy: CustomPolicy | None) -> FullyShardedDataParallel:
         with warnings.catch_warnings():
-            # torch deprecates NO_SHARD, but FSDP1 has no other way to replicate over all ranks.
+            # torch deprecates NO_SHARD, but FSDP1 has no other way to replicate across all ranks.
             warnings.simplefilter("ignore", FutureWarning)
             return FullyShardedDataParallel(
                 module,
@@ -196,8 +196,8 @@ def _make_wrapper(
 
 def _strategy(mesh: DeviceMesh) -> ShardingStrategy:
     if mesh.size(mesh.ndim - 1) == 1:
-        # With a mesh, NO_SHARD would reduce over its single shard; without one it reduces over all
-        # ranks.
+        # With a mesh, NO_SHARD would reduce over its single shard; without one it reduces across
+        # all ranks.
         return ShardingStrategy.NO_SHARD
     return ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
 

@@ -23,7 +23,7 @@ class ShardedModule(Protocol):
     parameters: ShardedParameters
     """Sharded master weights by Hugging Face name."""
     loss_factor: float
-    """Factor applied to the loss so that gradients are summed over ranks, not averaged."""
+    """Factor applied to the loss so that gradients are summed across ranks, not averaged."""
     eval_needs_gradients: bool
     """True if pending gradients must be on the device in eval mode too: FSDP1 makes views of them
     after each forward pass."""
@@ -32,7 +32,7 @@ class ShardedModule(Protocol):
         """Return a context for the forward and backward pass of one micro-batch in training.
 
         Args:
-            reduces: Reduce gradients over ranks in this backward pass; otherwise accumulate them
+            reduces: Reduce gradients across ranks in this backward pass; otherwise accumulate them
                 locally.
             is_last: No other micro-batch of this call follows.
         """

@@ -48,7 +48,7 @@ class ShardedParameter(ABC):
 
     @abstractmethod
     def gather(self, shard: Tensor) -> Tensor:
-        """Gather a full tensor from the shards of all ranks. Collective."""
+        """Gather a full tensor from the shards on all ranks. Collective."""
 
     @abstractmethod
     def take_shard(self, full: Tensor) -> Tensor:

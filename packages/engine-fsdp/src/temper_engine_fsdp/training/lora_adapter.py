@@ -37,7 +37,7 @@ _EXPERT_TENSORS = ("gate_up_proj", "down_proj")
 
 
 class LoraAdapter:
-    """The adapter of one model; its parameters are part of the model and may be sharded."""
+    """One model's adapter; its parameters are part of the model and may be sharded."""
 
     def __init__(self, hf_model: PreTrainedModel, *, config: LoraConfig) -> None:
         self._config = config
@@ -105,7 +105,7 @@ class LoraAdapter:
         """Merge the adapter into a full weight, in float32. Collective.
 
         Args:
-            name: Hugging Face name of the weight.
+            name: The weight's Hugging Face name.
             weight: Full weight.
             adapter_parameters: Parameters of the adapter.
 

@@ -58,7 +58,7 @@ class MicroBatchRunner:
         forward_only: bool,
         reduce_gradients: bool,
     ) -> list[HeadOutputs]:
-        """Return the detached outputs of each micro-batch; see `BaseEngine._run_micro_batches`."""
+        """Return each micro-batch's detached outputs; see `BaseEngine._run_micro_batches`."""
         if ROUTED_EXPERTS in batch.columns:
             # Before the pass: FSDP2 cannot be reset before its first one.
             num_routers = 0 if self._routers is None else self._routers.num_routers

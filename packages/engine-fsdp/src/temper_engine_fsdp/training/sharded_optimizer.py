@@ -104,7 +104,7 @@ class ShardedOptimizer(ABC):
         """Clip gradients and update parameters; skip the update if the norm is not finite.
 
         Args:
-            lr: Learning rate of this update.
+            lr: Learning rate for this update.
             loss_scale: Gradients are divided by this first.
             after_launch: Called once the update is launched. On CUDA that may be before the norm is
                 known on the host.

@@ -283,7 +283,7 @@ def _accepts(cls: type[torch.optim.Optimizer], name: str) -> bool:
 
 
 def _has_type_of(value: object, default: object) -> bool:
-    """Return True if a value matches the type of a default; a default of None matches anything."""
+    """Return True if a value matches a default's type; a default of None matches anything."""
     if default is None or default is inspect.Parameter.empty or value is None:
         return True
     if isinstance(default, tuple):

@@ -1,4 +1,4 @@
-"""Place an adapter in the model chunks of one rank: freeze the base and attach LoRA layers."""
+"""Place an adapter in one rank's model chunks: freeze the base and attach LoRA layers."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +49,7 @@ class TrainedHead:
 
 @dataclass(slots=True, kw_only=True)
 class AdapterPlacement:
-    """An adapter in the chunks of one rank."""
+    """An adapter in one rank's chunks."""
 
     plan: AdapterPlan
     translation: BridgeTranslation

@@ -55,7 +55,7 @@ class AdapterPlan:
         expert_tensors: tuple[str, ...],
         head: str,
     ) -> None:
-        """Match the settings with the modules of the model.
+        """Match the settings with the model's modules.
 
         Args:
             spec: Adapter settings.

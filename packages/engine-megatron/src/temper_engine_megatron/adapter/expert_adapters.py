@@ -109,13 +109,13 @@ class ExpertsAdapter(nn.Module):
 def attach_to_experts(
     experts: nn.Module, *, targets: Sequence[str], settings: LoraSettings, context: LayerContext
 ) -> None:
-    """Attach an adapter to the experts of a layer; its parameters become part of their module.
+    """Attach an adapter to a layer's experts; its parameters become part of their module.
 
     Args:
         experts: Megatron's module that runs one expert after another.
         targets: Last parts of the joined expert tensors to adapt.
         settings: Settings of the adapter.
-        context: Process groups of this rank.
+        context: This rank's process groups.
     """
     local_experts = list(experts.get_submodule("local_experts").children())
     adapter = ExpertsAdapter(settings=settings, context=context)

@@ -34,7 +34,7 @@ class LoraSettings:
 
     rank: int
     scale: float
-    """Factor s of the update."""
+    """The update's factor s."""
     dropout: float
     """Dropout probability of x in training."""
     dora: bool
@@ -65,7 +65,7 @@ class LinearLayer:
     module: nn.Module
     """Column or row parallel; returns its output and a bias or None."""
     splits_input: bool
-    """True for row-parallel layers, which split x over ranks and sum the outputs."""
+    """True for row-parallel layers, which split x across ranks and sum the outputs."""
     output_indices: Mapping[str, Tensor]
     """Indices into this rank's output, by the last part of the Hugging Face module's name.
 
@@ -185,7 +185,7 @@ class LinearAdapter(nn.Module):
     def _exchange(self, low_rank: Tensor) -> Tensor:
         """Exchange A x between tensor-parallel ranks, as Megatron does around its matrices.
 
-        A row-parallel layer has a slice of x on each rank, so the result is summed over ranks. A
+        A row-parallel layer has a slice of x on each rank, so the result is summed across ranks. A
         column-parallel layer needs the complete A x on every rank, and sums its gradient across
         ranks.
         """
@@ -237,7 +237,7 @@ class LinearAdapter(nn.Module):
             .square()
             .sum(1)
         )
-        # Each rank has some columns of every row: squares can be summed over ranks, norms cannot.
+        # Each rank has some columns of every row: squares can be summed across ranks, norms cannot.
         if self._linear.splits_input and self._context.tp.size() > 1:
             dist.all_reduce(squares, group=self._context.tp)
         return squares.sqrt()

@@ -164,7 +164,7 @@ def select_saved(saved: SavedState, names: Collection[str], *, file_names: FileN
         has_moments=_have_moments(saved_names, stored),
     )
     split_saved, requested = split_saved_experts(selected, file_names), frozenset(names)
-    # A saved tensor can contain all experts of a layer. Its split also yields those that were not
+    # A saved tensor can contain all experts in a layer. Its split also yields those that were not
     # requested.
     return replace(
         split_saved,

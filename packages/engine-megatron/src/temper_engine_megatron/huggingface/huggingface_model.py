@@ -81,7 +81,7 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence of an error; later ones address callers of transformers."""
+    """Return an error's first sentence; later ones address callers of transformers."""
     return " ".join(str(error).split()).partition(". ")[0].rstrip(".") + "."
 
 
@@ -146,7 +146,7 @@ def open_initial_weights(
     Args:
         spec: The model.
         hf_config: Its config.
-        names: Names of all weights of the model.
+        names: Names of all weights in the model.
         file_names: Names in files of the tensors in memory.
 
     Raises:
@@ -180,7 +180,7 @@ def open_initial_weights(
 
 
 def _find_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor."""
+    """Return each tensor's file."""
     files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -175,7 +175,7 @@ def hf_experts_module(
 
 
 def peft_expert_prefix(module: str, target: str, *, adapted: Collection[str]) -> str:
-    """Return the name that PEFT puts before `.lora_A` for the stacked tensor of all experts.
+    """Return the name that PEFT puts before `.lora_A` for all experts' stacked tensor.
 
     Args:
         module: Transformers module with the experts.

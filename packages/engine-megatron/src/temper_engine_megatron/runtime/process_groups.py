@@ -58,7 +58,7 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """Rank, device and process groups of this process."""
+    """This process's rank, device and process groups."""
 
     topology: Topology
     device: torch.device
@@ -187,7 +187,7 @@ def leave_groups(membership: Membership) -> None:
 
 
 def choose_device(requested: str) -> torch.device:
-    """Return the device of this rank; see `temper_engine_api.process_group.choose_device`.
+    """Return this rank's device; see `temper_engine_api.process_group.choose_device`.
 
     Raises:
         ConfigError: If CUDA is requested but not available, or if the CPU is requested although

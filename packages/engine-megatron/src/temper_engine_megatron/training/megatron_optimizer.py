@@ -1,8 +1,8 @@
 """Megatron's AdamW as the engine contract requires it, with its state by parameter.
 
-One learning rate, one gradient norm, and one decision of all ranks whether to update. A parameter's
-state is read and written as full float32 tensors for this rank's tensor-parallel shard, even if the
-distributed optimizer splits it further over data-parallel ranks.
+One learning rate, one gradient norm, and one decision for all ranks whether to update. A
+parameter's state is read and written as full float32 tensors for this rank's tensor-parallel shard,
+even if the distributed optimizer splits it further over data-parallel ranks.
 """
 
 import math
@@ -39,7 +39,7 @@ class ParameterState:
 
 
 class MegatronAdamW:
-    """Megatron's AdamW; its state may be distributed over data-parallel ranks."""
+    """Megatron's AdamW; its state may be distributed across data-parallel ranks."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class MegatronAdamW:
         config = OptimizerConfig(
             optimizer="adam",
             lr=spec.lr,
-            # `step` sets the learning rate of each update; Megatron's scheduler is not used.
+            # `step` sets each update's learning rate; Megatron's scheduler is not used.
             min_lr=spec.lr,
             weight_decay=spec.weight_decay,
             adam_beta1=beta1,
@@ -71,7 +71,7 @@ class MegatronAdamW:
             loss_scale=1.0 if dtype is torch.float16 else None,
             params_dtype=dtype,
             use_distributed_optimizer=is_distributed,
-            # Clipping is done in `step`, with the norm of all optimizers.
+            # Clipping is done in `step`, with the norm across all optimizers.
             clip_grad=0.0,
             **overrides,
         )
@@ -230,7 +230,7 @@ class MegatronAdamW:
         return states
 
     def _data_parallel_group(self, parameter: nn.Parameter) -> dist.ProcessGroup:
-        """Return the ranks with the same shard of a parameter."""
+        """Return the ranks with the same parameter shard."""
         return (
             self._membership.expert_dp if _is_divided_expert(parameter) else self._membership.dp_cp
         )

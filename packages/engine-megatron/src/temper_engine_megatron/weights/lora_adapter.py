@@ -23,7 +23,7 @@ from temper_engine_megatron.weights.sharded_state import MergeAdapter, ShardedSt
 
 
 class LoraAdapter:
-    """The adapter of one model; its parameters are part of the model."""
+    """One model's adapter; its parameters are part of the model."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LoraAdapter:
             self._switch.is_off = previous
 
     def make_merge(self) -> MergeAdapter:
-        """Return a function that merges the adapter into the weights of one export.
+        """Return a function that merges the adapter into one export's weights.
 
         A and B for all experts in a layer are gathered once and kept until the next layer: an
         export yields the experts of a layer one after another.

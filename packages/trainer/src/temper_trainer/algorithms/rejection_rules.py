@@ -136,8 +136,8 @@ def apply_rejection_rules(
         samples: B sequences, T tokens.
 
     Source: bounds on the ratio of a token, on the product and on the geometric mean: Liu et al.
-    2025, "When Speed Kills Stability", richardli.xyz/rl-collapse, parts 1 and 3; masks by the
-    largest or mean divergence of a completion: Li et al. 2025, arXiv:2512.23075.
+    2025, "When Speed Kills Stability", richardli.xyz/rl-collapse, parts 1 and 3; masks by a
+    completion's largest or mean divergence: Li et al. 2025, arXiv:2512.23075.
     """
     mask = samples.loss_mask
     log_ratio = torch.where(mask, log_ratio.double(), 0.0)

@@ -82,7 +82,7 @@ def resample_by_reward(
 
     Args:
         rewards: [B] reward per completion.
-        group_ids: [B] equal for the completions of one prompt.
+        group_ids: [B] equal for all completions of a prompt.
         config: Gives the weights.
         seed: Seed of the draw.
 

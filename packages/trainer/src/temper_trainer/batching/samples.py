@@ -171,7 +171,7 @@ def _make_segment_columns(segments: "Sequence[_Segment]") -> dict[str, Tensor]:
         columns[TURNS_AFTER] = _repeat_per_token(turns_after, segments)
     if any(segment.reward for segment in segments):
         columns[TURN_REWARDS] = torch.zeros(num_tokens)
-        # The reward is at the last token of its completion. A segment without tokens has none.
+        # The reward is at its completion's last token. A segment without tokens has none.
         lengths = torch.tensor([len(segment.tokens) for segment in segments])
         has_tokens = lengths > 0
         last = (lengths.cumsum(0) - 1)[has_tokens]
@@ -187,7 +187,7 @@ def _repeat_per_token(values: Sequence[float], segments: "Sequence[_Segment]") -
 
 
 def _concatenate_tokens(segments: "Sequence[_Segment]", *, num_tokens: int) -> Tensor:
-    """Return the [T] int64 tokens of all segments.
+    """Return the [T] int64 tokens from all segments.
 
     `struct` writes a tuple into memory seven times as fast as torch makes a tensor of it.
     """
@@ -276,7 +276,7 @@ class _Segment:
     logprobs: Sequence[float] = ()
     """One per token, or empty if they are 0."""
     reward: float = 0.0
-    """The environment's reward of the completion."""
+    """The environment's reward for the completion."""
 
 
 def _split_segments(rollout: Rollout, *, is_kept: bool) -> list[_Segment]:

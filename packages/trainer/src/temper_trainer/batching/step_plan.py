@@ -49,7 +49,7 @@ class RoleLayout:
 
     @classmethod
     def from_topology(cls, topology: Topology) -> "RoleLayout":
-        """Return the layout of a topology."""
+        """Return a topology's layout."""
         return cls(dp_size=topology.dp.size, constraints=topology.plan_constraints)
 
 
@@ -58,11 +58,11 @@ class MiniBatch:
     """The samples for one optimizer update, and each role's plan for them."""
 
     indices: tuple[int, ...]
-    """Ascending indices into the samples of the step."""
+    """Ascending indices into the step's samples."""
     denominators: Denominators
     """Counts over all samples in the mini-batch; losses are divided by them."""
     plans: Mapping[str, MiniBatchPlan]
-    """Plan by role. Its indices point into ``indices``, not into the samples of the step."""
+    """Plan by role. Its indices point into ``indices``, not into the step's samples."""
     seed: int
     """Seed in [0, 2**63) that is passed to ``Objective.prepare``."""
 
@@ -114,7 +114,7 @@ def plan_step(
     layouts: Mapping[str, RoleLayout],
     seed: int,
 ) -> StepPlan:
-    """Plan all updates of a step.
+    """Plan all updates in a step.
 
     Args:
         samples: Samples of the step. Their loss mask must be final, because it determines the
@@ -194,7 +194,7 @@ def find_zero_advantage_samples(samples: SequenceBatch) -> Tensor:
 def drop_zero_advantage_samples(
     plan: StepPlan, samples: SequenceBatch, *, role: str, layout: RoleLayout, max_tokens: int
 ) -> StepPlan:
-    """Return the plan without zero-advantage samples in the micro-batches of one role.
+    """Return the plan without zero-advantage samples in one role's micro-batches.
 
     The denominators still count these samples, so the gradient does not change. That holds only if
     every term of the objective has the advantage as a factor, and if no earlier forward pass used
@@ -241,7 +241,7 @@ def _map_indices(plan: MiniBatchPlan, positions: list[int]) -> MiniBatchPlan:
 def pack_mini_batch(
     samples: SequenceBatch, mini_batch: MiniBatch, role: str, *, objective: Objective | None = None
 ) -> list[PackedBatch]:
-    """Return a packed batch for each data-parallel rank of a role.
+    """Return a packed batch for each of a role's data-parallel ranks.
 
     With an objective, this calls ``Objective.prepare`` once for the full mini-batch and sends the
     workers only the columns that the objective reads. Without an objective (a forward pass), the
@@ -257,8 +257,8 @@ def pack_mini_batch(
         BatchError: If a column that the objective reads is missing.
     """
     selected = samples.select(mini_batch.indices)
-    # On the driver and before the split over ranks, so that `prepare` can compute statistics over
-    # the mini-batch that no single rank could.
+    # Do this on the driver, before the split across ranks, so that `prepare` can compute mini-batch
+    # statistics that no single rank could.
     prepared = {} if objective is None else dict(objective.prepare(selected, seed=mini_batch.seed))
     required = frozenset[str]() if objective is None else objective.columns
     if objective is not None and HeadOutput.LOGPROB_AT in objective.required_outputs:
@@ -296,8 +296,8 @@ def measure_plan(plan: StepPlan, samples: SequenceBatch, *, role: str) -> dict[s
     """Return the ``batch/*`` metrics of a step for one role.
 
     Returns:
-        ``batch/tokens`` and ``batch/trained_tokens``: tokens of one pass. ``batch/updates``:
-        mini-batches of all passes. ``batch/micro_batches``: micro-batches of each rank in one
+        ``batch/tokens`` and ``batch/trained_tokens``: tokens in one pass. ``batch/updates``:
+        mini-batches in all passes. ``batch/micro_batches``: micro-batches of each rank in one
         pass. ``batch/dummy_fraction``: fraction of micro-batches that contain only a dummy token.
         ``batch/imbalance``: tokens on the fullest rank divided by the average per rank, minus 1;
         the maximum over mini-batches.

@@ -106,7 +106,7 @@ def _describe_newest_save(root: Path, *, warm_start: Path | None) -> str | None:
         for step in reversed([] if folder is None else list_complete_steps(folder)):
             directory = step_directory(folder or root, step)
             try:
-                # Sizes only: hashing gigabytes would delay the message of the error.
+                # Sizes only: hashing gigabytes would delay the error message.
                 verify(directory, with_content=False)
             except CheckpointError:
                 continue  # a resume renames it and uses the one before

@@ -126,7 +126,7 @@ class Checkpointer:
             )
 
     def begin(self, step: int) -> CheckpointTransaction:
-        """Start the transaction of a step.
+        """Start a step's transaction.
 
         First delete what killed saves left, and this run's damaged steps when disk space is short.
         Without space for them and the new step, each restart would fail at this save.
@@ -372,8 +372,8 @@ class Checkpointer:
     def _verify_once(self, directory: Path) -> None:
         """Verify the content once per process; later only file sizes, which reads no file.
 
-        Retention asks at every save, so reading again would cost `max_to_keep` times the bytes of
-        the save. A file that the disk damages after it was verified keeps its size and is found by
+        Retention asks at every save, so reading again would cost `max_to_keep` times the save's
+        bytes. A file that the disk damages after it was verified keeps its size and is found by
         `find`, which always reads before a resume. Then the run continues from another kept step:
         keep at least two, which is the default.
         """
@@ -426,7 +426,7 @@ class Checkpointer:
         """Restore every role.
 
         Raises:
-            CheckpointError: If the checkpoint lacks a role of this run.
+            CheckpointError: If the checkpoint lacks a role that this run has.
         """
         engine_checkpoints = find_engine_checkpoints(directory)
         for name, read in roles.items():

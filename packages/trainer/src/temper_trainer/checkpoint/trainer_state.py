@@ -1,4 +1,4 @@
-"""The trainer's own part of a checkpoint.
+"""The trainer's own part in a checkpoint.
 
 Every random choice is a function of (run.seed, purpose, step, index), so counters are enough to
 continue: there is no random state to save.

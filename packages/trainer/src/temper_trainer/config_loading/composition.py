@@ -37,7 +37,7 @@ from temper_trainer.config_loading.variant_choice import (
 from temper_trainer.settings.names import is_within
 
 BUILTIN_CONFIGS = "pkg://temper_trainer.conf"
-"""Package with the config groups of the trainer."""
+"""Package with the trainer's config groups."""
 ENGINE_GROUP = "model_engine"
 """Group whose choices need no file: any installed engine is a choice."""
 DEFAULT_CONFIG_NAME = "temper"
@@ -158,7 +158,7 @@ def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        # The parser's message repeats parts of the text; so would a chained traceback.
+        # The parser's message repeats parts from the text; so would a chained traceback.
         cause = f" {_one_line(error)}" if shown == text else ""
         raise ConfigError(
             f"cannot parse {shown!r} on the command line:{cause} Write KEY=VALUE, ~KEY "
@@ -236,7 +236,7 @@ def _is_written_by_run(file: Path) -> bool:
 
 
 def _sets_key(override: Override, *, repository: CachingConfigRepository) -> bool:
-    """Return True unless an override chooses a file of a group."""
+    """Return True unless an override chooses a group's file."""
     return not _is_group(override, repository=repository) or _is_bare_engine(
         override, repository=repository
     )
@@ -260,7 +260,7 @@ def _name_variant(override: Override, *, choices: Mapping[str, Entry]) -> Overri
 def _find_override_names(
     overrides: Sequence[Override], *, choices: Mapping[str, Entry]
 ) -> dict[str, Plain]:
-    """Return the names of variants that overrides give, by the dotted key of the block."""
+    """Return the variant names that overrides give, by the block's dotted key."""
     # Hydra refuses to delete a block that is dropped already.
     deleted = {str(override.key_or_group) for override in overrides if override.is_delete()}
     names: dict[str, Plain] = {}

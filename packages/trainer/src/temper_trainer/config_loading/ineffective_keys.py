@@ -394,7 +394,7 @@ def _source_rules(name: str, source: DataSource, *, config: TrainerConfig) -> It
 
 
 def _is_demonstrated(name: str, config: TrainerConfig) -> bool:
-    """Return True if task sft or a warm start imitates the rows of a source."""
+    """Return True if task sft or a warm start imitates a source's rows."""
     if "warm_start.data" in config.sources:
         return name == "warm_start.data"
     if config.task == "sft":  # held-out loss has weights, too

@@ -165,7 +165,7 @@ def _set_by_user(
     """Return the origins of the keys that the user set to other values than the defaults.
 
     A default that is repeated in a file does not count, because a run's ``config.yaml`` has all
-    values. A value of null does not count either: it removes a setting of a group.
+    values. A value of null does not count either: it removes a group's setting.
     """
     defaults = flatten(collect_defaults(TrainerConfig, engine_class=engine_class, given=resolved))
     values = flatten(resolved)

@@ -1,4 +1,4 @@
-"""The resolved configuration of a run: values, origins, and the files that record them."""
+"""A run's resolved configuration: values, origins, and the files that record them."""
 
 import json
 import math

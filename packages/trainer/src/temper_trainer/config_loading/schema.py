@@ -163,7 +163,7 @@ def list_classes(choice: Choice) -> dict[str, type]:
 def split_settings(
     choice: Choice, *, name: str, engine_class: type[EngineConfig]
 ) -> tuple[list[Entry], dict[str, list[str]]]:
-    """Return the settings of a variant: own ones, and names by the earlier variant that has them.
+    """Return a variant's settings: own ones, and names by the earlier variant that has them.
 
     A setting is shared if it is the same field of a common base class.
     """
@@ -242,7 +242,7 @@ def collect_defaults(
 def _collect_block(
     entry: Entry, *, engine_class: type[EngineConfig], given: Plain
 ) -> dict[str, Plain]:
-    """Return the defaults of a block; none for a variant whose name does not exist."""
+    """Return a block's defaults; none for a variant whose name does not exist."""
     cls = _find_block(entry, given=given)
     if cls is None:
         return {}

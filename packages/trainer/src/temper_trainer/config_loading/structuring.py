@@ -64,7 +64,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", type(None): "nu
 
 
 def _list_options(annotation: object) -> list[str]:
-    """Return the alternatives of a type: its words, or a phrase for each kind of value."""
+    """Return a type's alternatives: its words, or a phrase for each kind of value."""
     if annotation is bool:
         return ["true", "false"]
     if annotation in _WORDS:
@@ -159,7 +159,7 @@ def _structure_variant(converter: Converter, value: object, choice: Choice) -> o
 def _structure_items(
     mapping: dict[object, object], structure_item: Callable[[object], object]
 ) -> dict[object, object]:
-    """Structure the values of a mapping; each problem starts with the name."""
+    """Structure a mapping's values; each problem starts with the name."""
     collected: dict[object, object] = {}
     problems: list[str] = []
     for name, item in mapping.items():

@@ -55,7 +55,7 @@ def drop_former_variants(
 
     Args:
         trees: In order of precedence; later ones win. They are changed.
-        names: Names that the next tree gives, by the dotted key of the block.
+        names: Names that the next tree gives, by the block's dotted key.
         choices: See ``collect_choices``.
 
     Returns:
@@ -78,7 +78,7 @@ def get_default_name(key: str, *, choices: Mapping[str, Entry]) -> str | None:
 
 
 def is_choice(key: str, *, choices: Mapping[str, Entry]) -> bool:
-    """Return True if a dotted key is the block of a variant."""
+    """Return True if a dotted key is a variant's block."""
     return _to_pattern(key, choices) in choices
 
 

@@ -12,7 +12,7 @@ def read_loss_weights(
 ) -> float | tuple[float, ...] | None:
     """Return the weights that `loss_weight_key` names in a raw record; see `Row.loss_weights`.
 
-    In a conversation the key names a field of each message. There a message without it has weight
+    In a conversation the key names a field in each message. There a message without it has weight
     1, as in other systems, and None is returned if no message has it.
 
     Raises:

@@ -15,7 +15,7 @@ class DataError(TemperError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """One message of a conversation."""
+    """One message in a conversation."""
 
     role: str
     """system, user or assistant."""

@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 def draw_epoch_order(num_items: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """Return [num_items] indices in the order of one epoch."""
+    """Return [num_items] indices, ordered for one epoch."""
     order = list(range(num_items))
     if shuffle:
         # Python guarantees that shuffle with a string seed gives the same order in later versions.
@@ -97,7 +97,7 @@ class InMemoryStream(Generic[Item]):
         Args:
             items: All items.
             seed: Determines the order together with the epoch.
-            shuffle: False keeps the order of the items; with a curriculum, of equally difficult
+            shuffle: False keeps the items' order; with a curriculum, of equally difficult
                 ones.
             curriculum: Sorts each epoch by difficulty; None does not.
             cursor: Position of the first item to take.
@@ -203,7 +203,7 @@ class MixedStream(Generic[Item]):
         Args:
             sources: Items by source.
             weights: Weight per source, relative to the others.
-            seed: Determines the order together with the epoch of a source.
+            seed: Determines the order together with a source's epoch.
             shuffle: False keeps the order within each source.
             curricula: Curriculum by source; a source without one is not sorted.
             cursor: An epoch has as many items as all sources together.

@@ -103,7 +103,7 @@ def _is_trained_by_run(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write the files of a tokenizer.
+    """Write a tokenizer's files.
 
     Raises:
         CheckpointError: If the disk is full, or the folder is not writable.

@@ -42,7 +42,7 @@ def train_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
 
 
 def _word_level(corpus: Sequence[str]) -> Tokenizer:
-    """Build a word-level tokenizer with one sorted entry per piece of the corpus.
+    """Build a word-level tokenizer with one sorted entry per corpus piece.
 
     All digits, space, line break and the answer marker are entries, seen or not.
     """

@@ -1,4 +1,4 @@
-"""Add advantages, returns and correction weights to the samples of a step."""
+"""Add advantages, returns and correction weights to a step's samples."""
 
 from collections.abc import Mapping, Sequence
 

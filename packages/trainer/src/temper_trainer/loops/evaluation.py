@@ -64,7 +64,7 @@ class Evaluation:
     """Results of the held-out prompts with one sampling configuration."""
 
     problems: Sequence[ProblemResult]
-    """Results in the order of the prompts."""
+    """Results in prompt order."""
     num_completions: int
     """Completions per prompt."""
     rows: Sequence[SampleRow]
@@ -83,7 +83,7 @@ def evaluate(
     Args:
         components: Components of the run.
         prompts: Held-out prompts.
-        name: Name of the evaluation, such as ``greedy`` or ``math500-greedy``; part of the seeds.
+        name: Name of the evaluation, such as ``greedy`` or ``math500-greedy``; used in the seeds.
         sampling: How completions are sampled; one per prompt if greedily.
     """
     run = components.config.run
@@ -186,7 +186,7 @@ def _evaluate_set(
         components: Components of the run.
         eval_set: The held-out prompts.
         name: Name of the set; empty for ``data.eval``.
-        table_step: Show some completions as those of this step; None shows none.
+        table_step: Show some completions for this step; None shows none.
     """
     run = components.config.run
     kinds = [("greedy" if run.eval_sampling.temperature == 0 else "eval", run.eval_sampling)]
@@ -289,7 +289,7 @@ def _normalize_question(row: Row) -> tuple[str, ...]:
 def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float]:
     """Write ``generate.num_completions`` completions per prompt to ``generate.file``.
 
-    The file has one JSON object per line, in the order of the prompts. It is renamed to its final
+    The file has one JSON object per line, in prompt order. It is renamed to its final
     name when it is complete.
 
     Returns:

@@ -54,7 +54,7 @@ def prepare_samples(
         max_tokens: Maximum number of tokens per micro-batch.
         seed: Seed of the plan.
         num_parts: Number of mini-batches in the plan; at most one per example.
-        before_part: Called before each forward pass of a mini-batch.
+        before_part: Called before each forward pass for a mini-batch.
     """
     samples = _make_samples(examples)
     # The run's `batching` does not apply: a stage makes one update per step, and with

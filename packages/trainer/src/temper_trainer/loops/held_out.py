@@ -115,7 +115,7 @@ class HeldOutEvaluator:
         here. So the results do not depend on ranks and micro-batches.
 
         Returns:
-            ``sft/loss`` or ``preference/loss``, and the metrics of the objective. An accuracy also
+            ``sft/loss`` or ``preference/loss``, and the objective's metrics. An accuracy also
             has half the width of its 95 % confidence interval over the examples.
         """
         samples, plan = prepare_samples(

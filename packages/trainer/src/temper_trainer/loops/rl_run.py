@@ -71,7 +71,7 @@ def run_rl(
         folder: The run folder.
         resume_from: Verified checkpoint to resume from; None starts at step 1.
         digest: Digest of the configuration, recorded in checkpoints.
-        stop: Stop request of the process.
+        stop: The process's stop request.
         boundary: Bookkeeping between steps.
         runtime: Starts the processes.
 
@@ -285,7 +285,7 @@ def _save_on_failure(
         previous_state: State before the step.
         roles: Workers whose weights the step changes.
         writer: Writes the checkpoint.
-        stop: Stop request of the process.
+        stop: The process's stop request.
         boundary: Knows which step was saved last, and has the log.
 
     Raises:
@@ -313,13 +313,13 @@ def _save_on_failure(
                 checkpoint = writer.save(previous_state, wait=True)
                 log.print_line(f"{failed}; step {saved_step} was saved first: {checkpoint}")
             except TemperError as error:
-                # Printed, not raised: the run must end with the error of the step.
+                # Printed, not raised: the run must end with the step's error.
                 log.print_line(f"{failed}, and step {saved_step} could not be saved: {error}")
         raise
 
 
 def restore_controllers(config: AlgorithmConfig, state: TrainerState) -> Controllers:
-    """Return the controllers of a state; a new state has the initial coefficients."""
+    """Return a state's controllers; a new state has the initial coefficients."""
     return Controllers(
         kl=replace(build_kl_controller(config), coef=state.kl_coef),
         entropy=replace(

@@ -98,17 +98,17 @@ def train_on_rollouts(
     timer: StepTimer,
     log: RunLog,
 ) -> tuple[dict[str, float], Controllers]:
-    """Run all updates of a step.
+    """Run all updates in a step.
 
     Args:
-        rollouts: Scored rollouts of the step.
+        rollouts: The step's scored rollouts.
         config: Configuration of the run.
         roles: Workers by role.
         teachers: Teachers of on-policy distillation, if there are any.
         objectives: Objective per trained role.
         controllers: Controllers for this step.
         step: Number of the step, from 1.
-        timer: Measures the time of each operation.
+        timer: Measures how long each operation takes.
         log: Log of the run.
 
     Returns:
@@ -336,7 +336,7 @@ def run_forward(
         before_part: Called before the forward pass of each mini-batch.
 
     Returns:
-        [T], or [B] for scores, float32 output in the order of the samples.
+        [T], or [B] for scores, float32 output in sample order.
     """
     return run_forward_outputs(
         samples,
@@ -398,7 +398,7 @@ def update_roles(
     step: int,
     log: RunLog,
 ) -> dict[str, float]:
-    """Run every mini-batch of the plan on every trained role; return the metrics of the updates.
+    """Run every mini-batch of the plan on every trained role; return update metrics.
 
     Metrics without a ``/`` in their name get the role as prefix.
     """
@@ -449,8 +449,8 @@ def collect_update_metrics(result: UpdateResult) -> dict[str, Metric]:
     is_skipped = result.report.outcome == "nonfinite"
     return {
         **result.metrics,
-        # The engine's metric is a sum over micro-batches, so merging it would add up the losses of
-        # all updates. The new one is their mean.
+        # The engine's metric is a sum over micro-batches, so merging it would add up the losses
+        # from all updates. The new one is their mean.
         "loss": Metric(value=result.metrics["loss"].result),
         "grad_norm": Metric(
             value=0.0 if is_skipped else result.report.grad_norm, weight=float(not is_skipped)

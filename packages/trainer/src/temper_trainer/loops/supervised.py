@@ -58,7 +58,7 @@ def run_supervised(
         log: Log of the run.
         tokenizer: Saved with the model.
         digest: Digest of the configuration, recorded in checkpoints.
-        stop: Stop request of the process.
+        stop: The process's stop request.
         boundary: Bookkeeping between steps.
         runtime: Starts the workers.
 
@@ -250,7 +250,7 @@ def _run_update(
     """Run one update on the next examples, in micro-batches of ``max_tokens``.
 
     Returns:
-        The metrics of the update.
+        The update's metrics.
     """
     start = time.perf_counter()
     examples = _take_examples(stage, stream)
@@ -281,7 +281,7 @@ def _run_update(
 
 
 def _is_printed(step: int, stage: SupervisedStage) -> bool:
-    """Return True if the console shows the metrics of a step.
+    """Return True if the console shows a step's metrics.
 
     All steps are shown, but in a warm start only the first one and ten more at equal distances.
     """

@@ -62,7 +62,7 @@ class SupervisedStage:
     phase: Literal["sft", "dpo", "rm", "warm_start"]
     """Name of the stage in the log and in checkpoints."""
     engine: EngineConfig
-    """The actor's engine, with the optimizer and schedule of the stage."""
+    """The actor's engine, with the stage's optimizer and schedule."""
     open_stream: Callable[[DataCursor], ExampleStream]
     """Opens the training examples at a position."""
     objective: Objective

@@ -177,7 +177,7 @@ class PlainLogFormatter(LogFormatter):
     """Labels logarithmic ticks as 0.3 instead of 3 x 10^-1."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        """Return the label of a tick; empty if the base class leaves it out."""
+        """Return a tick's label; empty if the base class leaves it out."""
         return f"{x:g}" if super().__call__(x, pos) else ""
 
 
@@ -185,7 +185,7 @@ def draw_curves(directory: Path) -> Path | None:
     """Draw ``curves.png`` into a run folder.
 
     Returns:
-        The path of the image; None if no metric of any panel was logged.
+        The image's path; None if no metric of any panel was logged.
     """
     rows = read_latest_rows(directory / METRICS_FILE)
     panels = [panel for panel in PANELS if _has_values(panel, rows=rows)]

@@ -26,7 +26,7 @@ class MeanEstimate:
     mean: float
     """NaN without problems."""
     ci95: float
-    """Half the width of the interval; NaN with fewer than two problems."""
+    """Half the interval's width; NaN with fewer than two problems."""
     num_problems: int
 
 

@@ -74,7 +74,7 @@ def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
 def tabulate_evaluations(
     evaluations: Sequence[EvaluationRow],
 ) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """Return heading and lines of the table; a mean with an interval is one cell.
+    """Return the table's heading and lines; a mean with an interval is one cell.
 
     The column of categories is left out if there are none.
     """

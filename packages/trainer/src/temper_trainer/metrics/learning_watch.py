@@ -1,4 +1,4 @@
-"""Notice that a run no longer learns, from the metrics of its steps."""
+"""Notice that a run no longer learns, from its step metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -134,7 +134,7 @@ class PrometheusTracker:
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
     """Handles each request in a thread, so that a silent client does not block the others.
 
-    Unknown clients could exhaust the threads or open files of the run. The number of connections
+    Unknown clients could exhaust the run's threads or open files. The number of connections
     is therefore limited, and the oldest is dropped for a new one: a scrape takes milliseconds, so
     the oldest is one that sends nothing.
     """
@@ -196,7 +196,7 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
 
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Do nothing: requests are not logged in the output of the run."""
+        """Do nothing: requests are not logged in the run's output."""
 
 
 def _require_token(app: "WSGIApplication", *, token: str) -> "WSGIApplication":

@@ -1,4 +1,4 @@
-"""Write ``report.html``: one self-contained page with the results and settings of a run.
+"""Write ``report.html``: one self-contained page with a run's results and settings.
 
 It is made from the files of the run folder: result, command and duration, evaluations, curves,
 timeline, rollouts, sampled completions, times, settings with their origins, and versions.
@@ -41,7 +41,7 @@ NUM_SAMPLES = 100
 MAX_OPEN_LINES = 12
 """Evaluation tables with more lines are folded."""
 MAX_SAMPLE_CHARACTERS = 4000
-"""Longest text of a sample; samples.jsonl has the rest."""
+"""A sample's longest text; samples.jsonl has the rest."""
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #22262c; }
@@ -85,7 +85,7 @@ def write_report(directory: Path) -> Path | None:
     The run may still be running, finished, or killed.
 
     Returns:
-        The path of the report; None if the run has not logged a step.
+        The report's path; None if the run has not logged a step.
     """
     rows = read_latest_rows(directory / METRICS_FILE)
     if not rows:

@@ -38,11 +38,11 @@ def pick_rollouts(rollouts: Sequence[Rollout], *, count: int) -> list[Rollout]:
 
 
 def to_rollout_row(rollout: Rollout, *, step: int, decode: Decode) -> dict[str, object]:
-    """Return a rollout as a line of the file.
+    """Return a rollout as a line for the file.
 
-    ``histories`` has one list of segments, and another one for each agent branch. A segment has
-    the ids and texts of its tokens; that of a completion has the log-prob of each, the version of
-    the weights, one for each token if they differ, and the environment's reward.
+    ``histories`` has one list of segments, and another one for each agent branch. A segment has its
+    tokens' ids and texts; that of a completion has the log-prob of each, the version of the
+    weights, one for each token if they differ, and the environment's reward.
 
     Tokens of which the text has a secret are left out.
 
@@ -75,7 +75,7 @@ def to_rollout_row(rollout: Rollout, *, step: int, decode: Decode) -> dict[str, 
 
 
 def to_json_line(row: dict[str, object]) -> str:
-    """Return a line of the file."""
+    """Return a line for the file."""
     return json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
@@ -129,7 +129,7 @@ def _to_tokens(tokens: Sequence[int], *, decode: Decode, max_tokens: int) -> dic
 
 
 def split_text(tokens: Sequence[int], *, decode: Decode) -> list[str]:
-    """Return the text of each token.
+    """Return each token's text.
 
     When a character has several tokens, it is in the first token's text; the others are empty.
 

@@ -20,10 +20,10 @@ METRICS_FILE = "metrics.jsonl"
 STARTS_FILE = "starts.jsonl"
 """One JSON object per start of the run, the last one for the newest."""
 WARM_START_PHASE = "warm_start"
-"""The only phase with its own step counter; rl, sft and eval use the step of the run."""
+"""The only phase with its own step counter; rl, sft and eval use the run's step."""
 
 _PHASES_WITHOUT_STEPS = (WARM_START_PHASE, "eval", "generate")
-"""Phases that have no row for each step of the run."""
+"""Phases that have no row for each step in the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def supersede_rows(path: Path, *, after_step: int, phase: str | None = None) -> 
         path: A JSON lines file whose objects have ``step`` and optionally ``phase``. It may be
             missing.
         after_step: The last step to keep.
-        phase: Move only rows of this phase. None selects all phases that count the steps of the
+        phase: Move only this phase's rows. None selects all phases that count the steps of the
             run, which excludes the warm start.
 
     Returns:
@@ -157,7 +157,7 @@ def move_damaged_lines(path: Path) -> tuple[int, Path]:
 
 
 def find_missing_steps(path: Path, *, last_step: int) -> list[int]:
-    """Return the completed steps without a row, as after a disk has lost a part of the file.
+    """Return the completed steps without a row, for example after a disk lost part of the file.
 
     Steps before the first row are left out: a run that resumes from the checkpoint of another
     folder begins with a later step.

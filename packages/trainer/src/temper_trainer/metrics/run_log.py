@@ -55,7 +55,7 @@ class SampleRow:
     prompt: str
     completion: str
     answer: str
-    """Reference answer of the prompt."""
+    """The prompt's reference answer."""
     reward: float
     """NaN if the completion could not be scored."""
 
@@ -91,7 +91,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         prometheus_address: str = LOOPBACK,
         console: Console | None = None,
     ) -> None:
-        """Open the trackers of a run.
+        """Open a run's trackers.
 
         Args:
             directory: The run folder; created if it is missing.

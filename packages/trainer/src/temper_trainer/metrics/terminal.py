@@ -28,7 +28,7 @@ NUM_RECENT = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineMetric:
-    """A metric that is shown on the line of a step."""
+    """A metric that is shown on a step's line."""
 
     metric: str
     label: str
@@ -91,7 +91,7 @@ def format_step_line(
 
 
 class Dashboard:
-    """Context that keeps progress bars and a table of metrics at the bottom of a terminal.
+    """Context that keeps progress bars and a metric table at the bottom of a terminal.
 
     There is a bar for a phase's steps, and one for each operation in the current step
     (`temper_trainer.progress`). Lines are printed above them.

@@ -203,7 +203,7 @@ class TimedRollout:
     group: int
     """Number of its prompt in the step."""
     member: int
-    """Number among the rollouts of the prompt; -1 is the greedy one of ReMax."""
+    """Number among the prompt's rollouts; -1 is the greedy one of ReMax."""
     num_turns: int
     num_tokens: int
     """Number of sampled tokens."""
@@ -230,7 +230,7 @@ class StepTimeline:
     began_at: float
     """When the step began: the loop started to wait for its rollouts."""
     trained_at: float
-    """When training began, with all rollouts of the step."""
+    """When training began, with all rollouts in the step."""
     published_at: float
     """When the new weights were published."""
     weight_version: int
@@ -300,7 +300,7 @@ def measure_timeline(timeline: StepTimeline) -> dict[str, float]:
 
 
 def to_timeline_row(timeline: StepTimeline) -> dict[str, object]:
-    """Return a step as a line of the file.
+    """Return a step as a line for the file.
 
     Times are seconds after ``time_s``, the first request's Unix time.
     """

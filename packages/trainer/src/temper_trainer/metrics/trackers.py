@@ -23,7 +23,7 @@ _MLFLOW_MAX_METRICS, _MLFLOW_MAX_PARAMS, _MLFLOW_MAX_LENGTH = 1000, 100, 6000
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run."""
+    """Receives a run's metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
         """Record the metrics for one step in a phase."""
@@ -270,7 +270,7 @@ class MlflowTracker:
         self._id_file.write_text(self._run_id, encoding="utf-8")
 
     def close(self, *, has_failed: bool) -> None:
-        """Set the final status of the run."""
+        """Set the run's final status."""
         self._client.set_terminated(self._run_id, status="FAILED" if has_failed else "FINISHED")
 
     def _create_run(self) -> str:

@@ -22,7 +22,7 @@ class JudgeAnswerError(ValueError):
 
 
 def build_messages(config: JudgeConfig, prompt: Prompt, completion_text: str) -> Messages:
-    """Return the chat messages that ask for the score of a completion.
+    """Return the chat messages that ask for a completion's score.
 
     Raises:
         KeyError: If the template has a field {extra.NAME} that the prompt lacks.

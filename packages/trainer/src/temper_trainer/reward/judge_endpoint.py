@@ -53,8 +53,8 @@ def read_api_key(config: JudgeConfig, *, name: str) -> str | None:
 def warn_if_unreachable(config: JudgeConfig, *, name: str) -> None:
     """Log a warning if the endpoint of the judge ``reward.judges.NAME`` does not know its model.
 
-    Only a warning, because the endpoint may be started later, or be reachable only from the machine
-    of the run.
+    Only a warning, because the endpoint may be started later, or be reachable only from the run's
+    machine.
     """
     import openai  # takes 2 s
 

@@ -22,7 +22,7 @@ from temper_trainer.types import Prompt, Score
 logger = logging.getLogger(__name__)
 
 Item = tuple[Prompt, str]
-"""A prompt and the text of a completion."""
+"""A prompt and a completion's text."""
 
 
 class FailureKind(StrEnum):
@@ -89,7 +89,7 @@ class RewardCall:
 
     function: RewardFunction
     arguments: Mapping[str, Argument]
-    """Keyword arguments of the function."""
+    """Keyword arguments for the function."""
 
     def __call__(self, item: Item) -> Outcome:
         """Score one completion; whatever the function raises becomes a failed outcome."""
@@ -155,7 +155,7 @@ class CallRound:
         self._slowest_s = 0.0
 
     def add(self, outcome: Outcome, *, item: Item) -> None:
-        """Record the outcome of a call; log the first timeout."""
+        """Record a call's outcome; log the first timeout."""
         self.num_called += 1
         self._num_failures += outcome.kind is not None
         if outcome.kind == FailureKind.TIMEOUT:

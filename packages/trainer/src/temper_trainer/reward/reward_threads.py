@@ -1,4 +1,4 @@
-"""Call reward functions with a time limit in threads of this process.
+"""Call reward functions with a time limit in threads in this process.
 
 A thread cannot be killed: one that takes too long is abandoned, ends when its call returns, and
 scores nothing more. A call that never releases the GIL, such as a runaway regular expression,

@@ -14,7 +14,7 @@ def find_unknown_rewards(config: RewardConfig, rewards: Iterable[tuple[str, str]
     An import path comes from its source, which is checked with the configuration.
 
     Args:
-        config: Reward configuration of the run.
+        config: The run's reward configuration.
         rewards: Location and selected reward per row.
     """
     known = {"", *config.defined_names, *list_registered_names()}

@@ -50,7 +50,7 @@ class Scorer:
         """Resolve the functions; processes start on entering the context.
 
         Args:
-            config: Reward configuration of the run.
+            config: The run's reward configuration.
             model: The reward model, if a part of the reward is its score.
             selected: Names of the rewards that prompts select, besides the main one.
 
@@ -216,7 +216,7 @@ class RunningStats:
         """
         if not rewards:
             return self
-        # fsum rounds only once, so the statistics do not depend on the order of the rewards.
+        # fsum rounds only once, so the statistics do not depend on reward order.
         count, mean = len(rewards), math.fsum(rewards) / len(rewards)
         squares = math.fsum((reward - mean) ** 2 for reward in rewards)
         total, distance = self.count + count, mean - self.mean
@@ -266,7 +266,7 @@ def shape_rewards(
     Args:
         scores: Finite scores.
         lengths: Number of tokens per completion.
-        max_tokens: Maximum length of a completion.
+        max_tokens: Maximum completion length.
         config: Transformations to apply.
         running_stats: Statistics of all rewards before this step.
         baselines: Scores and lengths of baseline completions; shaped in the same way, but not

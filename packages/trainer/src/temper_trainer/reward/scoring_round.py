@@ -67,7 +67,7 @@ class ModelCohort:
     waiting: dict[int, tuple[Item, Sequence[int], "asyncio.Future[Outcome]"]] = field(
         default_factory=dict
     )
-    """Completions with their tokens, by the index of the rollout."""
+    """Completions with their tokens, by rollout index."""
 
 
 class ModelScoring:
@@ -83,7 +83,7 @@ class ModelScoring:
     async def score(
         self, item: Item, *, tokens: Sequence[int], cohort: ModelCohort, priority: tuple[int, int]
     ) -> Outcome:
-        """Score one completion together with the others of its cohort."""
+        """Score one completion together with the others in its cohort."""
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         _, index = priority
         cohort.waiting[index] = (item, tokens, future)
@@ -146,7 +146,7 @@ class ScoringRound:
         """Score nothing yet.
 
         Args:
-            config: Reward configuration of the run.
+            config: The run's reward configuration.
             prompts: One prompt per rollout.
             parts: What scores each part of the rewards, by name.
             name: Name of the reward in messages.
@@ -173,7 +173,7 @@ class ScoringRound:
         self._num_scored = 0
 
     async def score(self, index: int, *, text: str, tokens: Sequence[int]) -> ScoredItem:
-        """Score the completion of one rollout; its parts run at the same time.
+        """Score one rollout's completion; its parts run at the same time.
 
         Args:
             index: Index of the rollout.
@@ -274,7 +274,7 @@ def measure_scores(
 
     Args:
         items: Scored completions.
-        config: Reward configuration of the run.
+        config: The run's reward configuration.
         has_parts: True if the rewards of the run have several parts.
     """
     failures = Counter(each.failure.kind for each in items)

@@ -60,7 +60,7 @@ class Cohort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waiting:
-    """A request that waits for the next call of its cohort."""
+    """A request that waits for its cohort's next call."""
 
     request: SamplingRequest
     future: "asyncio.Future[Completion]"

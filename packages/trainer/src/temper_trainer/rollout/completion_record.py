@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE_NAME = "completions.jsonl"
-"""Name of the record in the folder of its run."""
+"""Name of the record in its run folder."""
 
 
 class EncodedExperts(TypedDict):
@@ -106,7 +106,7 @@ class CompletionReplay:
         return self._batches.get(step)
 
     def find(self, request: SamplingRequest) -> Completion:
-        """Return the recorded completion of a request.
+        """Return a request's recorded completion.
 
         Raises:
             ConfigError: If it was not recorded.
@@ -143,7 +143,7 @@ def _decode_experts(encoded: EncodedExperts) -> "Tensor":
 
 
 def compute_key(request: SamplingRequest) -> str:
-    """Return a digest of seed, prompt and greedy or not, which identify a request of a run."""
+    """Return a digest of seed, prompt and greedy or not, which identify a request in a run."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(struct.pack("<q?", request.seed, request.sampling.temperature == 0))
     digest.update(struct.pack(f"<{len(request.prompt_tokens)}q", *request.prompt_tokens))

@@ -145,7 +145,7 @@ class WeightTargets:
 
     The engine sends weights under the names of files, where each expert has tensors of its own and
     families such as Mixtral and Nemotron-H have other names than in memory. A tensor may also
-    arrive as it is in memory, such as the joined experts of a layer.
+    arrive as it is in memory, such as a layer's joined experts.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -19,7 +19,7 @@ class Sampler(Protocol):
         ...
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        """Return one completion per request, in the order of the requests.
+        """Return one completion per request, in request order.
 
         Only one call may be open at a time.
 
@@ -56,7 +56,7 @@ class StreamingSampler(Sampler, Protocol):
     async def sample_one(
         self, request: SamplingRequest, *, on_server: Callable[[int], None] | None = None
     ) -> Completion:
-        """Return the completion of one request; many may be open, all in one event loop.
+        """Return one request's completion; many may be open, all in one event loop.
 
         Args:
             request: What to complete.
@@ -112,7 +112,7 @@ class Replica(Protocol):
         ...
 
     def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
-        """Return completions in the order of the requests; interrupted ones may have no tokens."""
+        """Return completions in request order; interrupted ones may have no tokens."""
         ...
 
     def call(self, method: str, *arguments: object) -> "Future[object]":

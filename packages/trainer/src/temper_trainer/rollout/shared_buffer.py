@@ -34,7 +34,7 @@ class SharedBuffer:
     nonce: str
     """Secret of the channel, which its members know from its spec. It authenticates the sender."""
     handle: str
-    """IPC handle of the allocation; hexadecimal."""
+    """The allocation's IPC handle; hexadecimal."""
     storage_bytes: int
     storage_offset: int
     """Byte offset in the allocation."""
@@ -102,7 +102,7 @@ def parse_shared_buffer(message: bytes, *, nonce: str, num_bytes: int) -> Shared
     Args:
         message: The received bytes.
         nonce: Secret of the channel.
-        num_bytes: Expected size of the buffer.
+        num_bytes: Expected buffer size.
 
     Raises:
         WeightError: If the message has another nonce, other fields, or values out of their range.

@@ -53,7 +53,7 @@ class PackedDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaManifest:
-    """The delta of all buckets."""
+    """The delta for all buckets."""
 
     version: int
     """Version after the delta is applied."""
@@ -92,7 +92,7 @@ class DeltaBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDelta:
-    """The delta of one tensor.
+    """One tensor's delta.
 
     Example:
         >>> last_sent, current = torch.zeros(8, 16), torch.zeros(8, 16)
@@ -232,7 +232,7 @@ def check_delta_buckets(buckets: Sequence[DeltaBucket]) -> None:
 def apply_delta(
     tensors: Sequence[Tensor], data: Tensor, entries: Sequence[TensorEntry], counts: Sequence[int]
 ) -> None:
-    """Write a delta into the tensors of a bucket. Idempotent.
+    """Write a delta into a bucket's tensors. Idempotent.
 
     Args:
         tensors: Contiguous CPU tensors.
@@ -296,7 +296,7 @@ def write_delta_file(
 
     Args:
         weights: The new weights of the bucket, for the checksum.
-        delta: Changed elements of each weight.
+        delta: Changed elements in each weight.
         entries: Layout of the bucket.
         path: File to write.
         with_digest: Compute checksums.

@@ -1,4 +1,4 @@
-"""Compare a checkpoint with its manifest, in the driver or on all nodes of a cluster."""
+"""Compare a checkpoint with its manifest, in the driver or on all nodes in a cluster."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from temper_engine_api.errors import CheckpointError
 from temper_trainer.config.run import RuntimeConfig
 
 CLUSTER_BYTES = 8 << 30
-"""Smaller checkpoints are read by threads of the driver: starting processes would take longer."""
+"""Smaller checkpoints are read by threads in the driver: starting processes would take longer."""
 
 
 def make_checkpoint_verifier(

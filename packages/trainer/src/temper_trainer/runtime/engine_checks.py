@@ -28,7 +28,7 @@ def iterate_engines(config: TrainerConfig) -> Iterator[tuple[str, EngineConfig]]
 def find_engine_problems(
     engines: Mapping[str, EngineConfig], *, model_engine: str
 ) -> Iterator[str]:
-    """Yield why engines could not be built, in the words of the engine.
+    """Yield why engines could not be built, in the engine's words.
 
     Settings, model and optimizer are checked with the engine's own code, without weights or process
     groups. Imports torch; changes no random state.

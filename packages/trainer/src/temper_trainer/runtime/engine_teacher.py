@@ -28,7 +28,7 @@ class RankScores:
     """Scores from one teacher rank, in sample order, without dummy samples."""
 
     sample_ids: Tensor
-    """[B] int64, indices of the requests."""
+    """[B] int64 request indices."""
     lengths: Tensor
     """[B] int64 number of tokens per sample."""
     logprobs: Tensor
@@ -98,12 +98,12 @@ class EngineTeacher:
                 f"s: raise it, or teachers.{self._name}.num_replicas."
             ) from error
         finally:
-            # Do not wait: a replica that hangs would also block the report of its timeout.
+            # Do not wait: a replica that hangs would also block its timeout report.
             pool.shutdown(wait=False, cancel_futures=True)
         return [results[request.request_id] for request in requests]
 
     def close(self) -> None:
-        """Free every replica, unless they are roles of the run."""
+        """Free every replica, unless they are roles in the run."""
         for group in self._replicas if self._owns_replicas else ():
             group.close()
 

@@ -54,7 +54,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """All bundles of a run."""
+    """All bundles in a run."""
 
     bundles: tuple[Bundle, ...]
     """Ordered by pool and rank."""
@@ -66,7 +66,7 @@ class Placement:
         return self.list_bundles(role)[rank]
 
     def list_bundles(self, role: str) -> list[int]:
-        """Return the indices of the bundles of all workers of a role."""
+        """Return the bundle indices for all workers in a role."""
         return [i for i, bundle in enumerate(self.bundles) if role in bundle.roles]
 
     def group_bundles(self, role: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -74,7 +74,7 @@ class Placement:
 
         Args:
             role: A role whose workers may have several bundles.
-            hosts: The host of each bundle of the placement.
+            hosts: Each bundle's host.
 
         Raises:
             ConfigError: If the bundles on a host are no multiple of those of a worker.
@@ -164,7 +164,7 @@ def plan_placement(
     Args:
         roles: Resources by role name.
         runtime: Resources of one worker.
-        cpus: CPU cores of the cluster.
+        cpus: CPU cores in the cluster.
         gpus: GPUs of the cluster.
 
     Raises:

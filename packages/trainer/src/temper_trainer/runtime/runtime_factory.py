@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Runtime(Protocol):
-    """Creates the worker groups and the sampler of a run."""
+    """Creates a run's worker groups and sampler."""
 
     def open_group(
         self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
@@ -55,7 +55,7 @@ class InlineRuntime:
     def open_group(
         self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
     ) -> WorkerGroup:
-        """Create a role of one rank."""
+        """Create a role with one rank."""
         assert num_workers == 1
         return InlineWorkerGroup(
             role,

@@ -40,7 +40,7 @@ def build_self_teacher(
 def update_average(average: WorkerGroup, *, actor: WorkerGroup, decay: float) -> None:
     """Move the average toward the actor: average = decay * average + (1 - decay) * actor.
 
-    With decay 0 it becomes a copy of the actor.
+    With decay 0 it becomes a copy of the actor's weights.
     """
     weights = next(each for each in actor.run_on_all(collect_weights) if each is not None)
     average.run_on_all(average_weights, weights, decay)
@@ -52,7 +52,7 @@ def collect_weights(worker: TrainingWorker) -> list[NamedWeight] | None:
     with worker.export_weights() as stream:
         for each in stream:
             if worker.is_first:
-                # Copied, because an exported tensor may share the memory of a parameter.
+                # Copied, because an exported tensor may share a parameter's memory.
                 tensor = each.tensor.detach().to("cpu", copy=True)
                 weights.append(NamedWeight(name=each.name, tensor=tensor))
     return weights if worker.is_first else None

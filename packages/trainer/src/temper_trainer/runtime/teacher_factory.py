@@ -1,4 +1,4 @@
-"""Create the teachers of a run."""
+"""Create a run's teachers."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -115,7 +115,7 @@ def _build_engine_teacher(
 def _load_token_map(
     name: str, teacher: TeacherConfig, *, may_map: bool, tokenizer: PreTrainedTokenizerBase
 ) -> TokenMap | None:
-    """Return the token map of a teacher; None if it has the policy's tokenizer."""
+    """Return a teacher's token map; None if it has the policy's tokenizer."""
     path = teacher.engine.model.path
     if path is None:  # a model from scratch uses the policy's tokenizer
         return None

@@ -51,7 +51,7 @@ class ServerPlan:
 
 
 def plan_rollout_servers(config: TrainerConfig, *, spec: ServerSpec) -> list[ServerPlan]:
-    """Plan the servers of the sampler."""
+    """Plan the sampler's servers."""
     return [
         _make_plan(config, spec, name=f"rollout replica {i}", log=f"rollout/replica-{i}.log")
         for i in range(config.rollout.num_replicas)
@@ -59,7 +59,7 @@ def plan_rollout_servers(config: TrainerConfig, *, spec: ServerSpec) -> list[Ser
 
 
 def plan_teacher_servers(name: str, config: TrainerConfig) -> list[ServerPlan]:
-    """Plan the servers of a teacher."""
+    """Plan a teacher's servers."""
     teacher = config.teachers[name]
     spec = build_teacher_server_spec(name, teacher, config=config)
     return [

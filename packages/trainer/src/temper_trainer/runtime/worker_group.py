@@ -43,7 +43,7 @@ class UpdateResult:
     report: UpdateReport
     """Gradient norm and outcome, the same on every rank."""
     lr: float
-    """Learning rate of this update."""
+    """Learning rate for this update."""
     elapsed_s: float
     """Wall time of forward, backward and optimizer step."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class TrainingWorker:
         return {}
 
     def write_part(self, directory: str) -> PartReport:
-        """Write this rank's files of a checkpoint."""
+        """Write this rank's checkpoint files."""
         return self._engine.write_part(directory)
 
     def require(self, capability: Capability) -> None:
@@ -180,7 +180,7 @@ class TrainingWorker:
 def make_worker(
     *, engine_name: str, config: EngineConfig, num_threads: int | None, is_deprecated: bool
 ) -> TrainingWorker:
-    """Create the worker of one rank.
+    """Create one rank's worker.
 
     Args:
         engine_name: A value of `model_engine`.
@@ -221,7 +221,7 @@ class FullStoreError(WorkerError):
 
 
 class WorkerGroup(ABC):
-    """All ranks of one role. Implementations differ only in how `run` reaches them."""
+    """All ranks in one role. Implementations differ only in how `run` reaches them."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -292,7 +292,7 @@ class WorkerGroup(ABC):
         Args:
             parts: One part of the mini-batch per data-parallel rank.
             outputs: Outputs of the head to return.
-            sample_ids: [B] order of the result.
+            sample_ids: [B] result order.
             without_adapter: Disable the role's LoRA adapter.
         """
         results = self.run(
@@ -364,7 +364,7 @@ class WorkerGroup(ABC):
         return self.run_on_all(TrainingWorker.finish_part)
 
     def read_part(self, directory: str) -> None:
-        """Restore the role from its part of a checkpoint."""
+        """Restore the role from its part in a checkpoint."""
         self.run_on_all(TrainingWorker.read_part, directory)
 
     def _assign_to_ranks(self, parts: Sequence[tuple[object, ...]]) -> list[tuple[object, ...]]:

@@ -35,7 +35,7 @@ MAX_PICKLED_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherSpec:
-    """Routes and weights of all teachers."""
+    """Routes and weights for all teachers."""
 
     routes: tuple[tuple[str, str], ...]
     """(routing key value, teacher name)."""
@@ -46,7 +46,7 @@ class TeacherSpec:
     timeout_s: float
 
     def find_teacher(self, route: str) -> str | None:
-        """Return the teacher of a route. If there is only one teacher, it has every route."""
+        """Return a route's teacher. If there is only one teacher, it has every route."""
         return dict(self.routes).get(route, self.routes[0][1] if len(self.routes) == 1 else None)
 
     def get_weight(self, teacher: str) -> float:
@@ -67,7 +67,7 @@ def build_self_teacher_spec(config: DistillationConfig) -> TeacherSpec:
 def build_teacher_spec(
     teachers: Mapping[str, TeacherConfig], config: DistillationConfig
 ) -> TeacherSpec:
-    """Build the spec of a configuration.
+    """Build the spec for a configuration.
 
     Raises:
         ConfigError: If two teachers have the same route.
@@ -100,7 +100,7 @@ class TeacherClient:
     def fetch_columns(
         self, samples: SequenceBatch, *, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Score all trained tokens of a step; return columns and metrics.
+        """Score all trained tokens in a step; return columns and metrics.
 
         Args:
             samples: B samples.

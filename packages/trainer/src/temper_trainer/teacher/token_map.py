@@ -19,7 +19,7 @@ class TokenMap:
     """[teacher's vocabulary] int64 policy id, or -1 if the policy does not have the token."""
 
     def to_teacher(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the teacher's ids; None if the teacher does not have one of the tokens."""
+        """Return the teacher's ids; None if the teacher lacks a token."""
         ids = [self.policy_to_teacher.get(token) for token in tokens]
         return None if None in ids else tuple(token for token in ids if token is not None)
 

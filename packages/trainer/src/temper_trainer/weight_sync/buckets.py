@@ -31,9 +31,9 @@ class WeightBucket:
     """Position in the set, from 0."""
     is_last: bool
     entries: tuple[WeightEntry, ...]
-    """Name, shape and dtype of each tensor."""
+    """Each tensor's name, shape and dtype."""
     tensors: tuple[Tensor, ...]
-    """Contiguous CPU tensors that the bucket owns: never views of a parameter."""
+    """Contiguous CPU tensors that the bucket owns: never views into a parameter."""
     sha256: str
     """Checksum of the tensors' bytes."""
 

@@ -89,7 +89,7 @@ class CollectiveTransport:
             actor: Its model is built.
             sampler: Its servers are running.
             backend: How bytes travel.
-            workers_per_replica: Worker processes of one server.
+            workers_per_replica: One server's worker processes.
             bucket_bytes: Largest bucket; a larger tensor travels in its own bucket.
             with_digest: Compare checksums.
             can_resend: True if the actor may be called at any time while servers sample.
@@ -144,7 +144,7 @@ class CollectiveTransport:
                 self._num_changes = -1  # a channel is of no use after an error
 
     def _send_once(self, version: int) -> SentWeights:
-        """Send to the members of the channels; the result names a problem if one was lost."""
+        """Send to channel members; the result names a problem if one was lost."""
         # None until all servers have loaded the weights: after a failed publish it is unknown which
         # weights they have, and no delta would fit.
         base_version, self._cached_version = self._find_base_version(), None
@@ -324,7 +324,7 @@ def assign_senders(
         [[2, 3], [0, 1]]
 
     Raises:
-        ReplicaError: If a worker is on a GPU without a rank of the actor.
+        ReplicaError: If a worker is on a GPU without an actor rank.
     """
     # Reversed, so that the first of several ranks on a GPU stays in the dictionary.
     ranks = {sender: rank for rank, sender in reversed(list(enumerate(senders)))}
@@ -338,13 +338,13 @@ def assign_senders(
 
 
 def _merge_sent(sent: Sequence[SentWeights]) -> SentWeights:
-    """Return the result of the ranks that send the same weights, and the first problem."""
+    """Return the result from the ranks that send the same weights, and the first problem."""
     # Ranks without a channel have sent nothing.
     most = max(sent, key=lambda each: each.num_bytes)
     return replace(most, problem=next((each.problem for each in sent if each.problem), ""))
 
 
-# The functions below run on every rank of the actor.
+# The functions below run on every actor rank.
 
 
 def locate_sender(worker: WeightExporter, may_use_gpu: bool) -> DeviceLocation:

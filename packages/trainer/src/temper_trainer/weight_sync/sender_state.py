@@ -91,7 +91,7 @@ def take_cached_weights(worker: WeightSender, key: str, *, version: int) -> Cach
 
 
 def drop_cached_weights(worker: WeightSender, key: str) -> None:
-    """Free the cached weights of a transport; runs on every actor rank."""
+    """Free a transport's cached weights; runs on every actor rank."""
     get_sender_state(worker).cached.pop(key, None)
 
 

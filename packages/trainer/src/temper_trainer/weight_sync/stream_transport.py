@@ -112,7 +112,7 @@ class InProcessTransport:
 
 
 def load_into_sampler(worker: WeightExporter, sampler: StreamReceiver, version: int) -> int:
-    """Load the worker's weights into a sampler of its process; return their size in bytes."""
+    """Load the worker's weights into a sampler in its process; return their size in bytes."""
     num_bytes = 0
 
     def count_bytes(stream: Iterable[NamedWeight]) -> Iterator[NamedWeight]:

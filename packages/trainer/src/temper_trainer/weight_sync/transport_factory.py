@@ -107,7 +107,7 @@ def choose_transport(
     host, and a restarted server finds the last weights there.
 
     Args:
-        senders: Location of each rank of the actor.
+        senders: Each actor rank's location.
         receivers: Location of every worker of every server.
 
     Raises:

@@ -30,7 +30,7 @@ def describe_token_errors(
         expected: The same shape.
         max_error: Largest absolute difference of a correct entry.
         batch: The batch that was computed.
-        num_ranks: Number of data-parallel ranks between which its sequences were divided.
+        num_ranks: Number of data-parallel ranks that its sequences were divided between.
 
     Example:
         >>> from temper_engine_api.batch import from_sequences
@@ -80,7 +80,7 @@ def describe_sequence_errors(
         expected: The same shape.
         max_error: Largest absolute difference of a correct entry.
         batch: The batch that was computed.
-        num_ranks: Number of data-parallel ranks between which its sequences were divided.
+        num_ranks: Number of data-parallel ranks that its sequences were divided between.
     """
     errors = (actual - expected).abs().nan_to_num(nan=math.inf)
     wrong = (errors > max_error).nonzero()[:, 0].tolist()

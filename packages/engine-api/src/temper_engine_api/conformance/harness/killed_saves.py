@@ -70,7 +70,7 @@ class Trial:
     saved_digest: str
     """Digest of the training state when that step was saved."""
     exit_codes: list[int]
-    """Exit codes of the ranks that loaded."""
+    """Exit codes from the ranks that loaded."""
 
 
 def run_trials(
@@ -90,8 +90,8 @@ def run_trials(
         seeds: Random seeds for when to kill.
         how: Whether the ranks save in the foreground or in the background.
         folder: Empty folder for checkpoints.
-        save_fields: Config fields of the ranks that save, such as their layout.
-        load_fields: Config fields of the ranks that load.
+        save_fields: Config fields for the ranks that save, such as their layout.
+        load_fields: Config fields for the ranks that load.
         timeout_s: Limit for all trials.
     """
     options = {"engine": engine, "save_fields": save_fields or {}, "load_fields": load_fields or {}}
@@ -125,7 +125,7 @@ class _Job:
     """Config fields of the engine beyond model, optimizer and precision."""
     rank: int
     rendezvous: str
-    """File used for the rendezvous of the ranks."""
+    """File that the ranks use for their rendezvous."""
     folder: Path
     """Folder of the step directories and their digests."""
     in_background: bool

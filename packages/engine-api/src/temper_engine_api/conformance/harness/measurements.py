@@ -113,7 +113,7 @@ def rank_slice(
         batch,
         plan=plan,
         rank=engine.topology.dp.rank,
-        # Of the full mini-batch, because gradients are summed over ranks and not averaged.
+        # Use the full mini-batch, because gradients are summed across ranks and not averaged.
         denominators=count_denominators(batch),
     )
 
@@ -184,7 +184,7 @@ def _on_host(entry: TrainingState) -> TrainingState:
 
 
 def merge_update_metrics(updates: Collection[Update]) -> dict[str, float]:
-    """Merge the metrics of all ranks, as a trainer logs them."""
+    """Merge the metrics from all ranks, as a trainer logs them."""
     parts = [update.metrics for update in updates if update.returns_outputs]
     return {name: metric.result for name, metric in merge_metrics(parts).items()}
 

@@ -28,7 +28,7 @@ from temper_engine_api.layout import Layout
 from temper_engine_api.specs import Compute
 
 JOB_TIMEOUT_S = 120.0
-"""Time limit of a job on every rank; the first job also waits for the imports of the engine."""
+"""Time limit of a job on every rank; the first job also waits for the engine's imports."""
 GRACE_PERIOD_S = 5.0
 """Time that the other ranks get to finish after one has raised."""
 
@@ -75,7 +75,7 @@ class RankPool:
             job: Function that can be imported by module and name.
             engine: Entry point name or ``module:Class``.
             layout: Needs at most as many ranks as there are processes.
-            arguments: Keyword arguments of the job; they are pickled.
+            arguments: Keyword arguments for the job; they are pickled.
 
         Returns:
             Return values from all ranks, in rank order.

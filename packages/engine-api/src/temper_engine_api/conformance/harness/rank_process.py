@@ -40,7 +40,7 @@ class JobRequest:
     job: str
     """Function to run, as `module:function`."""
     arguments: Mapping[str, object]
-    """Keyword arguments of the job."""
+    """Keyword arguments for the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class JobReply:
     """Result of one request."""
 
     value: object = None
-    """Return value of the job."""
+    """The job's return value."""
     error: str | None = None
     """The traceback if the job raised."""
 

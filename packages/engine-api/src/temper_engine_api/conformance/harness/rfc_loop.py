@@ -36,7 +36,7 @@ class LoopResult:
     dp: Axis
     """Data-parallel axis, with this rank's index on it."""
     losses: list[float]
-    """Losses in the order of the mini-batches."""
+    """Losses, in mini-batch order."""
     grad_norms: list[float]
     next_lrs: list[float]
     """Values that `lr_scheduler_step` returned."""
@@ -76,7 +76,7 @@ def mean_cost(
 
 @dataclass(frozen=True, slots=True)
 class MeanOfRankMeans:
-    """Loss function for one rank that has all rows: the average of `mean_cost` over ranks."""
+    """Loss function for one rank that has all rows: `mean_cost` averaged across ranks."""
 
     num_ranks: int
     """Rank r has the rows r, r + num_ranks, ..."""

@@ -26,7 +26,7 @@ class Tolerance:
 
     relative: float
     reason: str
-    """Reason for a difference of this size."""
+    """Reason why a difference may be this large."""
     relative_bf16: float | None = None
     """Value for bf16 compute; None is the same value."""
 

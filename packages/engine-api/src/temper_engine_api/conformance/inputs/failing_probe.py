@@ -24,8 +24,8 @@ Kind = Literal[
 ]
 """Kind of the failure: an InjectedError or a KeyboardInterrupt in the loss, or running out of
 memory in the backward pass, at its start or halfway through the layers. In `waits_in_collective`
-the ranks that do not raise wait for the others in a collective of the loss. In `lost_network` all
-ranks wait there, and the connections of those that fail are closed from outside."""
+the ranks that do not raise wait for the others in a collective inside the loss. In `lost_network`
+all ranks wait there, and the connections of those that fail are closed from outside."""
 
 NOTICE_S = 0.1
 """Time for gloo's thread to notice that its connections are closed."""

@@ -395,7 +395,7 @@ class SftProbe(LogprobProbe):
 @register_objective("probe_micro_batches")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRecorder(LogprobProbe):
-    """Return a metric named after the samples of each micro-batch; the loss is SftProbe's."""
+    """Return a metric named after each micro-batch's samples; the loss is SftProbe's."""
 
     @override
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:

@@ -62,7 +62,7 @@ class TinyModel:
 
 QWEN2_TIED = TinyModel(
     name="qwen2-tied",
-    # In transformers the padding token's embedding gets no gradient as an input of the model. Its
+    # In transformers the padding token's embedding gets no gradient as a model input. Its
     # tied row of the output projection does get one. Batches contain this token, so an engine
     # that treats it otherwise is detected.
     architecture={"model_type": "qwen2", "tie_word_embeddings": True, "pad_token_id": PADDING},
@@ -154,7 +154,7 @@ LANGUAGE_MODELS = (QWEN2_TIED, QWEN2_UNTIED, QWEN2_GROUPED, LLAMA, QWEN3)
 
 
 def has_experts(model: TinyModel) -> bool:
-    """Return True if the model has MoE layers of its own."""
+    """Return True if the model has its own MoE layers."""
     return "num_experts_per_tok" in model.architecture
 
 

@@ -1,6 +1,6 @@
 """Expected values of the tests: models, batches and cached results of the oracle.
 
-The oracle runs in the process of the tests.
+The oracle runs in the test process.
 """
 
 from dataclasses import dataclass, field, replace
@@ -57,7 +57,7 @@ class OracleCache:
     _updates: dict[tuple[EngineSetup, str, int], tuple[Update, SequenceBatch]] = field(
         default_factory=dict
     )
-    """Values keep the batch alive, because its id is part of the key."""
+    """Values keep the batch alive, because the key contains its id."""
 
     def make_setup(self, model: TinyModel, **fields: Any) -> EngineSetup:
         """Return the setup for a tiny model; `fields` are passed to EngineSetup."""

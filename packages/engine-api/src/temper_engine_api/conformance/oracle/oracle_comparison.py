@@ -61,7 +61,7 @@ def check_update(
     split: Split = ONE_MICRO_BATCH,
     tolerance: Tolerance = GRADIENT,
 ) -> list[Update]:
-    """Compare gradients and merged loss with the oracle's; return the update of each rank."""
+    """Compare gradients and merged loss with the oracle's; return each rank's update."""
     expected = oracle.get_update(setup, objective, batch)
     updates = engine_under_test.run(
         measure_update, setup=setup, objective=objective, batch=batch, split=split

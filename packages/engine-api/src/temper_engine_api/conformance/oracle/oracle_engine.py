@@ -401,7 +401,7 @@ class OracleEngine(BaseEngine):
 
 
 def load_model(config: EngineConfig) -> PreTrainedModel:
-    """Load the transformers model in float32 with eager attention and the head of its type.
+    """Load the transformers model in float32 with eager attention and the head for its type.
 
     Raises:
         ConfigError: `trust_remote_code` is True.

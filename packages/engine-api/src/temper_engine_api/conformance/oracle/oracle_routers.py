@@ -55,7 +55,7 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def record_routers(model: nn.Module) -> Iterator[list[list[RouterPass]]]:
-    """Record the passes of all routers.
+    """Record passes through all routers.
 
     Yields:
         A list for each router; entry b is from the model's b-th call.

@@ -307,7 +307,7 @@ class TrainedAdapter:
 
 
 def compute_logprobs(engine: BaseEngine, batch: SequenceBatch) -> Tensor:
-    """Return log-probs [T] in the order of the batch."""
+    """Return log-probs [T] in batch order."""
     with engine.eval_mode():
         result = engine.forward_backward_batch(
             rank_slice(engine, batch, split=ONE_MICRO_BATCH),

@@ -221,7 +221,7 @@ def test_rank_outputs_are_in_input_order(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
-    """Sample ids of one rank."""
+    """One rank's sample ids."""
 
     expected: list[int]
     """Ids in the rank's local batch, without dummies."""

@@ -52,7 +52,7 @@ def read_rejection(rank: Rank, *, setup: EngineSetup) -> str:
 def is_rejected(
     engine_under_test: EngineUnderTest, setup: EngineSetup, *, names: tuple[str, ...]
 ) -> bool:
-    """Return whether all ranks reject the model; the message must contain one of the names.
+    """Return whether all ranks reject the model; the message must contain a name.
 
     Upper and lower case are the same, because some engines name the model's class.
     """
@@ -78,7 +78,7 @@ def check_setting(
         return
     batch = oracle.get_batch_of(LENGTHS, prompt_length=2)
     expected = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
-    # Both models have the same weights, so this is the effect of the setting.
+    # Both models have the same weights, so the difference comes from the setting.
     default = oracle.get_outputs(oracle.make_setup(QWEN2_GROUPED), batch, HeadOutput.LOGPROB)
     assert float((expected - default).abs().max()) > 0.1
     outputs = engine_under_test.run(

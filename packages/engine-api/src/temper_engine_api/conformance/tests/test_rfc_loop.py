@@ -50,7 +50,7 @@ def test_rfc_loop_with_a_callable(engine_under_test: EngineUnderTest, oracle: Or
         rfc_loop,
         setup=setup,
         batches=batches,
-        # The oracle has one rank, so its loss needs the number of ranks that share the rows.
+        # The oracle has one rank, so its loss needs to know how many ranks share the rows.
         loss_fn=MeanOfRankMeans(results[0].dp.size),
         preprocess_fn=preprocess_fn,
         postprocess_fn=postprocess_fn,
@@ -128,7 +128,7 @@ def test_rfc_predictions_are_detached(
 def test_rfc_calls_accumulate_gradients(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Two equal calls before a step give twice the gradient of one call."""
+    """Two equal calls before a step give twice one call's gradient."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     once, twice = (
         engine_under_test.run(

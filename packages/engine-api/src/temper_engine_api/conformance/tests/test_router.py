@@ -47,7 +47,7 @@ def test_router_loss_matches_transformers(
 ) -> None:
     """Compare a router loss's gradient with transformers, one sequence at a time.
 
-    It must not depend on how sequences of odd lengths are packed, split and divided over ranks.
+    It must not depend on how odd-length sequences are packed, split and divided across ranks.
     """
     setup, batch = make_setup(oracle, **{coefficient: 0.1}), oracle.get_batch()
     expected = oracle.get_update(setup, ZeroProbe(), batch)

@@ -132,7 +132,7 @@ class GroupStatistics:
     size: Tensor
     """[B] float64: number of samples in the sample's group."""
     mean: Tensor
-    """[B] float64: mean reward of the group."""
+    """[B] float64: the group's mean reward."""
     std: Tensor
     """[B] float64: unbiased standard deviation of the group's rewards; 0 in a group of one."""
     is_zero_std: Tensor

@@ -50,7 +50,7 @@ def estimate_advantages(
             ``config.kl_reward_coef``.
         baselines: [B] rewards of the greedy completions; required for remax.
         components: [B, K] rewards whose weighted sum is ``rewards``; required for gdpo.
-        component_weights: K weights of the components; required for gdpo.
+        component_weights: K component weights; required for gdpo.
 
     Raises:
         BatchError: If an input is missing, not finite, or has the wrong shape.

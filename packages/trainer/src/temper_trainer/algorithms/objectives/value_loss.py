@@ -1,4 +1,4 @@
-"""The value model's loss, and the explained variance of its predictions."""
+"""The value model's loss, and how much variance its predictions explain."""
 
 import math
 from collections.abc import Mapping

@@ -30,7 +30,7 @@ IS_SELECTED = "is_selected"
 def compute_covariances(batch: SequenceBatch) -> Tensor:
     """Return [T] float64 (log p_old - mean) * (A - mean); 0 at untrained tokens.
 
-    The means are over the trained tokens of the mini-batch.
+    The means are over the trained tokens in the mini-batch.
 
     Source: Cui et al. 2025, arXiv:2505.22617, equation 8, with the old log-probs in place of the
     current ones, so that the selection is fixed before the update.

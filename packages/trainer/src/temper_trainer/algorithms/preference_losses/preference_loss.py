@@ -77,7 +77,7 @@ class PreferenceLoss(Variant):
 
     @abstractmethod
     def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
-        """Return the losses [B], whose sum over a group is the loss of the group."""
+        """Return the losses [B], which add up to the group's loss."""
 
 
 class PairLoss(PreferenceLoss):
@@ -113,7 +113,7 @@ class PairLoss(PreferenceLoss):
 
 
 def compute_pair_difference(column: Tensor, batch: SequenceBatch) -> Tensor:
-    """Return [B] the chosen sequence's entry minus the rejected one's, on both sequences of a pair.
+    """Return [B] the chosen sequence's entry minus the rejected one's, on both sequences in a pair.
 
     Gradients flow through the difference.
     """

@@ -40,7 +40,7 @@ class SimPo(PairLoss):
         return self.sft_coef
 
     def score(self, logprobs: CompletionLogprobs) -> Tensor:
-        """Return [B] the mean log-prob of the completion."""
+        """Return [B] the completion's mean log-prob."""
         return logprobs.policy_mean
 
     def pair_loss(self, difference: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Orpo(PairLoss):
         return 1.0
 
     def score(self, logprobs: CompletionLogprobs) -> Tensor:
-        """Return [B] the log-odds of the completion."""
+        """Return [B] the completion's log-odds."""
         # Below 0 by a float32 epsilon: P = 1, which dummy sequences also have, has infinite odds.
         mean = logprobs.policy_mean.clamp(max=-torch.finfo(torch.float32).eps)
         # log(1 - P), exact for P near 1.

@@ -35,7 +35,7 @@ NO_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRows:
-    """The first rows of a source."""
+    """A source's first rows."""
 
     rows: tuple[Row, ...]
     """The rows; of pairs the preferred ones."""
@@ -198,7 +198,7 @@ def _tokenizer_problems(name: str, rows: Sequence[Row], *, config: TrainerConfig
     """Yield what the run would refuse about a tokenizer that it trains on these and later rows.
 
     Both bounds hold for the tokenizer of all rows, too: more texts only add entries, and no token
-    is longer than a piece of the text.
+    is longer than a text piece.
     """
     data = config.data
     if not trains_new_tokenizer(data.tokenizer, run=config.run):

@@ -41,7 +41,7 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
                 f"teachers.{name}.engine.model.path is {path}, which has no tokenizer files, so "
                 "its tokens cannot be compared with the policy's: copy the tokenizer's files there."
             )
-    # After a warm start, the model that it saved is the base model of the adapter.
+    # After a warm start, the model that it saved is the adapter's base model.
     has_base = config.actor.engine.model.path is not None or config.warm_start is not None
     if config.weight_sync.content == "adapter" and not has_base:
         yield (
@@ -68,7 +68,7 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Return True if a folder has the files of a tokenizer."""
+    """Return True if a folder has a tokenizer's files."""
     if any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
         return True
     config = read_json_fields(folder / "tokenizer_config.json")
@@ -79,7 +79,7 @@ def has_chat_template(data: DataConfig, *, model_path: str | None) -> bool:
     """Return True if the run has a chat template, or if that cannot be known here.
 
     Args:
-        data: Template and tokenizer of the run.
+        data: The run's template and tokenizer.
         model_path: Folder of the actor's model, whose tokenizer is used by default.
     """
     if data.chat_template is not None:

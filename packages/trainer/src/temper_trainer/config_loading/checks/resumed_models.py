@@ -1,6 +1,6 @@
 """Compare a configuration's models with the checkpoint to resume from, without torch.
 
-The engines save the model's config.json with its state, and the config of its adapter.
+The engines save the model's config.json with its state, and its adapter's config.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ Without vocab_size, which a run fits to its tokenizer.
 
 
 def find_resumed_model_problems(config: TrainerConfig, checkpoint: Path) -> Iterator[str]:
-    """Yield why trained models could not load the state of a checkpoint.
+    """Yield why trained models could not load a checkpoint's state.
 
     A setting that is left to the default of the model's class is not compared.
     """

@@ -61,14 +61,14 @@ class EvalSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComponents:
-    """The started components of a run."""
+    """A run's started components."""
 
     config: TrainerConfig
     log: RunLog
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of all roles."""
     prompts: PromptFeed
-    """Training prompts in the order of the run."""
+    """Training prompts in the run's order."""
     eval_sets: Mapping[str, EvalSet]
     """Held-out prompts by name; data.eval has the empty name. May be empty."""
     sampler: Sampler
@@ -106,7 +106,7 @@ def build_components(
         tokenizer: Tokenizer of all roles.
         prompts: Training prompts; at least one.
         eval_sets: Held-out prompts; see `RunComponents`.
-        state: Where the run continues: position in the data and version of the weights.
+        state: Where the run continues: data position and weight version.
         runtime: Starts the processes.
     """
     with ExitStack() as stack:
@@ -134,7 +134,7 @@ def build_components(
                 config,
                 actor=roles["actor"],
                 sampler=sampler,
-                # The first publish, before the first step, restores the version of the state.
+                # The first publish, before the first step, restores the state's version.
                 version=state.weight_version - 1,
             )
         )

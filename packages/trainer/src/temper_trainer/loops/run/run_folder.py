@@ -39,7 +39,7 @@ TRAINED_CONFIG = ".trained_config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths in the folder of one run.
+    """Paths in a run folder.
 
     Existing files are renamed, never overwritten or deleted: users may have put their own there.
     """

@@ -1,8 +1,8 @@
-"""Choose the tokenizer of a run: the saved one if weights were trained with it, or a new one.
+"""Choose a run's tokenizer: the saved one if weights were trained with it, or a new one.
 
-Weights fit the ids of one tokenizer. Another one, such as one that is trained on changed data, may
+Weights fit one tokenizer's ids. Another one, such as one that is trained on changed data, may
 have as many entries in another order, so that no shape check notices it. Each checkpoint therefore
-records the digest of its tokenizer.
+records its tokenizer's digest.
 """
 
 import logging
@@ -102,7 +102,7 @@ def preview_tokenizer(
 
     Returns:
         The tokenizer, and whether it is a saved one. A new one is the run's own if it is
-        pretrained, or if ``rows`` are all rows of the run.
+        pretrained, or if ``rows`` are all rows in the run.
     """
     texts, build = _prepare(config, rows)
     has_warm_start = config.warm_start is not None

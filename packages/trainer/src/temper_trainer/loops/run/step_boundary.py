@@ -14,7 +14,7 @@ from temper_trainer.run_lock import RunLock
 
 @dataclass(slots=True, kw_only=True)
 class StepBoundary:
-    """Bookkeeping between two steps; one object for all phases of a run.
+    """Bookkeeping between two steps; one object for all phases in a run.
 
     The driver decides when to save, so that all ranks save the same step.
     """

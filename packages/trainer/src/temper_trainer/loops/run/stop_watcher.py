@@ -146,7 +146,7 @@ def _open_trigger(process: int, code: int) -> _ExitTrigger:
 def main(arguments: Sequence[str]) -> None:
     """Wait until the parent process gets a stop signal; end it after `grace_s` if it still runs."""
     for number in (*SIGNALS, signal.SIGHUP):
-        # Launchers send the stop signal to all processes of a job; this one must outlive it.
+        # Launchers send the stop signal to all processes in a job; this one must outlive it.
         signal.signal(number, signal.SIG_IGN)
     process, descriptor, grace_s, message, run_dir, *triggers = arguments
     parent = _Parent(int(process))

@@ -434,7 +434,7 @@ class _TaskRun:
         if self.checkpoint is None or self.folder.warm_start.root.exists():
             return False
         roles = self.config.roles
-        # Servers load the warm start's model as the base of an adapter.
+        # Servers load the warm start's model as an adapter's base.
         is_adapted = any(role.engine.lora.is_enabled for role in roles.values())
         if is_adapted or not roles.keys() <= list_restored_parts(self.checkpoint):
             return False

@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """The result of a call."""
+    """A call's result."""
 
     number: int
     """Number of the call."""
@@ -149,7 +149,7 @@ def encode_value(value: object) -> bytes:
 
 
 def decode_arguments(call: Call) -> list[Any]:
-    """Decode the arguments of a call.
+    """Decode a call's arguments.
 
     Raises:
         MessageError: If there is no such method, or it takes other arguments.
@@ -165,7 +165,7 @@ def decode_arguments(call: Call) -> list[Any]:
 
 
 def decode_result(result: CallResult) -> Any:
-    """Decode the result of a call.
+    """Decode a call's result.
 
     Raises:
         MessageError: If the result has another type than the method declares.

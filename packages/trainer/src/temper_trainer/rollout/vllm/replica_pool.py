@@ -39,7 +39,7 @@ class MemberState(StrEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
-    """One server of a pool."""
+    """One server in a pool."""
 
     number: int
     """Position in the pool; never reused for another server."""
@@ -112,7 +112,7 @@ class ReplicaPool:
         return [each for each in self._members if each.state in states]
 
     def assign(self, requests: Sequence[SamplingRequest]) -> list[tuple[Member, list[int]]]:
-        """Assign requests to ready servers; return each server with the indices of its requests."""
+        """Assign requests to ready servers; return each server with its request indices."""
         assigned = self._balancer.assign(requests)
         return [(self._members[i], indices) for i, indices in enumerate(assigned) if indices]
 
@@ -161,7 +161,7 @@ class ReplicaPool:
         self.num_changes += 1
         self._changed.notify_all()
         logger.info("%s has joined the run", replica.name)
-        # Nothing is loaded here, in the thread of the watch: the actor may be training, and with
+        # Nothing is loaded here, in the watch thread: the actor may be training, and with
         # some transports it sends the weights again.
         if not self.ready and self.last_load is None and not self.weights_are_lost:
             self.set_state(member, MemberState.READY)
@@ -192,7 +192,7 @@ class ReplicaPool:
         return self._balancer.load[member.number] == 0
 
     def set_state(self, member: Member, state: MemberState) -> None:
-        """Change the state of a server."""
+        """Change a server's state."""
         member.state = state
         if state == MemberState.READY:
             self._balancer.enable(member.number)
@@ -208,7 +208,7 @@ class ReplicaPool:
             member: The server.
             restarts_before: Its number of restarts when the failed call was sent. Another call may
                 have noticed the death first.
-            cause: The error of the call.
+            cause: The call's error.
 
         Raises:
             ReplicaError: If it cannot be restarted, and no other server has the weights.

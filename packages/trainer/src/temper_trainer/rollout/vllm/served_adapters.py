@@ -47,7 +47,7 @@ def find_adapter_problems(lora: LoraSpec, *, key: str) -> Iterator[str]:
 
     Args:
         lora: Settings of the adapter.
-        key: Dotted key of the settings.
+        key: The settings' dotted key.
     """
     adapter = ServedAdapter.from_spec(lora)
     if adapter is None:

@@ -20,7 +20,7 @@ class EngineMethods(Protocol):
     """Methods that the server forwards to its engine."""
 
     def version(self) -> int:
-        """Return the version of the weights."""
+        """Return the weight version."""
         ...
 
     def device_locations(self) -> list[tuple[str, str | None]]:

@@ -180,7 +180,7 @@ class ServerProcess:
         return cast("Future[list[Completion]]", self.call("sample", list(requests)))
 
     def call(self, method: str, *arguments: object) -> "Future[object]":
-        """Call a method of the server.
+        """Call a server method.
 
         The future fails with ReplicaError as soon as the server dies or stalls.
         """

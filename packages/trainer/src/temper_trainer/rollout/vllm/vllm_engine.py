@@ -215,7 +215,7 @@ class VllmEngine:
         return results
 
     def join_channels(self, channels: Sequence[ChannelSpec]) -> None:
-        """Let every worker join its channel of the trainer; see `EngineMethods`."""
+        """Let every worker join its channel to the trainer; see `EngineMethods`."""
         specs = [channel.to_dict() for channel in channels]
         self._llm.init_weight_transfer_engine({"init_info": {"channels": specs}})
 
@@ -398,7 +398,7 @@ class VllmEngine:
 
 
 def _append_output(state: _OpenRequest, output: RequestOutput) -> FinishReason | None:
-    """Append the output of a step; return the finish reason, or None."""
+    """Append a step's output; return the finish reason, or None."""
     (part,) = output.outputs
     state.tokens += part.token_ids
     if part.token_ids:

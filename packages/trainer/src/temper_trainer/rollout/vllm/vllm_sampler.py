@@ -130,7 +130,7 @@ class VllmSampler:
     async def sample_one(
         self, request: SamplingRequest, *, on_server: Callable[[int], None] | None = None
     ) -> Completion:
-        """Return the completion of one request; it is repeated if its replica dies."""
+        """Return one request's completion; it is repeated if its replica dies."""
         check_requests([request], self._spec)
         while True:
             call = await self._send_without_blocking(request)
@@ -163,7 +163,7 @@ class VllmSampler:
         return (await self._threads.call(self._send, [request]))[0][0]
 
     def _send(self, requests: Sequence[SamplingRequest]) -> list[tuple["_Call", list[int]]]:
-        """Send requests to the servers; return each call with the indices of its requests."""
+        """Send requests to the servers; return each call with its request indices."""
         # Under one lock: the counts must belong to the processes that get the requests, so that a
         # death is not counted for a process that was restarted in between.
         with self._lock:
@@ -349,7 +349,7 @@ class VllmSampler:
             arguments: Arguments for each of `replicas`; None does not call it.
 
         Returns:
-            The result of each replica; None for one that was not called, or has left meanwhile.
+            Each replica's result; None for one that was not called, or has left meanwhile.
         """
         return self._call_members(self._pool.receivers, method, arguments)
 
@@ -424,7 +424,7 @@ class VllmSampler:
         """Sample requests once; return the indices of those whose replica died.
 
         Args:
-            requests: All requests of the call.
+            requests: All requests in the call.
             pending: Indices of those without a completion.
             completions: Completions by index; new ones are added.
         """

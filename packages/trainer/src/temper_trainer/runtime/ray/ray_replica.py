@@ -57,7 +57,7 @@ class ReplicaActor:
         self._server = plan.create_process()
 
     def start(self) -> tuple[int, dict[str, str]]:
-        """Start the server; return its process id and the versions of its software."""
+        """Start the server; return its process id and software versions."""
         self._server.start()
         assert self._server.process_id is not None
         return self._server.process_id, dict(self._server.versions)

@@ -85,7 +85,7 @@ class RayRuntime:
         num_threads: int | None,
         weight_path: Sequence[str],
     ) -> None:
-        """Connect to Ray and reserve the resources of all roles.
+        """Connect to Ray and reserve resources for all roles.
 
         Args:
             runtime: Settings of the cluster.
@@ -161,7 +161,7 @@ class RayRuntime:
         return RaySampler(cast("SamplerHandle", actor), timeout_s=self._worker_timeout_s)
 
     def make_teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
-        """Create the servers of a teacher; see Runtime."""
+        """Create a teacher's servers; see Runtime."""
         return [
             self._replica(
                 plan, bundles=(self.placement.find_bundle(format_teacher_role(name, i), 0),)

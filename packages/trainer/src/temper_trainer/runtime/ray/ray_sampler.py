@@ -35,7 +35,7 @@ class StoredBucket:
     index: int
     """Position in the set, from 0."""
     entries: tuple[WeightEntry, ...]
-    """Name, shape and dtype of each tensor."""
+    """Each tensor's name, shape and dtype."""
     arrays: tuple[NDArray[np.uint8], ...]
     """Bytes of each tensor. The sender's are views of a parameter that is contiguous on the CPU."""
     digests: tuple[int, ...] | None
@@ -142,7 +142,7 @@ class SamplerActor:
         self._staged_delta: list[DeltaBucket] = []
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
-        """Call a function of the sampler."""
+        """Call a sampler function."""
         return function(self._sampler, *arguments)
 
     def stage_bucket(self, bucket: StoredBucket) -> None:

@@ -98,7 +98,7 @@ class RoleActor:
         )
 
     def call(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
-        """Call a function of the worker."""
+        """Call a worker function."""
         assert self._worker is not None
         return call_worker(self._worker, function, arguments)
 

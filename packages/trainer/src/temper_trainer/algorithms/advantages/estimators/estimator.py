@@ -56,7 +56,7 @@ class StepRewards:
     components: Tensor | None = None
     """[B, K] rewards whose weighted sum is the reward."""
     component_weights: Sequence[float] = ()
-    """K weights of the components."""
+    """K component weights."""
 
 
 class AdvantageEstimator(Variant):

@@ -123,11 +123,11 @@ def compute_grpo_advantages(rewards: Tensor, *, group_ids: Tensor, scale_by_std:
 
         A_i = (r_i - mean(r)) / (std(r) + 1e-6)
 
-    The mean and the unbiased std are over the completions of one prompt.
+    The mean and the unbiased std are over one prompt's completions.
 
     Args:
         rewards: [B] one scalar per completion.
-        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+        group_ids: [B] equal for all completions of a prompt; any order, any group size.
         scale_by_std: True is GRPO. False is Dr. GRPO, which does not divide and so does not
             overweight prompts with a small spread.
 
@@ -152,7 +152,7 @@ def compute_rloo_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
 
     Args:
         rewards: [B] one scalar per completion.
-        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+        group_ids: [B] equal for all completions of a prompt; any order, any group size.
 
     Returns:
         [B] float64; exactly 0 in a group with equal rewards and in a group of one.
@@ -170,13 +170,13 @@ def compute_opo_advantages(rewards: Tensor, *, lengths: Tensor, group_ids: Tenso
 
         A_i = r_i - sum_j l_j * r_j / sum_j l_j
 
-    The sums are over the completions j of the prompt. The baseline is optimal if the squared norm
+    The sums are over the prompt's completions j. The baseline is optimal if the squared norm
     of a completion's gradient is proportional to its length.
 
     Args:
         rewards: [B] one scalar per completion.
         lengths: [B] number of trained tokens per completion.
-        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+        group_ids: [B] equal for all completions of a prompt; any order, any group size.
 
     Returns:
         [B] float64; exactly 0 in a group with equal rewards.
@@ -201,12 +201,11 @@ def compute_gpg_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
         A_i = B / (B - M) * (r_i - mean(r))
 
     M is the number of completions in groups with equal rewards, which have no gradient. The scale
-    keeps them from diluting the mean over the batch. There is no division by the standard
-    deviation.
+    keeps them from diluting the batch mean. There is no division by the standard deviation.
 
     Args:
         rewards: [B] one scalar per completion.
-        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+        group_ids: [B] equal for all completions of a prompt; any order, any group size.
 
     Returns:
         [B] float64; 0 in a group with equal rewards.

@@ -1,4 +1,4 @@
-"""Estimators whose objective is not the mean reward of a prompt: MaxRL and pass@k.
+"""Estimators whose objective is not a prompt's mean reward: MaxRL and pass@k.
 
 MaxRL maximizes the log of the pass rate, so that rare successes count more. The pass@k estimator
 maximizes the best reward of a group, so that completions need not all be right.
@@ -37,7 +37,7 @@ class GrpoPassk(AdvantageEstimator):
     """The best completion's lead over the second best; 0 for all others (arXiv:2503.19595)."""
 
     scale_by_std: bool = True
-    """Divide by the standard deviation of the group."""
+    """Divide by the group's standard deviation."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_passk_advantages``."""
@@ -56,7 +56,7 @@ def compute_maxrl_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
 
     Args:
         rewards: [B] one scalar per completion, at least 0.
-        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+        group_ids: [B] equal for all completions of a prompt; any order, any group size.
 
     Returns:
         [B] float64; exactly 0 in a group with equal rewards, in a group of one, and where the mean
@@ -82,7 +82,7 @@ def compute_passk_advantages(rewards: Tensor, *, group_ids: Tensor, scale_by_std
 
     Args:
         rewards: [B] one scalar per completion.
-        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+        group_ids: [B] equal for all completions of a prompt; any order, any group size.
         scale_by_std: True to divide by the group's unbiased standard deviation.
 
     Returns:

@@ -130,7 +130,7 @@ def compute_gae(
         A_i = delta_i + gamma * lambda * A_(i+1)
         R_i = A_i + V_i   with lambda = value_lambda
 
-    The index i runs over the trained tokens of a sample; tool results and other untrained tokens
+    The index i runs over a sample's trained tokens; tool results and other untrained tokens
     between them are skipped. V and A are 0 after the last trained token, also if a completion was
     truncated at its token limit.
 

@@ -30,13 +30,13 @@ def select_token_rewards(step: StepRewards, *, turn_rewards: bool) -> Tensor:
     Args:
         step: Rewards of the step.
         turn_rewards: True to have the environment's reward of a turn at the turn's last token;
-            False to have all at the last token of the rollout.
+            False to have all at the rollout's last token.
     """
     earned = step.samples.columns.get(TURN_REWARDS)
     if not turn_rewards or earned is None:
         return step.token_rewards
     # With rewards of 0, compute_turn_rewards returns only the differences: each turn's reward at
-    # its last token, and minus their sum at the last token of the rollout.
+    # its last token, and minus their sum at the rollout's last token.
     return step.token_rewards + compute_turn_rewards(
         torch.zeros_like(step.rewards), turn_rewards=earned, samples=step.samples
     )
@@ -51,7 +51,7 @@ class TurnGrpo(AdvantageEstimator):
     gamma: UnitFloat = 1.0
     """Discount per turn; 0 credits a turn only with its own reward."""
     scale_by_std: bool = True
-    """Divide by the standard deviation of the group."""
+    """Divide by the group's standard deviation."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_turn_advantages``."""
