@@ -9,10 +9,7 @@ old module paths.
 
 
 def install(*, force: bool = False) -> None:
-    """Make old module paths importable in this process, with the deprecated classes.
-
-    See ``old_paths.install``.
-    """
+    """Make old module paths importable, with the deprecated classes; see ``old_paths.install``."""
     from temper_legacy_shim import old_paths
 
     old_paths.install(force=force)

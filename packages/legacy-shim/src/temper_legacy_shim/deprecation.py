@@ -28,10 +28,7 @@ _SENTENCE = re.compile(
 
 
 class LegacyWorkerWarning(FutureWarning):
-    """A deprecated worker is in use.
-
-    For users of programs, so that Python shows it by default whichever module calls.
-    """
+    """A deprecated worker is in use; shown by default, whichever module calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +42,7 @@ class Deprecation:
     removed_in: str
     """Release that no longer has it, at least two minor releases later."""
     instead: str
-    """Import path of the replacement: ``module:name``, importable where the replacement is
-    installed.
-    """
+    """Import path of the replacement, ``module:name``."""
     how: str
     """Instruction for the replacement, without a final dot."""
 

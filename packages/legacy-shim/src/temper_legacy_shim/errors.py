@@ -59,10 +59,7 @@ class VerificationError(ShimError, RuntimeError):
 
 
 class ScriptError(ShimError, ValueError):
-    """A launch script is no bash, or asks for more than a reader that executes nothing can follow.
-
-    The message names the line.
-    """
+    """A script is no bash, or cannot be followed without execution; names the line."""
 
 
 class MissingExtraError(ShimError, ModuleNotFoundError):
@@ -83,10 +80,7 @@ def format_extra_install(extra: str) -> str:
 def explain_missing_extra(
     feature: str, extra: str, error: ModuleNotFoundError
 ) -> ModuleNotFoundError:
-    """Return the error for an import without its extra.
-
-    A sentence that names it, or the error itself if the module is ours.
-    """
+    """Return the error for an import without its extra, or the error if it is ours."""
     module = (error.name or "").partition(".")[0]
     if module in ("", "temper_legacy_shim"):
         return error

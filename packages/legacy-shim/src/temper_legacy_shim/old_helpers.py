@@ -120,10 +120,7 @@ def hf_tokenizer(
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Return positions counted over the tokens of a mask [B, L].
-
-    Padding before them has position 0.
-    """
+    """Return positions over the tokens of a mask [B, L]; padding before them has 0."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 

@@ -1,7 +1,4 @@
-"""The old module paths, for code that cannot be edited.
-
-They exist only after ``install()``, never by accident.
-"""
+"""Old module paths for code that cannot be edited; they exist after ``install()``."""
 
 import importlib
 import importlib.metadata

@@ -46,10 +46,7 @@ def gsm8k_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Score a GSM8K completion.
-
-    The score is 0 without an answer, ``format_score`` for a wrong one, ``score`` for the right one.
-    """
+    """Score a GSM8K completion: 0, ``format_score`` if wrong, ``score`` if right."""
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0
@@ -134,10 +131,7 @@ def _with_braced_roots(string: str) -> str:
 
 
 def _with_braced_fractions(string: str) -> str:
-    r"""Rewrite ``\frac12`` and ``\frac1{2}`` to ``\frac{1}{2}``.
-
-    Text with a cut-off fraction stays as it is.
-    """
+    r"""Rewrite ``\frac12`` and ``\frac1{2}`` to ``\frac{1}{2}``, but no cut-off fraction."""
     parts = string.split("\\frac")[1:]
     if any(part[0] != "{" and len(part) == 1 for part in parts):
         return string

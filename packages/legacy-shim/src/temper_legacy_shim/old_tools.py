@@ -156,10 +156,7 @@ class _Tool(Protocol):
 
 
 class HermesTools:
-    """One rollout with tools of the old kind.
-
-    See ``temper_trainer.environment.protocol.Environment``.
-    """
+    """One rollout with old tools; see ``temper_trainer.environment.protocol.Environment``."""
 
     def __init__(
         self,
@@ -244,10 +241,7 @@ class HermesTools:
 
 
 async def _called(tool: _Tool, arguments: object, *, given: object) -> str:
-    """Run a tool call from creation to release.
-
-    Releases before 0.6 passed the row's arguments by name, later ones as ``create_kwargs``.
-    """
+    """Run a tool call; 0.6 and later pass the row's arguments as ``create_kwargs``."""
     kwargs = given.get("create_kwargs") if isinstance(given, Mapping) else None
     kwargs = dict(kwargs) if isinstance(kwargs, Mapping) else {}
     created = await tool.create(**{**kwargs, "create_kwargs": kwargs})
@@ -358,10 +352,7 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 class _ToolLoop:
-    """The event loop for all tools of a process, as in the old agent loop.
-
-    A tool's calls never run at the same instant.
-    """
+    """The event loop for all tools of a process, whose calls never run in parallel."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,7 +1,4 @@
-"""Walks the tree of a script.
-
-Known values are computed, unknown ones stay symbolic, commands that would run are recorded.
-"""
+"""Walk the tree of a script: compute known values, and record the commands that would run."""
 
 import contextlib
 
@@ -165,10 +162,7 @@ def _test_status(shell: Shell, command: Test, *, is_decided: bool) -> int | None
 
 
 def truth_status(shell: Shell, truth: Truth, span: Span, *, is_decided: bool) -> int | None:
-    """Return a test's status.
-
-    The test is decided now if a list depends on it, else at the first use.
-    """
+    """Return a test's status, decided now if a list depends on it, else at the first use."""
     if truth.value is not None and not truth.is_assumed:
         return int(not truth.value)
     if not is_decided:
@@ -261,10 +255,7 @@ def _run_case(shell: Shell, command: Case) -> None:
 
 
 def _matching_branch(shell: Shell, command: Case, case_word: str, *, after: int = 0) -> int | None:
-    """Return the number of the first branch after this one that fits.
-
-    0 for none, None if that is not known.
-    """
+    """Return the number of the next branch that fits: 0 for none, None if that is unknown."""
     for number, (patterns, _, _) in enumerate(command.branches[after:], after + 1):
         for pattern in patterns:
             pieces, is_known, is_unset = expansion.expand_pattern(shell, pattern)

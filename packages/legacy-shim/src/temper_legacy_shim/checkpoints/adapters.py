@@ -290,10 +290,7 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
 
 
 def around(adapter: Adapter, *, model_type: object) -> Adapter:
-    """Mark the pairs of modules whose weights the model stores transposed.
-
-    Shapes do not tell, and ``fan_in_fan_out`` PEFT corrects.
-    """
+    """Mark pairs of modules whose weights the model stores transposed; shapes do not tell."""
     pattern = _TRANSPOSED.get(str(model_type))
     if pattern is None:
         return adapter
@@ -318,10 +315,7 @@ def _alpha_in(value: object) -> float | None:
 
 
 def is_alpha(number: float) -> bool:
-    """Check if the value can be used as a scale.
-
-    Above 0 and finite, also in float32, in which adapters are added.
-    """
+    """Check if the value can be a scale: above 0 and finite, also in float32."""
     return SMALLEST_FLOAT32 <= number <= LARGEST_FLOAT32
 
 

@@ -61,9 +61,7 @@ class OldOptimizer:
     decays_vectors: bool = True
     """True if the decay took vectors too, as torch's optimizers do with one group."""
     masters: Mapping[str, LazyTensor] = field(default_factory=dict)
-    """float32 parameters by the same names, where the optimizer keeps its own next to weights of
-    fewer bits.
-    """
+    """float32 parameters by the same names, if the optimizer keeps them next to weights."""
 
 
 def read_optimizer(
@@ -166,10 +164,7 @@ def _unpadded(flat: LazyTensor, shape: Shape, *, num_shards: int, name: str) -> 
 def _is_flat(
     ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
 ) -> bool:
-    """Check if the states are the flat vectors of FSDP1.
-
-    States of an optimizer without FSDP have the shapes of the parameters.
-    """
+    """Check if the states are FSDP1's flat vectors, not of the parameters' shapes."""
     first = ranks[min(ranks)]
     entries = {number: state["first"] for number, state in first.states.items()}
     if any(isinstance(entry, Distributed) for entry in entries.values()):
@@ -188,10 +183,7 @@ def _from_pieces(
     weights: Mapping[str, LazyTensor],
     parameters: Sequence[str],
 ) -> dict[str, OldMoments] | None:
-    """Return moments of FSDP1 with ``use_orig_params``, whose ranks keep the part in their shard.
-
-    Return None for other states.
-    """
+    """Return moments of FSDP1 with ``use_orig_params``; None for other states."""
     # With use_orig_params the optimizer numbers parameters like an optimizer without FSDP, and a
     # rank without elements of a parameter has no state of it.
     if is_distributed(ranks) or ranks[min(ranks)].num_parameters != len(parameters):
@@ -346,10 +338,7 @@ def is_buffer(name: str) -> bool:
 
 
 def _group_by_layer(names: Sequence[str]) -> list[list[str]]:
-    """Return the root's parameters, then each layer's, each followed by trained leaves.
-
-    FSDP1 numbers its units in this order.
-    """
+    """Return the root's parameters, then each layer's, in the order of FSDP1's units."""
     root: list[str] = []
     # Dictionaries keep the order of the model's modules, in which FSDP1 numbers its units.
     units: dict[str, list[str]] = {}

@@ -58,10 +58,7 @@ class Role:
     step: int | None
     """Trainer step, where the layout says it."""
     step_directory: Path | None
-    """Directory that also holds the data state.
-
-    None if a role directory was given whose parent is no step.
-    """
+    """Directory that also holds the data state; None for a role without a step."""
     fsdp_files: dict[str, dict[int, Path]] = field(default_factory=dict)
     """Files by kind (model, optim, extra_state) and rank."""
     rank_files: tuple[RankFile, ...] = ()
@@ -145,10 +142,7 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
 
 
 def _roles_of_step(path: Path) -> list[Role]:
-    """Return the roles of a step.
-
-    Folders of converted output count only if no other is present.
-    """
+    """Return a step's roles; folders of converted output count only if they are alone."""
     children = (
         _role_at(child)
         for child in sorted(path.iterdir())
@@ -167,10 +161,7 @@ def _steps(path: Path) -> dict[int, Path]:
 
 
 def _roles_of_first_run(path: Path, step: int | None) -> list[Role]:
-    """Return the roles of 0.1 at the newest step that all of them have.
-
-    Their steps are below the roles (``actor/global_step_N``), without a tracker.
-    """
+    """Return the roles of 0.1, whose steps are below them, at the newest step of all."""
     of_role = {name: _steps(path / name) for name in _FIRST_ROLES if (path / name).is_dir()}
     of_role = {name: steps for name, steps in of_role.items() if steps}
     if not of_role:

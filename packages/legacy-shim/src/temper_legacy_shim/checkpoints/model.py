@@ -1,7 +1,4 @@
-"""One role of an old checkpoint as a model.
-
-It has lazy weights with Hugging Face names, adapter, config and notes.
-"""
+"""One role of an old checkpoint: lazy weights by Hugging Face name, adapter and config."""
 
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -21,9 +18,7 @@ from temper_legacy_shim.errors import DamagedFileError, LayoutError, ShimError, 
 
 LANGUAGE_HEAD = "lm_head.weight"
 CLASSIFIER = "classifier"
-"""The head of a critic whose model classifies tokens with one of that name: GPT-2, GPT-NeoX, Bloom,
-Falcon.
-"""
+"""The head of a critic in GPT-2, GPT-NeoX, Bloom and Falcon."""
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "model.decoder.embed_tokens.weight",
@@ -43,9 +38,7 @@ class Sources:
     """Inputs by the user in addition to the checkpoint."""
 
     hf_config: Path | None = None
-    """Folder or file of the model's config.json, where the checkpoint has none or another one is
-    wanted.
-    """
+    """Folder or file of the config.json to use instead of the checkpoint's."""
     base_model: Path | None = None
     """Hugging Face directory of the base, for checkpoints that hold an adapter alone."""
     lora_alpha: float | None = None
@@ -77,18 +70,14 @@ class OldModel:
 
     role: Role
     weights: Mapping[str, LazyTensor]
-    """The base model under Hugging Face names, without tied duplicates; empty where the checkpoint
-    holds an adapter alone.
-    """
+    """The base model under Hugging Face names, without tied duplicates; may be empty."""
     adapter: Adapter | None
     config: Mapping[str, object] | None
     """config.json, or None."""
     config_folder: Path | None
     """The folder of config and tokenizer files."""
     head: str
-    """language_model, value_model (token classification), trl_value_model or reward_model; found by
-    the keys.
-    """
+    """language_model, value_model (token classification), trl_value_model or reward_model."""
     notes: tuple[str, ...] = ()
     """Sentences for the report."""
     num_updates: int | None = None
@@ -191,10 +180,7 @@ def _with_tied_head(
 def _with_full(
     base: Mapping[str, LazyTensor], full: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Replace the base's modules by those that were trained in full.
-
-    The head of a critic stands for that of the language model.
-    """
+    """Replace the base's modules by those that were trained in full, a critic's head too."""
     result = {**base, **full}
     if "score.weight" in full and LANGUAGE_HEAD not in full:
         result.pop(LANGUAGE_HEAD, None)
@@ -391,10 +377,7 @@ def _drop_tied_copy(
 def _drop_frequencies(
     weights: dict[str, LazyTensor], config: Mapping[str, object] | None
 ) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
-    """Drop saved frequencies of rotary embeddings that equal those of the config.
-
-    Older versions of transformers saved them.
-    """
+    """Drop rotary frequencies that equal the config's; old transformers saved them."""
     stated = (config or {}).get("rope_parameters")
     base = {**(config or {}), **(stated if isinstance(stated, dict) else {})}.get(
         "rope_theta", 10_000.0

@@ -1,7 +1,4 @@
-"""Plan of a conversion.
-
-It assigns tensors to files and lists texts and copies, from names and shapes alone.
-"""
+"""Plan a conversion: which tensors go to which file, from names and shapes alone."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -160,10 +157,7 @@ def _plan_hf(model: OldModel, options: Options) -> Plan:
 
 
 def _to_file_name(name: str, model: OldModel) -> str:
-    """Return the name in transformers' files.
-
-    That of a weight of Megatron's is of the other mixtures, where Mixtral has its own.
-    """
+    """Return the name in transformers' files, where Mixtral's experts have their own."""
     is_mixtral = (
         model.role.kind in (Kind.MEGATRON_RANKS, Kind.MEGATRON_DIST)
         and (model.config or {}).get("model_type") == "mixtral"
@@ -280,10 +274,7 @@ class Job:
 def plan_jobs(
     path: Path, out: Path, *, step: int | None = None, role: str | None = None
 ) -> list[Job]:
-    """Return the roles below a path and their outputs.
-
-    The output of a single role is the directory itself; several roles get a folder each in it.
-    """
+    """Return roles and outputs; several roles get a folder each below the output."""
     roles = find_roles(path, step=step, role=role)
     if len(roles) == 1:
         return [Job(role=roles[0], out=out)]

@@ -1,7 +1,4 @@
-"""Weights of FSDP checkpoints.
-
-The files of all ranks are loaded lazily, and shards are joined by key.
-"""
+"""Read FSDP weights lazily from the files of all ranks, and join shards by key."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -114,8 +111,7 @@ class RankCounts:
     settings: Mapping[str, object]
     """Settings of the first parameter group."""
     form: frozenset[str]
-    """Names of the first group's settings and of the file's records; newer torch has more of both.
-    """
+    """Names of the first group's settings and the file's records, which torch extends."""
 
 
 def read_counts(path: Path, *, rank: int) -> RankCounts:
@@ -352,10 +348,7 @@ def step_of(ranks: Mapping[int, RankState], number: int) -> int:
 
 
 def shard_order(role: Role) -> list[int]:
-    """Return the ranks of one replica in shard order, from the mesh of the model files.
-
-    Without a mesh, all ranks form one replica.
-    """
+    """Return a replica's ranks in shard order; all ranks without a mesh."""
     positions: dict[int, tuple[Shape, Shape]] = {}
     for rank, path in role.fsdp_files["model"].items():
         archive = Archive(path)

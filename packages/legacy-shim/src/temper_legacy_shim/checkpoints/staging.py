@@ -28,11 +28,7 @@ JOURNAL = ".temper-migrate.json"
 
 
 class Staging:
-    """The hidden folder of one output.
-
-    Leaving its ``with`` uncommitted keeps finished files for the next run, unless they were
-    refused.
-    """
+    """The hidden folder of one output, kept for the next run if its ``with`` ends early."""
 
     def __init__(self, out: Path, *, fingerprint: str) -> None:
         # A link is followed: the hidden folder must be on the same disk as the final folder.
@@ -118,10 +114,7 @@ class Staging:
                 path.unlink()
 
     def produce(self, relative: str, write: Callable[[Path], WrittenFile]) -> WrittenFile:
-        """Return one file.
-
-        It is the file of an earlier run, or is created by ``write``.
-        """
+        """Return one file, of an earlier run or created by ``write``."""
         if relative in self._finished:
             return self._finished[relative]
         draft = self.folder / f"{relative}.draft"

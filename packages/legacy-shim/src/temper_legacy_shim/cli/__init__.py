@@ -1,9 +1,4 @@
-"""The command ``temper-migrate``.
-
-One sub-command for each thing that an older system leaves behind.
-
-A sub-command imports modules when it runs, so that the command itself starts without torch.
-"""
+"""The command ``temper-migrate``, whose sub-commands import what they need when they run."""
 
 import gc
 import sys
@@ -21,9 +16,7 @@ from temper_legacy_shim.cli import (
 from temper_legacy_shim.errors import ShimError
 
 _OBJECTS_BETWEEN_COLLECTIONS = 100_000
-"""Python's 700 cost a tenth of the start: modules and indexes of checkpoints make many objects and
-hardly any cycles.
-"""
+"""Python's 700 cost a tenth of the start: checkpoints have many objects, few cycles."""
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 

@@ -168,10 +168,7 @@ def _is_path(text: str) -> bool:
 
 
 def _write(results: list[tuple[str, "Translation"]], out: Path) -> dict[str, Path]:
-    """Write a YAML file for each translated input, and return the paths by input.
-
-    An existing file is an error before anything is written.
-    """
+    """Write a YAML file for each input, and return the paths; existing files are an error."""
     from temper_legacy_shim.configs.report import yaml_of
 
     is_file = len(results) == 1 and out.suffix in (".yaml", ".yml")

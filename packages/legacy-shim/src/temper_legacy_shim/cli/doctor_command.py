@@ -1,7 +1,4 @@
-"""The sub-command ``doctor``: a project folder in, a plan out.
-
-On request the results of the plan are written into a new folder.
-"""
+"""The sub-command ``doctor``: a project folder in, a plan or its results out."""
 
 import json
 from pathlib import Path

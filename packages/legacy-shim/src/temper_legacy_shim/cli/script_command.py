@@ -143,10 +143,7 @@ def _text(path: Path) -> str:
 
 
 def _write(results: list[tuple[Path, "Migration"]], out: Path) -> dict[Path, Path]:
-    """Return the new scripts for those that have one.
-
-    A name that is taken is an error before anything is written.
-    """
+    """Return the new scripts; a name that is taken is an error before anything is written."""
     with_script = [(path, migration) for path, migration in results if migration.script is not None]
     is_file = len(results) == 1 and not out.is_dir()
     targets = {path: out if is_file else out / path.name for path, _ in with_script}

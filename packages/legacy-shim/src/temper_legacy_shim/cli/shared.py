@@ -1,7 +1,4 @@
-"""Options and tables that several sub-commands share.
-
-Tables fit the terminal. Output to a file or pipe is never cut.
-"""
+"""Options and tables that several sub-commands share."""
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
@@ -24,11 +21,7 @@ def print_table(
     title: str | None = None,
     has_lines: bool = False,
 ) -> None:
-    """Print a table; no cell is cut.
-
-    A terminal gets long cells folded to its width. A file or a pipe gets them unfolded: a search
-    finds a whole key or sentence.
-    """
+    """Print a table without cutting cells: a terminal folds them, a file gets them unfolded."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", show_lines=has_lines)

@@ -1,7 +1,4 @@
-"""Report a translation: as plain values, as table rows, as a YAML file, and token by token.
-
-The report of a token has the rule and the new keys, or the reason for their absence.
-"""
+"""Report a translation: plain values, table rows, a YAML file, and each token."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -88,10 +85,7 @@ def plain_report(translation: Translation) -> dict[str, Plain]:
 
 
 def summary_lines(translations: Sequence[Translation], *, next_step: str) -> list[str]:
-    """Summarize the report for the user.
-
-    The summary has the number of translated settings, differences, decisions, and the next command.
-    """
+    """Summarize a report: counts of settings, differences and decisions; the next command."""
     tokens = [token for each in translations for token in each.tokens]
     translated = sum(bool(token.new_keys) for token in tokens)
     dropped = sum(
@@ -139,10 +133,7 @@ _LEVELS = ("person", "hazard", "refused", "note")
 
 
 def unmapped_lines(translation: Translation) -> list[str]:
-    """Return the section of keys that no release had.
-
-    The action comes first, then each finding.
-    """
+    """Return the section of keys that no release had: the action, then each finding."""
     messages = [finding.message for finding in translation.findings if finding.rule == "unmapped"]
     if not messages:
         return []
@@ -158,10 +149,7 @@ COLUMNS = ("old", "new", "rule", "reason", "hazard")
 
 
 def table_rows(translation: Translation) -> list[tuple[str, str, str, str, str]]:
-    """Build table rows of all tokens, then of pinned defaults.
-
-    A row has old, new, rule and disposition, reason and hazard.
-    """
+    """Build rows (old, new, rule and disposition, reason and hazard) of tokens and pins."""
     values = {setting.key: setting.override for setting in translation.settings}
     rows = []
     for token in translation.tokens:

@@ -1,7 +1,4 @@
-"""The page of the documentation that shows every rule.
-
-``python -m temper_legacy_shim.configs.rules_page`` prints it.
-"""
+"""Print the page of all rules: ``python -m temper_legacy_shim.configs.rules_page``."""
 
 import sys
 

@@ -222,10 +222,7 @@ def _other_releases(draft: Draft, others: Mapping[str, Mapping[str, Setting]]) -
 
 
 def _refusals(draft: Draft, tokens: Sequence[Override], unmapped: Mapping[str, Plain]) -> None:
-    """Report overrides with which the release would not have started, except unknown keys.
-
-    Those of a sweep are a question: they started several runs.
-    """
+    """Report overrides that the release refused; those of a sweep are one question."""
     swept = [token for token in tokens if token.is_sweep]
     is_swept = any(token.is_sweep_switch for token in tokens)
     if is_swept and swept:
@@ -262,10 +259,7 @@ def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dic
 
 
 def _set_in_file(old: OldConfig) -> list[Override]:
-    """Return the values of the user's own file that no token replaces, as tokens of index -1.
-
-    Those that equal the release's defaults are left out: a dump repeats all of them.
-    """
+    """Return the file's values that no token replaces and that are no defaults, as tokens."""
     return [
         Override(
             index=FROM_FILE,

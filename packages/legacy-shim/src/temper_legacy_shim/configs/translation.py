@@ -31,9 +31,7 @@ class Outcome(IntEnum):
     CLEAN = 0
     """All tokens have a counterpart, and no default differs."""
     PINNED = 1
-    """It trains the same way, because old defaults are written out, or with the hazards that are
-    listed.
-    """
+    """It trains the same way: old defaults are written out, or hazards are listed."""
     PERSON = 2
     """Findings of level person need a decision first."""
 
@@ -145,9 +143,7 @@ class Translation:
 
     source: Source
     settings: tuple[Setting, ...]
-    """The new configuration, groups first. Empty where a person has to decide whether there is one
-    at all.
-    """
+    """The new configuration, groups first; empty if a question decides about all of it."""
     tokens: tuple[TokenReport, ...]
     """One for each token, in order."""
     findings: tuple[Finding, ...]

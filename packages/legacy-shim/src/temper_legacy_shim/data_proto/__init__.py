@@ -1,7 +1,4 @@
-"""The batch that the older generation handed from class to class.
-
-It has tensors, arrays and a dictionary of settings.
-"""
+"""The old batch: tensors, arrays and a dictionary of settings."""
 
 from temper_legacy_shim.errors import explain_missing_extra
 

@@ -203,10 +203,7 @@ def _merged(first: Mapping[str, T], second: Mapping[str, T], *, what: str) -> di
 
 
 def is_same(a: object, b: object) -> bool:
-    """Check if two values are equal; NaN equals NaN.
-
-    Tensors, arrays and containers are compared by content.
-    """
+    """Check if two values are equal by content; NaN equals NaN."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):

@@ -282,10 +282,7 @@ class DataProto:
         self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Return every row that many times.
-
-        The copies of a row follow each other, or the full batch is repeated.
-        """
+        """Return every row that many times, next to each other or the batch as a whole."""
         rows = torch.arange(len(self))
         return self.select_idxs(
             rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times)
@@ -396,10 +393,7 @@ def _same_names(data: Sequence[DataProto]) -> list[str]:
 
 
 def _joined_settings(parts: Sequence[Settings]) -> Settings:
-    """Return one dictionary of all settings, which must agree.
-
-    Metrics become a list per name, one entry a batch.
-    """
+    """Merge the dictionaries of settings, which must agree; metrics become lists."""
     joined: Settings = {}
     metrics: list[dict[str, object]] = []
     for part in parts:

@@ -1,5 +1,1 @@
-"""Looks over a project folder.
-
-``examination`` finds what an older system left there and plans its migration, ``steps`` carries it
-out.
-"""
+"""Find what an older system left in a folder, and plan and carry out its migration."""

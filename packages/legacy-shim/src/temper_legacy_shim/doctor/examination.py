@@ -1,7 +1,4 @@
-"""Examine a project folder.
-
-Find parts of an older system, and the migration step, effort and blockers of each.
-"""
+"""Find parts of an older system in a folder, and the migration step of each."""
 
 import os
 import re
@@ -64,9 +61,7 @@ class Step:
     command: str
     """Command for this step."""
     version: str | None = None
-    """Release that the step is for: as given, or a script's by the checkpoint next to it; None
-    infers it from the keys.
-    """
+    """Release of the step, given or from a checkpoint next to it; None infers it."""
 
 
 def examine(folder: Path, *, version: str | None = None) -> list[Step]:
@@ -162,10 +157,7 @@ def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
 
 
 def _configs(folder: Path, paths: list[Path], *, version: str | None) -> list[Step]:
-    """Return the old configurations among YAML files.
-
-    Files that another file includes are not listed separately.
-    """
+    """Return the old configurations, without files that another one includes."""
     from temper_legacy_shim.configs.reading.config_files import drop_included_files, read_if_old
 
     result, damaged = [], []
@@ -215,10 +207,7 @@ def _option(version: str | None) -> str:
 
 
 def _releases(directory: Path) -> dict[Path, str]:
-    """Return the range of releases that wrote a checkpoint, as its layout tells it.
-
-    Empty if nothing does.
-    """
+    """Return the releases that may have written a checkpoint; empty if unknown."""
     try:
         from temper_legacy_shim.checkpoints.layouts import find_roles
 
@@ -229,10 +218,7 @@ def _releases(directory: Path) -> dict[Path, str]:
 
 
 def _release_next_to(path: Path, releases: dict[Path, str]) -> str | None:
-    """Return the range of the checkpoint that shares most folders with a script.
-
-    None if none is found, or if several differ.
-    """
+    """Return the range of the checkpoint that shares most folders with a script."""
     shared = {directory: len(os.path.commonpath((path, directory))) for directory in releases}
     given = {
         releases[directory]
@@ -331,10 +317,7 @@ def _makefile(folder: Path, path: Path) -> list[Step]:
 
 
 def _checkpoint(folder: Path, directory: Path, names: list[str], files: list[str]) -> Step | None:
-    """Describe a run or a step from file names.
-
-    The content is examined if the converters are installed.
-    """
+    """Describe a run or step from file names, and from the content if possible."""
     is_run = _TRACKER in files or any(_STEP.fullmatch(name) for name in names)
     if not (is_run or any(_RANK_FILE.fullmatch(name) for name in files)):
         return None

@@ -1,7 +1,4 @@
-"""Carry out one step of a plan.
-
-The output is a new folder; the project is not changed.
-"""
+"""Carry out one step of a plan into a new folder; the project is not changed."""
 
 from pathlib import Path
 

@@ -1,4 +1,1 @@
-"""Change old imports in Python code.
-
-``codemod`` changes a file's text, ``successors`` is the table.
-"""
+"""Change old imports in Python code: ``codemod``, with the table in ``successors``."""

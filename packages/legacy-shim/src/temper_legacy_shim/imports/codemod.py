@@ -185,10 +185,7 @@ class _Changer:
         return successor_of(old, keeps_legacy=self.keeps_legacy)
 
     def _new_name(self, old: str, successor: Successor) -> str:
-        """Return the name to use from now on.
-
-        The successor's own, or the old one if that is taken, or where a text names the old one.
-        """
+        """Return the successor's name, or the old one if that is taken or quoted."""
         name, before = successor.target.partition(":")[2], old.rpartition(".")[2]
         if before in self.staying:
             return before
@@ -248,10 +245,7 @@ class _Changer:
     # ----------------------------------------------------------------------------------------------
 
     def _change_block(self, block: Sequence[ast.stmt]) -> None:
-        """Replace the imports of a block.
-
-        Statements on the same line as a new statement get separate lines.
-        """
+        """Replace the imports of a block; statements on the same line get lines of their own."""
         for line in _on_one_line(block):
             changed = [
                 self._changed_import(node)
@@ -327,10 +321,7 @@ class _Changer:
         ]
 
     def _stays(self, node: ast.stmt, module: str, moved: _Moved) -> bool:
-        """Check if an old module is still needed.
-
-        Successors of names in use are added to `moved`.
-        """
+        """Check if an old module is still needed, and add successors to `moved`."""
         uses = self._full.get(module, {})
         stays = [old for old in uses if old not in self._renamed]
         for old in uses:

@@ -40,9 +40,7 @@ class CodeNames:
     """Names in a file."""
 
     uses: list[tuple[ast.Name | ast.Attribute, str]]
-    """Expressions with the old name that they stand for; of ``a.b.c`` every part, the longest
-    first.
-    """
+    """Expressions by the old name that they stand for, longest part first."""
     all: set[str]
     fixed: set[str]
     """Identifiers that cannot get another name: defined, declared, or used inside f-strings."""
@@ -204,10 +202,7 @@ class _Collector:
                 target.bound.add(name)
 
     def _fix_names(self, node: ast.AST, scope: _Scope) -> None:
-        """Take note of the names that a node binds or mentions as a text.
-
-        These are names of exceptions, patterns and keywords.
-        """
+        """Note names of exceptions, patterns and keywords that a node binds or mentions."""
         for name in (getattr(node, attribute, None) for attribute in ("name", "rest")):
             if isinstance(name, str):
                 self._fix(name, scope)

@@ -1,7 +1,4 @@
-"""Python files of a project.
-
-Find those that mention the old package, change them, and write them in place safely.
-"""
+"""Find Python files that mention the old package, and change them in place safely."""
 
 import difflib
 import os
@@ -74,10 +71,7 @@ class FileChange:
 
 
 def _lines(content: bytes) -> list[str]:
-    """Return the lines as patch counts them: a form feed ends none.
-
-    Bytes that are no UTF-8 come through.
-    """
+    """Return lines as patch counts them (not at a form feed); any bytes come through."""
     return re.findall(r"[^\n]*\n|[^\n]+", content.decode("utf-8", errors="surrogateescape"))
 
 

@@ -96,10 +96,7 @@ def advice_for(name: str) -> str:
 
 
 def rows() -> list[tuple[str, Successor, str]]:
-    """Return every row.
-
-    Old name, Temper's own, and the deprecated one of this package, empty if there is none.
-    """
+    """Return every row: old name, Temper's own, and this package's, or empty."""
     legacy = {
         f"{module}.{name}": target
         for module, offers in MODULES.items()

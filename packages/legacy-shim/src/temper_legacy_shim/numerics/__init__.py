@@ -1,4 +1,1 @@
-"""The arithmetic of the older generation, quirks included, on padded tensors [B, W].
-
-Nothing outside this package calls it.
-"""
+"""The old arithmetic, quirks included, on padded tensors [B, W]."""

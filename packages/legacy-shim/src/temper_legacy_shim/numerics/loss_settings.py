@@ -5,10 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCorrectionSettings:
-    """``policy_loss.rollout_correction``.
-
-    It weights and rejects by the distance between the policy and the one that sampled.
-    """
+    """``policy_loss.rollout_correction``: weights and rejection by the sampler's distance."""
 
     rollout_is: str | None = "sequence"
     """token, sequence, or None for no weights."""

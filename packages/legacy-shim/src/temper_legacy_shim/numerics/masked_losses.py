@@ -18,10 +18,7 @@ EPSILON = 1e-8
 
 
 def masked_sum(values: Tensor, mask: Tensor, *, dim: int | None = None) -> Tensor:
-    """Sum of the entries where the mask is not 0.
-
-    Masked values have no effect, even NaN.
-    """
+    """Sum the entries where the mask is not 0; masked NaN has no effect."""
     # Multiplying alone would keep NaN, because NaN * 0 is NaN.
     kept = torch.where(mask.bool(), values, 0.0) * mask
     return kept.sum() if dim is None else kept.sum(dim)

@@ -16,10 +16,7 @@ QUADRATIC_FROM = 24576
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Part:
-    """A set of rows and its cost.
-
-    The order is that of the old code: cost, number of rows, rows.
-    """
+    """A set of rows and its cost, ordered as in the old code."""
 
     cost: int
     count: int

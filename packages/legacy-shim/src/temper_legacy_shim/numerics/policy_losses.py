@@ -73,10 +73,7 @@ def clipped(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor,
 
 
 def sequence_ratio(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute ``gspo``: the clipped loss with the sequence's mean log-ratio for every token.
-
-    Always the mean of row means.
-    """
+    """Compute ``gspo``: the clipped loss with the sequence's mean log-ratio, by rows."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
     length = inputs.mask.sum(-1).clamp(min=1)
     mean = (log_ratio * inputs.mask).sum(-1) / length
@@ -94,10 +91,7 @@ def sequence_ratio(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
 
 
 def soft_gate(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute ``sapo``: -A 4/tau sigmoid(tau (rho - 1)), one tau per sign of A.
-
-    Always the mean of row means.
-    """
+    """Compute ``sapo``: -A 4/tau sigmoid(tau (rho - 1)), one tau per sign of A, by rows."""
     log_ratio = inputs.log_ratio()
     tau = torch.where(inputs.advantages > 0, settings.tau_pos, settings.tau_neg)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * (4.0 / tau)
@@ -126,10 +120,7 @@ def clipped_weight(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
 
 
 def geometric_mean(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute ``geo_mean``.
-
-    Geometric mean of a row's clipped ratios times its mean advantage, averaged over all rows.
-    """
+    """Compute ``geo_mean``: a row's geometric mean of clipped ratios times mean advantage."""
     log_ratio, mask = inputs.log_ratio(), inputs.mask
     sign = inputs.advantages.sign()
     bounded = log_ratio.clamp(-settings.clip_low, settings.clip_high)
@@ -149,10 +140,7 @@ def geometric_mean(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
 
 
 def total_variation(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute ``dppo_tv``.
-
-    Drop tokens whose probability moved past the clip ratio in the direction of A.
-    """
+    """Compute ``dppo_tv``: drop tokens whose probability moved too far toward A."""
     moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
     return _drop_divergent(
         inputs, settings, is_over=moved > settings.clip_high, is_under=moved < -settings.clip_low
@@ -160,10 +148,7 @@ def total_variation(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple
 
 
 def bernoulli_kl(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute ``dppo_kl``.
-
-    It is ``dppo_tv`` with the binary KL of "this token or another" as the distance.
-    """
+    """Compute ``dppo_kl``: ``dppo_tv`` with the binary KL of "this token or another"."""
     new, old = inputs.logprobs.detach().exp(), inputs.old_logprobs.exp()
     distance = _binary_kl(old, new, log_old=inputs.old_logprobs, log_new=inputs.logprobs.detach())
     is_over = (distance > settings.clip_high) & (new > old)
@@ -196,10 +181,8 @@ def _drop_divergent(
 
 
 def clip_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute the clipped loss without random unclipped tokens in a covariance range.
-
-    Which ones is drawn from torch's global generator, once for each micro-batch.
-    """
+    """Compute the clipped loss without random unclipped tokens in a covariance range."""
+    # Which ones is drawn from torch's global generator, once for each micro-batch.
     log_ratio, mask = inputs.logprobs - inputs.old_logprobs, inputs.mask
     ratio = log_ratio.exp()
     plain = -inputs.advantages * ratio
@@ -222,11 +205,7 @@ def clip_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor
 
 
 def kl_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute ``kl_cov``: the unclipped loss.
-
-    The tokens with the largest covariance also get a penalty on |log rho|, which ``ppo_kl``
-    reports.
-    """
+    """Compute ``kl_cov``: unclipped, plus a penalty where the covariance is largest."""
     log_ratio, mask = inputs.logprobs - inputs.old_logprobs, inputs.mask
     loss = -inputs.advantages * log_ratio.exp()
     valid = torch.nonzero(mask.reshape(-1) > 0)[:, 0]
@@ -248,10 +227,7 @@ PREFIX = "rollout_corr/"
 
 
 def bypass(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """Compute ``bypass_mode``: the clipped loss, or -w A log p, on tokens that no rule rejects.
-
-    W is the truncated weight.
-    """
+    """Compute ``bypass_mode``: the clipped loss, or -w A log p with a truncated weight w."""
     chosen = settings.rollout_correction
     weights, mask, result = correct(inputs, chosen)
     kept = PolicyInputs(
@@ -315,10 +291,7 @@ def correct(
 def importance_weights(
     log_ratio: Tensor, *, mask: Tensor, settings: RolloutCorrectionSettings
 ) -> tuple[Tensor, Numbers]:
-    """Return [B, W] exp of each token's log-ratio, or of its sequence's sum, cut at the threshold.
-
-    Its metrics see it before the cut.
-    """
+    """Return [B, W] truncated ratios of tokens or sequences, and metrics before the cut."""
     threshold = float(settings.rollout_is_threshold)
     if threshold <= 0 or settings.rollout_is not in ("token", "sequence"):
         raise ConfigError(
@@ -384,10 +357,7 @@ def _weight_numbers(
 
 @torch.no_grad()
 def mismatch(logprobs: Tensor, *, rollout_logprobs: Tensor, mask: Tensor) -> Numbers:
-    """Measure the distance of policy and sampler.
-
-    The numbers are perplexities, KL estimates and chi-square, over tokens or rows.
-    """
+    """Return perplexities, KL estimates and chi-square of policy against sampler."""
     log_ratio = logprobs - rollout_logprobs
     own, other = masked_mean(logprobs, mask, dim=-1), masked_mean(rollout_logprobs, mask, dim=-1)
     gap = other - own

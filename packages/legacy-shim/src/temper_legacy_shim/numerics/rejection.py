@@ -1,7 +1,4 @@
-"""Rejection rules of the old rollout correction.
-
-Tokens or sequences too far from the sampler lose their loss.
-"""
+"""Rejection rules of the old rollout correction, for tokens or sequences."""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""Variables of old overrides that nothing reads once the command is rewritten.
-
-They become comments, so that no one edits them without result.
-"""
+"""Comment variables out that nothing reads once the command is rewritten."""
 
 import re
 from collections.abc import Iterator

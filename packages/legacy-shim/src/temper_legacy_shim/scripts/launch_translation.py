@@ -1,7 +1,4 @@
-"""Translate a launch through ``configs.translate``.
-
-Tokens whose value stays keep the script's text.
-"""
+"""Translate a launch through ``configs.translate``; unchanged values keep their text."""
 
 import re
 from collections.abc import Iterator
@@ -73,10 +70,7 @@ class TranslatedLaunch:
         return [finding for finding in self.translation.findings if finding.level == "person"]
 
     def missing_config(self) -> str:
-        """Describe a configuration file of the user that was not found.
-
-        Empty if none is missing.
-        """
+        """Describe a configuration file that was not found; empty if none is missing."""
         if self.own_config is not None or not uses_own_config(self.launch):
             return ""
         where = self.launch.config_path or "the folder of the entry"
@@ -170,10 +164,7 @@ def _cluster(launch: Launch) -> Cluster | None:
 def _with_processes(
     translation: Translation, launch: Launch, unknowns: dict[str, str]
 ) -> Translation:
-    """Return the fine-tuning on one machine with as many processes as only the shell knows.
-
-    The new command has the same words.
-    """
+    """Return fine-tuning on one machine with as many processes as the shell says."""
     processes, nodes = launch.processes.get("nproc_per_node"), launch.processes.get("nnodes")
     keys = {setting.key for setting in translation.settings}
     if (
@@ -243,10 +234,7 @@ def _shown(text: Text, unknowns: dict[str, str]) -> str:
 
 
 def _expanded(text: Text) -> str:
-    """Return a value with what its unknown variables are made of, as far as the script says it.
-
-    Empty if it adds nothing.
-    """
+    """Return a value with its unknown variables expanded; empty if nothing is added."""
     return (
         ""
         if text.is_known
@@ -257,10 +245,7 @@ def _expanded(text: Text) -> str:
 
 
 def _opened(text: Text) -> Iterator[Piece]:
-    """Yield the pieces; a list variable is replaced by the pieces of the list.
-
-    The items are translated.
-    """
+    """Yield the pieces, a list variable as the pieces of its translated items."""
     for piece in text.pieces:
         inside = Text(piece.inner).shown().strip()
         if not piece.is_known and (inside[:1], inside[-1:]) in (("[", "]"), ("{", "}")):
@@ -311,10 +296,7 @@ def _argument(
 
 
 def _around(setting: Setting, origins: list[Override], unknowns: dict[str, str]) -> Text | None:
-    """Translate a text that contains values of tokens (``checkpoints/PROJECT/EXPERIMENT``).
-
-    The script's other words are kept.
-    """
+    """Translate a text around values of tokens, such as ``checkpoints/PROJECT/NAME``."""
     if (
         setting.rule != "run-dir"
         or not isinstance(setting.value, str)
@@ -331,10 +313,7 @@ def _around(setting: Setting, origins: list[Override], unknowns: dict[str, str])
 
 
 def _quote_in_list(old: Override) -> str:
-    """Return a value with variables inside double quotes, as the one item of a list.
-
-    Return an empty text if that is impossible.
-    """
+    """Return a value as the one item of a list; empty if that is impossible."""
     tail = old.source.partition("=")[2]
     if len(tail) > 1 and tail[0] == tail[-1] == '"':
         tail = tail[1:-1]
@@ -356,19 +335,14 @@ def _with_sources(value: str, unknowns: dict[str, str]) -> Text:
 
 
 def worst(outcomes: list[Outcome]) -> Outcome:
-    """Return the outcome that counts for several launches.
-
-    Of none it is that a person is needed.
-    """
+    """Return the outcome that counts for several launches; of none, a person's."""
     return max(outcomes, default=Outcome.PERSON)
 
 
 _PACKAGED = re.compile(
     r"^(?:\./)?config/?$|(?:verl/trainer|recipe/\w+(?:/src)?|verl/experimental/\w+)/config/?$"
 )
-"""Folders of the old package: its programs' own, relative to their module, or the same from
-somewhere else.
-"""
+"""The old package's configuration folders, as its programs or users name them."""
 
 
 def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
@@ -402,10 +376,7 @@ def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
 
 
 def uses_own_config(launch: Launch) -> bool:
-    """Check if the file is the user's own.
-
-    One of another name than the old package's, or of the same name in another folder.
-    """
+    """Check if the file is the user's own, by its name or its folder."""
     name = (launch.config_name or "").removesuffix(".yaml").rpartition("/")[2]
     is_packaged = (
         bool(entry_of(name)) and _PACKAGED.search(launch.config_path or "config") is not None

@@ -293,10 +293,7 @@ def is_launch_text(text: str) -> bool:
 
 
 def explain_npu_probe(fields: Sequence[Field]) -> str | None:
-    """Return a note if a command only checks for NPUs.
-
-    Such commands are ``python3 -c 'import torch_npu'`` and ``which npu-smi``.
-    """
+    """Return a note if a command only checks for NPUs, such as ``which npu-smi``."""
     words = [field.text.shown() for field in fields]
     is_asking = "-c" in words or words[0] in ("which", "command", "type")
     names_npu = len(words) <= 4 and re.search(r"\btorch_npu\b|\bnpu-smi\b", words[-1]) is not None

@@ -1,7 +1,4 @@
-"""Read the rules of a makefile as bash, as far as launches of a trainer need it.
-
-Conditionals, included files, and functions of make other than variables are not evaluated.
-"""
+"""Read a makefile's rules as bash, except conditionals, includes and functions."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -139,10 +136,7 @@ def read_makefile(path: Path) -> Makefile:
 
 
 def _iterate_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers; one that ends with a backslash has the next one in it.
-
-    Comments outside of commands are left out.
-    """
+    """Yield numbered lines, continued ones joined, without comments outside commands."""
     start, joined = 0, ""
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
     for number, line in enumerate(text.splitlines(), 1):

@@ -110,10 +110,7 @@ def _translated(
     *,
     literal_keys: frozenset[str] = frozenset(),
 ) -> list[TranslatedLaunch]:
-    """Return each launch's translation.
-
-    A command in a loop that launches the same hundreds of times is translated once.
-    """
+    """Return each launch's translation; the same launch in a loop is translated once."""
     done: dict[tuple[object, ...], TranslatedLaunch] = {}
     out = []
     for launch in launches:
@@ -191,9 +188,7 @@ def _different(
 
 _OPPOSITE = {"true": "False", "false": "True"}
 _OTHER = "37"
-"""A value that no default is: a number, since sizes are computed from numbers, and a name as good
-as any other.
-"""
+"""A value that no default is, fit for a number and for a name."""
 _MOST_VALUES = 4
 _ARGUMENT = re.compile(r"\$\{([1-9])(?::?[-=])")
 

@@ -91,10 +91,7 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
 
 
 def _group_by_site(translated: list[TranslatedLaunch]) -> dict[Span, list[TranslatedLaunch]]:
-    """Return the launches by the command that starts them.
-
-    In a loop or a function, one command starts several.
-    """
+    """Return launches by the command that starts them, several in a loop or function."""
     out: dict[Span, list[TranslatedLaunch]] = {}
     for each in translated:
         out.setdefault(each.launch.item if each.launch.is_inner else each.launch.span, []).append(
@@ -176,10 +173,7 @@ def _indent(text: str, at: int) -> str:
 
 
 def _wrappers(text: str, launch: Launch) -> list[str]:
-    """Return the text before the launcher unchanged.
-
-    It is, for example, ``srun ...`` or ``ray job submit ... --``.
-    """
+    """Return the text before the launcher, such as ``srun ...``, unchanged."""
     # No srun, ray or nohup before Python.
     if launch.starter == 0:
         return []
@@ -293,10 +287,7 @@ def _dropped_lines(text: str, each: TranslatedLaunch, seen: set[int]) -> list[st
 
 
 def _left_unchanged(text: str, each: TranslatedLaunch, problem: str) -> str:
-    """Return the comment above a launch that a person has to rewrite.
-
-    The new command is included, if it exists.
-    """
+    """Return the comment above a launch for a person, with the new command if any."""
     indent = _indent(text, each.launch.item.start)
     lines = [f"# temper-migrate: needs a person: {problem}"]
     if each.is_writable:
@@ -317,10 +308,8 @@ _STOP = (
 
 
 def _commented(text: str, array: DeadArray) -> _Edit:
-    """Return an array as comments, with a command in its place where a body could become empty.
-
-    A branch that was not taken stops the script.
-    """
+    """Comment an array out, with a command where a body could become empty."""
+    # A branch that was not taken stops the script.
     indent = _indent(text, array.span.start)
     command = ":" if array.is_executed else _STOP
     # Comments would swallow the rest of the line.

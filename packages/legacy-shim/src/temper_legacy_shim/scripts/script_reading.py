@@ -1,7 +1,4 @@
-"""Read a script.
-
-The result has the commands by default, and those of undecided branches.
-"""
+"""Read a script's commands, by default and in undecided branches."""
 
 from dataclasses import dataclass
 
@@ -135,10 +132,7 @@ def _pass(
 def _first_that_launches(
     program: Program, text: str, settings: dict[str, str], main: Reading
 ) -> tuple[Reading, int]:
-    """Change decisions until something is launched.
-
-    Guards that end a script are assumed to pass.
-    """
+    """Change decisions until something is launched; guards that exit are passed."""
     if find_launches(main.events):
         return main, 1
     waiting, seen, passes = [main], {tuple(decision.taken for decision in main.decisions)}, 1

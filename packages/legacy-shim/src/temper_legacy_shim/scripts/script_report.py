@@ -17,9 +17,7 @@ from temper_legacy_shim.scripts.migrate import Migration
 from temper_legacy_shim.scripts.script_reading import Alternative, ScriptReading
 
 SCHEMA = "temper-migrate/script/1"
-"""Name of the form of ``plain_report``; it changes with the form. docs/migration/scripts.md
-describes it.
-"""
+"""Name of ``plain_report``'s form; docs/migration/scripts.md describes it."""
 
 
 def headline(migration: Migration) -> str:

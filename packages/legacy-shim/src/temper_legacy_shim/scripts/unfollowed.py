@@ -240,10 +240,7 @@ def _called_script(event: Event) -> str:
 
 
 def _script_name(field: Field) -> str:
-    """Return a script's path, without what a substitution prints before it.
-
-    Return an empty text for another argument.
-    """
+    """Return a script's path without a substitution's output; empty for another argument."""
     pieces = field.text.pieces
     while pieces and not pieces[-1].is_known:  # a variable: what it was assigned
         pieces = () if pieces[-1].inner == pieces else pieces[-1].inner
@@ -259,10 +256,7 @@ def _script_name(field: Field) -> str:
 
 
 def _find_script(called: str, folder: Path | None) -> Path | None:
-    """Return the file of a called script.
-
-    An unknown start of the path is this script's folder or a parent.
-    """
+    """Return a called script's file; an unknown start is this folder or a parent."""
     if folder is None:
         return None
     parts = called.split("/")
@@ -367,10 +361,7 @@ def left_behind(program: Program) -> Iterator[tuple[int, str]]:
 
 
 def only_named(text: str) -> list[str]:
-    """Return sentences about old trainers that a script names without launching them.
-
-    Such as in a file that it writes.
-    """
+    """Return sentences about trainers that a script names, but does not launch."""
     lines = list(enumerate(text.splitlines(), 1))
     result = [(number, match[1]) for number, line in lines if (match := _NAMED.match(line))]
     code = [
@@ -399,10 +390,7 @@ def only_named(text: str) -> list[str]:
 
 
 def _simple_commands(program: Program) -> Iterator[Simple]:
-    """Yield every one below the program, however deep.
-
-    It runs in a thread with a large stack, because nesting may exceed Python's limit.
-    """
+    """Yield every simple command, in a thread whose stack fits any nesting."""
     left: list[object] = [program]
     while left:
         node = left.pop()

@@ -1,7 +1,4 @@
-"""The deprecated worker classes, alive on Temper's engines.
-
-The Megatron ones are in ``megatron_workers``.
-"""
+"""The deprecated worker classes, on Temper's engines."""
 
 from temper_legacy_shim.errors import explain_missing_extra
 

@@ -1,8 +1,4 @@
-"""The old FSDP worker classes.
-
-They are the roles around ``DataParallelPPOActor`` and ``DataParallelPPOCritic``, standalone or as
-Ray actors.
-"""
+"""The old FSDP worker classes: roles around the actor and the critic."""
 
 from typing_extensions import deprecated
 
@@ -101,10 +97,7 @@ class ActorRolloutRefWorker(PolicyWorker):
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,
     ) -> None:
-        """Load the last complete step below ``local_path``.
-
-        Collective; user files are never deleted.
-        """
+        """Load the last complete step below ``local_path``; collective, deletes no file."""
         self._load(local_path, hdfs_path, del_local_after_load)
 
 
@@ -129,10 +122,7 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
     category=None,
 )
 class CriticWorker(ValueWorker):
-    """The old FSDP worker of the critic.
-
-    Config is the old ``critic`` block, kwargs are ActorRolloutRefWorker's.
-    """
+    """The old critic worker of FSDP; config is the ``critic`` block."""
 
     backend = FSDP
 
@@ -155,8 +145,5 @@ class CriticWorker(ValueWorker):
         hdfs_path: str | None = None,
         del_local_after_load: bool = True,
     ) -> None:
-        """Load the last complete step below ``local_path``.
-
-        Collective; user files are never deleted.
-        """
+        """Load the last complete step below ``local_path``; collective, deletes no file."""
         self._load(local_path, hdfs_path, del_local_after_load)

@@ -32,11 +32,7 @@ _CRITIC_COLUMNS = (*_INPUTS, "values", "returns")
 
 
 class _OnMegatron(OnEngine):
-    """Shared parts of actor and critic.
-
-    They have the adopted model's engine, mini-batches as the caller iterates them, and
-    micro-batches of equal weight.
-    """
+    """Actor and critic on the adopted engine, with micro-batches of equal weight."""
 
     lists_losses = True
 
@@ -68,10 +64,7 @@ class _OnMegatron(OnEngine):
         )
 
     def _mini_batches(self, data: DataProto, *, columns: Sequence[str]) -> Iterator[DataProto]:
-        """Yield the rows of every update of every pass.
-
-        Shuffled like torch's DataLoader does it from the same seed.
-        """
+        """Yield the rows of every update, shuffled as torch's DataLoader with that seed."""
         split = self.split
         if len(data) == 0 or len(data) % split.ppo_mini_batch_size:
             raise BatchError(
@@ -171,10 +164,7 @@ class MegatronCritic(_OnMegatron, PPOCritic):
     """The old Megatron critic on an engine, without its warning."""
 
     def compute_values(self, data: DataProto) -> Tensor:
-        """Compute values [B, W] before each response token, equal on all ranks of a replica.
-
-        Values at padding are 0.
-        """
+        """Compute values [B, W], 0 at padding, equal on all ranks of a replica."""
         # Without a response_mask, which the old class did not apply.
         return super().compute_values(
             data.select(batch_keys=list(_INPUTS), non_tensor_batch_keys=[])
@@ -185,10 +175,7 @@ class MegatronCritic(_OnMegatron, PPOCritic):
         return self._mini_batches(data, columns=_CRITIC_COLUMNS)
 
     def update_critic(self, dataloader: Iterable[DataProto]) -> dict[str, object]:  # type: ignore[override]
-        """Return one optimizer step for each mini-batch.
-
-        Metrics as ``MegatronPPOActor.update_policy`` returns them.
-        """
+        """Take one step per mini-batch; metrics as ``MegatronPPOActor.update_policy``."""
         chosen = (
             mini_batch.select(batch_keys=list(_CRITIC_COLUMNS), non_tensor_batch_keys=[])
             for mini_batch in dataloader

@@ -1,7 +1,4 @@
-"""The old Megatron classes on the Megatron engine.
-
-They are its actor and critic, and the roles around them, standalone or as Ray actors.
-"""
+"""The old Megatron classes: actor, critic, and the roles around them."""
 
 import torch
 from torch import nn
@@ -82,10 +79,7 @@ class MegatronPPOActor(MegatronActor):
     category=None,
 )
 class MegatronPPOCritic(MegatronCritic):
-    """The old Megatron critic on an engine.
-
-    Arguments as those of ``MegatronPPOActor``, critic_optimizer_config is not read.
-    """
+    """The old Megatron critic; ``critic_optimizer_config`` is not read."""
 
     def __init__(
         self,
@@ -152,10 +146,7 @@ MEGATRON = Backend(
     category=None,
 )
 class ActorRolloutRefWorker(PolicyWorker):
-    """The old Megatron worker of actor, rollout and reference policy.
-
-    Arguments as those of its FSDP sibling.
-    """
+    """The old Megatron worker of actor, rollout and reference; arguments as for FSDP."""
 
     backend = MEGATRON
 
@@ -178,10 +169,7 @@ class ActorRolloutRefWorker(PolicyWorker):
         hdfs_path: str | None = None,
         del_local_after_load: bool = True,
     ) -> None:
-        """Load the last complete step below ``checkpoint_path``.
-
-        Collective; user files are never deleted.
-        """
+        """Load the last complete step below ``checkpoint_path``; collective, deletes no file."""
         self._load(checkpoint_path, hdfs_path, del_local_after_load)
 
     def load_pretrained_model(
@@ -215,10 +203,7 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
     category=None,
 )
 class CriticWorker(ValueWorker):
-    """The old Megatron worker of the critic.
-
-    Config is the old ``critic`` block, kwargs are ActorRolloutRefWorker's.
-    """
+    """The old Megatron worker of the critic; config is the ``critic`` block."""
 
     backend = MEGATRON
 
@@ -241,8 +226,5 @@ class CriticWorker(ValueWorker):
         hdfs_path: str | None = None,
         del_local_after_load: bool = True,
     ) -> None:
-        """Load the last complete step below ``checkpoint_path``.
-
-        Collective; user files are never deleted.
-        """
+        """Load the last complete step below ``checkpoint_path``; collective, deletes no file."""
         self._load(checkpoint_path, hdfs_path, del_local_after_load)

@@ -1,7 +1,4 @@
-"""The old base classes: for code that subclasses them or asks ``isinstance``.
-
-Nothing here computes.
-"""
+"""Old base classes, to subclass or to ask ``isinstance``; they compute nothing."""
 
 from abc import ABC, abstractmethod
 from typing import NoReturn

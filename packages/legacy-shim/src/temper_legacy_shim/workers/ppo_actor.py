@@ -70,10 +70,7 @@ class PPOActor(OnEngine):
         self.actor_optimizer = actor_optimizer
 
     def configure(self, values: Mapping[str, object]) -> None:
-        """Take an actor config's values for the updates to come.
-
-        Settings of the engine do not change.
-        """
+        """Take an actor config's values for later updates, except the engine's settings."""
         self.settings: ActorSettings = known(ActorSettings, values)
         self.loss_settings: PolicyLossSettings = policy_loss_settings(values)
         self._values = dict(values)
@@ -263,10 +260,8 @@ class PPOActor(OnEngine):
     def _forward_micro_batch(
         self, micro_batch: Mapping[str, Tensor], temperature: float, calculate_entropy: bool = False
     ) -> dict[str, Tensor]:
-        """Return the log-probs and entropies of one micro-batch, without gradient.
-
-        With gradient only the engine runs the model.
-        """
+        """Return a micro-batch's log-probs and entropies without gradient."""
+        # With gradient only the engine runs the model.
         data = single_forward(micro_batch, temperature=temperature, trained_by="update_policy")
         return self.compute_log_prob(data, calculate_entropy=calculate_entropy)
 

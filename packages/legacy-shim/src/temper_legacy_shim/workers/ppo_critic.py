@@ -50,18 +50,12 @@ class PPOCritic(OnEngine):
         self.critic_optimizer = critic_optimizer
 
     def configure(self, values: Mapping[str, object]) -> None:
-        """Take a critic config's values for the updates to come.
-
-        Settings of the engine do not change.
-        """
+        """Take a critic config's values for later updates, except the engine's settings."""
         self.settings: CriticSettings = known(CriticSettings, values)
         self._values = dict(values)
 
     def compute_values(self, data: DataProto) -> Tensor:
-        """Compute values [B, W] of the states before each response token.
-
-        They are 0 outside response_mask if the batch contains it, else at padding.
-        """
+        """Compute values [B, W] before each token; 0 outside response_mask or padding."""
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
             result = compute_outputs(
@@ -80,10 +74,7 @@ class PPOCritic(OnEngine):
         )
 
     def _forward_micro_batch(self, micro_batch: Mapping[str, Tensor]) -> Tensor:
-        """Return [B, W] values of one micro-batch, 0 at padding alone.
-
-        They have no gradient: with gradient only the engine runs the model.
-        """
+        """Return a micro-batch's values [B, W] without gradient, 0 at padding alone."""
         columns = {name: column for name, column in micro_batch.items() if name != "response_mask"}
         return self.compute_values(
             single_forward(columns, temperature=1.0, trained_by="update_critic")

@@ -1,7 +1,4 @@
-"""The old workers of both backends.
-
-They are roles around an actor or a critic, standalone or as Ray actors.
-"""
+"""The old workers of both backends: roles around an actor or a critic."""
 
 import resource
 import time
@@ -39,10 +36,7 @@ class OldRates(Protocol):
 
 
 class Rates:
-    """Learning rates of a trained role.
-
-    They are those of the old schedule with old numerics, else those of the engine.
-    """
+    """Learning rates of a role, by the old schedule or the engine's."""
 
     def __init__(self, engine: BaseEngine, *, old: OldRates | None) -> None:
         self._engine = engine
@@ -70,9 +64,7 @@ class Backend:
     actor: type[PPOActor]
     critic: type[PPOCritic]
     configure_policy: Callable[[Values, str, bool, bool], EngineConfig]
-    """Builds the engine of a policy from the old config, the role's name, and whether it is trained
-    and keeps the old schedule.
-    """
+    """Build a policy's engine from config, role, is-trained and keeps-old-schedule."""
     configure_critic: Callable[[Values, bool], EngineConfig]
     """Builds the engine of a critic; the flag is true if it keeps the old schedule."""
 
@@ -207,10 +199,7 @@ class PolicyWorker(RoleWorker):
                 )
 
     def update_actor(self, data: DataProto) -> DataProto:
-        """Train on this rank's rows.
-
-        ``meta_info["metrics"]`` of what is returned holds the old metrics.
-        """
+        """Train on this rank's rows; ``meta_info["metrics"]`` has the old metrics."""
         actor, rates = self._trained()
         lr, begin = rates.begin(), time.perf_counter()
         metrics = actor.update_on_rows(data.to("cpu"))
@@ -225,10 +214,7 @@ class PolicyWorker(RoleWorker):
         return DataProto(meta_info={"metrics": {**metrics, **speed, "actor/lr": lr}})
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Return the old_log_probs and entropys [B, W].
-
-        With ``meta_info["is_lora"]`` return ref_log_prob, from the model without its adapter.
-        """
+        """Return old_log_probs and entropys [B, W]; with ``is_lora`` ref_log_prob."""
         actor, _ = self._trained()
         is_reference = bool(data.meta_info.pop("is_lora", False))
         requested = self._requested(data, "ref" if is_reference else "rollout")
@@ -240,10 +226,7 @@ class PolicyWorker(RoleWorker):
         )
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Return the ref_log_prob [B, W] of the reference policy.
-
-        It is a separate model, or the actor without the adapter.
-        """
+        """Return ref_log_prob [B, W], of the reference or the actor without adapter."""
         if self.ref_policy is None:
             if self.actor is None or self.actor.engine.config.lora.rank == 0:
                 raise EngineStateError(
@@ -326,10 +309,7 @@ class PolicyWorker(RoleWorker):
 
 
 class WeightsByCall(PolicyWorker):
-    """The part of the asynchronous classes.
-
-    Whoever drives them says when the sampler takes the actor's weights.
-    """
+    """The asynchronous classes, whose caller says when the sampler takes weights."""
 
     async def update_weights(self, global_steps: int | None = None) -> None:
         """Copy the actor's weights to the sampler. Collective."""
@@ -371,10 +351,7 @@ class ValueWorker(RoleWorker):
         return DataProto.from_dict(tensors={"values": critic.compute_values(requested)})
 
     def update_critic(self, data: DataProto) -> DataProto:
-        """Train on this rank's rows.
-
-        ``meta_info["metrics"]`` of what is returned holds the old metrics.
-        """
+        """Train on this rank's rows; ``meta_info["metrics"]`` has the old metrics."""
         critic = self._critic()
         lr, begin = self._rates.begin(), time.perf_counter()
         metrics = critic.update_on_rows(data.to("cpu"))

@@ -202,10 +202,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
         return cast("PPOActor | PPOCritic", policy)
 
     def _metrics(self, result: Mapping[str, object], *, part: PackedBatch) -> dict[str, Metric]:
-        """Return the old numbers in a form that merges.
-
-        Losses are averaged over ranks, lists over their entries.
-        """
+        """Return mergeable numbers: losses averaged over ranks, lists over entries."""
         own = {f"{self._role}/{name}" for name in ("lr", "grad_norm")}
         metrics = {
             name: Metric(value=float(sum(values)), weight=float(len(values)))
@@ -256,10 +253,7 @@ def _open_worker(role: str, *, config: FSDPConfig) -> ActorRolloutRefWorker | Cr
 
 
 def _with_old_optimizer(config: FSDPConfig) -> FSDPConfig:
-    """Return the optimizer as the old workers had it.
-
-    Decay on every parameter, and no end to skipped updates.
-    """
+    """Return the old optimizer: decay on every parameter, any number of skips."""
     if not isinstance(config.optimizer, OptimizerSpec):
         return config
     return dataclasses.replace(

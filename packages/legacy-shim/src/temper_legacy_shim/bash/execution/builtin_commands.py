@@ -1,7 +1,4 @@
-"""Builtin commands that change or print the state of the shell.
-
-Those that move its control are in ``evaluator``.
-"""
+"""Builtins that change or print the shell's state; control flow is in ``evaluator``."""
 
 import re
 from collections.abc import Callable
@@ -68,10 +65,7 @@ def _printf(shell: Shell, fields: list[Field]) -> None:
 
 
 def _formatted(pattern: Text, arguments: list[Text]) -> Text:
-    """Return the output of ``printf``.
-
-    Unknown if a format other than ``%s`` has an unknown argument.
-    """
+    """Return ``printf``'s output, unknown if a format other than ``%s`` has an unknown argument."""
     if not pattern.is_known:
         return unknown("\0")
     given = pattern.shown()
@@ -120,10 +114,7 @@ def _conversion(match: re.Match[str], argument: Text | None) -> Text:
 
 
 def declare(shell: Shell, name: str, fields: list[Field], *, has_value: bool = False) -> None:
-    """Run ``declare``, ``local``, ``export`` or ``readonly``.
-
-    They set attributes, scopes and expanded values of variables.
-    """
+    """Run ``declare``, ``local``, ``export`` or ``readonly``."""
     flags = ""
     for field in fields:
         text = field.text.shown()
@@ -180,10 +171,7 @@ def read(
     *,
     separators: str | None = None,
 ) -> None:
-    """Run ``read`` on text in the script.
-
-    It fails at the end of the input and for unknown input.
-    """
+    """Run ``read`` on text in the script; it fails at the end of the input or for unknown input."""
     names = [text for field in fields if not (text := field.text.shown()).startswith("-")]
     options = "".join(text[1:] for field in fields if (text := field.text.shown()).startswith("-"))
     known = None if stdin is None else stdin.known

@@ -1,7 +1,4 @@
-"""Simple commands.
-
-The shell's own, functions, and those that are recorded because only a run could run them.
-"""
+"""Simple commands: the shell's own, functions, and external ones, which are recorded."""
 
 from temper_legacy_shim.bash.execution import builtin_commands, conditions, external_commands
 from temper_legacy_shim.bash.syntax.parser import parse
@@ -300,10 +297,7 @@ def _started_shell(shell: Shell, environment: tuple[tuple[str, Text], ...]) -> S
 
 
 def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -> None:
-    """Run text that is a script itself.
-
-    It is the argument of ``eval`` or ``bash -c``, or a heredoc to ``bash``.
-    """
+    """Run a script in a text: the argument of ``eval`` or ``bash -c``, or a heredoc to ``bash``."""
     reading = shell.reading
     if shell.forks > 50:
         raise ScriptError("eval inside eval, more than 50 levels deep.")
@@ -334,10 +328,8 @@ def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -
 
 
 def stdin_of(shell: Shell, redirects: tuple[Redirect, ...]) -> Text | None:
-    """Return the input from heredocs and here-strings.
-
-    The text is unknown if it comes from a file. The result is None without redirection.
-    """
+    """Return the input from heredocs and here-strings; None without redirection."""
+    # Text from a file is unknown.
     given: Text | None = None
     for redirect in redirects:
         if redirect.operator in ("<<", "<<-"):

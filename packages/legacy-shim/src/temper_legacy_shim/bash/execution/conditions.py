@@ -1,7 +1,4 @@
-"""``test``, ``[ ... ]`` and ``[[ ... ]]`` in three values.
-
-The values are true, false and unknown until a run.
-"""
+"""Evaluate ``test``, ``[ ... ]`` and ``[[ ... ]]``: true, false, or unknown until a run."""
 
 import re
 

@@ -1,9 +1,4 @@
-"""Compute what external commands print or start.
-
-The output of programs that depend only on arguments and input (``basename``, ``seq``, ``tr``,
-``cut``, ``sed s///``), and the commands that ``srun``, ``nohup``, ``ray job submit ... --`` or
-``bash -c`` start.
-"""
+"""Compute the output of external commands, and find what wrappers such as ``srun`` start."""
 
 import re
 from collections.abc import Callable
@@ -301,10 +296,7 @@ _SHELLS = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash)")
 
 
 def started(fields: tuple[Field, ...] | list[Field]) -> list[Field]:
-    """Return the innermost command that is not a wrapper.
-
-    The command itself if it is none, or starts nothing that is known.
-    """
+    """Return the innermost command below wrappers; the command itself if it is no wrapper."""
     fields = list(fields)
     for _ in range(8):
         name = (fields[0].text.known or "").rpartition("/")[2] if fields else ""
@@ -347,10 +339,7 @@ SUBMITTERS = frozenset(("tee", "sbatch", "qsub", "bsub", "kubectl"))
 
 
 def inner_script(fields: list[Field], stdin: Text | None) -> Text | None:
-    """Return the text that a command runs as a script.
-
-    It is the argument of ``bash -c``, a heredoc to ``bash`` or ``ssh``, or a quoted remote command.
-    """
+    """Return a script in a command: after ``bash -c``, in a heredoc, or a quoted remote command."""
     command = started(fields)
     name = (fields[0].text.known or "").rpartition("/")[2]
     first = command[0].text.known or "" if command else ""

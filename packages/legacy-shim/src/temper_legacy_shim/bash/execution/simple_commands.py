@@ -1,7 +1,4 @@
-"""The grammar of simple commands.
-
-It covers assignments, arguments, arrays, redirections, heredocs and the blanks between them.
-"""
+"""Grammar of simple commands: assignments, arguments, arrays, redirections and heredocs."""
 
 import re
 
@@ -166,10 +163,7 @@ class SimpleCommands(Words):
         return Redirect(operator, word, Span(start, self.at))
 
     def skip(self, *, newlines: bool = False) -> None:
-        """Skip blanks, line continuations and comments.
-
-        With `newlines`, skip line ends and heredocs, too.
-        """
+        """Skip blanks, continuations and comments; with `newlines` line ends and heredocs, too."""
         while char := self.peek():
             if char in " \t\r" and not (char == "\r" and self.peek(2) != "\r\n"):
                 self.at += 1

@@ -1,7 +1,4 @@
-"""Split text into words: quoting, escapes, expansions, and word boundaries.
-
-``Words`` holds the text and the place in it; ``parser.Parser`` adds the grammar of commands.
-"""
+"""Split text into words: quoting, escapes, expansions, and word boundaries."""
 
 import re
 from collections.abc import Callable
@@ -21,8 +18,7 @@ from temper_legacy_shim.errors import ScriptError
 
 METACHARACTERS = " \t\n;&|<>()"
 MAX_NESTING = 40
-"""Levels of expansions and compound commands; a script that needs more was not written by a person.
-"""
+"""Levels of expansions and compound commands; no person writes more."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PARAMETER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?$!-]")
 _OPERATOR = re.compile(r":[-=?+]|[-=?+]|##|#|%%|%|//|/#|/%|/|\^\^|\^|,,|,|@[A-Za-z]|:")
@@ -235,11 +231,7 @@ class Words:
         return Substitution(program, self.text[start : self.at])
 
     def _arithmetic(self) -> Arithmetic | None:
-        """Read ``$((...))``.
-
-        Return None if the parentheses close separately: then it is a substitution that starts with
-        a subshell.
-        """
+        """Return ``$((...))``; None if it is a substitution that begins with a subshell."""
         start = self.at
         self.at += 3
         expression = self.calculation()
@@ -251,10 +243,7 @@ class Words:
         return Arithmetic(expression, self.text[start : self.at])
 
     def calculation(self) -> Word | None:
-        """Return the inside of ``((...))`` up to its end, which is consumed.
-
-        None if it does not end so.
-        """
+        """Consume ``((...))`` and return its inside; None if it does not end so."""
         start, depth = self.at, 0
 
         def is_end(char: str) -> bool:

@@ -1,7 +1,4 @@
-"""The grammar of bash: from a text to a ``Program``.
-
-A syntax error of bash is a ``ScriptError`` with the line.
-"""
+"""Grammar of bash, from a text to a ``Program``; syntax errors are a ``ScriptError``."""
 
 import re
 

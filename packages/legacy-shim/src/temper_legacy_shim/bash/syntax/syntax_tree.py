@@ -35,19 +35,14 @@ class Parameter:
     index: "Word | None" = None
     """Subscript of an array."""
     operator: str = ""
-    """Operator such as ``:-``, ``#``, ``/``, ``:`` or ``^^``; ``len`` for ``${#x}``, ``keys`` for
-    ``${!x[@]}``, ``names`` for ``${!x*}``.
-    """
+    """Such as ``:-``, ``#``, ``^^``, or ``len`` (``${#x}``), ``keys`` (``${!x[@]}``), ``names``."""
     operands: tuple["Word", ...] = ()
     is_indirect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Substitution:
-    """``$(...)`` or backquotes.
-
-    ``<(...)`` and ``>(...)`` too, whose value is the name of a pipe.
-    """
+    """``$(...)`` or backquotes, or ``<(...)`` and ``>(...)``, whose value is a pipe's name."""
 
     program: "Program"
     source: str
@@ -81,10 +76,7 @@ class Word:
     span: Span
 
     def literal(self) -> str | None:
-        """Return the text if no part is quoted or expanded.
-
-        Reserved words are recognized by it.
-        """
+        """Return the text if nothing is quoted or expanded, as in reserved words."""
         if all(isinstance(part, Literal) and not part.is_quoted for part in self.parts):
             return "".join(part.text for part in self.parts if isinstance(part, Literal))
         return None

@@ -1,7 +1,4 @@
-"""The arithmetic of bash on 64-bit integers.
-
-A value that only a run would know makes the result unknown.
-"""
+"""Evaluate bash's arithmetic on 64-bit integers; unknown values make the result unknown."""
 
 import re
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Expand words to arguments.
-
-This covers braces, parameters, substitutions, arithmetic, splitting and the removal of quotes.
-"""
+"""Expand words to arguments: braces, parameters, substitutions, splitting, quotes."""
 
 import re
 
@@ -53,10 +50,7 @@ def expand_words(shell: Shell, words: tuple[Word, ...] | list[Word]) -> list[Fie
 
 
 def expand_text(shell: Shell, word: Word | None, *, source: str | None = None) -> Text:
-    """Expand a word without splitting.
-
-    Bash does not split assignments, redirections, heredocs and subjects of ``case``.
-    """
+    """Expand a word that bash does not split: an assignment, redirection or subject of ``case``."""
     if word is None:
         return Text()
     pieces: list[Piece] = []
@@ -272,10 +266,7 @@ class _Splitter:
 
 
 def arithmetic(shell: Shell, expression: Word, source: str) -> Text:
-    """Return the value of ``$((...))``.
-
-    Unknown if a part of it is, or where bash would refuse it.
-    """
+    """Return the value of ``$((...))``; unknown if a part is, or where bash refuses it."""
     text = expand_text(shell, expression)
     if not text.is_known:
         return unknown(source, is_unset=text.is_unset)
@@ -320,10 +311,7 @@ def _write(shell: Shell, name: str, value: str) -> None:
 
 
 def substitute(shell: Shell, part: Substitution) -> Text:
-    """Return the output of ``$(...)``.
-
-    Unknown unless every command in it is one whose output is computed.
-    """
+    """Return the output of ``$(...)``; unknown unless the output of every command is computed."""
     if part.is_process:
         child = shell.fork()
         shell.interpreter.run_isolated(child, part.program)
@@ -397,10 +385,7 @@ def _expand(items: list[Item], level: int) -> list[list[Item]]:
 
 
 def _alternatives(items: list[Item], start: int) -> tuple[list[list[Item]], int] | None:
-    """Return the alternatives of the braces that open at `start`, and the end.
-
-    Return None if the braces are literal.
-    """
+    """Return the alternatives of the braces at `start`, and the end; None if they are literal."""
     depth = 0
     choices: list[list[Item]] = []
     current: list[Item] = []

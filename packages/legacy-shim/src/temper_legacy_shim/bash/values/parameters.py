@@ -1,7 +1,4 @@
-"""Values of ``$x`` and ``${x...}``.
-
-This covers defaults, lengths, slices, trimming, replacement, case, arrays and indirection.
-"""
+"""Values of ``$x`` and ``${x...}``: defaults, slices, replacement, arrays, indirection."""
 
 from collections.abc import Callable
 
@@ -24,10 +21,7 @@ _DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
 
 
 def value(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Fragment]:
-    """Return the value of a parameter that is no list.
-
-    Parts of a default are separate words if they split.
-    """
+    """Return the value of a parameter that is no list; a default that splits gives several."""
     if part.operator == "bad":
         shell.reading.note(
             f"bash refuses {part.source[:80]} as a bad substitution and would end here", -1
@@ -258,10 +252,7 @@ def _with_default(
 
 
 def _operand(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Fragment]:
-    """Return the word of a default.
-
-    It is a value with the parameter's source, or fragments if the word splits.
-    """
+    """Return the word of a default: a value with its source, or fragments if the word splits."""
     word = part.operands[0] if in_quotes else with_tilde(part.operands[0])
     parts = shell.interpreter.expand_fragments(shell, word, in_quotes=in_quotes)
     separators = shell.separators()
@@ -432,10 +423,7 @@ def _part_of(shell: Shell, part: Parameter, known: str) -> Text:
 
 
 def sliced(shell: Shell, part: Parameter, listed: list[Field], indices: list[int]) -> list[Field]:
-    """Return ``${x[@]:offset:length}``.
-
-    The offset is an index, also if earlier elements are missing.
-    """
+    """Return ``${x[@]:offset:length}``; the offset counts missing elements, too."""
     bounds = _bounds(shell, part.operands)
     if bounds is None:
         return [Field(unknown(part.source), f'"{part.source}"')]

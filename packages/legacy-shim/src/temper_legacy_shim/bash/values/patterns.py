@@ -1,7 +1,4 @@
-"""Translate the shell's patterns to regular expressions that match in bounded time.
-
-Patterns are ``*``, ``?``, ``[a-z]`` and ``@(a|b)``.
-"""
+"""Translate the shell's patterns to regular expressions that match in bounded time."""
 
 import re
 

@@ -93,10 +93,7 @@ class ReaderHooks:
 
 
 class Interpreter(Protocol):
-    """The parts of the reader that call each other: words hold commands, and commands hold words.
-
-    Each shell carries it, so that the files of these parts need not import each other in a cycle.
-    """
+    """Parts of the reader that call each other; each shell carries them to avoid import cycles."""
 
     def expand_text(self, shell: Shell, word: Word, /) -> Text:
         """Expand a word that is not split."""
@@ -145,9 +142,7 @@ class Event:
     is_inner: bool
     """True inside ``bash -c``, ``eval`` or a heredoc, where the text is not the script's."""
     is_written: bool = False
-    """True inside text that the script writes to a file or submits to a scheduler, which may run it
-    later.
-    """
+    """True in text that the script writes to a file or submits, which may run it later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,16 +263,12 @@ class Shell:
         self.scopes: list[dict[str, Variable]] = [{}]
         self.functions: dict[str, Command] = {}
         self.positional: list[Field] | None = None
-        """None at the top, where the user's arguments are open; then they are counted from
-        `shifted`.
-        """
+        """None at the top, where the user's arguments are open; else counted from `shifted`."""
         self.shifted = 0
         self.status: int | None = 0
         """Status of the last command; None if unknown before a run."""
         self.captured: Text | None = None
-        """Output of the commands in a substitution; None outside of one. An unknown piece stands
-        for unknown output.
-        """
+        """Output of a substitution's commands, perhaps unknown; None outside of one."""
         self.stdin: Text | None = None
         self.pending: Truth | None = None
         """A test with an uncertain result, for the code that uses the status."""
@@ -361,10 +352,8 @@ class Shell:
         self.scopes[0][name] = Variable()
 
     def scalar(self, name: str) -> Text | None:
-        """Return the value of ``$name``; None if it is unset for certain or by assumption.
-
-        An ambient name, and a positional parameter of the script itself, is an unknown text.
-        """
+        """Return the value of ``$name``; None if it is unset for certain or by assumption."""
+        # An ambient name, and a positional parameter of the script itself, is an unknown text.
         if name.isdigit() and name != "0":
             return self._positional(int(name))
         variable = self.find(name)

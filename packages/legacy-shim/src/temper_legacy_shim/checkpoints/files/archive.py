@@ -37,10 +37,7 @@ _ZIP_FAULTS = (
 
 
 class FileBytes:
-    """A file, or a stretch of it, that is read by position.
-
-    Opened at the first read and shared by every view on it.
-    """
+    """A part of a file that is read by position, opened at the first read and shared by views."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -141,10 +138,7 @@ class Stretch:
 
 
 class Archive:
-    """A file of ``torch.save``, standalone or inside a larger file.
-
-    Distributed checkpoints of torch contain such files.
-    """
+    """A file of ``torch.save``, alone or inside a larger one, as in distributed checkpoints."""
 
     def __init__(self, path: str | Path, *, start: int = 0, length: int | None = None) -> None:
         self.path = Path(path)
@@ -170,10 +164,7 @@ class Archive:
 
     @property
     def records(self) -> frozenset[str]:
-        """Names of the entries that are no storage.
-
-        Which there are depends on the torch that wrote the file.
-        """
+        """Names of the entries that are no storage, which depend on torch's version."""
         names = (name.removeprefix(self._prefix) for name in self._entries)
         return frozenset(name for name in names if not name.startswith("data/"))
 

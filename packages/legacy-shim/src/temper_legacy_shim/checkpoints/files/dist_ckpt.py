@@ -209,10 +209,7 @@ class _Chunk:
 
 
 class _FlatChunk(_Chunk):
-    """A part of a flat shard, saved with leading dimensions of size 1.
-
-    It has as many dimensions as the full tensor.
-    """
+    """A part of a flat shard, saved with the dimensions of the tensor, leading ones of size 1."""
 
     def __init__(
         self, folder: Path, position: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype

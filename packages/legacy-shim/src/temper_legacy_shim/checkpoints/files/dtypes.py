@@ -101,12 +101,7 @@ def has_nonfinite(block: Block, dtype: Dtype) -> bool:
 
 
 def _has_finite_squares(block: NDArray[np.float32]) -> bool:
-    """Check if the sum of squares is finite, which excludes NaN and infinity.
-
-    If it is False, every element is to be looked at.
-
-    One pass without a copy.
-    """
+    """Check if the sum of squares is finite, which excludes NaN and infinity without a copy."""
     flat = block.reshape(-1)
     with np.errstate(all="ignore"):
         return bool(np.isfinite(np.dot(flat, flat)))

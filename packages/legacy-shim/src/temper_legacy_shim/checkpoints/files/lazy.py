@@ -23,9 +23,7 @@ from temper_legacy_shim.checkpoints.files.dtypes import (
 )
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of a tensor in memory at once, so that casts, hashes and comparisons hit the processor's
-cache. A single row may be larger.
-"""
+"""Bytes of a tensor in memory at once, which fit a cache; a single row may be larger."""
 
 Shape = tuple[int, ...]
 
@@ -42,10 +40,7 @@ class LazyTensor(Protocol):
         """Element type."""
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the rows start to stop, contiguous, shaped [stop - start, *shape[1:]].
-
-        A tensor without dimensions has one row.
-        """
+        """Return rows start to stop, [stop - start, *shape[1:]]; a scalar has one row."""
 
 
 def num_rows(shape: Shape) -> int:
@@ -65,10 +60,7 @@ def blocks(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Bl
 
 
 def spans(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """Yield (first row, row after the last) of each block.
-
-    A tensor without elements has no blocks.
-    """
+    """Yield (first row, row after the last) of each block; an empty tensor has none."""
     rows = num_rows(tensor.shape)
     row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.num_bytes
     if rows == 0 or row_bytes == 0:
@@ -114,10 +106,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strided:
-    """A tensor whose elements do not lie in order, or not one after the other.
-
-    The full span is loaded.
-    """
+    """A tensor with gaps or another order of elements; the full span is loaded."""
 
     span: Stored
     """[N] the stretch of the file that holds all of its elements."""
@@ -172,10 +161,8 @@ class Assembled:
 
     @cached_property
     def _by_row(self) -> tuple[dict[int, list[Piece]], list[Piece]]:
-        """Pieces of one row by that row, and the others.
-
-        Stacked layers of stacked experts are tens of thousands.
-        """
+        """Pieces of one row by that row, and the others."""
+        # Stacked layers of stacked experts are tens of thousands.
         single: dict[int, list[Piece]] = {}
         others: list[Piece] = []
         for piece in self._in_order:
@@ -331,10 +318,7 @@ class Reshaped(View):
 
 @dataclass(frozen=True)
 class Transposed(View):
-    """The transpose of a matrix [R, C], read column block by column block.
-
-    The source is read whole for each, so it should be small.
-    """
+    """The transpose of a small matrix [R, C], whose source is read in full for each block."""
 
     @property
     def shape(self) -> Shape:

@@ -53,18 +53,12 @@ class Inert:
     """Elements that APPENDS or ADDITEMS would add."""
 
     def __repr__(self) -> str:
-        """Return its function only.
-
-        A few hundred bytes of pickle can nest so deeply that the rest never ends.
-        """
+        """Return the function alone: a few hundred bytes of pickle can nest without end."""
         return f"<{self.function}>"
 
 
 def abbreviate(node: object) -> str:
-    """Return a node for an error message: scalars as they are, of everything else the type.
-
-    See ``Inert.__repr__``.
-    """
+    """Return a node for an error message: scalars as they are, else the type."""
     if isinstance(node, int) and node.bit_length() > _LONGEST_NUMBER:
         return f"a number of {node.bit_length()} bits"  # Python refuses to write very long ones
     return (
@@ -183,10 +177,8 @@ class _Machine:
         return getattr(self, f"_op_{name}", None) or partial(self._refuse, name)
 
     def run(self, data: bytes) -> bool:
-        """Run all opcodes, and return True if STOP was reached.
-
-        ``pickletools.genops`` and a call for each opcode take twice as long.
-        """
+        """Run all opcodes, and return True if STOP was reached."""
+        # ``pickletools.genops`` and a call for each opcode take twice as long.
         stream = io.BytesIO(data)
         while (code := stream.read(1)) and code != _STOP:
             read, operate = self._operations[code]
@@ -424,10 +416,8 @@ def _index(argument: object) -> int:
 
 
 def _hashable(key: object) -> object:
-    """Return a key that hashes fast: a scalar, a name, a flat tuple of these, or an inert node.
-
-    Inert nodes are compared by identity. Hashing nested tuples could take for ever.
-    """
+    """Return a key that hashes fast: inert nodes by identity, others by value."""
+    # Hashing nested tuples could take for ever.
     if isinstance(key, (Inert, Global, *_SCALARS)):
         return key
     if isinstance(key, tuple) and all(isinstance(part, (Global, *_SCALARS)) for part in key):

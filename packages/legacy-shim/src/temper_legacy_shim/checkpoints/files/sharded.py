@@ -22,9 +22,7 @@ from temper_legacy_shim.checkpoints.files.tensors import Distributed, Entry, Pla
 from temper_legacy_shim.errors import DamagedFileError
 
 _COMPARED_BYTES = 1 << 20
-"""Buffers of this size are compared over ranks; to compare whole models would read every rank's
-file.
-"""
+"""Buffers up to this size are compared over ranks; comparing models would read all files."""
 _COPY_BYTES = 1 << 16
 """First bytes of a tensor that are compared with those of its copies."""
 
@@ -74,10 +72,7 @@ def assemble(key: str, entries: Mapping[int, Entry], *, where: str) -> LazyTenso
 
 
 def _replicated(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> LazyTensor:
-    """Return a single copy of a replicated tensor.
-
-    Equality is checked for small tensors.
-    """
+    """Return one copy of a replicated tensor; small ones are checked for equality."""
     first_rank, first = next(iter(entries.items()))
     for rank, entry in entries.items():
         if entry.shape != first.shape or entry.dtype != first.dtype:
@@ -127,10 +122,7 @@ def check_replica(key: str, entries: Mapping[int, LazyTensor], *, where: str) ->
 
 
 def num_compared_rows(tensor: LazyTensor) -> int:
-    """Return how many of a tensor's first rows are compared with those of a copy.
-
-    An update changes nearly all elements, so a few suffice; all of them would double what is read.
-    """
+    """Return how many first rows to compare with a copy; an update changes nearly all."""
     rows = num_rows(tensor.shape)
     return min(rows, max(1, _COPY_BYTES * rows // max(1, num_bytes(tensor))))
 
@@ -192,10 +184,7 @@ def _coordinates(
 def _inferred_coordinates(
     key: str, entries: Mapping[int, Distributed], *, where: str
 ) -> tuple[dict[int, Shape], Shape]:
-    """Infer coordinates on a mesh of unknown form.
-
-    As in both FSDPs, the innermost axis shards and the others replicate.
-    """
+    """Infer coordinates on an unknown mesh, whose innermost axis shards, as in both FSDPs."""
     placements = next(iter(entries.values())).placements
     sharding = [axis for axis, placement in enumerate(placements) if placement.dim is not None]
     world = max(entries) + 1
@@ -303,11 +292,8 @@ def covering(
 
 
 def _is_grid(pieces: list[Piece]) -> bool:
-    """Check if all boxes have one size and start at different multiples of it.
-
-    Such boxes cannot overlap. Stacked layers and experts have tens of thousands of them, too many
-    to compare in pairs.
-    """
+    """Check if all boxes have one size and start at its multiples, so that none overlap."""
+    # Stacked layers and experts have tens of thousands of them, too many to compare in pairs.
     sizes = {piece.tensor.shape for piece in pieces}
     if len(sizes) != 1:
         return False

@@ -318,11 +318,8 @@ class TensorReader:
     def _mesh_ranks(
         self, attributes: Mapping[object, object], *, key: str
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
-        """Return the ranks in the shape of the mesh.
-
-        torch stored them as a tensor of that shape until 2.8, and since then as a flat one with its
-        layout.
-        """
+        """Return the ranks in the shape of the mesh."""
+        # torch stored a tensor of that shape until 2.8, and since then a flat one with its layout.
         for name in ("mesh", "_mesh"):
             if self.is_tensor(attributes.get(name)):
                 return read_all(self.plain(attributes[name], key=f"{key} (its mesh)")).astype(
@@ -378,10 +375,7 @@ class TensorReader:
 def _layout_axes(
     attributes: Mapping[object, object], arguments: tuple[object, ...]
 ) -> Iterator[list[int]]:
-    """Yield, for each mesh axis, its steps in the flat list of ranks.
-
-    Torch 2.13 keeps axes, earlier ones nested shapes.
-    """
+    """Yield each mesh axis's steps in the list of ranks, from the layout of any torch."""
     axes = attributes.get("axes")
     if isinstance(axes, tuple | list):
         described = [attributes_of(axis.state) for axis in axes if isinstance(axis, Inert)]
@@ -426,10 +420,7 @@ def _flattened(value: object) -> list[int]:
 
 
 def attributes_of(state: object) -> Mapping[object, object]:
-    """Return the attributes from a pickled state.
-
-    The state is a mapping, or (mapping or None, mapping of slots).
-    """
+    """Return the attributes of a state, a mapping or (mapping or None, mapping of slots)."""
     if isinstance(state, dict):
         return state
     if isinstance(state, tuple) and len(state) == 2:

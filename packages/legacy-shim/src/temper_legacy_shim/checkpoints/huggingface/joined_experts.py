@@ -45,10 +45,7 @@ class _Position:
 
 
 def _position_of(name: str) -> _Position | None:
-    """Return the expert position of a tensor by its name in files.
-
-    None if it belongs to no expert.
-    """
+    """Return the expert of a tensor by its name in files; None if it belongs to no expert."""
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
@@ -60,19 +57,13 @@ def _position_of(name: str) -> _Position | None:
 
 
 def to_memory_name(name: str) -> str:
-    """Rename a tensor of a file to the name in transformers' model since 5.0.
-
-    An expert's matrix gets the name of the joined tensor.
-    """
+    """Rename a file's tensor as transformers' model since 5.0: experts get the joined name."""
     position = _position_of(name)
     return name.replace(".block_sparse_moe.", ".mlp.") if position is None else position.joined
 
 
 def as_mixtral_s_files(name: str) -> str:
-    """Rename an expert's weight to Mixtral's name in files.
-
-    The given name is that of other mixtures (``mlp.experts.0.gate_proj.weight``).
-    """
+    """Rename an expert's weight ``mlp.experts.0.gate_proj.weight`` as Mixtral's files do."""
     match = _EXPERT.fullmatch(name)
     if match is not None:
         kind = next((old for old, kind in _ALIASES.items() if kind == match[3]), match[3])

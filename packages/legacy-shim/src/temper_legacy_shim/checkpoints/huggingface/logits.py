@@ -79,10 +79,7 @@ def _difference(directory: Path, what: str, target: Tensor, other: Tensor) -> fl
 
 
 def _value_head(tensors: Mapping[str, LazyTensor]) -> tuple[Tensor, Tensor] | None:
-    """Weight [1, hidden] and bias [1] of TRL's value head, unknown to transformers.
-
-    None if there is none.
-    """
+    """Weight [1, hidden] and bias [1] of TRL's value head; None without one."""
     if f"{_VALUE_HEAD}weight" not in tensors:
         return None
     return _float(tensors[f"{_VALUE_HEAD}weight"]), _float(tensors[f"{_VALUE_HEAD}bias"])
@@ -91,10 +88,7 @@ def _value_head(tensors: Mapping[str, LazyTensor]) -> tuple[Tensor, Tensor] | No
 def _loaded(
     directory: Path, auto: Any
 ) -> tuple[transformers.PretrainedConfig, nn.Module, dict[str, Any]]:
-    """Load the model as a user would, without code from the checkpoint.
-
-    Return config, model and loading report.
-    """
+    """Load config, model and report without code from the checkpoint."""
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model, report = auto.from_pretrained(
@@ -131,10 +125,7 @@ def _outputs(
 def _from_source(
     auto: type, config: transformers.PretrainedConfig, written: nn.Module, plan: Plan
 ) -> nn.Module:
-    """Return a model filled from the source by name.
-
-    Experts that transformers fuses while loading stay as they are.
-    """
+    """Return a model filled by name; experts that transformers fuses stay as they are."""
     model: nn.Module = auto.from_config(  # type: ignore[attr-defined]
         config, dtype=torch.float32, trust_remote_code=False, attn_implementation="eager"
     )

@@ -1,7 +1,4 @@
-"""Hugging Face model directories as a source.
-
-Safetensors and torch files are loaded lazily, by index.
-"""
+"""Read Hugging Face model directories lazily, by index, from safetensors or torch files."""
 
 import json
 import math

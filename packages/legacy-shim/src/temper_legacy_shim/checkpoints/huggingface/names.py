@@ -88,10 +88,7 @@ class NamesCheck:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def watched(self, progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-        """Wrap `progress` so that it raises the comparison's error once the process has ended.
-
-        It does not wait for the process.
-        """
+        """Wrap `progress` to raise the comparison's error once its process has ended."""
 
         def report(what: str, done: int, total: int) -> None:
             if self._outcome is None and self._process.poll() is not None:
@@ -148,10 +145,8 @@ def asks_for_code(directory: Path) -> bool:
 
 
 def _start(*arguments: str, answer: Path, errors: Path) -> "subprocess.Popen[bytes]":
-    """Start the program without prompts and downloads.
-
-    -P keeps it from importing from the working directory, which may be a checkpoint.
-    """
+    """Start the program without prompts and downloads."""
+    # -P keeps it from importing from the working directory, which may be a checkpoint.
     with open(answer, "wb") as out, open(errors, "wb") as err:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, *arguments],
@@ -163,12 +158,9 @@ def _start(*arguments: str, answer: Path, errors: Path) -> "subprocess.Popen[byt
 
 
 def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Shape]) -> None:
-    """Check the names in a file against the transformers model, or against its saved form.
-
-    Mixtral saves other names than it has.
-
-    If transformers could not determine the latter, experts may have any names.
-    """
+    """Check a file's names against those of the transformers model, or that it saves."""
+    # Mixtral saves other names than it has. If transformers could not determine the latter, experts
+    # may have any names.
     all_expected = [{name: tuple(shape) for name, shape in names.items()} for names in answered]
     faults = min(
         (
@@ -188,11 +180,7 @@ def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Sha
 def _faults(
     expected: Mapping[str, Shape], have: Mapping[str, Shape], *, compares_kinds: bool
 ) -> list[str]:
-    """Return the differences.
-
-    Experts are compared by number of elements and kinds of matrices: they may be joined or separate
-    tensors.
-    """
+    """Return the differences; joined and separate experts are compared by their elements."""
     kinds, kinds_there = _expert_kinds(expected), _expert_kinds(have)
     expected, expected_experts = _experts_apart(expected)
     have, have_experts = _experts_apart(have)

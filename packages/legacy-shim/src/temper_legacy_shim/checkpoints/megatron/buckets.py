@@ -123,10 +123,7 @@ def bucket_settings(model: OldModel) -> Iterator[object]:
 
 
 def _buckets(model: OldModel) -> tuple[Ranks, Ranks]:
-    """Split the buckets into those of all data-parallel ranks and those of distributed experts.
-
-    Distributed experts have a separate optimizer.
-    """
+    """Split buckets into those of all data-parallel ranks and those of distributed experts."""
     result: dict[int, dict[int, dict[int, dict[int, dict[str, LazyTensor]]]]] = {}
     for folder in model.role.dist_folders:
         for name, tensor in DistCheckpoint(folder).tensors.items():
@@ -213,10 +210,7 @@ def _read(
     *,
     num_layers: int,
 ) -> FullStates:
-    """Read the buckets of all ranks.
-
-    Tensor ranks are numbered fastest, then expert ranks, then stages.
-    """
+    """Read the buckets of all ranks: tensor ranks fastest, then expert ranks, then stages."""
     result: dict[str, list[Mapping[str, LazyTensor]]] = {}
     of_layer = _group_by_layer(weights)
     for stage in range(layout.num_stages):

@@ -101,10 +101,8 @@ def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptim
 
 
 def _files(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
-    """Yield (stage, tensor rank) and file, by context- and data-parallel rank.
-
-    The first file holds the shared part.
-    """
+    """Yield (stage, tensor rank) and file, by context- and data-parallel rank."""
+    # The first file holds the shared part.
     paths = folder.glob("distrib_optim_*.pt") if folder.is_dir() else ()
     matches = ((match, path) for path in paths if (match := _FILE.fullmatch(path.name)))
     for (pp, tp, *_), path in sorted(
@@ -133,10 +131,7 @@ def _named(
     *,
     position: Position,
 ) -> list[dict[str, dict[str, LazyTensor]]]:
-    """Return one rank's tensors by chunk, name and kind.
-
-    Distributed experts have a separate optimizer.
-    """
+    """Return one rank's tensors by chunk, name and kind, with those of distributed experts."""
     shared = next((state[0] for state in states if state and state[0] is not None), None)
     if shared is None:
         raise LayoutError(
@@ -171,10 +166,8 @@ def _experts(
     *,
     position: Position,
 ) -> list[dict[str, dict[str, LazyTensor]]]:
-    """Return an expert rank's, from whichever file has masters that round to its weights.
-
-    The file names contain only the data-parallel rank.
-    """
+    """Return an expert rank's, from the file whose masters round to its weights."""
+    # The file names contain only the data-parallel rank.
     if not chunks:
         return []
     for state in states:
@@ -201,10 +194,7 @@ def _cut_all(
 
 
 def _optimizers(path: Path) -> list[list[_Buffer] | None]:
-    """Return the buffers of each optimizer that a file may hold.
-
-    An optimizer is None if a different rank wrote its state.
-    """
+    """Return each optimizer's buffers; None if a different rank wrote its state."""
     archive = Archive(path)
     reader = TensorReader(archive)
     value = archive.value()

@@ -1,7 +1,4 @@
-"""Moments of Megatron's distributed checkpoints.
-
-In model space (``optimizer.state.<kind>.<name>``), or in buckets.
-"""
+"""Moments of Megatron's distributed checkpoints, in model space or in buckets."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,10 +88,7 @@ def _geometry(model: OldModel) -> Geometry:
 
 
 def _group_by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
-    """Return states in model space by kind and Megatron's name.
-
-    Empty if the optimizer has a different format.
-    """
+    """Return states in model space by kind and Megatron's name; empty without any."""
     kinds: dict[str, dict[str, LazyTensor]] = {}
     for folder in model.role.dist_folders:
         for name, tensor in DistCheckpoint(folder).tensors.items():
@@ -111,10 +105,7 @@ def _group_by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
 
 
 def _from_buckets(model: OldModel, geometry: Geometry) -> FullStates:
-    """Read buckets, with the weights of the checkpoint or of huggingface/.
-
-    The latter is the default since 0.7.
-    """
+    """Read buckets, with the weights of the checkpoint or, since 0.7, of huggingface/."""
     where = model.role.path
     raw = megatron_tensors(model.role)
     trained = {
@@ -168,10 +159,7 @@ def _count(step: object) -> int | None:
 
 
 def _settings(groups: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the settings of the group that decays.
-
-    Megatron keeps vectors in one with a decay of 0.
-    """
+    """Return the settings of the group that decays; vectors have one without decay."""
     decays = [
         float(decay) if isinstance(decay := group.get("weight_decay"), int | float) else 0.0
         for group in groups
@@ -193,10 +181,7 @@ def _groups(model: OldModel) -> Iterator[Mapping[str, object]]:
 
 
 def _nested_groups(value: object) -> Iterator[Mapping[str, object]]:
-    """Yield the parameter groups in nested mappings and lists.
-
-    A mapping or list is visited once, however often others refer to it.
-    """
+    """Yield the parameter groups in nested mappings and lists, each visited once."""
     # A pickle can refer to one list from many places, so that a recursion would take exponential
     # time.
     waiting, seen = [value], set[int]()

@@ -128,10 +128,7 @@ def to_hf(
 
 
 def from_hf(weights: Mapping[str, LazyTensor], geometry: Geometry) -> dict[str, LazyTensor]:
-    """Return full matrices under Megatron's names, norms inside the linear layers.
-
-    This is the inverse of ``to_hf`` without padding.
-    """
+    """Return full matrices under Megatron's names: the inverse of ``to_hf`` without padding."""
     made = {
         name: weights[hf] for name, hf in (*_TOP.items(), *_VALUE_HEAD.items()) if hf in weights
     }
@@ -324,10 +321,7 @@ def _unpadded(name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path)
 def split_qkv(
     tensor: LazyTensor, geometry: Geometry, *, name: str, where: Path
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the three projections out of rows that are grouped per query group.
-
-    A size that is no whole head is refused.
-    """
+    """Yield the three projections of rows that are grouped per query group, in full heads."""
     per_group, d = geometry.num_heads // geometry.num_groups, geometry.head_dim
     rows = (per_group + 2) * d
     if tensor.shape[0] != geometry.num_groups * rows:
@@ -391,13 +385,9 @@ class Order:
     """Differences between the ways to build the same layer."""
 
     norm_is_inside: bool
-    """The norm before attention is part of TransformerEngine's linear layer, and not the layer's
-    first module.
-    """
+    """The norm before attention is part of TransformerEngine's linear layer."""
     is_grouped: bool
-    """All experts' first matrices come before their second ones; otherwise an expert comes after
-    the other.
-    """
+    """All experts' first matrices precede their second ones, not expert by expert."""
 
     @classmethod
     def every(cls, *, with_experts: bool) -> "Iterator[Order]":
@@ -408,11 +398,7 @@ class Order:
 
 
 def sort_by_order(names: Iterable[str], order: Order) -> list[str]:
-    """Return a layer's parameters by relative name, in module order.
-
-    In a layer the norm, attention (where the output projection is made before that of queries, keys
-    and values), another norm, and the MLP.
-    """
+    """Return a layer's parameters by relative name, in Megatron's order of modules."""
     return sorted(names, key=lambda name: _position(name, order))
 
 

@@ -35,9 +35,7 @@ _TELLING_BYTES = 8
 EMBEDDING = "embedding.word_embeddings.weight"
 _NORMS = ("layernorm.weight", "layer_norm_weight")
 _NORMS_OF_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
-"""Older Megatron did not add their gradients over tensor-parallel ranks, so they drift apart in a
-sound run.
-"""
+"""Heads' norms drift apart in sound runs: older Megatron did not add their gradients."""
 _ROWS = re.compile(r".+\.(?:linear_proj|linear_fc2)\.weight\d*")
 
 
@@ -111,10 +109,7 @@ def merge_chunks(chunks: Chunks, *, where: Path) -> dict[str, LazyTensor]:
 
 
 def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
-    """Return the chunks of a file, each as a flat mapping of names to tensors.
-
-    Extra states of TransformerEngine are left out.
-    """
+    """Return a file's chunks, flat and without TransformerEngine's extra states."""
     archive = Archive(path)
     value = archive.value()
     # Adapter files of 0.7 have their tensors one level deeper.
@@ -159,10 +154,7 @@ def is_of_expert(name: str) -> bool:
 
 
 def _check_all_ranks(ranks: set[Position], *, where: Path) -> None:
-    """Check that each stage has all tensor and expert ranks.
-
-    If experts are spread over tensor ranks, it has one file of each.
-    """
+    """Check that each stage has all tensor and expert ranks."""
     sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
     required = {
         (pp, ep, tp) for pp in range(sizes[0]) for ep in range(sizes[1]) for tp in range(sizes[2])
@@ -182,10 +174,7 @@ def _check_all_ranks(ranks: set[Position], *, where: Path) -> None:
 
 
 def _check_no_copies(chunks: Chunks, *, where: Path) -> None:
-    """Check that tensor ranks hold different rows of fused matrices.
-
-    The files do not name their rank.
-    """
+    """Check that tensor ranks, which files do not name, hold different rows."""
     seen: dict[tuple[int, int, bytes], tuple[int, LazyTensor]] = {}
     for (pp, ep, tp), of_rank in sorted(chunks.items()):
         local = next(
@@ -259,10 +248,7 @@ def _count_layers(tensors: Mapping[str, LazyTensor]) -> int:
 
 
 def _merge_stage(stage: _Stage, *, first_layer: int, where: Path) -> dict[str, LazyTensor]:
-    """Merge a stage.
-
-    Experts from the tensor ranks that have them, the rest from one file per tensor rank.
-    """
+    """Merge a stage: experts from their tensor ranks, the rest from one file of each rank."""
     # In descending order, so that each tensor rank keeps the file of its lowest expert rank.
     shared = {tp: of_rank for (_, tp), of_rank in sorted(stage.by_rank.items(), reverse=True)}
     merged = _merge_ranks({tp: shared[tp] for tp in sorted(shared)}, experts=False, where=where)
@@ -347,10 +333,7 @@ def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -
 
 
 def part_of(name: str, full: LazyTensor, *, rank: int, num_ranks: int) -> LazyTensor | None:
-    """Return the part of a full tensor on one tensor rank: the inverse of ``merge_tensor_ranks``.
-
-    None if it does not divide.
-    """
+    """Return one tensor rank's part of a full tensor; None if it does not divide."""
     if num_ranks == 1:
         return full
     rows = full.shape[0]

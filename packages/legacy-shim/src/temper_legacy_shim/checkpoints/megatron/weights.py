@@ -96,10 +96,7 @@ _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
-    """Return base and adapter with Megatron's names, from Megatron's files.
-
-    Tensors are full, and layers may be stacked.
-    """
+    """Return full tensors of base and adapter under Megatron's names; layers may be stacked."""
     tensors: dict[str, LazyTensor] = {}
     if role.rank_files:
         tensors |= ranks.read_weights(role.rank_files, where=role.path / "model")

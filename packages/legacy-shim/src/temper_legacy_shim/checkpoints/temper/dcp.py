@@ -36,10 +36,7 @@ from temper_legacy_shim.checkpoints.files.safetensors_files import Progress
 DATA = "__0_0.distcp"
 """The one data file of a group."""
 _CHUNK_BYTES = 1 << 25
-"""Bytes per write: the joined experts of a layer may have tens of gigabytes.
-
-A single row may be larger.
-"""
+"""Bytes per write, since a layer's joined experts may be large; a row may be larger."""
 
 
 class Zeros:
@@ -56,11 +53,9 @@ class Zeros:
 
 
 def find_copies(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
-    """Return the tensors of zeros that need no bytes, each with a tensor that has them.
-
-    The format lets several tensors have one position in a file. Moments that begin at 0 are two
-    thirds of all bytes.
-    """
+    """Return the tensors of zeros that need no bytes, each with a tensor that has them."""
+    # The format lets several tensors have one position in a file. Moments that begin at 0 are two
+    # thirds of all bytes.
     names: dict[tuple[int, ...], str] = {}
     zeros = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, Zeros)}
     originals = {name: names.setdefault(shape, name) for name, shape in zeros.items()}
@@ -256,10 +251,7 @@ class _LazyPlanner(_ChunkPlanner):
 
 
 def _is_spoilt(content: Tensor) -> bool:
-    """Check if a tensor holds NaN or infinity.
-
-    The extremes suffice, and no memory of that size is allocated.
-    """
+    """Check if a tensor holds NaN or infinity, by its extremes and without an allocation."""
     if content.numel() == 0 or not content.is_floating_point():
         return False
     return not all(bool(extreme.isfinite()) for extreme in content.aminmax())

@@ -87,10 +87,7 @@ def read_extra(role: Role) -> OldExtra:
 
 
 def _megatron_steps(role: Role) -> set[int]:
-    """Read the step counts of Megatron's schedule.
-
-    It is in ``common.pt`` since 0.4.1, before in a separate file.
-    """
+    """Read the step counts of Megatron's schedule, in ``common.pt`` since 0.4.1."""
     steps: set[int] = set()
     for path in [folder / "common.pt" for folder in role.dist_folders] + sorted(
         role.path.glob("*/*scheduler*.pt")

@@ -182,10 +182,7 @@ def _fingerprint(role: Role, plan: StepPlan, options: Options) -> str:
 def _write_groups(
     staging: Staging, plan: StepPlan, *, progress: Callable[[str, int, int], None]
 ) -> dict[Path, list[WrittenFile]]:
-    """Return the tensors in groups, each of which is finished for itself.
-
-    Files of interrupted runs stay.
-    """
+    """Return tensors in groups, each finished for itself, so that a run can be resumed."""
     done, total = 0, plan.num_bytes
 
     def report(count: int) -> None:
@@ -275,10 +272,7 @@ def _as_record(file: WrittenFile, *, path: str) -> FileRecord:
 
 
 def _write_random(part: Path, extra: OldExtra) -> list[str]:
-    """Return Torch's states by rank.
-
-    A run of another world size continues with streams of its own.
-    """
+    """Return torch's random states by rank; further ranks get their own streams."""
     written = []
     for rank, states in extra.random_states.items():
         (part / "random").mkdir(exist_ok=True)

@@ -78,10 +78,7 @@ class ResumableState:
         return max((kept.update_count for kept in self.moments.values()), default=0)
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """Return tensors by kind and name as in the engine's checkpoint.
-
-        The experts of a mixture are one tensor.
-        """
+        """Return tensors by kind and the engine's name; a mixture's experts are one tensor."""
         weights = self.model.weights
         trained = {name: tensor for name, tensor in weights.items() if not is_buffer(name)}
         buffers = {name: tensor for name, tensor in weights.items() if is_buffer(name)}
@@ -180,10 +177,7 @@ def _update_counts(names: Iterable[str], moments: Mapping[str, OldMoments]) -> d
 
 
 def _uneven(counts: Mapping[str, int]) -> list[str]:
-    """Describe the loss if an engine has one update count for all experts.
-
-    The old optimizer counted the updates of each expert.
-    """
+    """Describe the loss if the old optimizer counted updates of each expert separately."""
     together = joined_counts(counts)
     fewer = [name for name, count in counts.items() if count < together[to_memory_name(name)]]
     if not fewer:

@@ -1,7 +1,4 @@
-"""A translation being made.
-
-Builders read the old configuration through it and put new settings and findings into it.
-"""
+"""The draft of a translation: builders read old keys and put settings and findings."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -161,10 +158,7 @@ class Draft:
         self.put(new, value, rule=rule, old=[old], verbatim=True)
 
     def number(self, key: str) -> int | float | None:
-        """Return a number of the old configuration.
-
-        A value that is none is a finding, once, and None.
-        """
+        """Return a number of the old configuration; another value is a finding, and None."""
         value = self.old.get(key)
         if isinstance(value, str):
             value = parse_value(self._resolve_environment(key, value))[0]
@@ -174,10 +168,7 @@ class Draft:
         return value
 
     def _resolve_environment(self, key: str, value: str) -> str:
-        """Replace ``${oc.env:NAME,default}`` by its default; return other texts unchanged.
-
-        A script's ``${NAME:-default}`` is read in the same way.
-        """
+        """Replace ``${oc.env:NAME,default}``, as ``${NAME:-default}`` is read, by its default."""
         match = _FROM_ENVIRONMENT.fullmatch(value.strip())
         if match is None:
             return value
@@ -190,10 +181,7 @@ class Draft:
         return int(value) if value is not None and abs(value) < 1e18 and value == value else None
 
     def frequency(self, key: str) -> int:
-        """Return an interval in steps; 0 if it is not set or unknown.
-
-        False and True are 0 and 1, as in Python.
-        """
+        """Return an interval in steps: 0 if it is unset or unknown, and booleans as in Python."""
         value = self.old.get(key)
         return int(value) if isinstance(value, bool) else self.integer(key) or 0
 

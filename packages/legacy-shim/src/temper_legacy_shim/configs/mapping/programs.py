@@ -1,8 +1,4 @@
-"""Translate each old program: reinforcement learning, fine-tuning, generation and evaluation.
-
-PPO and its relatives are GRPO, DAPO, the entropy recipe, one-step-off and fully asynchronous runs,
-on FSDP and Megatron.
-"""
+"""Translate each old program: reinforcement learning, SFT, generation and evaluation."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import build_rl_data, put_source
@@ -274,10 +270,7 @@ def build_evaluation(draft: Draft) -> None:
 
 
 def build_ppo(draft: Draft) -> None:
-    """Set everything in the order of a configuration.
-
-    Roles last, since the algorithm decides which exist.
-    """
+    """Set everything in order; roles come last, since the algorithm decides which exist."""
     if is_megatron(draft):
         draft.put(
             "model_engine",

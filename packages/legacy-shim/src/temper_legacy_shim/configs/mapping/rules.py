@@ -1,7 +1,4 @@
-"""Read the table of rules, ``data/rules.tsv``, and set new keys by its executable rows.
-
-A row describes the translation of a group of old keys, with the reason and the sources.
-"""
+"""Read the table of rules, ``data/rules.tsv``, and set new keys by its executable rows."""
 
 import itertools
 import re
@@ -27,10 +24,7 @@ from temper_legacy_shim.configs.translation import Disposition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSetting:
-    """An executable part of a row, ``NEW <- OLD : CONVERTER``.
-
-    See ``apply_rules``.
-    """
+    """An executable part of a row, ``NEW <- OLD : CONVERTER``; see ``apply_rules``."""
 
     new: str
     """New key; may hold places of a role, such as {engine}."""
@@ -47,9 +41,7 @@ class Rule:
     id: str
     """Its name, which reports and comments of a YAML show."""
     programs: tuple[str, ...]
-    """Kinds of program it holds for: ppo, sft (second generation), sft1 (first), generation,
-    evaluation.
-    """
+    """Programs: ppo, sft (second generation), sft1 (first), generation, evaluation."""
     old: str
     """Old keys: ``{a,b}`` is either, ``*`` one part of a key, ``**`` the rest of it where a release
     had
@@ -68,22 +60,14 @@ class Rule:
     hazard: str
     """Possible difference in behavior."""
     source: str
-    """Places in the old system that show it, next to the default trees.
-
-    ``TAG:PATH:LINE``, apart by ``; ``. See rule_sources.
-    """
+    """Evidence next to the default trees, ``TAG:PATH:LINE; ...``; see ``sources_of``."""
     test: str
-    """A translation that shows it, which the tests repeat: ``RELEASE ENTRY OLD... => DISPOSITION
-    FINDING... NEW...``; see rules_page.
-    """
+    """``RELEASE ENTRY OLD... => DISPOSITION FINDING... NEW...``, repeated by the tests."""
 
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """Parse all rows, in the table's order.
-
-    The first match counts. Rows without a wildcard come before rows with a wildcard.
-    """
+    """Parse all rows in order; the first match counts, and wildcards come last."""
     text = (
         resources.files("temper_legacy_shim.configs")
         .joinpath("data/rules.tsv")
@@ -126,10 +110,7 @@ class _Pattern:
 
     matches: re.Pattern[str]
     is_open: bool
-    """True if keys that no release had are meant too.
-
-    Blocks whose entries went on to another library.
-    """
+    """True if keys of no release match: blocks that went on to another library."""
     rule: Rule
 
 
@@ -218,10 +199,7 @@ def alternatives(text: str) -> list[str]:
 
 
 def _pattern(key: str) -> re.Pattern[str]:
-    """Compile a pattern.
-
-    ``a.**`` matches a.b and a.b.c, and a itself if it is a block set as one value.
-    """
+    """Compile a pattern; ``a.**`` matches a.b.c, and a itself if it is set as one value."""
     text = re.escape(key).replace(r"\*\*\*", "\0").replace(r"\*\*", "\0").replace(r"\*", "[^.]+")
     if text.endswith("\\.\0"):
         text = text[:-3] + r"(\..+)?"

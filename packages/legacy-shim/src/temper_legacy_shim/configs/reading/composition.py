@@ -1,7 +1,4 @@
-"""Apply overrides to the default tree of a release, by Hydra's rules.
-
-The result records effective values, the token of each, and rejected tokens.
-"""
+"""Apply overrides to a release's default tree by Hydra's rules."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,10 +40,7 @@ def resolve(value: Plain, key: str, tree: Mapping[str, Plain], depth: int = 0) -
 
 
 def _text(value: str, key: str, tree: Mapping[str, Plain], depth: int) -> Plain:
-    """Return a text with its interpolations, outermost first.
-
-    A default is looked at only if it is needed.
-    """
+    """Return a text with its interpolations, outermost first, and defaults if needed."""
     parts: list[str] = []
     at = 0
     while (begin := value.find("${", at)) >= 0:
@@ -135,10 +129,7 @@ class OldConfig:
     defaults: dict[str, Plain]
     """The same before anybody said anything."""
     origin: dict[str, int]
-    """Index of the token that set a leaf, -1 for a file.
-
-    Leaves that are absent have the release's default.
-    """
+    """Index of the token that set a leaf, ``FROM_FILE`` for a file; absent for defaults."""
     refused: dict[int, str] = field(default_factory=dict)
     """Reason why the old system would not have started, by token."""
     superseded: dict[int, int] = field(default_factory=dict)
@@ -195,10 +186,7 @@ class OldConfig:
         return any(self.sources(key) for key in keys)
 
     def is_complete(self, key: str) -> bool:
-        """Check that the value was set alone, and not as part of a longer text.
-
-        ``checkpoints/${trainer.project_name}`` is such a text.
-        """
+        """Check that the value stands alone, not in a text such as ``checkpoints/${x}``."""
         value = self.tree.get(key)
         return (
             key in self.origin
@@ -232,10 +220,7 @@ class OldConfig:
 
 
 def compose(old: OldConfig, overrides: Sequence[Override]) -> None:
-    """Apply overrides in order.
-
-    Overrides that Hydra would have rejected are recorded, and applied if the meaning is clear.
-    """
+    """Apply overrides in order, and record those that Hydra would have rejected."""
     last: dict[str, int] = {}
     for override in overrides:
         if override.kind != "set":
@@ -288,10 +273,7 @@ def forget_defaults(old: OldConfig) -> None:
 
 
 def _defaults_of(old: OldConfig, key: str) -> Iterator[Plain | Unresolved]:
-    """Yield the release's values of a key.
-
-    As written, resolved, or within a block that is an interpolation.
-    """
+    """Yield the release's values of a key: as written, resolved, or in a referenced block."""
     if key in old.defaults:
         yield old.defaults[key]
         yield resolve(old.defaults[key], key, old.tree)
@@ -360,10 +342,7 @@ def old_config(
 
 @lru_cache(maxsize=64)
 def _counted(keys: tuple[str, ...]) -> Mapping[str, int]:
-    """Return every block of a tree with the number of its leaves.
-
-    Each release's tree is met again and again.
-    """
+    """Return every block of a tree with the number of its leaves."""
     blocks: dict[str, int] = {}
     for key in keys:
         count_leaf(blocks, key, 1)

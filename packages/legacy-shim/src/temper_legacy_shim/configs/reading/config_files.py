@@ -1,8 +1,4 @@
-"""Old YAML files.
-
-A user's own with ``defaults:``, a resolved dump, or a copy of an old default file; many of them in
-a folder.
-"""
+"""Old YAML files: a user's own, a resolved dump, or a copy of an old default file."""
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
@@ -131,10 +127,7 @@ def translate_file(
     cluster: Cluster | None = None,
     numerics: Numerics = "temper",
 ) -> Translation:
-    """Translate a file with overrides on top.
-
-    The arguments are those of ``translate``; empty ones are taken from the file.
-    """
+    """Translate a file with overrides on top; see ``translate``. The file fills empty arguments."""
     refuse_other_systems(old)
     given = {token.partition("=")[0] for token in overrides}
     groups = [f"{group}={choice}" for group, choice in old.groups.items() if group not in given]

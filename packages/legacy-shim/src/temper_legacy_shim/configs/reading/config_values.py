@@ -1,8 +1,4 @@
-"""Plain values of old configurations, and the command-line tokens that set them.
-
-Values are the leaves of a tree. Each token sets, adds or deletes a key. Hydra's grammar defines the
-spelling of both.
-"""
+"""Plain values of old configurations, and the tokens that set them in Hydra's grammar."""
 
 import json
 import math
@@ -43,10 +39,7 @@ class _NotHydraError(ValueError):
 
 
 class _Reader:
-    """Recursive descent over one value.
-
-    Depth is bounded so that hostile text cannot exhaust the stack.
-    """
+    """Parse one value by recursive descent, to a depth that hostile text cannot exceed."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
@@ -270,10 +263,7 @@ SHELL_VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)\}|(?P<bare>[A-Za-z
 
 
 def from_environment(value: Plain, *, is_number: bool) -> Plain:
-    """Return a value for a file, where no shell puts variables in.
-
-    OmegaConf reads them from the environment of the run.
-    """
+    """Return a value for a file, whose variables OmegaConf reads from the environment."""
     if isinstance(value, list):
         return [from_environment(item, is_number=is_number) for item in value]
     if not isinstance(value, str):
@@ -285,10 +275,7 @@ def from_environment(value: Plain, *, is_number: bool) -> Plain:
 
 
 def from_home(path: str) -> str:
-    """Return a path whose ~ the configuration expands.
-
-    Hydra's grammar has no ~ at the beginning of a value.
-    """
+    """Return a path for Hydra's grammar, which has no ~ at the beginning of a value."""
     return "${oc.env:HOME}" + path[1:] if path.startswith("~/") else path
 
 
@@ -296,10 +283,7 @@ _YAML_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", ".inf", "-.inf", ".
 
 
 def number_text(value: float) -> str:
-    """Return a number that YAML 1.1 and Hydra read back as the same number.
-
-    1e-06 is text to the first, so it becomes 1.0e-06.
-    """
+    """Return a number that YAML 1.1 and Hydra read alike: 1.0e-06, since 1e-06 is text."""
     if isinstance(value, int):
         return str(value)
     if math.isnan(value) or math.isinf(value):

@@ -118,10 +118,7 @@ class _Composer:
             self._out.values = merged(self._out.values, _nested(position.package, own))
 
     def _follow(self, path: Path, entry: "_Entry", position: _Position, *, above_own: bool) -> None:
-        """Load one entry of a list.
-
-        It is a neighboring file, a file of a search folder, or a file of the old package.
-        """
+        """Load one entry: a neighboring file, one of a search folder, or verl's own."""
         choice = (
             self._overridden.get(entry.group.lstrip("/"), entry.choice)
             if entry.group
@@ -244,10 +241,7 @@ def _read(item: Plain) -> Iterator[_Entry]:
 
 
 def _package(entry: _Entry, *, header: str | None, position: _Position) -> str:
-    """Return the block for a file's values.
-
-    It is the entry's package, else the package in the file's header, else the group.
-    """
+    """Return the block of a file's values: the entry's, the header's, or the group."""
     group = (entry.group or posixpath.dirname(entry.choice)).lstrip("/").replace("/", ".")
     given = entry.package
     if given == "_here_":
@@ -275,10 +269,7 @@ def _nested(package: str, values: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def _search_folders(tree: Mapping[str, Plain], path: Path) -> list[Path]:
-    """Return the folders of ``hydra.searchpath``.
-
-    One relative to where the run started is looked for around the file.
-    """
+    """Return the folders of ``hydra.searchpath``, relative ones around the file."""
     hydra = tree.get("hydra")
     listed = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
     out: list[Path] = []

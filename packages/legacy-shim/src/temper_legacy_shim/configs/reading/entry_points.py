@@ -1,7 +1,4 @@
-"""Find the program and the tree of a launch.
-
-Entry points, config names, engine groups, recipe keys.
-"""
+"""Find the program and the tree of a launch from entry, config name and keys."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -56,9 +53,7 @@ class Launch:
     family: Family
     entry: str
     configs: tuple[str, ...] = ()
-    """Configurations of the entry's own that its release composes on that tree; see
-    ``trees.own_configs``.
-    """
+    """Configurations composed on that tree; see ``trees.own_configs``."""
     foreign: str = ""
     """Reason why this program has no counterpart; empty if it has one."""
     config_name: str = ""
@@ -136,10 +131,7 @@ def launch_of(
 
 
 def _configs_of(path: str, name: str, *, is_megatron: bool) -> tuple[str, ...]:
-    """Return the further configurations of an entry.
-
-    They are those of the given engine, else the defaults of the entry.
-    """
+    """Return the further configurations of an entry, of the given engine or its default."""
     if name in own_configs():
         return (name,)
     result = []
@@ -179,10 +171,7 @@ def is_config(name: str) -> bool:
 
 
 def config_named(config_name: str | None, overrides: Sequence[Override]) -> str:
-    """Return Hydra's config name, from the option or from the overrides.
-
-    Empty if neither has it.
-    """
+    """Return Hydra's config name, from the option or from the overrides; may be empty."""
     return config_name or _flag(overrides, ("config-name", "cn")) or ""
 
 
@@ -359,10 +348,7 @@ def other_system(values: Mapping[str, Plain]) -> str:
 
 
 def num_known_keys(values: Mapping[str, Plain]) -> tuple[int, int]:
-    """Count the keys of a configuration that some release of verl has, and all of them.
-
-    A block of a release counts if it is empty, but not if it has a value in the place of keys.
-    """
+    """Count the keys that some release has, and all of them; empty blocks count."""
     known = known_keys()
     leaves = flatten(dict(values))
     num_known = sum(

@@ -1,7 +1,4 @@
-"""The default trees of all old releases, with the default value of each key.
-
-They are facts, read from ``data/trees.json``.
-"""
+"""Default trees of all old releases, read from ``data/trees.json``."""
 
 import json
 import re
@@ -21,10 +18,7 @@ Family = Literal[
     "generation",
     "evaluation",
 ]
-"""Default trees: PPO on FSDP or Megatron.
-
-SFT of the first generation (columns) and of the second (on engines); generation; evaluation.
-"""
+"""Default trees; ``sft_columns`` is SFT's first generation, before engines."""
 
 GONE = {"$gone": True}
 """Value in a history for a removed key."""
@@ -134,10 +128,7 @@ def families_of(version: str) -> tuple[Family, ...]:
 
 @cache
 def history_of(family: Family, key: str) -> tuple[tuple[str, Plain], ...]:
-    """Return the releases at which a key's default changed, each with the default from there on.
-
-    GONE where it was removed.
-    """
+    """Return the releases that changed a key's default, with it, or GONE if removed."""
     history = _keys(family).get(key, [])
     return tuple((versions()[number], value) for number, value in history)
 
@@ -175,10 +166,7 @@ def _tree(version: str, family: Family) -> dict[str, Plain]:
 
 @cache
 def own_configs() -> frozenset[str]:
-    """Return the names of further configurations.
-
-    They belong to asynchronous trainers, recipes and examples.
-    """
+    """Return the names of configurations of asynchronous trainers, recipes and examples."""
     return frozenset(_configs())
 
 
@@ -189,10 +177,7 @@ def releases_of(config: str) -> tuple[str, ...]:
 
 @cache
 def _config_changes(version: str, config: str) -> dict[str, Plain]:
-    """Return the changes of another configuration to the tree below it.
-
-    GONE for a key that it removes.
-    """
+    """Return a configuration's changes to the tree below it; GONE for a removed key."""
     number = order(version)
     result = {}
     for key, history in _configs()[config]["keys"].items():

@@ -1,7 +1,4 @@
-"""Determine the release of a configuration.
-
-Given, or the one whose tree takes it, with the evidence.
-"""
+"""Determine the release of a configuration from its keys, with the evidence."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache

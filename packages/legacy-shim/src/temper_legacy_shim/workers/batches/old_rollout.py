@@ -1,7 +1,4 @@
-"""``generate_sequences``.
-
-Prompts of an old batch completed by Temper's own sampler, in the layout that old code reads.
-"""
+"""``generate_sequences``: prompts of an old batch completed by Temper's sampler."""
 
 import time
 from collections.abc import Sequence

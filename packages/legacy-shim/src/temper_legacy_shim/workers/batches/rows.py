@@ -19,9 +19,7 @@ class Rows:
     sequences: SequenceBatch
     """The rows without padding; sample ids are row numbers."""
     position: Tensor
-    """[T] int64: which of the B * W cells of the grid each token fills; -1 for tokens of the
-    prompt.
-    """
+    """[T] int64: cell of the B * W grid that each token fills; -1 in the prompt."""
     shape: tuple[int, int]
     """(B, W), W being the padded width of the responses."""
 
@@ -140,10 +138,7 @@ OLD_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedPart:
-    """Positions of the tokens of a rank's part: responses begin at column P of [B, P + W].
-
-    Prompts end and responses begin at column P of [B, P + W].
-    """
+    """Token positions in a rank's part [B, P + W]; responses begin at column P."""
 
     kept: SequenceBatch
     """The share without dummies, in its order."""
@@ -154,9 +149,7 @@ class PaddedPart:
     prompt_width: int
     response_width: int
     max_tokens: int
-    """Tokens of the share's fullest micro-batch, which is what the old worker is told as its
-    budget.
-    """
+    """Tokens of the fullest micro-batch, which the old worker gets as its budget."""
     temperature: float
 
     def data(self, *, columns: Sequence[str], batch: PackedBatch) -> DataProto:

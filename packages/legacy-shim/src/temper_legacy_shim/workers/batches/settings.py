@@ -96,10 +96,7 @@ def block(config: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def known(cls: type[SettingsT], values: Mapping[str, object]) -> SettingsT:
-    """Build a settings class from the values that are set and known to it.
-
-    The others keep its defaults.
-    """
+    """Build a settings class from the known values that are set; defaults otherwise."""
     names = {field.name for field in dataclasses.fields(cast("Any", cls))}
     return cls(
         **{name: value for name, value in values.items() if name in names and value is not None}

@@ -1,7 +1,4 @@
-"""Split an old batch into optimizer updates.
-
-Mini-batches have consecutive rows, micro-batches few rows or few tokens.
-"""
+"""Split an old batch into mini-batches of consecutive rows, and micro-batches."""
 
 import dataclasses
 import math
@@ -58,10 +55,7 @@ class SplitSettings:
         return rows_by_count(len(mini_batch), size=self.ppo_micro_batch_size_per_gpu)
 
     def scale(self, num_rows: int) -> float:
-        """Return the factor of a micro-batch's loss in the update's.
-
-        Its share of the nominal mini-batch, also where that was cut short.
-        """
+        """Return a micro-batch's share of the nominal mini-batch, even if that was cut."""
         if self.use_dynamic_bsz:
             # The old workers divided by the nominal size, also for a shorter last mini-batch.
             return num_rows / self.ppo_mini_batch_size
@@ -88,10 +82,8 @@ def mini_batches(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -
 
 
 def matched(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[list[int]]:
-    """Return the micro-batches, with empty ones at the end if another rank has more.
-
-    Passes are collective.
-    """
+    """Return the micro-batches, with empty ones if another rank has more."""
+    # Passes are collective.
     most = max(engine.gather_objects(len(micro_batches)))
     return [*micro_batches, *([] for _ in range(most - len(micro_batches)))]
 
@@ -188,10 +180,7 @@ _MEGATRON_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldMegatronSchedule:
-    """The schedule of Megatron as a pure function of completed scheduler steps.
-
-    It follows ``megatron.core.optimizer_param_scheduler``, with the defaults of the old YAML.
-    """
+    """Megatron's schedule as a function of completed steps, with the old YAML's defaults."""
 
     lr: float
     lr_warmup_init: float = 0.0

@@ -1,7 +1,4 @@
-"""Turn the arguments of an old class into an engine.
-
-The engine is given, or is built around a Hugging Face model.
-"""
+"""Turn an old class's arguments into an engine, given or built around a model."""
 
 import shutil
 import weakref
@@ -26,10 +23,7 @@ NEVER = 10**9
 
 
 class Adopted:
-    """An engine, and the user's model, if given.
-
-    It lends its weights and gets them back.
-    """
+    """An engine, and the user's model, if given, which lends it its weights."""
 
     def __init__(
         self,
@@ -60,10 +54,7 @@ class Adopted:
 
     @contextmanager
     def trained(self) -> Iterator[None]:
-        """Run updates in the body, at the optimizer's current learning rate.
-
-        The module has the new weights afterwards.
-        """
+        """Run updates at the current learning rate, then give the weights to the module."""
         with self.weights_of_module():
             if self._optimizer is not None:
                 set_rate(self.engine, float(self._optimizer.param_groups[0]["lr"]))
@@ -198,11 +189,9 @@ def _weights(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _versions(module: PreTrainedModel) -> dict[str, int]:
-    """Return a number for each parameter that changes when the parameter changes.
-
-    torch counts the changes of a tensor in place. A new tensor starts at 0, so its address counts,
-    too.
-    """
+    """Return a number per parameter that changes with it."""
+    # torch counts the changes of a tensor in place. A new tensor starts at 0, so its address
+    # counts, too.
     return {
         name: hash((parameter._version, parameter.data_ptr()))
         for name, parameter in module.named_parameters()

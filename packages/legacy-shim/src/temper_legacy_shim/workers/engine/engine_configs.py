@@ -143,10 +143,7 @@ def _schedule(old: OldSchedule) -> ScheduleSpec:
 
 
 def _fsdp_dtype(fsdp: Values) -> Literal["bf16", "fp32"]:
-    """Return the dtype of matmuls.
-
-    Bfloat16 under autocast unless parameters and FSDP's cast both say float32.
-    """
+    """Return matmuls' dtype: bfloat16, unless parameters and casts are float32."""
     mixed = block(fsdp, "mixed_precision").get("param_dtype", "bf16")
     names = {str(value) for value in (mixed, fsdp.get("dtype", mixed))}
     if not names <= {"bf16", "bfloat16", "fp32", "float32"}:
@@ -250,9 +247,7 @@ _NO_OVERRIDE: Values = {
     "recompute_num_layers": None,
     "attention_backend": "flash",
 }
-"""The old defaults of ``override_transformer_config``: they asked for nothing that changes a
-number.
-"""
+"""Old defaults of ``override_transformer_config``, which change no number."""
 
 
 def build_megatron_config(

@@ -50,9 +50,7 @@ class OnEngine(ABC):
     model_type: ClassVar[ModelType]
     """The head that it trains."""
     lists_losses: ClassVar[bool] = False
-    """True if losses are reported for each micro-batch, as by the Megatron classes; the FSDP
-    classes reported the sum over a call.
-    """
+    """True if each micro-batch's loss is reported, as by the Megatron classes, not the sum."""
     _adopted: Adopted
     """The engine and its source; set by the class after configuration."""
 
@@ -110,18 +108,12 @@ class OnEngine(ABC):
             yield part, split.scale(len(chosen)), not chosen
 
     def _optimizer_step(self) -> float:
-        """Take one optimizer step, and return the gradient norm before clipping.
-
-        A non-finite gradient norm skips the update.
-        """
+        """Take one optimizer step, skipped for a non-finite gradient norm, and return that."""
         return self.engine.optimizer_step()
 
 
 def column_of(data: DataProto, name: str, *, like: Tensor) -> Tensor | None:
-    """Return a column [B, W] next to ``like``, float32 unless it is the mask.
-
-    None if the batch has none.
-    """
+    """Return a float32 column [B, W], or the mask as it is; None if the batch has none."""
     if data.batch is None or name not in data.batch:
         return None
     column = data.batch.column(name).to(like.device)

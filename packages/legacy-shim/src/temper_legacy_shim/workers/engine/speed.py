@@ -30,10 +30,7 @@ _PEAKS = {
     "L20": 119.5e12,
     "H20": 148e12,
 }
-"""Operations per second in 16 bits by part of the device's name.
-
-Longer names come first if one contains another.
-"""
+"""Operations per second in 16 bits by device name; longer names come first."""
 _CPU_PEAK = 448e9
 
 
@@ -59,10 +56,7 @@ def compute_mfu(
 
 
 def operations(fields: Mapping[str, object], lengths: Sequence[int]) -> float:
-    """Count operations of a forward and backward pass over these lengths, by config.json.
-
-    Return 0 if it is not known.
-    """
+    """Count a forward and backward pass's operations; 0 for an unknown model."""
     kind = fields["model_type"]
     if kind not in _DENSE | _EXPERTS:
         return 0.0
@@ -87,10 +81,7 @@ def operations(fields: Mapping[str, object], lengths: Sequence[int]) -> float:
 
 
 def peak(device_name: str) -> float:
-    """Return the operations a second of a device by its name.
-
-    Infinite if it is not known, so that the share is 0.
-    """
+    """Return a device's operations per second; infinite if unknown, so that mfu is 0."""
     if device_name == "cpu":
         return _CPU_PEAK
     return next((value for name, value in _PEAKS.items() if name in device_name), math.inf)

@@ -1,8 +1,4 @@
-"""Batch arithmetic.
-
-Prompts, completions, mini-batches and token budgets, recomputed from what the old system did with
-them.
-"""
+"""Batch arithmetic: prompts, completions, mini-batches and token budgets."""
 
 import math
 
@@ -119,10 +115,7 @@ def _check_ranks(draft: Draft, *, prompts: int) -> None:
 
 
 def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
-    """Return the sequences of a micro-batch on one rank.
-
-    The global key is divided as the old workers did.
-    """
+    """Return a micro-batch's sequences on one rank, from the global key as the old workers."""
     own = draft.integer(f"{role.block}.ppo_micro_batch_size_per_gpu")
     full = draft.integer(f"{role.block}.ppo_micro_batch_size")
     key, both = f"{role.block}.ppo_micro_batch_size", f"{role.block}.ppo_micro_batch_size_per_gpu"

@@ -38,10 +38,7 @@ def scoring_model(draft: Draft) -> str:
 
 
 def reads_messages(draft: Draft) -> bool:
-    """Check if the reward model has a separate chat template.
-
-    It always has one, except in the old workers without an input_tokenizer.
-    """
+    """Check if the reward model has a chat template: old workers needed an input_tokenizer."""
     block = scoring_model(draft)
     return bool(block) and (
         _was_served(draft) or draft.old.get("reward_model.model.input_tokenizer") is not None
@@ -49,10 +46,8 @@ def reads_messages(draft: Draft) -> bool:
 
 
 def _was_served(draft: Draft) -> bool:
-    """Check if the reward model was a server, which a function could ask.
-
-    Before, workers scored each batch with the model, and the function was not called in training.
-    """
+    """Check if the reward model was a server, which a function could ask."""
+    # Before, workers scored each batch with the model, and the function was not called in training.
     return draft.since("v0.7.1") or draft.switch("reward_model.use_reward_loop")
 
 

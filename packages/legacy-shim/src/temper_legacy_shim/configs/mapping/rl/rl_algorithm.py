@@ -254,10 +254,7 @@ def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
 
 
 def _reference(draft: Draft) -> None:
-    """Set the reference.
-
-    For an adapter, the reference is the actor with the adapter disabled.
-    """
+    """Set the reference: the actor without its adapter, or a role of its own."""
     if draft.settings.get("actor.engine.lora.rank") or draft.settings.get("actor.engine.lora.path"):
         draft.put("algorithm.kl_reference", "disabled_adapter", rule="kl-reference", old=[])
         return

@@ -15,10 +15,7 @@ def advantage(draft: Draft) -> str:
 
 
 def needs_critic(draft: Draft) -> bool:
-    """Check if the old trainer built a critic.
-
-    For gae, unless critic.enable says otherwise.
-    """
+    """Check if the old trainer built a critic: for gae, or as critic.enable says."""
     if only_distills(draft):
         return False
     given = draft.old.get("critic.enable")
@@ -39,10 +36,7 @@ def is_async(draft: Draft) -> bool:
 
 
 def evaluation_key(draft: Draft) -> str:
-    """Return the key of the evaluation's frequency.
-
-    The first asynchronous trainers evaluated in their sampler.
-    """
+    """Return the key of the evaluation's frequency; early asynchronous samplers evaluated."""
     return (
         "rollout.test_freq"
         if is_async(draft) and not draft.since("v0.7.1")
@@ -90,18 +84,12 @@ _SECOND_TRAINER = "trainer.use_v1"
 
 
 def filters_groups(draft: Draft) -> bool:
-    """Check if groups with equal rewards were discarded.
-
-    Only DAPO's recipes and the second trainer of main_ppo did that.
-    """
+    """Check if groups with equal rewards were discarded, by DAPO or the second trainer."""
     return draft.switch(f"{FILTER}.enable") and (is_dapo(draft) or is_second_trainer(draft))
 
 
 def is_second_trainer(draft: Draft) -> bool:
-    """Check if main_ppo ran the trainer that is the default since v0.9.0.
-
-    Other programs have different trainers.
-    """
+    """Check if main_ppo ran the trainer that is the default since v0.9.0."""
     is_main = (
         draft.old.entry.rpartition(".")[2] in ("", "ppo", "main_ppo")
         and not is_async(draft)
@@ -129,10 +117,7 @@ def kl_in_loss(draft: Draft) -> bool:
 
 
 def kl_in_reward(draft: Draft) -> bool:
-    """Check if the reward carried a KL penalty.
-
-    Before v0.4.0 it had, unless the loss had a KL term.
-    """
+    """Check if the reward carried a KL penalty: before v0.4.0 unless the loss had a KL term."""
     if draft.since("v0.4.0"):
         return draft.switch("algorithm.use_kl_in_reward")
     return not kl_in_loss(draft)
@@ -199,10 +184,7 @@ def _async_prompts(draft: Draft) -> tuple[int | None, list[str]]:
 
 
 def num_weight_syncs(draft: Draft) -> tuple[int | None, list[str]]:
-    """Return the weight syncs of an asynchronous run, and the keys that set them.
-
-    A weight sync is a step of the new run.
-    """
+    """Return the weight syncs of an asynchronous run, which are steps, and their keys."""
     key = "rollout.total_rollout_steps"
     rollouts, (prompts, keys) = draft.integer(key), prompts_of_step(draft)
     return (None if rollouts is None or prompts is None else max(1, rollouts // prompts)), [

@@ -1,7 +1,4 @@
-"""Sampling of completions: how, by which server, in how many turns, how far ahead.
-
-Tools and teachers, whose text or scores a rollout needs, are set here too.
-"""
+"""Sampling of completions: servers, turns, tools, teachers, and sample age."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
@@ -81,10 +78,7 @@ def _server(draft: Draft) -> None:
 
 
 def _refuse_truncated(draft: Draft) -> None:
-    """Report a temperature with truncation.
-
-    The server's log-probs are not of the sampled distribution.
-    """
+    """Report truncation: the server's log-probs are not of the sampled distribution."""
     temperature, top_p = draft.number(f"{BLOCK}.temperature"), draft.number(f"{BLOCK}.top_p")
     top_k = draft.integer(f"{BLOCK}.top_k") or 0
     if temperature in (None, 1) or (top_p in (None, 1) and top_k <= 0):
@@ -192,8 +186,7 @@ _OWN_CODE = (
     "actor_rollout_ref.rollout.agent.agent_loop_config_path",
 )
 _HERMES = ("", "hermes", "chatml")
-"""Ways of writing a call that are <tool_call>{...}</tool_call>; chatml was the word before v0.4.1.
-"""
+"""Words for calls written as <tool_call>{...}</tool_call>; chatml was v0.4.0's."""
 
 
 def build_turns(draft: Draft) -> None:

@@ -83,10 +83,7 @@ _METRICS = {
     "seq_final_reward": "reward",
     "reward": "reward",
 }
-"""Comparison of groups by old metric.
-
-The second trainer's ``reward`` is the sum of rewards with penalties, before KL.
-"""
+"""Comparison of groups by metric; ``reward`` includes penalties, but no KL."""
 
 
 def _unread_filter(draft: Draft) -> None:
@@ -244,10 +241,7 @@ def _rejection(draft: Draft, *, rejects: str) -> None:
 
 
 def _rule(name: str) -> str | None:
-    """Return the rule of an old name such as ``seq_mean_k3`` or ``sequence``.
-
-    None if there is none.
-    """
+    """Return the rule of an old name such as ``seq_mean_k3``; None if there is none."""
     parts = re.fullmatch(r"(?:token|seq_(sum|mean|max))_(k[123])", name)
     if parts is None:
         return RATIO_RULES.get(name)

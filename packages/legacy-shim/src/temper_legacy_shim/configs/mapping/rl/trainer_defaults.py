@@ -1,10 +1,4 @@
-"""Defaults of the trainer for every key that a translation can set.
-
-A translation writes a value only where it differs from these.
-
-The trainer is not needed to translate, so they stand here a second time; a test compares them with
-the trainer's.
-"""
+"""The trainer's defaults of every key that a translation can set; a test compares them."""
 
 from temper_legacy_shim.configs.reading.config_values import Plain
 

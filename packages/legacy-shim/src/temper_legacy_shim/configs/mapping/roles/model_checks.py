@@ -78,9 +78,7 @@ _WORDS = (
     "bagel", "emu-?[23]", "n?vila", "chameleon", "xgen-mm", "mm-(eureka|r1)", "qwen-image", "keye",
     "sa2va",
 )  # fmt: skip
-"""Between letters they mean nothing (``reveal``, ``VLarge``, ``vllm``); digits, signs and the ends
-may stand around them.
-"""
+"""Words that mean something only next to digits, signs or ends (not in ``reveal``)."""
 _FAMILIES = (
     "llava", "intern-?vl", "qwen-?vl", "deepseek-?vl", "pixtral", "paligemma", "medgemma",
     "gemma-?3n", "gemma-?4(?![\\db])", "smolvlm", "idefics", "molmo", "openvla", "longvila",
@@ -170,10 +168,7 @@ def _text(draft: Draft, key: str) -> str:
 
 
 def part_of_folder(model: str) -> str:
-    """Find a field of a local config.json that indicates images, video or sound.
-
-    Empty if none does.
-    """
+    """Find a field of a local config.json that indicates images, video or sound."""
     return _part(config_json(model))
 
 
@@ -205,9 +200,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     (r"llama[-_]?4|(?:falcon[-_]?)?mamba|jamba", "llama4\\w*|(falcon_)?mamba\\d?|jamba", _LAYERS),
     (r"deepseek[-_]?(v3[._]2|v4)", "deepseek_v32|deepseek_v4", _LAYERS),
 )
-"""Models that FSDPEngine refuses in a run with a sampler: patterns of names and of model types, and
-the reason.
-"""
+"""Models that FSDPEngine refuses with a sampler: names, model types, and the reason."""
 _NOT_MEGATRON = (
     (
         r"gpt[-_]?oss|qwen[-_]?3[-_]next|qwen[-_]?3[._][5-9]|kimi[-_](linear|k2)"

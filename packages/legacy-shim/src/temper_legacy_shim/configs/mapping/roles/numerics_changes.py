@@ -14,10 +14,7 @@ SWITCH = "trainer.use_legacy_worker_impl"
 
 
 def build_numerics(draft: Draft) -> None:
-    """Record the meaning of the switch.
-
-    Pin the old workers, or report the numeric differences without them.
-    """
+    """Pin the old workers, or report the numeric differences without them."""
     given, word = draft.old.get(SWITCH), _word(draft)
     if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
         draft.find("worker-switch.unknown", SWITCH, given=given)
@@ -146,10 +143,7 @@ def _divisor(draft: Draft, width: Plain) -> str:
 
 
 def _parts(draft: Draft, *, own: int) -> tuple[int, str]:
-    """Return the micro-batches of an update on one rank, and how to say so.
-
-    With a token budget, the least number there can be.
-    """
+    """Return an update's micro-batches on one rank, at least, and how to say so."""
     if draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
         budget = draft.integer("actor_rollout_ref.actor.ppo_max_token_len_per_gpu") or 1
         longest = (draft.integer("data.max_prompt_length") or 0) + (

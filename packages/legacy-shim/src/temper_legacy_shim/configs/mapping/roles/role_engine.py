@@ -1,8 +1,4 @@
-"""The engine of each role: its model and precision, its adapter, then optimizer and layout.
-
-An adapter depends on which of the two old families of keys the release's engine read, and with
-which alpha.
-"""
+"""The engine of each role: its model and precision, adapter, optimizer and layout."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.roles.role_layout import (
@@ -113,10 +109,7 @@ _MEGATRON_NAMES = {
 
 
 def build_lora(draft: Draft, role: OldRole) -> None:
-    """Set the adapter of one role.
-
-    FSDP reads the flat keys, Megatron the block, and neither the other's.
-    """
+    """Set a role's adapter; FSDP reads the flat keys, Megatron the block."""
     flat, block = f"{role.model}.lora_rank", f"{role.model}.lora.rank"
     read, unread = (block, flat) if is_megatron(draft) else (flat, block)
     rank, other = draft.integer(read) or 0, draft.integer(unread) or 0
@@ -191,10 +184,7 @@ def _modules(draft: Draft, role: OldRole, engine: str) -> None:
 
 
 def _names(value: Plain) -> Plain:
-    """Return Hugging Face's names for Megatron's.
-
-    One word stands for all linear layers of every block.
-    """
+    """Return Hugging Face's names for Megatron's; a word may stand for all linear layers."""
     if isinstance(value, str):
         return value if value not in ("all", "all_linear") else "all-linear"
     if not isinstance(value, list):

@@ -56,10 +56,7 @@ def set_offload(draft: Draft, role: OldRole) -> None:
 
 
 def _policy(draft: Draft, role: OldRole, block: str) -> list[str]:
-    """Return FSDP2's key for offloading, if the role uses FSDP2.
-
-    Elsewhere it did nothing.
-    """
+    """Return FSDP2's key for offloading, which had no effect elsewhere."""
     key = f"{block}.offload_policy"
     if not is_megatron(draft) and draft.text(f"{role.block}.strategy") == "fsdp2":
         return [key]
@@ -107,10 +104,7 @@ def set_fsdp(draft: Draft, role: OldRole) -> None:
 
 
 def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
-    """Set the number of ranks that shard one copy.
-
-    In the old mesh, a larger number meant all ranks.
-    """
+    """Set the number of ranks that shard one copy; a larger one meant all ranks."""
     key = f"{block}.fsdp_size"
     size, world = draft.integer(key), _known_world(draft)
     if size is None or size < 1:
@@ -172,10 +166,7 @@ def _transformer(draft: Draft, role: OldRole) -> None:
 
 
 def _experts(draft: Draft, role: OldRole) -> None:
-    """Set the ranks that share experts.
-
-    The tensor size of one expert matters only with expert parallel.
-    """
+    """Set the ranks that share experts, and the tensor size of one expert."""
     key, split = (
         f"{role.megatron}.expert_model_parallel_size",
         f"{role.megatron}.expert_tensor_parallel_size",
@@ -209,10 +200,7 @@ def set_workers(draft: Draft, role: OldRole) -> None:
 
 
 def _check_copies(draft: Draft, role: OldRole) -> None:
-    """Report sizes of model or expert copies that do not divide the number of ranks.
-
-    The old workers failed with them.
-    """
+    """Report copies of model or experts that do not divide the ranks: old workers failed."""
     world = _known_world(draft)
     if world is None:
         return
@@ -246,10 +234,7 @@ def _known_world(draft: Draft) -> int | None:
 
 
 def _expert_sizes(draft: Draft, role: OldRole) -> list[str]:
-    """Return the sizes whose product holds one copy of the experts.
-
-    None if they are not divided.
-    """
+    """Return the sizes whose product holds one copy of the experts; None without them."""
     key, split = (
         f"{role.megatron}.expert_model_parallel_size",
         f"{role.megatron}.expert_tensor_parallel_size",
