@@ -67,8 +67,7 @@ class Deprecation:
         module, _, name = self.instead.partition(":")
         return (
             f"{self.what} is deprecated since {PACKAGE} {self.since} and will be removed in "
-            f"{self.removed_in}: "
-            f"use {module}.{name} instead; {self.how}."
+            f"{self.removed_in}: use {module}.{name} instead; {self.how}."
         )
 
     def is_overdue(self, version: str) -> bool:

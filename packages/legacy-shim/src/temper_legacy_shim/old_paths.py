@@ -136,8 +136,7 @@ def install(*, force: bool = False) -> None:
         where = "was already imported" if imported else "is installed here"
         raise UsageError(
             f"{PACKAGE} itself {where}, and its own classes would be hidden: uninstall it, or call "
-            "install(force=True) before anything "
-            "imports it."
+            "install(force=True) before anything imports it."
         )
     for name, offers in MODULES.items():
         module = OldModule(name, offers)

@@ -83,8 +83,7 @@ def _conversation(
     ):
         raise UsageError(
             f"the row has {messages!r:.60} under {key!r}, but a list of chat messages is expected: "
-            "name their column in "
-            "reward.arguments.messages_key and in data.train.extra_keys."
+            "name their column in reward.arguments.messages_key and in data.train.extra_keys."
         )
     chat = [{"role": str(each["role"]), "content": str(each["content"])} for each in messages]
     shown = tokenizer.apply_chat_template(

@@ -206,8 +206,7 @@ def default_compute_score(
     if given:
         raise UsageError(
             f"default_compute_score was given {', '.join(kwargs) or 'further arguments'}, which "
-            "only the old sandboxes read: score "
-            "programs in a function of your own."
+            "only the old sandboxes read: score programs in a function of your own."
         )
     return by_data_source(
         _Row(answer=ground_truth, extra={SOURCE: data_source, INFO: extra_info}), solution_str

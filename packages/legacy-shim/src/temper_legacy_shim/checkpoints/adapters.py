@@ -107,9 +107,8 @@ class Adapter:
         if self.alpha is None:
             raise UsageError(
                 "no file of this checkpoint says the adapter's alpha (versions before 0.8.0 "
-                "outside lora_adapter/ never wrote it), and a "
-                "guess would scale the adapter wrongly: give --lora-alpha, the value of lora_alpha "
-                "in the run's configuration."
+                "outside lora_adapter/ never wrote it), and a guess would scale the adapter "
+                "wrongly: give --lora-alpha, the value of lora_alpha in the run's configuration."
             )
         rank = self.pairs[module].rank
         alpha = self._pattern("alpha_pattern", module, self.alpha)
@@ -473,7 +472,6 @@ def _check_is_quick(pattern: str, module: str, number: int, *, source: str) -> N
     ):
         raise LayoutError(
             f"{source} has {pattern!r:.80}, a regular expression that may take for ever (repeated "
-            f"groups, more than {_MOST_REPEATS} "
-            f"repeats, or more than {_MOST_EXPRESSIONS} of them): write the modules' names out "
-            "there, or use --to peft."
+            f"groups, more than {_MOST_REPEATS} repeats, or more than {_MOST_EXPRESSIONS} of "
+            "them): write the modules' names out there, or use --to peft."
         )

@@ -176,8 +176,7 @@ def _verify(
     given = [
         (
             f"{len(files)} files read back: sizes, every byte or its checksum, and {result} "
-            "tensors in "
-            "their headers"
+            "tensors in their headers"
         )
     ]
     if options.verifies_logits:

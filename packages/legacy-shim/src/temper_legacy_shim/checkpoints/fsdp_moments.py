@@ -320,9 +320,8 @@ def _matching_units(
             return candidate
     raise LayoutError(
         f"FSDP1's flat optimizer state has {state.num_parameters} units of "
-        f"{sorted(set(lengths.values()))[:6]} elements on each of "
-        f"{num_shards} ranks, and no known way of wrapping the model's {len(parameters)} "
-        "parameters gives these"
+        f"{sorted(set(lengths.values()))[:6]} elements on each of {num_shards} ranks, and no known "
+        f"way of wrapping the model's {len(parameters)} parameters gives these"
     )
 
 

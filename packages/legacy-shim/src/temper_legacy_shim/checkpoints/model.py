@@ -306,8 +306,7 @@ def _megatron(
     if config is None:
         raise UsageError(
             f"{role.path} has no config.json, without which Megatron's fused matrices stay closed: "
-            "give --hf-config, the folder of "
-            "the model that was trained."
+            "give --hf-config, the folder of the model that was trained."
         )
     weights, adapter = megatron_model.read(
         role,
@@ -366,9 +365,8 @@ def _drop_tied_copy(
     if says_tied:
         return result, (
             (
-                "the config ties embeddings and head, but their weights differ: both are kept, "
-                "and the "
-                "config is written untied"
+                "the config ties embeddings and head, but their weights differ: both are kept, and "
+                "the config is written untied"
             ),
         )
     return result, ()
@@ -395,8 +393,7 @@ def _drop_frequencies(
     return kept, (
         (
             f"{len(matches)} tables of rotary frequencies (inv_freq) are left out: they are what "
-            "the "
-            "config's rope_theta gives"
+            "the config's rope_theta gives"
         ),
     )
 
@@ -448,8 +445,7 @@ def described(model: OldModel, *, dtype: str) -> dict[str, object]:
     if model.config is None:
         raise UsageError(
             f"{model.role.path} has no config.json (0.3.0 wrote none, and only the model itself "
-            "knows it): give --hf-config, the folder of "
-            "the model that was trained."
+            "knows it): give --hf-config, the folder of the model that was trained."
         )
     config = dict(model.config)
     names = config.get("architectures")

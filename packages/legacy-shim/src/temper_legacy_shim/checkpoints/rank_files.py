@@ -38,8 +38,7 @@ def read_weights(files: dict[int, Path], *, where: Path) -> dict[str, LazyTensor
         if forms[rank] != forms[min(forms)]:
             raise DamagedFileError(
                 f"{path} was written by another version of torch than {files[min(forms)].name}: "
-                "the files are not of one save; copy every "
-                "rank's file of one step here."
+                "the files are not of one save; copy every rank's file of one step here."
             )
     for key, entries in by_key.items():
         absent = sorted(set(files) - set(entries))

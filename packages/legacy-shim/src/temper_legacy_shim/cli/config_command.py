@@ -155,9 +155,8 @@ def _check_config(name: str | None, overrides: list[str]) -> None:
     if named and not is_config(named):
         raise UsageError(
             f"--config-name {named}: no old release has a configuration of that name, and its "
-            "values would be missing here. Give the file "
-            "itself before the overrides: temper-migrate config "
-            f"PATH/{named.removesuffix('.yaml')}.yaml KEY=VALUE..."
+            "values would be missing here. Give the file itself before the overrides: "
+            f"temper-migrate config PATH/{named.removesuffix('.yaml')}.yaml KEY=VALUE..."
         )
 
 

@@ -105,8 +105,7 @@ def summary_lines(translations: Sequence[Translation], *, next_step: str) -> lis
         [
             (
                 f"written out: {pinned} default{'s' * (pinned != 1)} of the old release, because "
-                "ours "
-                "differ"
+                "ours differ"
             )
         ]
         if pinned

@@ -351,10 +351,9 @@ def make_cpu_trial(translation: Translation) -> Translation:
     kept |= {key: _trial_setting(key, value) for key, value in values.items()}
     message = (
         f"this is a trial on a CPU: {STEPS} steps of {PROMPTS} prompts, completions of at most "
-        f"{TOKENS} tokens, one process, a constant learning rate, "
-        "transformers as the sampler, no evaluation and no checkpoints during the run. Translate "
-        "again without --cpu-trial for "
-        "the run itself."
+        f"{TOKENS} tokens, one process, a constant learning rate, transformers as the sampler, no "
+        "evaluation and no checkpoints during the run. Translate again without --cpu-trial for the "
+        "run itself."
     )
     note = Finding(level="note", rule="cpu-trial", message=message)
     return replace(

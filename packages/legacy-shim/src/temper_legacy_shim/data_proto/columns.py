@@ -254,8 +254,7 @@ def unpack(state: object) -> tuple[Columns | None, dict[str, Array], dict[str, o
     if not isinstance(state, tuple) or len(state) != 5 or state[0] != FORMAT:
         raise BatchError(
             "this pickled DataProto was written by the older generation, whose pickles run code: "
-            "read it there, and hand over tensors with "
-            "DataProto.from_dict or save_to_disk."
+            "read it there, and hand over tensors with DataProto.from_dict or save_to_disk."
         )
     _, tensors, num_rows, arrays, settings = cast("State", state)
     if tensors is None:
@@ -298,8 +297,7 @@ def read_file(path: str) -> tuple[Columns | None, dict[str, Array], dict[str, ob
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise BatchError(
             f"{path} is no file of DataProto.save_to_disk, or a pickle of the older generation, "
-            "which is not executed: read it there and "
-            "write its tensors again."
+            "which is not executed: read it there and write its tensors again."
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BatchError(f"{path} holds no DataProto of the format {FORMAT}.")

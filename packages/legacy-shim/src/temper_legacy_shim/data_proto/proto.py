@@ -97,8 +97,7 @@ class DataProto:
         if num_batch_dims != 1 or auto_padding:
             raise BatchError(
                 f"num_batch_dims is {num_batch_dims} and auto_padding {auto_padding}: this "
-                "DataProto has one batch dimension, and is "
-                "padded with pad_dataproto_to_divisor."
+                "DataProto has one batch dimension, and is padded with pad_dataproto_to_divisor."
             )
         arrays = {name: _array(value) for name, value in (non_tensors or {}).items()}
         return cls(
@@ -313,8 +312,7 @@ class DataProto:
         if options or mini_batch_size < 1 or len(self) % mini_batch_size:
             raise BatchError(
                 f"make_iterator takes a mini_batch_size that divides {len(self)} rows (it is "
-                f"{mini_batch_size}) and no loader option but "
-                f"shuffle (given: {sorted(options)})."
+                f"{mini_batch_size}) and no loader option but shuffle (given: {sorted(options)})."
             )
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         # The loader draws a number of its own before it shuffles: the order of a seed is the old

@@ -76,9 +76,8 @@ class TranslatedLaunch:
         where = self.launch.config_path or "the folder of the entry"
         return (
             f"{self.launch.config_name} in {where} is a configuration of your own, and does not "
-            "lie around the script: its values are "
-            "missing from the translation; put the script where it lies in your project, and "
-            "translate it there."
+            "lie around the script: its values are missing from the translation; put the script "
+            "where it lies in your project, and translate it there."
         )
 
     @property

@@ -245,8 +245,7 @@ def kept_fixed(
             shown = ", ".join(list(keys)[:6]) + (", ..." if len(keys) > 6 else "")
             out.append(
                 f"{what} has a default in the script, from which {shown} came: with another value "
-                "they would stay as they are written; "
-                f"translate again with --set {name}=VALUE."
+                f"they would stay as they are written; translate again with --set {name}=VALUE."
             )
     return out
 

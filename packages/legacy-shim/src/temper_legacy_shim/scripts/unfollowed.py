@@ -376,15 +376,13 @@ def only_named(text: str) -> list[str]:
         shown = ", ".join(sorted(keys)[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
         sentence = (
             f"line {min(keys.values())}: settings of verl ({shown}) are given there, but no "
-            "command was seen that gets them: translate "
-            "with --set NAME=VALUE for what the script asks for, or translate the script that they "
-            "are for"
+            "command was seen that gets them: translate with --set NAME=VALUE for what the script "
+            "asks for, or translate the script that they are for"
         )
         return [sentence]
     return [
         f"line {number}: {name} is named there, but nothing in this script was seen to start it: "
-        "translate what does, such as the file "
-        "that this script writes"
+        "translate what does, such as the file that this script writes"
         for number, name in result
     ]
 

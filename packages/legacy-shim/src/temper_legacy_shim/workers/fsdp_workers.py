@@ -60,10 +60,9 @@ FSDP = Backend(
 @deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.fsdp_workers.ActorRolloutRefWorker is deprecated since "
-    "temper-legacy-shim 0.2 and will be "
-    "removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; one for each "
-    "role, with model_engine=fsdp; "
-    "sampling is temper_trainer.rollout.hf_sampler.HfSampler's.",
+    "temper-legacy-shim 0.2 and will be removed in 0.4: use "
+    "temper_trainer.runtime.worker_group.TrainingWorker instead; one for each role, with "
+    "model_engine=fsdp; sampling is temper_trainer.rollout.hf_sampler.HfSampler's.",
     category=None,
 )
 class ActorRolloutRefWorker(PolicyWorker):
@@ -116,9 +115,8 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
 @deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.fsdp_workers.CriticWorker is deprecated since temper-legacy-shim "
-    "0.2 and will be removed in "
-    "0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; with model_engine=fsdp and "
-    "model_type value_model.",
+    "0.2 and will be removed in 0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; "
+    "with model_engine=fsdp and model_type value_model.",
     category=None,
 )
 class CriticWorker(ValueWorker):

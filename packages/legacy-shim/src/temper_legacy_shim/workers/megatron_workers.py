@@ -25,10 +25,9 @@ from temper_legacy_shim.workers.role_workers import (
 @deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.MegatronPPOActor is deprecated since "
-    "temper-legacy-shim 0.2 and will be "
-    "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; give it a "
-    "PolicyObjective with set_loss_fn() "
-    "and call forward_backward_batch() and optimizer_step().",
+    "temper-legacy-shim 0.2 and will be removed in 0.4: use "
+    "temper_engine_megatron.engine.MegatronEngine instead; give it a PolicyObjective with "
+    "set_loss_fn() and call forward_backward_batch() and optimizer_step().",
     category=None,
 )
 class MegatronPPOActor(MegatronActor):
@@ -72,10 +71,9 @@ class MegatronPPOActor(MegatronActor):
 @deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.MegatronPPOCritic is deprecated since "
-    "temper-legacy-shim 0.2 and will be "
-    "removed in 0.4: use temper_engine_megatron.engine.MegatronEngine instead; configure it with "
-    "model_type value_model, give"
-    " it a ValueObjective with set_loss_fn(), and call forward_backward_batch().",
+    "temper-legacy-shim 0.2 and will be removed in 0.4: use "
+    "temper_engine_megatron.engine.MegatronEngine instead; configure it with model_type "
+    "value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch().",
     category=None,
 )
 class MegatronPPOCritic(MegatronCritic):
@@ -139,9 +137,8 @@ MEGATRON = Backend(
 @deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.ActorRolloutRefWorker is deprecated since "
-    "temper-legacy-shim 0.2 and will be"
-    " removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; one for each "
-    "role, with "
+    "temper-legacy-shim 0.2 and will be removed in 0.4: use "
+    "temper_trainer.runtime.worker_group.TrainingWorker instead; one for each role, with "
     "model_engine=megatron; sampling is temper_trainer.rollout.hf_sampler.HfSampler's.",
     category=None,
 )

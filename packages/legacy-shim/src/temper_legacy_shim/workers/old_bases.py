@@ -55,9 +55,8 @@ class MegatronWorker(ABC):  # noqa: B024  # a name for isinstance
 def _refuse() -> NoReturn:
     raise ConfigError(
         "MegatronWorker only set up Megatron's groups and configuration, which engines do "
-        "themselves, and stands for isinstance alone: "
-        "subclass ActorRolloutRefWorker or CriticWorker of "
-        "temper_legacy_shim.workers.megatron_workers, or drive a "
+        "themselves, and stands for isinstance alone: subclass ActorRolloutRefWorker or "
+        "CriticWorker of temper_legacy_shim.workers.megatron_workers, or drive a "
         "temper_engine_megatron MegatronEngine."
     )
 

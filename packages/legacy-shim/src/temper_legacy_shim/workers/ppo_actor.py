@@ -269,10 +269,9 @@ class PPOActor(OnEngine):
 @deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.ppo_actor.DataParallelPPOActor is deprecated since "
-    "temper-legacy-shim 0.2 and will be removed"
-    " in 0.4: use temper_engine_fsdp.engine.FSDPEngine instead; give it a PolicyObjective with "
-    "set_loss_fn() and call "
-    "forward_backward_batch() and optimizer_step().",
+    "temper-legacy-shim 0.2 and will be removed in 0.4: use temper_engine_fsdp.engine.FSDPEngine "
+    "instead; give it a PolicyObjective with set_loss_fn() and call forward_backward_batch() and "
+    "optimizer_step().",
     category=None,
 )
 class DataParallelPPOActor(PPOActor):

@@ -171,10 +171,9 @@ class PPOCritic(OnEngine):
 @deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.ppo_critic.DataParallelPPOCritic is deprecated since "
-    "temper-legacy-shim 0.2 and will be "
-    "removed in 0.4: use temper_engine_fsdp.engine.FSDPEngine instead; configure it with "
-    "model_type value_model, give it a "
-    "ValueObjective with set_loss_fn(), and call forward_backward_batch().",
+    "temper-legacy-shim 0.2 and will be removed in 0.4: use temper_engine_fsdp.engine.FSDPEngine "
+    "instead; configure it with model_type value_model, give it a ValueObjective with "
+    "set_loss_fn(), and call forward_backward_batch().",
     category=None,
 )
 class DataParallelPPOCritic(PPOCritic):

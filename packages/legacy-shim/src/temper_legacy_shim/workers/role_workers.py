@@ -405,8 +405,7 @@ def load_step(
     if old:
         raise ConfigError(
             f"{local_path} holds a checkpoint of the older generation ({old[0].name}): convert it "
-            "with "
-            f"`temper-migrate checkpoint {local_path} --to temper --out NEW` and load NEW."
+            f"with `temper-migrate checkpoint {local_path} --to temper --out NEW` and load NEW."
         )
     # The old critic and Megatron workers set it by default, also where nothing was downloaded.
     engine.load_checkpoint(

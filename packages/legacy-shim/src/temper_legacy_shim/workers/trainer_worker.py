@@ -58,8 +58,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
         if engine_name != "fsdp" or not isinstance(config, FSDPConfig):
             raise CapabilityError(
                 "temper-train drives the deprecated workers on the engine fsdp alone, not on "
-                f"{engine_name}: choose model_engine=fsdp, or "
-                "set use_legacy_worker_impl=disable."
+                f"{engine_name}: choose model_engine=fsdp, or set use_legacy_worker_impl=disable."
             )
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -290,10 +289,9 @@ def _old_settings(objective: Objective) -> dict[str, object]:
     ):
         raise ConfigError(
             f"algorithm.kl_estimator is {objective.kl_estimator} with kl_clamp "
-            f"{objective.kl_clamp}, but the deprecated workers compute "
-            f"only {' and '.join(_KL_LOSS_TYPES)}, with k3 at most {OLD_KL_CLAMP:g}: use one of "
-            "these, or set "
-            "use_legacy_worker_impl=disable."
+            f"{objective.kl_clamp}, but the deprecated workers compute only "
+            f"{' and '.join(_KL_LOSS_TYPES)}, with k3 at most {OLD_KL_CLAMP:g}: use one of these, "
+            "or set use_legacy_worker_impl=disable."
         )
     return {
         "clip_ratio_low": loss.clip_low,

@@ -8,13 +8,11 @@ under each of its addresses.
 
 _TORCH_DTYPES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
-    "float8_e8m0fnu "
-    "int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 complex128"
+    "float8_e8m0fnu int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 complex128"
 )
 _TORCH_STORAGES = (
     "DoubleStorage FloatStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage "
-    "CharStorage ByteStorage BoolStorage "
-    "UntypedStorage"
+    "CharStorage ByteStorage BoolStorage UntypedStorage"
 )
 _MESH_LAYOUT = "_MeshLayout _FlatLayout"
 

@@ -84,8 +84,7 @@ def _replicated(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> L
         if num_bytes(first) <= _COMPARED_BYTES and not is_equal(first, entry):
             raise DamagedFileError(
                 f"{where}: {key} differs between ranks {first_rank} and {rank}, but it is not "
-                "sharded, so that every rank should hold the "
-                "same: the files are not of one save."
+                "sharded, so that every rank should hold the same: the files are not of one save."
             )
     return first
 
@@ -149,8 +148,7 @@ def _from_mesh(key: str, entries: Mapping[int, Distributed], *, where: str) -> L
         if entry.local.shape != sizes:
             raise DamagedFileError(
                 f"{where}: {key} of rank {rank} has shape {entry.local.shape}, but its place on "
-                f"the mesh {mesh_shape} gives {sizes}: "
-                "the file is damaged, or of another save."
+                f"the mesh {mesh_shape} gives {sizes}: the file is damaged, or of another save."
             )
         if 0 not in sizes:
             if offsets in holders:

@@ -133,8 +133,7 @@ class NamesCheck:
         return (
             (
                 f"{len(have)} names and shapes equal those of transformers {answer['version']}'s "
-                "model "
-                "on the meta device"
+                "model on the meta device"
             ),
         ), ()
 

@@ -195,9 +195,8 @@ def _check_experts(converted: Mapping[str, LazyTensor], geometry: Geometry, *, w
         if expected is not None and result != set(range(expected)):
             raise DamagedFileError(
                 f"{where}: layer {layer} has {len(result)} experts (up to number {max(result)}), "
-                f"but the config has {expected}. 0.4.0 "
-                "saved those of its first data-parallel rank alone; otherwise copy every rank's "
-                "folder here."
+                f"but the config has {expected}. 0.4.0 saved those of its first data-parallel rank "
+                "alone; otherwise copy every rank's folder here."
             )
 
 

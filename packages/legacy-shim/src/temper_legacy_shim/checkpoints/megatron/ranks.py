@@ -168,8 +168,7 @@ def _check_all_ranks(ranks: set[Position], *, where: Path) -> None:
         pp, ep, tp = missing[0]
         raise LayoutError(
             f"{where} lacks the file of tensor rank {tp}, stage {pp}, expert rank {ep} (sizes "
-            f"{sizes[2]}, {sizes[0]}, {sizes[1]}): copy "
-            "every rank's folder here."
+            f"{sizes[2]}, {sizes[0]}, {sizes[1]}): copy every rank's folder here."
         )
 
 

@@ -73,8 +73,7 @@ def _check_transformer_config(
         if saved.get(name) is not None and value is not None and saved[name] != value:
             raise UsageError(
                 f"{path} has {name} = {saved[name]}, but {source} has {key} = {value}: give "
-                "--hf-config, the folder of the model that "
-                "was trained."
+                "--hf-config, the folder of the model that was trained."
             )
 
 
@@ -87,8 +86,7 @@ def _check_last_stage(
     if missing:
         raise LayoutError(
             f"{where} has {len(layers)} of {geometry.num_layers} layers, none of number "
-            f"{missing[0]}: copy every stage's folders here; "
-            "on several nodes each holds its own."
+            f"{missing[0]}: copy every stage's folders here; on several nodes each holds its own."
         )
 
 

@@ -147,8 +147,7 @@ def resumable(model: OldModel) -> ResumableState:
             *why_not,
             (
                 f"moments of {len(absent)} parameters that were never updated, such as "
-                f"{absent[0]}: "
-                "they begin at 0"
+                f"{absent[0]}: they begin at 0"
             ),
         )
     if moments:
@@ -185,8 +184,7 @@ def _uneven(counts: Mapping[str, int]) -> list[str]:
     return [
         (
             f"update counts of {len(fewer)} experts' matrices, such as {fewer[0]}: a layer's "
-            "experts "
-            "go on with the largest of theirs"
+            "experts go on with the largest of theirs"
         )
     ]
 

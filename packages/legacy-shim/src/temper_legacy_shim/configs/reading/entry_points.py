@@ -110,9 +110,8 @@ def launch_of(
         if not is_megatron and name in ("", "ppo_trainer") and not given:
             contradiction = (
                 "actor_rollout_ref.actor.strategy is megatron, but the configuration that the "
-                "overrides are composed on is that of FSDP, "
-                "and would have failed: name the one that was meant (--config-name "
-                "ppo_megatron_trainer), or take the strategy out"
+                "overrides are composed on is that of FSDP, and would have failed: name the one "
+                "that was meant (--config-name ppo_megatron_trainer), or take the strategy out"
             )
         is_megatron = True
     return Launch(

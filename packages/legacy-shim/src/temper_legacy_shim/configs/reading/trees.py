@@ -78,9 +78,8 @@ def known_version(text: str) -> str:
     if (expected[:2] > newest[:2]) if is_line else (expected > newest):
         raise UsageError(
             f"{text} is newer than the newest release that is known here, {known[-1]}: keys and "
-            "defaults may have changed. Update "
-            f"temper-legacy-shim, or give --from-version {known[-1]} to translate it as that "
-            "release."
+            "defaults may have changed. Update temper-legacy-shim, or give --from-version "
+            f"{known[-1]} to translate it as that release."
         )
     last = (*expected[:2], 99, 99) if is_line else expected
     return [version for version in known if _parsed(version) <= last][-1]

@@ -117,8 +117,7 @@ def adopt(
     ):
         raise ConfigError(
             f"the module is a {type(module).__name__}: pass the plain Hugging Face model, which "
-            "the engine shards itself, "
-            "or an initialized engine."
+            "the engine shards itself, or an initialized engine."
         )
     # Its name contains this process, so that a later one removes it if this one is killed.
     folder = str(make_temporary_folder("adopted"))

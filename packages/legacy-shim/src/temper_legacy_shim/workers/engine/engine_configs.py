@@ -88,8 +88,7 @@ def _refuse_unsupported_fsdp(model: Values, *, actor: Values, optim: Values | No
     if sharing != 1:
         raise ConfigError(
             f"ulysses_sequence_parallel_size is {sharing}, which the deprecated workers of this "
-            "release do not carry on: set it to 1, or "
-            "use an engine that claims sequence parallel."
+            "release do not carry on: set it to 1, or use an engine that claims sequence parallel."
         )
     if model.get("lora_adapter_path") is not None:
         raise ConfigError(

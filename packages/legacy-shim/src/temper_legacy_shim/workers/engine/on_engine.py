@@ -181,8 +181,7 @@ def single_forward(
     if torch.is_grad_enabled():
         raise ConfigError(
             "_forward_micro_batch() answers without gradient here: call it under torch.no_grad(), "
-            f"and train through {trained_by}(), "
-            "or an engine with a loss function."
+            f"and train through {trained_by}(), or an engine with a loss function."
         )
     settings: dict[str, object] = {
         "micro_batch_size": len(micro_batch["input_ids"]),
