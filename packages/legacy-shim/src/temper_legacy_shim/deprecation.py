@@ -33,8 +33,6 @@ class LegacyWorkerWarning(FutureWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deprecation:
-    """One deprecated class."""
-
     what: str
     """Import path, as users write it."""
     since: str
@@ -63,7 +61,6 @@ class Deprecation:
         return cls(instead=f"{parts.pop('module')}:{parts.pop('name')}", **parts)
 
     def sentence(self) -> str:
-        """Return the sentence shown to the user."""
         module, _, name = self.instead.partition(":")
         return (
             f"{self.what} is deprecated since {PACKAGE} {self.since} and will be removed in "

@@ -45,7 +45,6 @@ class PlainGradient(PolicyLoss):
     def surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
-        """Return the -A log p."""
         return -advantages * logprobs
 
 

@@ -210,7 +210,6 @@ def collate_fn(data_list: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _remote(path: str) -> tuple[Any, str]:
-    """Return the file system of a remote path, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:

@@ -29,14 +29,10 @@ class ScoredPrompt(Protocol):
     """Fields of the trainer's prompt that are read."""
 
     @property
-    def text(self) -> str:
-        """Prompt text that was tokenized."""
-        ...
+    def text(self) -> str: ...
 
     @property
-    def answer(self) -> str:
-        """Reference answer."""
-        ...
+    def answer(self) -> str: ...
 
     @property
     def extra(self) -> Mapping[str, object]:

@@ -35,8 +35,6 @@ _GIVEN, _ANSWER = "-what-was-said-", "-what-was-answered-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFunction:
-    """Function of a tool schema."""
-
     name: str
     """Name for the policy's calls."""
     description: str = ""
@@ -83,8 +81,6 @@ class ToolSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResponse:
-    """Answer of a tool."""
-
     text: str | None = None
     """Goes into the message of the role tool."""
     image: list[object] | None = None
@@ -93,7 +89,6 @@ class ToolResponse:
     """Refused: video is out of scope."""
 
     def is_empty(self) -> bool:
-        """Check if the response is empty."""
         return not (self.text or self.image or self.video)
 
 

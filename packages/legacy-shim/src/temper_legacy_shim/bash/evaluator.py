@@ -45,7 +45,6 @@ def run_isolated(shell: Shell, program: Program) -> None:
 
 
 def run(shell: Shell, program: Program) -> None:
-    """Run the commands of a list in order."""
     for item in program.items:
         _run_item(shell.fork() if item.is_background else shell, item)
 
@@ -97,7 +96,6 @@ def _run_pipes(shell: Shell, pipeline: Pipeline) -> None:
 
 
 def run_command(shell: Shell, command: Command, *, is_tested: bool = False) -> None:
-    """Run a command and store the status in the shell."""
     shell.reading.step()
     match command:
         case Simple():

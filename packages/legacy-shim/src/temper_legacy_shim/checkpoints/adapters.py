@@ -61,8 +61,6 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """One adapter of a model."""
-
     pairs: Mapping[str, Pair]
     """Matrix pairs by Hugging Face name of the module."""
     saved_modules: Mapping[str, LazyTensor] = field(default_factory=dict)

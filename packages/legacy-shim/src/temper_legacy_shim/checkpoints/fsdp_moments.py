@@ -40,20 +40,15 @@ _BUFFER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldMoments:
-    """State of one parameter."""
-
     first: LazyTensor
     """Exponential average of the gradient, in the parameter's shape."""
     second: LazyTensor
     """Moving average of the squared gradient."""
     update_count: int
-    """Number of updates of the parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldOptimizer:
-    """State of an old optimizer."""
-
     moments: Mapping[str, OldMoments]
     """Moments by parameter name in the model files."""
     settings: Mapping[str, object] = field(default_factory=dict)

@@ -39,8 +39,6 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFile:
-    """One file of a model-parallel rank."""
-
     path: Path
     tp: int
     pp: int = 0
@@ -49,8 +47,6 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One model of an old checkpoint."""
-
     path: Path
     name: str
     """actor, critic, ..., or ``model`` where the layout has no role level."""
@@ -64,7 +60,6 @@ class Role:
     rank_files: tuple[RankFile, ...] = ()
     """Megatron's per-rank model files."""
     adapter_files: tuple[RankFile, ...] = ()
-    """The private adapters of 0.7."""
     dist_folders: tuple[Path, ...] = ()
     """Folders of Megatron's distributed format, the model's first."""
     world_size: int = 1

@@ -56,7 +56,6 @@ class Sources:
             )
 
     def recorded(self) -> dict[str, object]:
-        """Return the given values for the receipt."""
         given = {name: value for name, value in asdict(self).items() if value not in (None, False)}
         return {
             name: str(value.absolute()) if isinstance(value, Path) else value
@@ -66,8 +65,6 @@ class Sources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldModel:
-    """Content of a role."""
-
     role: Role
     weights: Mapping[str, LazyTensor]
     """The base model under Hugging Face names, without tied duplicates; may be empty."""
@@ -75,11 +72,9 @@ class OldModel:
     config: Mapping[str, object] | None
     """config.json, or None."""
     config_folder: Path | None
-    """The folder of config and tokenizer files."""
     head: str
     """language_model, value_model (token classification), trl_value_model or reward_model."""
     notes: tuple[str, ...] = ()
-    """Sentences for the report."""
     num_updates: int | None = None
 
 

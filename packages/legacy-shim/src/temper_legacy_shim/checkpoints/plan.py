@@ -36,8 +36,6 @@ _SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of a conversion."""
-
     target: Target = "hf"
     """hf, peft or temper."""
     dtype: str | None = None
@@ -80,14 +78,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Files of a conversion."""
-
     shards: Mapping[str, Mapping[str, LazyTensor]]
     """Tensors by relative path of their safetensors file."""
     texts: Mapping[str, str]
     """Content by relative path."""
     copies: Mapping[str, Path]
-    """Sources by relative path."""
     model: OldModel
     """The model as written: merged and cast."""
     notes: tuple[str, ...]
@@ -97,7 +92,6 @@ class Plan:
         return sum(num_bytes(tensor) for group in self.shards.values() for tensor in group.values())
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """Return every tensor by name."""
         return {name: tensor for group in self.shards.values() for name, tensor in group.items()}
 
 

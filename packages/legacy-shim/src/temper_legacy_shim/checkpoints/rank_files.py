@@ -96,7 +96,6 @@ class RankState:
     states: Mapping[int, Mapping[str, Entry | int]]
     """States by number: first, second (tensors) and step."""
     num_parameters: int
-    """Number of parameters that its group numbers."""
     settings: Mapping[str, object]
     """Settings of the first parameter group."""
 

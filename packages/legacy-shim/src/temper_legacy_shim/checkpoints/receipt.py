@@ -26,13 +26,10 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRecord:
-    """Source of an output."""
-
     path: str
     role: str
     layout: str
     version: str
-    """Range of versions that wrote it."""
     reasons: tuple[str, ...]
     step: int | None
     world_size: int
@@ -42,13 +39,10 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """The receipt file."""
-
     source: SourceRecord
     target: str
     """hf, peft or temper."""
     options: dict[str, object]
-    """Options and other inputs as given."""
     files: tuple[WrittenFile, ...]
     """Every file of the output but this one."""
     head: str
@@ -60,14 +54,11 @@ class Receipt:
     not_carried: tuple[str, ...] = ()
     """Content that is missing and why, a sentence each."""
     notes: tuple[str, ...] = ()
-    """Notes for the user."""
     verified: tuple[str, ...] = field(default=())
     tool: str = ""
-    """Version of this package."""
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        """Return the JSON text of the file."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
@@ -216,7 +207,6 @@ def _count_described(path: Path) -> int:
 
 
 def source_record(role: Role) -> SourceRecord:
-    """Describe the source for the receipt."""
     return SourceRecord(
         path=str(role.path.resolve()),
         role=role.name,

@@ -162,13 +162,11 @@ class Staging:
         return written
 
     def produce_text(self, relative: str, text: str) -> WrittenFile:
-        """Return a small file of text."""
         return self.produce(
             relative, lambda path: _write_bytes(path, text.encode(), relative=relative)
         )
 
     def produce_copy(self, relative: str, source: Path) -> WrittenFile:
-        """Return a copy of a small file."""
         return self.produce(
             relative, lambda path: _write_bytes(path, source.read_bytes(), relative=relative)
         )

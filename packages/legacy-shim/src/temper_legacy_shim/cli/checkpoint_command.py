@@ -29,16 +29,12 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 class To(StrEnum):
-    """Format of the output."""
-
     HF = "hf"
     PEFT = "peft"
     TEMPER = "temper"
 
 
 class KeptAdapter(StrEnum):
-    """Treatment of an adapter."""
-
     MERGE = "merge"
     KEEP = "keep"
 

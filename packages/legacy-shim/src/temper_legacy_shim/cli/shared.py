@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
 
 class NumericsChoice(StrEnum):
-    """Numerics of the result."""
-
     TEMPER = "temper"
     LEGACY = "legacy"
 

@@ -38,15 +38,12 @@ _MOST_NEAR = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """A key in one tree."""
-
     family: Family
     since: str
     """The first release that had it."""
     gone: str | None
     """The first release without it; None where v0.9.0 has it still."""
     defaults: tuple[tuple[str, Plain], ...]
-    """Releases at which its default changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +130,6 @@ def _known() -> list[str]:
 
 
 def sentences(item: Explanation) -> list[str]:
-    """Describe an explanation in sentences."""
     lines = [item.key]
     for life in item.lives:
         until = f", gone in {life.gone}" if life.gone else ""
@@ -154,7 +150,6 @@ def sentences(item: Explanation) -> list[str]:
 
 
 def plain_explanation(item: Explanation) -> dict[str, Plain]:
-    """Return an explanation as plain values."""
     return {
         "key": item.key,
         "trees": [

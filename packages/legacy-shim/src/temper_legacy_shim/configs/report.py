@@ -262,7 +262,6 @@ _CARRYING = ("kept", "renamed", "moved", "mapped", "computed")
 def report_tokens(
     draft: Draft, tokens: Sequence[Override], *, program: Program
 ) -> tuple[TokenReport, ...]:
-    """Return one report for each token, in order."""
     carried: dict[int | str, list[str]] = {}
     for setting in draft.settings.values():
         for index in setting.sources:

@@ -27,7 +27,6 @@ of the token that the rule is about, the level of a finding of that rule, and ne
 
 
 def page() -> str:
-    """Return the full page."""
     return _HEAD + "".join(f"{_row(rule)}\n" for rule in rules())
 
 

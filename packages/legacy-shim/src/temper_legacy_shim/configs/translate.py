@@ -193,7 +193,6 @@ def _compose(
 
 
 def _built(draft: Draft, launch: Launch) -> Draft:
-    """Build the draft with the meaning of the release."""
     if launch.foreign:
         draft.find("foreign", foreign=launch.foreign)
     if launch.is_fork and not launch.foreign:
@@ -309,7 +308,6 @@ __all__ = ["Finding", "translate"]
 
 
 STEPS, PROMPTS, GROUP, TOKENS = 2, 4, 2, 16
-"""Most steps, prompts of a step, completions of a prompt, and tokens of a completion."""
 _COMMENT = "for the trial on a CPU"
 _GONE = re.compile(
     r"rollout(\..*)?|runtime\..*|weight_sync\..*|asynchrony\..*|loop|use_legacy_worker_impl"

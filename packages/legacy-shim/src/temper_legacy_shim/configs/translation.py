@@ -22,7 +22,6 @@ Disposition = Literal[
     "unmapped",
     "needs a person",
 ]
-"""Result of a token."""
 
 
 class Outcome(IntEnum):
@@ -50,8 +49,6 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One value of the new configuration."""
-
     key: str
     """Dotted key, or the name of a config group."""
     value: Plain
@@ -59,9 +56,7 @@ class Setting:
     is_pinned: bool
     """True if it is an old default, written out because the trainer's default differs."""
     rule: str
-    """The rule that made it."""
     old_keys: tuple[str, ...]
-    """Old keys that it comes from."""
     sources: tuple[int, ...]
     """Indices of the tokens among them; empty if all are defaults or from a file."""
     is_verbatim: bool
@@ -81,8 +76,6 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReport:
-    """Result of one old token."""
-
     index: int
     """Its place among the tokens; -1 for a value of the user's own file."""
     text: str
@@ -90,7 +83,6 @@ class TokenReport:
     """The old key; empty where it is no override."""
     disposition: Disposition
     new_keys: tuple[str, ...]
-    """Keys of the new configuration that carry it on."""
     rule: str
     """Id in the table of rules; empty if none matched."""
     reason: str
@@ -109,23 +101,18 @@ class Finding:
     system would not have started with it;
     note: good to know."""
     rule: str
-    """The rule that found it."""
     message: str
     """One or two sentences: the fact, the reason, the action."""
     old_keys: tuple[str, ...] = ()
-    """Old keys that it comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Input of a translation."""
-
     version: str
     """The release, such as v0.7.1."""
     is_given: bool
     """True if the user gave the version; otherwise it was inferred."""
     evidence: tuple[str, ...]
-    """Reasons for this version."""
     entry: str
     family: str
     program: Literal["ppo", "sft", "generation", "evaluation", "other"]
@@ -145,7 +132,6 @@ class Translation:
     settings: tuple[Setting, ...]
     """The new configuration, groups first; empty if a question decides about all of it."""
     tokens: tuple[TokenReport, ...]
-    """One for each token, in order."""
     findings: tuple[Finding, ...]
     """Findings, most severe first."""
     unmapped: Mapping[str, Plain] = field(default_factory=dict)
@@ -153,7 +139,6 @@ class Translation:
 
     @property
     def outcome(self) -> Outcome:
-        """The highest level of all findings."""
         if any(finding.level == "person" for finding in self.findings):
             return Outcome.PERSON
         is_changed = any(setting.is_pinned for setting in self.settings) or any(

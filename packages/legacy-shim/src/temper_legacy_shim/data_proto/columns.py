@@ -62,14 +62,12 @@ class Columns(dict[str, Tensor]):
         return cast("Tensor", self[name])
 
     def rows(self, rows: Rows) -> "Columns":
-        """Select rows of all columns."""
         index = torch.as_tensor(rows) if isinstance(rows, list) else rows
         count = len(torch.empty(self.num_rows)[index])
         return Columns({name: tensor[index] for name, tensor in self.items()}, num_rows=count)
 
     @property
     def num_rows(self) -> int:
-        """B."""
         return 0 if self._num_rows is None else self._num_rows
 
     @property
@@ -84,13 +82,11 @@ class Columns(dict[str, Tensor]):
         return devices.pop() if len(devices) == 1 else None
 
     def to(self, device: torch.device | str) -> "Columns":
-        """Return the same columns on a device."""
         return Columns(
             {name: tensor.to(device) for name, tensor in self.items()}, num_rows=self.num_rows
         )
 
     def select(self, *names: str) -> "Columns":
-        """Select columns."""
         return Columns({name: self.column(name) for name in names}, num_rows=self.num_rows)
 
     def split(self, size: SupportsIndex) -> "list[Columns]":
@@ -124,7 +120,6 @@ class Columns(dict[str, Tensor]):
         )
 
     def clone(self) -> "Columns":
-        """Return a copy of every column."""
         return Columns(
             {name: tensor.clone() for name, tensor in self.items()}, num_rows=self.num_rows
         )
@@ -238,7 +233,6 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def pack(batch: Columns | None, arrays: dict[str, Array], settings: dict[str, object]) -> State:
-    """Return the pickled state of a batch."""
     tensors = (
         None if batch is None else {name: _pack_tensor(tensor) for name, tensor in batch.items()}
     )

@@ -36,10 +36,7 @@ Settings = dict[str, object]
 
 @dataclass
 class DataProtoItem:
-    """One row."""
-
     batch: dict[str, Tensor] | None = None
-    """Its tensors, without the batch dimension."""
     non_tensor_batch: dict[str, object] = field(default_factory=dict)
     meta_info: Settings = field(default_factory=dict)
 
@@ -150,7 +147,6 @@ class DataProto:
     def slice(
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> "DataProto":
-        """Slice the rows like a list."""
         return self[Slice(start, end, step)]
 
     def select_idxs(self, idxs: Index) -> "DataProto":
@@ -276,7 +272,6 @@ class DataProto:
         )
 
     def reorder(self, indices: Tensor) -> None:
-        """Reorder the rows in place."""
         other = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
 

@@ -25,8 +25,6 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Kind(StrEnum):
-    """Kind of a finding."""
-
     SCRIPT = "script"
     CONFIG = "config"
     CHECKPOINT = "checkpoint"
@@ -48,8 +46,6 @@ class Effort(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One thing to move."""
-
     kind: Kind
     path: Path
     """Relative to the folder that was examined."""
@@ -59,7 +55,6 @@ class Step:
     blockers: tuple[str, ...]
     """Open decisions, one sentence each."""
     command: str
-    """Command for this step."""
     version: str | None = None
     """Release of the step, given or from a checkpoint next to it; None infers it."""
 

@@ -33,8 +33,6 @@ one.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """One old name in a file."""
-
     line: int
     old: str
     new: str
@@ -45,8 +43,6 @@ class Remark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """A file after the change."""
-
     content: bytes
     remarks: tuple[Remark, ...]
 
@@ -123,12 +119,10 @@ class _Text:
         )
 
     def of(self, node: ast.stmt | ast.expr | ast.alias) -> str:
-        """Return the text of a node."""
         start, end = self.span(node)
         return self.text[start:end]
 
     def before(self, node: ast.stmt) -> str:
-        """Return the text before a node on the same line."""
         return self.text[self._starts[node.lineno - 1] : self.span(node)[0]]
 
     def replace(self, start: int, end: int, new: str) -> None:
@@ -136,7 +130,6 @@ class _Text:
         self._edits.append((start, end, new))
 
     def result(self) -> str:
-        """Return the text with all replacements."""
         out, at = [], 0
         # In one pass from the start: each edit refers to positions of the old text.
         for start, end, new in sorted(self._edits):
@@ -379,7 +372,6 @@ def _old_imports(statements: Sequence[_ImportNode]) -> tuple[list[str], list[str
 
 
 def _blocks(tree: ast.AST) -> Iterator[Sequence[ast.stmt]]:
-    """Yield every list of statements."""
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)

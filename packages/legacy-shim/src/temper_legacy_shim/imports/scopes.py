@@ -37,8 +37,6 @@ class _Scope:
 
 @dataclass(slots=True, kw_only=True)
 class CodeNames:
-    """Names in a file."""
-
     uses: list[tuple[ast.Name | ast.Attribute, str]]
     """Expressions by the old name that they stand for, longest part first."""
     all: set[str]
@@ -89,12 +87,10 @@ class _Collector:
         self._is_in_text = False
 
     def visit_block(self, node: ast.AST, scope: _Scope) -> None:
-        """Walk the children of a node in a scope."""
         for child in ast.iter_child_nodes(node):
             self.visit(child, scope)
 
     def visit(self, node: ast.AST, scope: _Scope) -> None:
-        """Walk one node."""
         if isinstance(node, (ast.Name, ast.Attribute)):
             self._expression(node, scope)
         elif isinstance(node, ast.Constant):

@@ -42,8 +42,6 @@ class FileRemark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChange:
-    """One file that mentions the old package."""
-
     path: Path
     before: bytes
     after: bytes

@@ -12,8 +12,6 @@ from temper_legacy_shim.old_paths import MODULES, PACKAGE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Successor:
-    """Replacement of an old name."""
-
     target: str
     """``module:name``."""
     how: str
@@ -75,12 +73,10 @@ def successor_of(name: str, *, keeps_legacy: bool) -> Successor | None:
 
 
 def is_module(name: str) -> bool:
-    """Check if an old full name is a module with successors."""
     return name in MODULES or any(each.startswith(f"{name}.") for each in _SUCCESSORS)
 
 
 def advice_for(name: str) -> str:
-    """Return advice for a name without a successor."""
     result = next(
         (
             advice

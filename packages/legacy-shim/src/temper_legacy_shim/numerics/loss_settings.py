@@ -10,7 +10,6 @@ class RolloutCorrectionSettings:
     rollout_is: str | None = "sequence"
     """token, sequence, or None for no weights."""
     rollout_is_threshold: float | str = 2.0
-    """Weights are cut at this."""
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean."""
     rollout_rs: str | None = None
@@ -25,8 +24,6 @@ class RolloutCorrectionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossSettings:
-    """Coefficients of every policy loss."""
-
     loss_mode: str = "vanilla"
     """See ``policy_losses.policy_loss``."""
     clip_low: float = 0.2

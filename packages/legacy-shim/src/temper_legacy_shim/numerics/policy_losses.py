@@ -31,7 +31,6 @@ class PolicyInputs:
     """Log-probs of the policy before the step."""
     advantages: Tensor
     mask: Tensor
-    """0 and 1."""
     weights: Tensor | None = None
     """Importance weights that multiply the loss of each token."""
     agg_mode: str = "token-mean"

@@ -100,7 +100,6 @@ class _Match:
     is_top: bool
     elements: tuple[ArrayElement, ...]
     alias: str = ""
-    """The one variable that the value is."""
 
 
 def _with_overrides(result: list[_Match]) -> list[_Match]:

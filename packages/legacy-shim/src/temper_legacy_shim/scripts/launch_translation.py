@@ -34,28 +34,21 @@ class Options:
     cluster: Cluster | None = None
     """Nodes and GPUs, where neither the configuration nor the launcher says them."""
     cpu_trial: bool = False
-    """Make the new command a short trial on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewArgument:
-    """One argument of temper-train."""
-
     key: str
     text: Text
     """``key=value`` as temper-train gets it."""
     source: str
-    """Text in the new script."""
     at: int
     """Position of the token in the script, or -1."""
     comment: str
-    """Origin of its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedLaunch:
-    """A launch with its translation."""
-
     launch: Launch
     translation: Translation
     arguments: tuple[NewArgument, ...]

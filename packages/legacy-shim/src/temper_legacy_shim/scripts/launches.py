@@ -45,8 +45,6 @@ _HYDRA_VALUES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """One argument of the old trainer."""
-
     text: Text
     """``key=value`` as the trainer gets it."""
     source: str
@@ -81,9 +79,7 @@ class Launch:
     span: Span
     """The command, with assignments before it and redirections."""
     arguments: Span
-    """Span of its words."""
     item: Span
-    """The pipelines around it."""
     is_inner: bool
     """Inside ``bash -c``, ``eval`` or a heredoc."""
 

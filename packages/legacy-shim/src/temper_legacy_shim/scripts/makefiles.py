@@ -21,18 +21,14 @@ class MakeCall:
     """The arguments of a ``make`` command."""
 
     file: str | None
-    """Makefile given with -f."""
     folder: str
     """Folder given with -C; empty for the working directory."""
     targets: tuple[str, ...]
     variables: dict[str, str]
-    """Variables of the command line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A rule of a makefile."""
-
     line: int
     prerequisites: tuple[str, ...]
     commands: tuple[str, ...]
@@ -107,7 +103,6 @@ def parse_make_call(words: Sequence[str]) -> MakeCall | None:
 
 
 def read_makefile(path: Path) -> Makefile:
-    """Read the rules and variables of a makefile."""
     rules: dict[str, Rule] = {}
     variables: dict[str, str] = {}
     current: list[str] = []

@@ -16,8 +16,6 @@ _HEADS = {"person": "DECIDE", "hazard": "differs"}
 
 @dataclass(slots=True)
 class NewScript:
-    """The text, with notes for the user."""
-
     text: str
     notes: list[str] = field(default_factory=list)
     persons: list[str] = field(default_factory=list)
@@ -192,7 +190,6 @@ def _from_starter(launch: Launch) -> Span:
 
 
 def _strip_comments(texts: list[str]) -> str:
-    """Return the new commands without comments on the old ones."""
     return "\n".join(
         line.partition("  # ")[0]
         for text in texts
@@ -336,8 +333,6 @@ def _applied(text: str, edits: list[_Edit]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Comments:
-    """Comments of the author at one token."""
-
     above: tuple[str, ...]
     """Whole lines, without indentation."""
     extra: str

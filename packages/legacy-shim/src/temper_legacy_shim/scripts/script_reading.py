@@ -24,15 +24,12 @@ class Alternative:
     """Launches of a script if one condition is decided differently."""
 
     decision: Decision
-    """The decision in the main reading."""
     taken: int
     launches: tuple[Launch, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptReading:
-    """Result of reading a script."""
-
     text: str
     launches: tuple[Launch, ...]
     """Old trainers that it starts, in order."""
@@ -44,18 +41,14 @@ class ScriptReading:
     alternatives: tuple[Alternative, ...]
     """Only those that launch something else."""
     notes: dict[str, int]
-    """Notes for the user, with lines."""
     free: dict[str, bool]
     """Variables that are used but never assigned; True if any use has no default."""
     executed: frozenset[int]
-    """Positions of the executed assignments."""
     num_arguments: int
-    """Positional parameters that it reads."""
     passes_guards: bool
     """True if the reading continued past an error exit of the script."""
 
     def line_of(self, at: int) -> int:
-        """Return the line of an offset."""
         return self.text.count("\n", 0, at) + 1
 
 

@@ -76,7 +76,6 @@ def persons(migration: Migration) -> list[str]:
 
 
 def remarks(migration: Migration) -> list[str]:
-    """Return notes for the user."""
     out = []
     for each in migration.launches:
         given = [

@@ -329,7 +329,6 @@ def _known_keys(fields: tuple[Field, ...]) -> Iterator[str]:
 
 
 def _shown(event: Event) -> str:
-    """Return the beginning of a command."""
     words = [field.source for field in event.fields[:3]]
     return " ".join(words) + (" ..." if len(event.fields) > len(words) else "")
 

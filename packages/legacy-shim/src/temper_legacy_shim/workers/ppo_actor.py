@@ -35,8 +35,6 @@ from temper_legacy_shim.workers.engine.on_engine import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch of an update."""
-
     data: DataProto
     """Rows of the micro-batch; a single untrained row if it is empty."""
     rows: Rows

@@ -43,7 +43,6 @@ class Rates:
         self._old = old
 
     def begin(self) -> float:
-        """Return the rate of the updates of one call."""
         if self._old is not None:
             set_rate(self._engine, self._old.rate(self._engine.num_schedule_steps))
         return self._engine.current_lr

@@ -162,7 +162,6 @@ class DeprecatedTrainingWorker(TrainingWorker):
         )
 
     def close(self) -> None:
-        """Free the engine."""
         if self._policy(required=False) is not None:
             self._engine.close()
 

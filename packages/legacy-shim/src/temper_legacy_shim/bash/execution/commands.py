@@ -387,7 +387,6 @@ def assign(shell: Shell, assignment: Assignment) -> None:
 
 
 def assignment_text(shell: Shell, assignment: Assignment) -> Text:
-    """Return the value of an assignment that is not an array."""
     return (
         expansion.expand_text(shell, assignment.value)
         if isinstance(assignment.value, Word)

@@ -107,7 +107,6 @@ class SimpleCommands(Words):
             elements.append(ArrayElement(word, key))
 
     def words(self) -> tuple[Word, ...]:
-        """Return the words up to the end of a command."""
         words: list[Word] = []
         while True:
             self.skip()

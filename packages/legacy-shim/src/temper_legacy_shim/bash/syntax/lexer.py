@@ -53,11 +53,9 @@ class Words:
         raise NotImplementedError
 
     def peek(self, length: int = 1) -> str:
-        """Return the next characters."""
         return self.text[self.at : self.at + length]
 
     def error(self, what: str, at: int | None = None) -> ScriptError:
-        """Return the error to raise, with its line."""
         line = self.text.count("\n", 0, self.at if at is None else at) + 1
         return ScriptError(f"line {line}: {what}")
 

@@ -40,8 +40,6 @@ def parse(text: str) -> Program:
 
 
 class Parser(SimpleCommands):
-    """The commands of a text."""
-
     def program_until(self, end: str) -> Program:
         """Return the commands up to ``end``, which is consumed, or to the end of the text."""
         start = self.at

@@ -157,7 +157,6 @@ def _star(shell: Shell, listed: list[Field]) -> Text:
 
 
 def _fields(shell: Shell, word: Word, *, is_complete: bool) -> list[Field]:
-    """Return the arguments of one word."""
     builder = _Splitter(shell.separators())
     parts = fragments(shell, with_tilde(word), in_quotes=False)
     for fragment in parts:

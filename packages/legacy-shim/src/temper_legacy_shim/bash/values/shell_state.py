@@ -129,7 +129,6 @@ class Event:
     """A command that would run and is not the shell's own."""
 
     fields: tuple[Field, ...]
-    """The command and its arguments."""
     environment: tuple[tuple[str, Text], ...]
     span: Span
     """Position in the script; for ``bash -c`` that of the outer command."""
@@ -151,7 +150,6 @@ class Decision:
 
     span: Span
     what: str
-    """The condition as written."""
     taken: int
     """0 is false; 1 true; of a case the number of the branch, 0 for none."""
     num_choices: int
@@ -178,7 +176,6 @@ class Reading:
     free: dict[str, bool] = field(default_factory=dict)
     """Variables that are used but never assigned; True if any use has no default."""
     executed: set[int] = field(default_factory=set)
-    """Positions of the executed assignments."""
     num_arguments: int = 0
     """Positional parameters that the script reads."""
     steps: int = 0
@@ -222,13 +219,11 @@ class Reading:
             )
 
     def note(self, sentence: str, at: int) -> None:
-        """Record a sentence once."""
         # A note in a loop with changing values could otherwise fill the report.
         if len(self.notes) < 200:
             self.notes.setdefault(sentence, self.line(at))
 
     def line(self, at: int) -> int:
-        """Return the line of an offset."""
         at = self.inner.start if self.inner is not None else at
         return self.text.count("\n", 0, max(at, 0)) + 1
 
@@ -322,7 +317,6 @@ class Shell:
         return " \t\n" if text is None else text.shown()
 
     def find(self, name: str) -> Variable | None:
-        """Find a variable in the innermost scope."""
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def variable(self, name: str) -> Variable:

@@ -26,13 +26,10 @@ class Piece:
     is_unset: bool = False
     """Unknown because the script never assigns it: an unset variable in a clean environment."""
     inner: "tuple[Piece, ...]" = ()
-    """Pieces of the variable's value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A value."""
-
     pieces: tuple[Piece, ...] = ()
 
     def __add__(self, other: "Text") -> "Text":
@@ -184,15 +181,12 @@ class Fragment:
     is_break: bool = False
     """An end of an argument, between elements of an array."""
     origin: Field | None = None
-    """The element of an array that it is."""
     is_expansion: bool = False
     """Unquoted, and so a pattern's stars come from a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """An answer."""
-
     value: bool | None
     """None where only a run would know."""
     is_assumed: bool = False

@@ -48,7 +48,6 @@ class FileBytes:
 
     @property
     def size(self) -> int:
-        """Bytes now."""
         return os.fstat(self._descriptor()).st_size
 
     def _descriptor(self) -> int:

@@ -218,7 +218,6 @@ class _FlatChunk(_Chunk):
         self.shape = shape[-1:] if math.prod(shape[:-1]) == 1 else shape
 
     def read(self, start: int, stop: int) -> Block:
-        """Return the elements."""
         stored = self._stored
         if isinstance(stored, Stored):
             return Stored(

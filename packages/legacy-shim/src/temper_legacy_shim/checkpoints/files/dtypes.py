@@ -18,8 +18,6 @@ Block = NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One element type."""
-
     name: str
     """torch's, such as ``bfloat16``."""
     tag: str
@@ -31,7 +29,6 @@ class Dtype:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one element."""
         return self.container.itemsize
 
 

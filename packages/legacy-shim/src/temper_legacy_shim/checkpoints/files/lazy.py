@@ -44,17 +44,14 @@ class LazyTensor(Protocol):
 
 
 def num_rows(shape: Shape) -> int:
-    """Return the rows of a tensor of this shape."""
     return shape[0] if shape else 1
 
 
 def num_bytes(tensor: LazyTensor) -> int:
-    """Return the size of the full tensor."""
     return math.prod(tensor.shape) * tensor.dtype.num_bytes
 
 
 def blocks(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Yield the full tensor in blocks."""
     for start, stop in spans(tensor, block_bytes=block_bytes):
         yield tensor.read(start, stop)
 
@@ -71,7 +68,6 @@ def spans(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tup
 
 
 def read_all(tensor: LazyTensor) -> Block:
-    """Return the full tensor in its shape."""
     rows = num_rows(tensor.shape)
     if rows == 0:
         return np.empty(tensor.shape, tensor.dtype.container)
@@ -84,7 +80,6 @@ class Stored:
 
     file: FileBytes
     offset: int
-    """Offset of the first byte."""
     shape: Shape
     dtype: Dtype
 
@@ -147,7 +142,6 @@ class Assembled:
 
     pieces: tuple[Piece, ...]
     shape: Shape
-    """Shape of the full tensor."""
     dtype: Dtype
 
     @cached_property
@@ -161,7 +155,6 @@ class Assembled:
 
     @cached_property
     def _by_row(self) -> tuple[dict[int, list[Piece]], list[Piece]]:
-        """Pieces of one row by that row, and the others."""
         # Stacked layers of stacked experts are tens of thousands.
         single: dict[int, list[Piece]] = {}
         others: list[Piece] = []
@@ -172,7 +165,6 @@ class Assembled:
         return single, others
 
     def find_rows(self, start: int, stop: int) -> list[Piece]:
-        """Return the pieces that contain any of these rows."""
         single, others = self._by_row
         long = [
             p for p in others if p.offsets[0] < stop and p.offsets[0] + p.tensor.shape[0] > start
@@ -340,7 +332,6 @@ class Cast:
 
     @property
     def shape(self) -> Shape:
-        """The source's."""
         return self.source.shape
 
     def read(self, start: int, stop: int) -> Block:
@@ -364,12 +355,10 @@ class LowRankSum:
 
     @property
     def shape(self) -> Shape:
-        """The base's."""
         return self.base.shape
 
     @property
     def dtype(self) -> Dtype:
-        """The base's."""
         return self.base.dtype
 
     @cached_property

@@ -32,7 +32,6 @@ class Global:
     module: str
     """Module name as pickled by the version that wrote it."""
     name: str
-    """Attribute of the module."""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -48,7 +47,6 @@ class Inert:
     state: object = None
     """State that BUILD would set: a mapping of attributes, or any other value."""
     items: dict[object, object] = field(default_factory=dict)
-    """Items that SETITEMS would set."""
     elements: list[object] = field(default_factory=list)
     """Elements that APPENDS or ADDITEMS would add."""
 
@@ -192,7 +190,6 @@ class _Machine:
         )
 
     def result(self) -> object:
-        """Return the value left on the stack."""
         if len(self._stack) != 1 or self._stack[0] is _MARK:
             raise DamagedFileError(
                 f"{self._source}: the pickle leaves {len(self._stack)} values instead of one: copy "

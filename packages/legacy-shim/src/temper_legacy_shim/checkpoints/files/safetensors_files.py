@@ -36,8 +36,6 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """One file of the output."""
-
     path: str
     """Relative, with forward slashes."""
     num_bytes: int
@@ -181,8 +179,6 @@ def _read(name: str, tensor: LazyTensor, start: int, stop: int) -> _ReadBlock:
 
 
 class Digest(Protocol):
-    """A hash of a stream."""
-
     def update(self, data: bytes | memoryview, /) -> object:
         """Take in more."""
 
@@ -210,7 +206,6 @@ def has_checksum(path: Path, expected: str) -> bool:
 
 
 def checksum_of(path: Path, *, algorithm: str = "blake3") -> str:
-    """Return the checksum of a file."""
     digest = _DIGESTS[algorithm]()
     _update_with(path, digest)
     return f"{algorithm}:{digest.hexdigest()}"
@@ -285,7 +280,6 @@ class _HashingWriter:
         self._queue.put(data)
 
     def checksum(self) -> str:
-        """Return the checksum of the data written."""
         return _named(self._digest)
 
     def _run(self) -> None:

@@ -45,7 +45,6 @@ class Distributed:
 
     local: LazyTensor
     shape: Shape
-    """Shape of the full tensor."""
     placements: tuple[Placement, ...]
     """Placement per mesh axis."""
     mesh_shape: Shape | None
@@ -61,7 +60,6 @@ class Sharded:
     pieces: tuple[Piece, ...]
     """Pieces with their offsets in the full tensor."""
     shape: Shape
-    """Shape of the full tensor."""
     dtype: Dtype
 
 
@@ -80,7 +78,6 @@ class TensorReader:
         self._meshes: dict[int, tuple[Shape | None, Shape | None]] = {}
 
     def is_tensor(self, node: object) -> bool:
-        """Check if a node is a tensor of any type."""
         return isinstance(node, Inert) and (
             node.function.name.startswith("_rebuild") or node.function.name == "ShardedTensor"
         )
@@ -318,7 +315,6 @@ class TensorReader:
     def _mesh_ranks(
         self, attributes: Mapping[object, object], *, key: str
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
-        """Return the ranks in the shape of the mesh."""
         # torch stored a tensor of that shape until 2.8, and since then a flat one with its layout.
         for name in ("mesh", "_mesh"):
             if self.is_tensor(attributes.get(name)):

@@ -138,8 +138,6 @@ def split(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
 
 @dataclass(frozen=True)
 class _Single:
-    """A matrix as a stack of one."""
-
     source: LazyTensor
     """[rows, columns]."""
 
@@ -150,7 +148,6 @@ class _Single:
 
     @property
     def dtype(self) -> Dtype:
-        """The source's."""
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:

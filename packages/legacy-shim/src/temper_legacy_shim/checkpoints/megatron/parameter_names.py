@@ -54,7 +54,6 @@ class Geometry:
 
     num_heads: int
     num_groups: int
-    """Key and value heads."""
     head_dim: int
     num_layers: int
     vocab_size: int

@@ -34,14 +34,11 @@ from temper_legacy_shim.checkpoints.files.lazy import (
 from temper_legacy_shim.checkpoints.files.safetensors_files import Progress
 
 DATA = "__0_0.distcp"
-"""The one data file of a group."""
 _CHUNK_BYTES = 1 << 25
 """Bytes per write, since a layer's joined experts may be large; a row may be larger."""
 
 
 class Zeros:
-    """A float32 tensor of zeros."""
-
     dtype = FLOAT32
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -158,7 +155,6 @@ def join(
 
 
 def _shells(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    """Return the tensors without content."""
     return {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta")
         for name, tensor in tensors.items()
@@ -215,7 +211,6 @@ class _LazyPlanner(_ChunkPlanner):
         self.with_nan: dict[str, None] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the content of one chunk."""
         part = self._tensors[write_item.index.fqn]
         if write_item.type == WriteItemType.SHARD and write_item.tensor_data is not None:
             start, count = (

@@ -75,13 +75,11 @@ class StepPlan:
 
     @property
     def written(self) -> Mapping[str, LazyTensor]:
-        """Tensors with bytes of their own."""
         shared = self.shared_zeros
         return {name: tensor for name, tensor in self.tensors.items() if name not in shared}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the output."""
         return sum(num_bytes(tensor) for tensor in self.written.values())
 
 

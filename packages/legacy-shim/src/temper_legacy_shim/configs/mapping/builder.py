@@ -49,7 +49,6 @@ class Draft:
     settings: dict[str, Setting] = field(default_factory=dict)
     """Settings by new key, in order of creation."""
     findings: list[Finding] = field(default_factory=list)
-    """Findings in order of creation."""
     drop_reasons: dict[str, str] = field(default_factory=dict)
     """Reasons for old keys without a counterpart in this configuration."""
 
@@ -205,5 +204,4 @@ class Draft:
 
 
 def _is_shell(value: Plain) -> bool:
-    """Check if a text depends on the shell."""
     return isinstance(value, str) and ("$" in value or "`" in value)

@@ -174,7 +174,6 @@ _MICRO_BATCH = 16384
 
 
 def build_generate_task(draft: Draft) -> None:
-    """Set the task generate, from either old tree."""
     apply_rules(draft, "generation")
     is_server = draft.old.has("actor_rollout_ref.rollout.n")  # composed on the tree of main_ppo
     path = (

@@ -31,13 +31,10 @@ class RuleSetting:
     old: str
     """Old key; empty for a value that does not depend on one."""
     converter: str
-    """Conversion of the old value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One row."""
-
     id: str
     """Its name, which reports and comments of a YAML show."""
     programs: tuple[str, ...]
@@ -53,7 +50,6 @@ class Rule:
     settings: tuple[RuleSetting, ...]
     """Executable settings; empty if Python code sets the keys, or none is set."""
     disposition: Disposition
-    """Disposition of a matching token."""
     reason: str
     prs: str
     """Pull requests of the old system."""
@@ -106,8 +102,6 @@ def _parse_setting(text: str) -> RuleSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pattern:
-    """Old keys with a wildcard."""
-
     matches: re.Pattern[str]
     is_open: bool
     """True if keys of no release match: blocks that went on to another library."""
@@ -146,7 +140,6 @@ def _known() -> frozenset[str]:
 
 
 def find_rule(program: str, key: str) -> Rule | None:
-    """Return the row for a key of a kind of program."""
     exact, patterns = _index(program)
     if key in exact:
         return exact[key]
@@ -163,7 +156,6 @@ def is_block(key: str) -> bool:
 
 
 def rule_named(name: str) -> Rule | None:
-    """Return the row with that id."""
     return _index_by_id().get(name)
 
 

@@ -159,7 +159,6 @@ class OldConfig:
         return default
 
     def below(self, key: str) -> list[str]:
-        """Return the leaves of a block."""
         return (
             [name for name in self.tree if name.startswith(f"{key}.")] if key in self.blocks else []
         )
@@ -169,7 +168,6 @@ class OldConfig:
         return key in self.tree or key in self.blocks
 
     def write(self, key: str, value: Plain, index: int) -> None:
-        """Set one leaf."""
         if key not in self.tree:
             count_leaf(self.blocks, key, 1)
         self.tree[key] = value

@@ -34,7 +34,6 @@ class OldFile:
     overrides: tuple[str, ...] = ()
     """Overrides of a file that is Hydra's record of a command line, ``.hydra/overrides.yaml``."""
     parts: tuple[Path, ...] = ()
-    """Files of the user's own that it builds on."""
     missing: tuple[str, ...] = ()
     """Missing or ineffective files that it builds on, a sentence each."""
 
@@ -206,7 +205,6 @@ def old_files(path: Path) -> list[OldFile]:
 
 
 def drop_included_files(result: Sequence[OldFile]) -> list[OldFile]:
-    """Drop files that another file includes."""
     parts = {part.resolve() for old in result for part in old.parts}
     return [old for old in result if old.path.resolve() not in parts]
 

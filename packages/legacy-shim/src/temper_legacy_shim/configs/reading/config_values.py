@@ -309,8 +309,6 @@ FROM_FILE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    """One token."""
-
     index: int
     """Its place among the tokens; ``FROM_FILE`` for a value of the user's own file."""
     text: str
@@ -323,7 +321,6 @@ class Override:
     key: str = ""
     """Dotted key or config group; for a flag, its name."""
     value: Plain = None
-    """Value after the sign."""
     complaint: str | None = None
     """Reason why Hydra would have rejected it."""
 

@@ -42,23 +42,17 @@ _MAX_LEVELS_UP = 6
 
 @dataclass(slots=True, kw_only=True)
 class Composed:
-    """Values of a file together with all files that it builds on."""
-
     values: dict[str, Plain] = field(default_factory=dict)
     base: str = ""
     """Name of the old package's file at the bottom, as far as one is named."""
     groups: dict[str, str] = field(default_factory=dict)
-    """Engine groups that are chosen."""
     parts: list[Path] = field(default_factory=list)
-    """Files that it builds on."""
     missing: list[str] = field(default_factory=list)
     """Entries that could not be followed, a sentence each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Position:
-    """Position of a file in the composition."""
-
     folder: str
     """The group that it lies in; empty for the top."""
     package: str
@@ -191,8 +185,6 @@ class _Composer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """One entry of a defaults list."""
-
     group: str
     """Empty for a plain file."""
     choice: str
@@ -291,7 +283,6 @@ def _search_folders(tree: Mapping[str, Plain], path: Path) -> list[Path]:
 
 
 def merged(below: dict[str, Plain], above: dict[str, Plain]) -> dict[str, Plain]:
-    """Merge a tree into another."""
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)

@@ -47,8 +47,6 @@ FOREIGN_TRAINERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Program and configuration of a launch."""
-
     program: Program
     family: Family
     entry: str

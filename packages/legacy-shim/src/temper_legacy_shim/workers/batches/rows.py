@@ -85,7 +85,6 @@ def temperature_of(data: DataProto) -> float:
 
 
 def row_lengths(data: DataProto) -> list[int]:
-    """Return the tokens of each row."""
     lengths: list[int] = _tensors(data)["attention_mask"].sum(1).tolist()
     return lengths
 
@@ -153,7 +152,6 @@ class PaddedPart:
     temperature: float
 
     def data(self, *, columns: Sequence[str], batch: PackedBatch) -> DataProto:
-        """Return the old batch with additional columns."""
         missing = set(columns) - self.kept.columns.keys()
         if missing:
             raise BatchError(

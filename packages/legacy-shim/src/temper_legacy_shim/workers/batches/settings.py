@@ -42,7 +42,6 @@ class CriticSettings:
     """Settings of a value update, without sizes."""
 
     cliprange_value: float = 0.5
-    """Range around the old value."""
     loss_agg_mode: str = "token-mean"
     """See ``numerics.masked.aggregate``."""
     grad_clip: float | None = None
@@ -104,7 +103,6 @@ def known(cls: type[SettingsT], values: Mapping[str, object]) -> SettingsT:
 
 
 def policy_loss_settings(config: Mapping[str, object]) -> PolicyLossSettings:
-    """Return the coefficients of the policy loss from an old actor config."""
     own = block(config, "policy_loss")
     ratio = config.get("clip_ratio", 0.2)
     values: dict[str, object] = {

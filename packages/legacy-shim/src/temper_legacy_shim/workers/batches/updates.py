@@ -45,7 +45,6 @@ class SplitSettings:
             )
 
     def micro_batches(self, mini_batch: DataProto) -> list[list[int]]:
-        """Return the rows of each micro-batch."""
         if self.use_dynamic_bsz:
             budget = self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size
             return rows_by_tokens(
@@ -192,11 +191,9 @@ class OldMegatronSchedule:
     lr_decay_steps: int | None = None
     """End of the decay; None is total_training_steps."""
     total_training_steps: int = -1
-    """Steps of the run."""
     lr_decay_style: str = "constant"
     """constant, linear, cosine or inverse-square-root."""
     min_lr: float = 0.0
-    """Floor of the decay."""
 
     def __post_init__(self) -> None:
         if self.lr_decay_style not in _MEGATRON_STYLES:

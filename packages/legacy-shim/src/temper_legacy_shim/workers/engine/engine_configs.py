@@ -320,7 +320,6 @@ class _Configure:
     def __call__(
         self, *, model: ModelSpec, optimizer: OptimizerSpec | None, precision: PrecisionSpec
     ) -> "MegatronConfig":
-        """Build the configuration for a model."""
         values, tensor = self._megatron, _size(self._megatron, "tensor_model_parallel_size")
         return _config_class()(
             model=model,

@@ -48,7 +48,6 @@ class OnEngine(ABC):
     """A deprecated model class whose passes run on an engine."""
 
     model_type: ClassVar[ModelType]
-    """The head that it trains."""
     lists_losses: ClassVar[bool] = False
     """True if each micro-batch's loss is reported, as by the Megatron classes, not the sum."""
     _adopted: Adopted
@@ -272,7 +271,6 @@ def update_actor_with_objective(
     settings: ActorSettings,
     loss_settings: PolicyLossSettings,
 ) -> dict[str, object]:
-    """Return one update of each mini-batch by the clipped policy objective."""
     columns = {"advantages": "advantages", "old_log_probs": "old_logprobs"}
     if settings.use_kl_loss:
         columns["ref_log_prob"] = "ref_logprobs"
@@ -302,7 +300,6 @@ def update_actor_with_objective(
 def update_critic_with_objective(
     critic: OnEngine, mini_batches: Iterable[DataProto], *, settings: CriticSettings
 ) -> dict[str, object]:
-    """Return one update of each mini-batch by the value objective."""
     metrics: dict[str, object] = {}
     for mini_batch in mini_batches:
         assert mini_batch.batch is not None

@@ -308,7 +308,6 @@ def build_policy_loss(draft: Draft) -> None:
 
 
 def has_clip(draft: Draft) -> bool:
-    """Check if the loss clips the ratio."""
     loss = draft.settings.get("algorithm.policy_loss.name")
     return loss is None or (loss.value not in ("kl_cov", "sapo") and ":" not in str(loss.value))
 

@@ -144,7 +144,6 @@ def needs_ref(draft: Draft) -> bool:
 
 
 def updates_per_step(draft: Draft) -> int:
-    """Return the updates of a step, as set by the batch builder."""
     # A setting that equals our default is not written, and both defaults are 1.
     result = 1
     for key in ("batching.num_mini_batches", "batching.num_passes"):
@@ -156,7 +155,6 @@ def updates_per_step(draft: Draft) -> int:
 
 
 def prompts_of_step(draft: Draft) -> tuple[int | None, list[str]]:
-    """Return the prompts of one step and the keys that say so."""
     if is_async(draft):
         return _async_prompts(draft)
     if is_dapo(draft) and not filters_groups(draft) and draft.old.has("data.gen_batch_size"):

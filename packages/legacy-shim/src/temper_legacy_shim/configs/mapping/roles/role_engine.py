@@ -14,7 +14,6 @@ from temper_legacy_shim.configs.reading.config_values import Plain, from_home
 
 
 def build_role(draft: Draft, role: OldRole) -> None:
-    """Set everything of one role."""
     _model(draft, role)
     if role.is_trained:
         set_optimizer(draft, role)

@@ -8,12 +8,9 @@ from temper_legacy_shim.configs.mapping.builder import Draft
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldRole:
-    """Blocks of one role in the old tree."""
-
     name: str
     """actor, critic or ref."""
     block: str
-    """The role's own block."""
     model: str
     """Its model block; the reference shares the actor's."""
     fsdp: tuple[str, ...]
@@ -27,7 +24,6 @@ class OldRole:
 
     @property
     def engine(self) -> str:
-        """Its engine in the new configuration."""
         return f"{self.name}.engine"
 
     def blocks(self, draft: Draft) -> dict[str, str]:
@@ -114,7 +110,6 @@ def world_size(draft: Draft) -> int | None:
 
 
 def is_megatron(draft: Draft) -> bool:
-    """Check if the tree is Megatron's."""
     return draft.old.family.endswith("megatron")
 
 
