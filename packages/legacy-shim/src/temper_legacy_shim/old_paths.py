@@ -4,95 +4,28 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+from importlib import resources
 from types import ModuleType
 
 from temper_legacy_shim.errors import UsageError
 
 PACKAGE = "verl"
 """The import name of the older generation."""
-_SHIM = "temper_legacy_shim"
-_WORKERS = f"{_SHIM}.workers"
-_FSDP = {
-    name: f"{_WORKERS}.fsdp_workers:{name}"
-    for name in ("ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker")
-}
-_ACTOR_BASE = {"BasePPOActor": f"{_WORKERS}.old_bases:BasePPOActor"}
-_CRITIC_BASE = {"BasePPOCritic": f"{_WORKERS}.old_bases:BasePPOCritic"}
-_ACTOR = {"DataParallelPPOActor": f"{_WORKERS}.ppo_actor:DataParallelPPOActor", **_ACTOR_BASE}
-_CRITIC = {"DataParallelPPOCritic": f"{_WORKERS}.ppo_critic:DataParallelPPOCritic", **_CRITIC_BASE}
-_MEGATRON_ACTOR = {
-    "MegatronPPOActor": f"{_WORKERS}.megatron_workers:MegatronPPOActor",
-    **_ACTOR_BASE,
-}
-_MEGATRON_CRITIC = {
-    "MegatronPPOCritic": f"{_WORKERS}.megatron_workers:MegatronPPOCritic",
-    **_CRITIC_BASE,
-}
-_PROTO = {
-    name: f"{_SHIM}.data_proto:{name}"
-    for name in ("DataProto", "DataProtoItem", "pad_dataproto_to_divisor", "unpad_dataproto")
-}
-_SCORES = f"{_SHIM}.old_scores"
-_DEFAULT_SCORE = dict.fromkeys(
-    ("default_compute_score", "_default_compute_score"), f"{_SCORES}:default_compute_score"
-)
-_MATH = {
-    name: f"{_SCORES}:{name}"
-    for name in ("is_equiv", "last_boxed_only_string", "remove_boxed", "strip_string")
-}
-_MATH["compute_score"] = f"{_SCORES}:math_score"
-_GSM8K = {
-    "compute_score": f"{_SCORES}:gsm8k_score",
-    "extract_solution": f"{_SCORES}:extract_solution",
-}
-_HELPERS = f"{_SHIM}.old_helpers"
-_FILES = {name: f"{_HELPERS}:{name}" for name in ("copy", "exists", "makedirs")}
-_TENSORS = {
-    name: f"{_HELPERS}:{name}"
-    for name in ("pad_sequence_to_length", "postprocess_data", "tokenize_and_postprocess_data")
-}
-_TOKENIZER = {"hf_tokenizer": f"{_HELPERS}:hf_tokenizer"}
 
-MODULES: dict[str, dict[str, str]] = {
-    PACKAGE: {"DataProto": _PROTO["DataProto"]},
-    f"{PACKAGE}.protocol": _PROTO,
-    f"{PACKAGE}.tools": {},
-    f"{PACKAGE}.tools.base_tool": {"BaseTool": f"{_SHIM}.old_tools:BaseTool"},
-    f"{PACKAGE}.tools.schemas": {
-        "OpenAIFunctionToolSchema": f"{_SHIM}.old_tools:ToolSchema",
-        "ToolResponse": f"{_SHIM}.old_tools:ToolResponse",
-    },
-    f"{PACKAGE}.utils": _TOKENIZER,
-    f"{PACKAGE}.utils.dataset": {},
-    f"{PACKAGE}.utils.dataset.rl_dataset": {"collate_fn": f"{_HELPERS}:collate_fn"},
-    f"{PACKAGE}.utils.fs": dict.fromkeys(
-        ("copy_to_local", "copy_local_path_from_hdfs"), f"{_HELPERS}:copy_to_local"
-    ),
-    f"{PACKAGE}.utils.hdfs_io": _FILES,
-    f"{PACKAGE}.utils.model": {
-        "compute_position_id_with_mask": f"{_HELPERS}:compute_position_id_with_mask"
-    },
-    f"{PACKAGE}.utils.reward_score": _DEFAULT_SCORE,
-    f"{PACKAGE}.utils.reward_score.gsm8k": _GSM8K,
-    f"{PACKAGE}.utils.reward_score.math": _MATH,
-    f"{PACKAGE}.utils.reward_score.math_reward": _MATH,
-    f"{PACKAGE}.utils.tokenizer": _TOKENIZER,
-    f"{PACKAGE}.utils.torch_functional": _TENSORS,
-    f"{PACKAGE}.workers": {},
-    f"{PACKAGE}.workers.fsdp_workers": _FSDP,
-    f"{PACKAGE}.workers.megatron_workers": {
-        **{name: f"{_WORKERS}.megatron_workers:{name}" for name in _FSDP},
-        "MegatronWorker": f"{_WORKERS}.old_bases:MegatronWorker",
-    },
-    f"{PACKAGE}.workers.actor": _ACTOR,
-    f"{PACKAGE}.workers.actor.base": _ACTOR_BASE,
-    f"{PACKAGE}.workers.actor.dp_actor": _ACTOR,
-    f"{PACKAGE}.workers.actor.megatron_actor": _MEGATRON_ACTOR,
-    f"{PACKAGE}.workers.critic": _CRITIC,
-    f"{PACKAGE}.workers.critic.base": _CRITIC_BASE,
-    f"{PACKAGE}.workers.critic.dp_critic": _CRITIC,
-    f"{PACKAGE}.workers.critic.megatron_critic": _MEGATRON_CRITIC,
-}
+
+def _read_table() -> dict[str, dict[str, str]]:
+    """Return the names that each old module offers, in an order that makes parents first."""
+    modules: dict[str, dict[str, str]] = {}
+    text = resources.files(__package__).joinpath("data/old_paths.tsv").read_text(encoding="utf-8")
+    for line in text.splitlines()[1:]:
+        module, name, target = line.split("\t")
+        offers = modules.setdefault(module, {})
+        if name:
+            offers[name] = target
+    return modules
+
+
+MODULES = _read_table()
 """Names of each old module, with the location here: ``module:name``."""
 
 

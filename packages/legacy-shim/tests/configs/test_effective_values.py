@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from temper_legacy_shim.configs import Outcome, Translation, translate
-from temper_legacy_shim.configs.mapping.rl.trainer_defaults import DEFAULTS
+from temper_legacy_shim.configs.mapping.builder import trainer_defaults
 from temper_legacy_shim.configs.reading.config_values import Plain
 
 from .conftest import BASE, rules_found, translated, values
@@ -32,7 +32,7 @@ def asynchronous(version: str, *overrides: str) -> Translation:
 
 
 def effective(translation: Translation, key: str) -> Plain:
-    return values(translation).get(key, DEFAULTS.get(key))
+    return values(translation).get(key, trainer_defaults().get(key))
 
 
 def correction(translation: Translation) -> dict[str, Plain]:

@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from temper_legacy_shim.configs import translate
-from temper_legacy_shim.configs.mapping.rl.trainer_defaults import DEFAULTS
+from temper_legacy_shim.configs.mapping.builder import trainer_defaults
 from temper_legacy_shim.configs.reading.config_values import flatten
 from temper_legacy_shim.configs.report import yaml_of
 
@@ -495,7 +495,7 @@ def read_both(facts: Path, row: Mapping[str, object]) -> tuple[Old, dict[str, ob
         old = old_effective(facts, row)
     except HydraException:
         return None
-    return old, {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
+    return old, {**trainer_defaults(), **flatten(yaml.safe_load(yaml_of(translation)))}
 
 
 def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:

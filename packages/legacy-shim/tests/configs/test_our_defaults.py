@@ -2,7 +2,7 @@
 
 import pytest
 
-from temper_legacy_shim.configs.mapping.rl.trainer_defaults import DEFAULTS, is_our_default
+from temper_legacy_shim.configs.mapping.builder import is_our_default, trainer_defaults
 
 pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
 
@@ -33,7 +33,7 @@ def test_defaults_are_the_trainers() -> None:
         result |= flatten(tree)
     differing = {
         key: (value, result[key])
-        for key, value in DEFAULTS.items()
+        for key, value in trainer_defaults().items()
         if key in result
         and not key.endswith(SET_BY_GROUPS)
         and result[key] != value

@@ -225,72 +225,14 @@ _FILTERS: dict[str, Callable[[list[str], str | None], str | None]] = {
 }
 
 
-_WRAPPERS = frozenset(
-    (
-        *(
-            "nohup",
-            "env",
-            "sudo",
-            "timeout",
-            "time",
-            "stdbuf",
-            "numactl",
-            "taskset",
-            "nice",
-            "ionice",
-            "setsid",
-            "unbuffer",
-            "xargs",
-            "flock",
-        ),
-        *(
-            "srun",
-            "sbatch",
-            "salloc",
-            "bsub",
-            "qsub",
-            "oarsh",
-            "mpirun",
-            "mpiexec",
-            "ray",
-            "torchx",
-            "sky",
-            "modal",
-            "kubectl",
-            "dlrover-run",
-        ),
-        *(
-            "docker",
-            "podman",
-            "singularity",
-            "apptainer",
-            "enroot",
-            "conda",
-            "mamba",
-            "micromamba",
-            "uv",
-            "poetry",
-            "pipenv",
-            "ssh",
-            "pdsh",
-        ),
-        *(
-            "tmux",
-            "screen",
-            "script",
-            "systemd-run",
-            "chrt",
-            "watch",
-            "strace",
-            "perf",
-            "nsys",
-            "ncu",
-            "rocprof",
-            "py-spy",
-            "viztracer",
-        ),
-    )
+_WRAPPER_NAMES = (
+    "nohup env sudo timeout time stdbuf numactl taskset nice ionice setsid unbuffer xargs "
+    "flock srun sbatch salloc bsub qsub oarsh mpirun mpiexec ray torchx sky modal kubectl "
+    "dlrover-run docker podman singularity apptainer enroot conda mamba micromamba uv poetry "
+    "pipenv ssh pdsh tmux screen script systemd-run chrt watch strace perf nsys ncu rocprof "
+    "py-spy viztracer"
 )
+_WRAPPERS = frozenset(_WRAPPER_NAMES.split())
 STARTERS = re.compile(r"(?:.*/)?(?:python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh|zsh|dash)")
 _SHELLS = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash)")
 

@@ -108,7 +108,6 @@ def _part(shell: Shell, part: Part, *, in_quotes: bool) -> list[Fragment]:
             value.pieces or (Piece(""),),
             is_quoted=in_quotes,
             splits=not in_quotes,
-            is_expansion=True,
         )
     ]
 
@@ -143,7 +142,6 @@ def _parameter(shell: Shell, part: Parameter, *, in_quotes: bool) -> list[Fragme
             sourced(value, part.source).pieces,
             is_quoted=in_quotes,
             splits=not in_quotes,
-            is_expansion=True,
         )
     ]
 

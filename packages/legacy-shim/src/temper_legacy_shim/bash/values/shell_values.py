@@ -181,8 +181,6 @@ class Fragment:
     is_break: bool = False
     """An end of an argument, between elements of an array."""
     origin: Field | None = None
-    is_expansion: bool = False
-    """Unquoted, and so a pattern's stars come from a value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The draft of a translation: builders read old keys and put settings and findings."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +8,6 @@ from functools import cache
 from importlib import resources
 from typing import Literal, cast
 
-from temper_legacy_shim.configs.mapping.rl.trainer_defaults import is_our_default
 from temper_legacy_shim.configs.reading.composition import OldConfig
 from temper_legacy_shim.configs.reading.config_values import SHELL_VARIABLE, Plain, parse_value
 from temper_legacy_shim.configs.reading.trees import order
@@ -18,18 +18,43 @@ Numerics = Literal["legacy", "temper"]
 Level = Literal["person", "hazard", "refused", "note"]
 MessageLevel = Level | Literal["dropped"]
 """A message of level dropped is the reason of an old key, not a finding."""
+_NO_DEFAULT = object()
+
+
+def read_table(name: str) -> list[list[str]]:
+    """Return the rows of a file in configs/data, without its head."""
+    file = resources.files("temper_legacy_shim.configs").joinpath("data", name)
+    return [line.split("\t") for line in file.read_text(encoding="utf-8").splitlines()[1:]]
 
 
 @cache
 def messages() -> dict[str, tuple[MessageLevel, str]]:
     """Read the level and text of each finding from data/messages.tsv, by name."""
-    text = (
-        resources.files("temper_legacy_shim.configs")
-        .joinpath("data/messages.tsv")
-        .read_text(encoding="utf-8")
-    )
-    rows = (line.split("\t") for line in text.splitlines()[1:])
+    rows = read_table("messages.tsv")
     return {name: (cast("MessageLevel", level), message) for name, level, message in rows}
+
+
+@cache
+def trainer_defaults(policy_loss: Plain = "ppo") -> dict[str, Plain]:
+    """Return the trainer's default of every key that a translation can set, by dotted key.
+
+    They stand in data/trainer_defaults.tsv, because a translation needs no trainer; a test compares
+    them with the trainer's. ``KEY@LOSS`` is a default of one policy loss.
+    """
+    result: dict[str, Plain] = {}
+    for text, value in read_table("trainer_defaults.tsv"):
+        key, _, loss = text.partition("@")
+        if loss in ("", policy_loss):
+            group, _, rest = key.rpartition("}")
+            roles = group.removeprefix("{").split(",")
+            result |= {f"{role}{rest}": json.loads(value) for role in roles}
+    return result
+
+
+def is_our_default(key: str, value: Plain, *, policy_loss: Plain = "ppo") -> bool:
+    """Check if the key can be left out without a change."""
+    default = trainer_defaults(policy_loss).get(key, _NO_DEFAULT)
+    return default == value and isinstance(value, bool) == isinstance(default, bool)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,11 +5,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 from typing import cast
 
-from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.builder import Draft, read_table
 from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
 from temper_legacy_shim.configs.reading.trees import (
     Family,
@@ -64,13 +63,7 @@ class Rule:
 @cache
 def rules() -> tuple[Rule, ...]:
     """Parse all rows in order; the first match counts, and wildcards come last."""
-    text = (
-        resources.files("temper_legacy_shim.configs")
-        .joinpath("data/rules.tsv")
-        .read_text(encoding="utf-8")
-    )
-    _, *rows = (line.split("\t") for line in text.splitlines())
-    return tuple(map(_parse_row, rows))
+    return tuple(map(_parse_row, read_table("rules.tsv")))
 
 
 def _parse_row(row: list[str]) -> Rule:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from temper_legacy_shim.configs.mapping.rl.trainer_defaults import DEFAULTS
+from temper_legacy_shim.configs.mapping.builder import trainer_defaults
 from temper_legacy_shim.configs.reading.config_values import Override, Plain, hydra_text
 from temper_legacy_shim.configs.reading.entry_points import GROUPS, Program
 from temper_legacy_shim.configs.reading.trees import (
@@ -166,7 +166,7 @@ def _difference(taken: Mapping[str, Setting], other: Mapping[str, Setting]) -> s
 
 
 def _shown(settings: Mapping[str, Setting], key: str) -> str:
-    return hydra_text(settings[key].value if key in settings else DEFAULTS.get(key))
+    return hydra_text(settings[key].value if key in settings else trainer_defaults().get(key))
 
 
 def _named(releases: Sequence[str]) -> str:
