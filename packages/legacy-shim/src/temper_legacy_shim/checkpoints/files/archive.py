@@ -157,11 +157,6 @@ class Archive:
             self._read_directory()
 
     @property
-    def is_zip(self) -> bool:
-        """False for a bare pickle, which has no storages."""
-        return bool(self._entries)
-
-    @property
     def records(self) -> frozenset[str]:
         """Names of the entries that are no storage, which depend on torch's version."""
         names = (name.removeprefix(self._prefix) for name in self._entries)

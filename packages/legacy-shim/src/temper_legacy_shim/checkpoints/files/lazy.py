@@ -299,16 +299,6 @@ class Element(View):
 
 
 @dataclass(frozen=True)
-class Reshaped(View):
-    """Another shape of the same elements; both shapes have the same first dimension."""
-
-    shape: Shape
-
-    def read(self, start: int, stop: int) -> Block:
-        return self.source.read(start, stop).reshape(stop - start, *self.shape[1:])
-
-
-@dataclass(frozen=True)
 class Transposed(View):
     """The transpose of a small matrix [R, C], whose source is read in full for each block."""
 

@@ -13,9 +13,9 @@ import struct
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 
-from temper_legacy_shim.checkpoints.files.allowed_globals import is_allowed, is_nested
 from temper_legacy_shim.errors import DamagedFileError, UnsafeFileError
 
 MAX_PICKLE_BYTES = 1 << 30
@@ -80,22 +80,15 @@ _MARK = object()
 _LONGEST_NUMBER = 256
 # PROTO and FRAME only help a reader that streams; the data are all in memory here.
 _SKIPPED = frozenset({"PROTO", "FRAME"})
+_CONSTANTS = {"MARK": _MARK, "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PUSHED = frozenset(
-    name
-    for group in (
-        ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-        (
-            "UNICODE",
-            "BINUNICODE",
-            "SHORT_BINUNICODE",
-            "BINUNICODE8",
-            "STRING",
-            "BINSTRING",
-            "SHORT_BINSTRING",
-        ),
-        ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+    (
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING"),
+        *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
     )
-    for name in group
 )
 
 
@@ -171,6 +164,10 @@ class _Machine:
             return self._stack.append
         if name in _SKIPPED:
             return lambda _: None
+        if name in _CONSTANTS:
+            return lambda _: self._stack.append(_CONSTANTS[name])
+        if name in _TUPLES:
+            return partial(self._push_tuple, _TUPLES[name])
         # Refused only when it occurs, because files contain only some of the opcodes.
         return getattr(self, f"_op_{name}", None) or partial(self._refuse, name)
 
@@ -218,9 +215,6 @@ class _Machine:
             raise ValueError("a mark where a value should be")
         return self._stack[-1]
 
-    def _op_MARK(self, _: object) -> None:
-        self._stack.append(_MARK)
-
     def _op_POP(self, _: object) -> None:
         self._stack.pop()
 
@@ -229,18 +223,6 @@ class _Machine:
 
     def _op_DUP(self, _: object) -> None:
         self._stack.append(self._top())
-
-    def _op_NONE(self, _: object) -> None:
-        self._stack.append(None)
-
-    def _op_NEWTRUE(self, _: object) -> None:
-        self._stack.append(True)
-
-    def _op_NEWFALSE(self, _: object) -> None:
-        self._stack.append(False)
-
-    def _op_EMPTY_TUPLE(self, _: object) -> None:
-        self._stack.append(())
 
     def _op_EMPTY_LIST(self, _: object) -> None:
         self._stack.append([])
@@ -256,16 +238,9 @@ class _Machine:
     def _op_TUPLE(self, _: object) -> None:
         self._stack.append(tuple(self._pop_mark()))
 
-    def _op_TUPLE1(self, _: object) -> None:
-        self._stack.append((self._pop(),))
-
-    def _op_TUPLE2(self, _: object) -> None:
-        second, first = self._pop(), self._pop()
-        self._stack.append((first, second))
-
-    def _op_TUPLE3(self, _: object) -> None:
-        third, second, first = self._pop(), self._pop(), self._pop()
-        self._stack.append((first, second, third))
+    def _push_tuple(self, count: int, _: object) -> None:
+        values = [self._pop() for _ in range(count)]
+        self._stack.append(tuple(reversed(values)))
 
     def _op_LIST(self, _: object) -> None:
         self._stack.append(self._pop_mark())
@@ -285,8 +260,7 @@ class _Machine:
     def _op_APPENDS(self, _: object) -> None:
         self._extend(self._pop_mark())
 
-    def _op_ADDITEMS(self, _: object) -> None:
-        self._extend(self._pop_mark())
+    _op_ADDITEMS = _op_APPENDS
 
     def _extend(self, values: list[object]) -> None:
         target = self._top()
@@ -339,7 +313,7 @@ class _Machine:
     def _push_global(self, module: str, name: str) -> None:
         expected = Global(module, name)
         # Older pickles ask for a class inside a class as an attribute of it: `_call` sees of which.
-        if expected not in _ATTRIBUTE_OF and not is_allowed(module, name):
+        if expected not in _ATTRIBUTE_OF and name not in _allowed_names().get(module, ()):
             raise self._unsafe(expected)
         self._stack.append(expected)
 
@@ -371,13 +345,12 @@ class _Machine:
             )
         if function in _ATTRIBUTE_OF:
             of, attribute = arguments if len(arguments) == 2 else (None, None)
-            if (
-                not isinstance(of, Global)
-                or not isinstance(attribute, str)
-                or not is_nested(of.module, of.name, attribute)
-            ):
+            if not isinstance(of, Global) or not isinstance(attribute, str):
                 raise self._unsafe(function)
-            self._stack.append(Global(of.module, f"{of.name}.{attribute}"))
+            inner = Global(of.module, f"{of.name}.{attribute}")
+            if inner != _PROCESS_GROUP_STATE:
+                raise self._unsafe(function)
+            self._stack.append(inner)
         # State dicts are OrderedDicts. A plain dict keeps the order too, so that readers need one
         # type only.
         elif function == _ORDERED_DICT and arguments in ((), ([],)):
@@ -404,6 +377,22 @@ class _Machine:
 
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _ATTRIBUTE_OF = (Global("builtins", "getattr"), Global("__builtin__", "getattr"))
+_PROCESS_GROUP_STATE = Global(
+    "torch.distributed._shard.sharded_tensor.api", "ShardedTensor.ProcessGroupState"
+)
+"""The only class inside a class that a genuine checkpoint asks for."""
+
+
+@cache
+def _allowed_names() -> dict[str, frozenset[str]]:
+    """Read the globals that genuine checkpoints ask for, by module; none is ever imported.
+
+    They are spelled as every torch from 2.4 on and every numpy spell them, so that a class that
+    moved stands under each of its addresses.
+    """
+    file = resources.files("temper_legacy_shim.checkpoints").joinpath("data/allowed_globals.tsv")
+    rows = (line.split("\t") for line in file.read_text(encoding="utf-8").splitlines()[1:])
+    return {module: frozenset(names.split()) for module, names in rows}
 
 
 def _index(argument: object) -> int:
