@@ -22,7 +22,7 @@ from transformers import (
 from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
 from temper_legacy_shim.checkpoints.adapters import matching
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import as_torch
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, ShimError, UsageError
 
 TOKENS = torch.arange(12)[None]

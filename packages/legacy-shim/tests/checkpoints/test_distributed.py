@@ -16,12 +16,12 @@ from temper_legacy_shim.checkpoints.files.lazy import (
     InMemory,
     LazyTensor,
     Piece,
+    as_torch,
     blocks,
     read_all,
 )
 from temper_legacy_shim.checkpoints.files.sharded import covering, shard_box
 from temper_legacy_shim.checkpoints.files.tensors import Placement as Placed
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 from temper_legacy_shim.checkpoints.layouts import find_roles
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from temper_legacy_shim.checkpoints import open_checkpoint
 from temper_legacy_shim.checkpoints.adapters import merged
-from temper_legacy_shim.checkpoints.files.lazy import LazyTensor
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, as_torch
 from temper_legacy_shim.checkpoints.layouts import find_roles
 from temper_legacy_shim.checkpoints.model import Sources, read_model
 from temper_legacy_shim.checkpoints.temper.training_state import resumable

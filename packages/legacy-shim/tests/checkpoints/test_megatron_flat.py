@@ -19,8 +19,7 @@ from test_megatron import CONFIG, EXPERTS, _model, _write_ranks
 
 from temper_engine_api.specs import Compute
 from temper_legacy_shim.checkpoints import open_checkpoint
-from temper_legacy_shim.checkpoints.files.lazy import InMemory, LazyTensor
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import InMemory, LazyTensor, as_torch
 from temper_legacy_shim.checkpoints.megatron.flat_moments import _layout
 from temper_legacy_shim.checkpoints.temper.training_state import (
     ResumableState,

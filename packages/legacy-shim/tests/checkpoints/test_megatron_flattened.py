@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from temper_legacy_shim.checkpoints import open_checkpoint
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.files.lazy import Rows
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import Rows, as_torch
 from temper_legacy_shim.checkpoints.temper.training_state import resumable
 from temper_legacy_shim.errors import DamagedFileError
 

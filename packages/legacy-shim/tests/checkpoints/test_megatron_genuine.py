@@ -19,7 +19,7 @@ from temper_engine_api.weights import TrainingState
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_legacy_shim.checkpoints import Options, Sources, convert, open_checkpoint, plan_jobs
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import as_torch
 from temper_legacy_shim.checkpoints.temper.training_state import resumable, training_state
 
 DENSE = {**CONFIG, "num_hidden_layers": 2}

@@ -24,7 +24,7 @@ from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup
 from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.layout import Layout
 from temper_legacy_shim.checkpoints import open_checkpoint
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import as_torch
 from temper_legacy_shim.checkpoints.temper.training_state import resumable, training_state
 
 pytest.importorskip(

@@ -21,7 +21,7 @@ from temper_legacy_shim.checkpoints import (
     plan_jobs,
     rank_files,
 )
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import as_torch
 from temper_legacy_shim.checkpoints.fsdp_moments import read_optimizer, read_trained_leaves
 from temper_legacy_shim.checkpoints.model import Sources
 from temper_legacy_shim.checkpoints.temper.training_state import resumable

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from temper_legacy_shim.checkpoints import Options, convert, find_roles, plan_jobs
 from temper_legacy_shim.checkpoints.conversion import finished
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import as_torch
 from temper_legacy_shim.checkpoints.model import OldModel, Sources, read_model
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 

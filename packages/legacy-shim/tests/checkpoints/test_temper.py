@@ -16,8 +16,7 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_legacy_shim.checkpoints.conversion import convert
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.files.lazy import InMemory, read_all
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import InMemory, as_torch, read_all
 from temper_legacy_shim.checkpoints.fsdp_moments import read_trained_leaves
 from temper_legacy_shim.checkpoints.layouts import find_roles
 from temper_legacy_shim.checkpoints.model import Sources, read_model

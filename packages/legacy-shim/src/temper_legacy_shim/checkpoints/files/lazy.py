@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from temper_legacy_shim.checkpoints.files.dtypes import (
     from_float32,
     to_float32,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_BYTES = 1 << 20
 """Bytes of a tensor in memory at once, which fit a cache; a single row may be larger."""
@@ -72,6 +75,17 @@ def read_all(tensor: LazyTensor) -> Block:
     if rows == 0:
         return np.empty(tensor.shape, tensor.dtype.container)
     return tensor.read(0, rows).reshape(tensor.shape)
+
+
+def as_torch(tensor: LazyTensor) -> "torch.Tensor":
+    """Load a full tensor to new memory, as torch's and without a cast."""
+    import torch  # a conversion to Hugging Face files starts without it
+
+    block = read_all(tensor)
+    dtype: torch.dtype = getattr(torch, tensor.dtype.name)
+    # Elements that numpy has no type for travel as unsigned integers of the same width.
+    result = torch.from_numpy(block.copy() if not block.flags.writeable else block)
+    return result.view(dtype) if result.dtype != dtype else result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

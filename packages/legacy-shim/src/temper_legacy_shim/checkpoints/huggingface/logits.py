@@ -13,8 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, LowRankSum
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, LowRankSum, as_torch
 from temper_legacy_shim.checkpoints.huggingface import model_directory
 from temper_legacy_shim.checkpoints.huggingface.names import OWN_CODE, asks_for_code
 from temper_legacy_shim.checkpoints.plan import Plan

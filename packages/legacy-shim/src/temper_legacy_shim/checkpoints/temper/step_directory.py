@@ -21,9 +21,8 @@ from temper_engine_api.checkpoint import (
 from temper_engine_api.errors import TemperError
 from temper_legacy_shim.checkpoints import receipt as receipts
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DESCRIPTION, DistCheckpoint
-from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, num_bytes
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, as_torch, num_bytes
 from temper_legacy_shim.checkpoints.files.safetensors_files import WrittenFile, written_file
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck
 from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.model import OldModel, Sources, described

@@ -22,8 +22,7 @@ from temper_legacy_shim.checkpoints import rank_files
 from temper_legacy_shim.checkpoints.adapters import PEFT_PREFIX, Adapter, merged
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32
-from temper_legacy_shim.checkpoints.files.lazy import Cast, InMemory, LazyTensor
-from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import Cast, InMemory, LazyTensor, as_torch
 from temper_legacy_shim.checkpoints.fsdp_moments import (
     OldMoments,
     OldOptimizer,
