@@ -358,6 +358,34 @@ def test_rule_of_a_makefile_is_looked_into(tmp_path: Path, command: str) -> None
     assert "which starts verl.trainer.main_ppo: save the commands" in persons(migration)[0]
 
 
+TRAINER = "python3 -m verl.trainer.main_ppo"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        f"CMD = {TRAINER}\nCMD += {RUN}",
+        f"CMD := {TRAINER}\nCMD := $(CMD) {RUN}",
+        f"CMD := {TRAINER}\nOTHER := $(CMD) {RUN}\nCMD = echo\nCMD = $(OTHER)",
+        f"CMD := echo $$USER;\nCMD += $(MODULE)\nMODULE = {TRAINER}",
+        f"CMD ?= {TRAINER}\nCMD ?= echo",
+        f"train: CMD = {TRAINER}",
+        f"ifeq ($(MODE),rl)\nCMD = {TRAINER}\nelse\nCMD = echo\nendif",
+        f"define CMD\n@cd work && {TRAINER} {RUN}\necho done\nendef",
+    ],
+)
+def test_variable_of_a_makefile_is_built_up_as_make_does(tmp_path: Path, variables: str) -> None:
+    (tmp_path / "Makefile").write_text(f"{variables}\ntrain:\n\t$(CMD)\n")
+    migration = migrate_script("make train\n", folder=tmp_path)
+    assert "which starts verl.trainer.main_ppo" in persons(migration)[0]
+
+
+def test_variables_of_a_makefile_that_refer_to_themselves_end(tmp_path: Path) -> None:
+    doubled = "\n".join(f"V{n} = $(V{n + 1}) $(V{n + 1})" for n in range(40))
+    (tmp_path / "Makefile").write_text(f"CMD = $(CMD) x\n{doubled}\ntrain:\n\t$(CMD) $(V0)\n")
+    assert migrate_script("make train\n", folder=tmp_path).outcome is Outcome.CLEAN
+
+
 def test_rule_of_a_makefile_without_a_trainer_is_clean(tmp_path: Path) -> None:
     (tmp_path / "Makefile").write_text(MAKEFILE)
     assert migrate_script("make lint\n", folder=tmp_path).outcome is Outcome.CLEAN

@@ -1,4 +1,4 @@
-"""Read a makefile's rules as bash, except conditionals, includes and functions."""
+"""Read a makefile's rules as bash, in all branches, but without includes and functions."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,12 +8,14 @@ from pathlib import Path
 MAKEFILES = ("GNUmakefile", "makefile", "Makefile")
 """Names of the files that make looks for, in its order."""
 
-_ASSIGNMENT = re.compile(r"(?:export\s+|override\s+)?([\w.-]+)\s*(?::{0,3}|\?|\+)=\s*(.*)")
+_ASSIGNMENT = re.compile(r"(?:(?:export|override|private)\s+)*([\w.-]+)\s*(:{0,3}|\?|\+)=\s*(.*)")
+_OF_TARGET = re.compile(r"[^:=#]+::?\s+([\w.-]+\s*(?:\?|\+|:{0,3})=.*)")
+_DEFINITION = re.compile(r"define\s+([\w.-]+)\s*(:{0,3}|\?|\+)=?")
 _RULE = re.compile(r"([^\s:=#][^:=#]*)::?(?!=)\s*([^;=]*?)\s*(?:;\s*(.*))?")
-_REFERENCE = re.compile(r"\$(?:\(([\w.-]+)\)|\{([\w.-]+)\}|([@<^$]))")
+_REFERENCE = re.compile(r"\$(?:\(([\w.-]+)\)|\{([\w.-]+)\}|([@<^]|\$))")
 _WITH_VALUE = frozenset(("-j", "-l", "-o", "-W", "-I"))
 """Options of make whose value may be the next word."""
-_MOST_NESTED = 20
+_MOST_CHARACTERS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Makefile:
-    """Rules by target, and variables; the last assignment counts."""
+    """Rules by target, and variables as text that is expanded where it is used."""
 
     rules: dict[str, Rule]
     variables: dict[str, str]
@@ -63,7 +65,8 @@ class Makefile:
                 "^": " ".join(rule.prerequisites),
             }
             # @ hides a line, - ignores its error, + runs it even with -n.
-            lines += [_expand(line.lstrip("@-+ \t"), known | own) for line in rule.commands]
+            text = "\n".join(_expand(line, known | own) for line in rule.commands)
+            lines += [line.lstrip("@-+ \t") for line in text.split("\n")]
         return "\n".join(lines) + "\n"
 
     def _iterate_needed(self, target: str, *, seen: set[str]) -> Iterator[str]:
@@ -104,9 +107,11 @@ def parse_make_call(words: Sequence[str]) -> MakeCall | None:
 
 def read_makefile(path: Path) -> Makefile:
     rules: dict[str, Rule] = {}
-    variables: dict[str, str] = {}
+    variables = _Variables()
     current: list[str] = []
     for number, line in _iterate_lines(path):
+        if variables.takes(line):
+            continue
         if line.startswith("\t"):
             for target in current:
                 rule = rules[target]
@@ -115,11 +120,9 @@ def read_makefile(path: Path) -> Makefile:
                     prerequisites=rule.prerequisites,
                     commands=(*rule.commands, line[1:]),
                 )
-        elif assigned := _ASSIGNMENT.fullmatch(line.strip()):
-            variables[assigned[1]] = assigned[2]
         elif header := _RULE.fullmatch(line.rstrip()):
-            current = _expand(header[1], variables).split()
-            needed = tuple(name for name in _expand(header[2], variables).split() if name != "|")
+            current = _expand(header[1], variables.texts).split()
+            needed = [name for name in _expand(header[2], variables.texts).split() if name != "|"]
             for target in current:
                 earlier = rules.get(target, Rule(line=number, prerequisites=(), commands=()))
                 rules[target] = Rule(
@@ -127,7 +130,56 @@ def read_makefile(path: Path) -> Makefile:
                     prerequisites=(*earlier.prerequisites, *needed),
                     commands=(*earlier.commands, *filter(None, [header[3]])),
                 )
-    return Makefile(rules=rules, variables=variables)
+    return Makefile(rules=rules, variables=variables.texts)
+
+
+class _Variables:
+    """The variables of a makefile so far."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self._depth = 0
+        self._defined: tuple[str, str] | None = None
+        self._body: list[str] = []
+
+    def takes(self, line: str) -> bool:
+        """Take a line that assigns, or begins or ends a branch; return False for others."""
+        words = line.split() or [""]
+        if self._defined is not None:
+            if words[0] == "endef":
+                self._assign(*self._defined, "\n".join(self._body))
+                self._defined, self._body = None, []
+            else:
+                self._body.append(line)
+            return True
+        if line.startswith("\t"):
+            return False
+        if words[0] in ("ifeq", "ifneq", "ifdef", "ifndef", "else", "endif"):
+            self._depth += words[0].startswith("if") - (words[0] == "endif")
+            return True
+        if definition := _DEFINITION.fullmatch(line.strip()):
+            self._defined = (definition[1], definition[2])
+            return True
+        # A value of one target is taken for all, so that none is lost.
+        of_target = _OF_TARGET.fullmatch(line.strip())
+        assigned = _ASSIGNMENT.fullmatch(of_target[1] if of_target else line.strip())
+        if assigned is not None:
+            self._assign(*assigned.groups())
+        return assigned is not None
+
+    def _assign(self, name: str, sign: str, value: str) -> None:
+        if sign.startswith(":"):
+            # Expanded at once, and never again: what is left belongs to bash.
+            value = _expand(value, self.texts).replace("$", "$$")
+        earlier = self.texts.get(name)
+        if earlier is not None and sign == "?" and not self._depth:
+            return
+        if earlier is not None and sign == "+":
+            value = f"{earlier} {value}"
+        elif earlier is not None and self._depth:
+            # Only a run knows the branch, so the commands of all are read.
+            value = f"{earlier}\n{value}"
+        self.texts[name] = value
 
 
 def _iterate_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -145,20 +197,20 @@ def _iterate_lines(path: Path) -> Iterator[tuple[int, str]]:
         joined = ""
 
 
-def _expand(text: str, variables: dict[str, str]) -> str:
+def _expand(text: str, variables: dict[str, str], active: frozenset[str] = frozenset()) -> str:
     """Replace references to known variables; others stay, as variables of the environment."""
+    length = len(text)
 
     def replace(match: re.Match[str]) -> str:
+        nonlocal length
+        if match[3] == "$":
+            return "$"
         name = match[1] or match[2] or match[3]
-        return variables.get(name, match[0] if match[3] else f"${{{name}}}")
+        # Make refuses a variable that refers to itself.
+        if name not in variables or name in active or length > _MOST_CHARACTERS:
+            return match[0] if match[3] else f"${{{name}}}"
+        value = _expand(variables[name], variables, active | {name})
+        length += len(value)
+        return value
 
-    # Two dollar signs are one of bash, and begin no reference.
-    parts = text.split("$$")
-    for position, part in enumerate(parts):
-        for _ in range(_MOST_NESTED):
-            expanded = _REFERENCE.sub(replace, part)
-            if expanded == part:
-                break
-            part = expanded
-        parts[position] = part
-    return "$".join(parts)
+    return _REFERENCE.sub(replace, text)
