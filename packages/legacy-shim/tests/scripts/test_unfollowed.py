@@ -380,6 +380,13 @@ def test_variable_of_a_makefile_is_built_up_as_make_does(tmp_path: Path, variabl
     assert "which starts verl.trainer.main_ppo" in persons(migration)[0]
 
 
+def test_included_makefile_is_read(tmp_path: Path) -> None:
+    (tmp_path / "common.mk").write_text(f"CMD = {TRAINER} {RUN}\ninclude Makefile\n")
+    (tmp_path / "Makefile").write_text("-include absent.mk common.mk\ntrain:\n\t$(CMD)\n")
+    migration = migrate_script("make train\n", folder=tmp_path)
+    assert "which starts verl.trainer.main_ppo" in persons(migration)[0]
+
+
 def test_variables_of_a_makefile_that_refer_to_themselves_end(tmp_path: Path) -> None:
     doubled = "\n".join(f"V{n} = $(V{n + 1}) $(V{n + 1})" for n in range(40))
     (tmp_path / "Makefile").write_text(f"CMD = $(CMD) x\n{doubled}\ntrain:\n\t$(CMD) $(V0)\n")

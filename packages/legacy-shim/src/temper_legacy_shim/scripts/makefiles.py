@@ -1,4 +1,4 @@
-"""Read a makefile's rules as bash, in all branches, but without includes and functions."""
+"""Read a makefile's rules as bash, in all branches, but without functions."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -182,8 +182,11 @@ class _Variables:
         self.texts[name] = value
 
 
-def _iterate_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield numbered lines, continued ones joined, without comments outside commands."""
+def _iterate_lines(path: Path, including: tuple[Path, ...] = ()) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines, continued ones joined, without comments outside commands.
+
+    Lines of included files that exist take the place of the line that names them.
+    """
     start, joined = 0, ""
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
     for number, line in enumerate(text.splitlines(), 1):
@@ -193,8 +196,15 @@ def _iterate_lines(path: Path) -> Iterator[tuple[int, str]]:
             joined = joined[:-1] + " "
             continue
         is_command = joined.startswith("\t")
-        yield start, joined if is_command else re.sub(r"(?:^|\s)#.*", "", joined)
+        content = joined if is_command else re.sub(r"(?:^|\s)#.*", "", joined)
         joined = ""
+        if content.split()[:1] not in (["include"], ["-include"], ["sinclude"]) or is_command:
+            yield start, content
+            continue
+        for name in content.split()[1:]:
+            part = path.parent / name
+            if part.is_file() and part not in (path, *including):
+                yield from _iterate_lines(part, (*including, path))
 
 
 def _expand(text: str, variables: dict[str, str], active: frozenset[str] = frozenset()) -> str:
