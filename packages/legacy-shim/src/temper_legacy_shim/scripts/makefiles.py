@@ -202,9 +202,9 @@ def _iterate_lines(path: Path, including: tuple[Path, ...] = ()) -> Iterator[tup
             yield start, content
             continue
         for name in content.split()[1:]:
-            part = path.parent / name
-            if part.is_file() and part not in (path, *including):
-                yield from _iterate_lines(part, (*including, path))
+            part = (path.parent / name).resolve()
+            if part.is_file() and part not in (path.resolve(), *including):
+                yield from _iterate_lines(part, (*including, path.resolve()))
 
 
 def _expand(text: str, variables: dict[str, str], active: frozenset[str] = frozenset()) -> str:
