@@ -191,11 +191,12 @@ def test_script_that_is_not_there_is_reported(tmp_path: Path) -> None:
     [
         "pip install verl\n",
         "ray start --head\n",
-        "python scripts/model_merger.py --local_dir x\n",
+        "python merge.py --local_dir x\n",
         "echo data.seed=1 data.shuffle=1\n",
     ],
 )
 def test_script_that_starts_no_trainer_is_clean(text: str, tmp_path: Path) -> None:
+    (tmp_path / "merge.py").write_text("from verl.trainer.ppo.core_algos import kl_penalty\n")
     assert migrate_script(text, folder=tmp_path).outcome is Outcome.CLEAN
 
 
@@ -440,3 +441,98 @@ def test_python_file_that_modal_runs_is_looked_into(tmp_path: Path, command: str
     migration = migrate_script(f"{command}\n", folder=tmp_path)
     assert migration.outcome is Outcome.PERSON
     assert "line 1: train.py uses verl.trainer.main_ppo" in persons(migration)[0]
+
+
+LAUNCH = f"python3 -m verl.trainer.main_ppo {RUN}\n"
+IMPORT = "from verl.trainer.main_ppo import main\nmain()\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "content"),
+    [
+        ("./launch", "launch", LAUNCH),
+        ("srun bash launch", "launch", LAUNCH),
+        ("sbatch --nodes 2 train.job", "train.job", LAUNCH),
+        ("qsub train.pbs", "train.pbs", LAUNCH),
+        ("ray job submit -- ./launch", "launch", LAUNCH),
+        ("bsub < train.lsf", "train.lsf", LAUNCH),
+        ("bash -s -- 1 < train.in", "train.in", LAUNCH),
+        ("cd sub && bash run.sh", "sub/run.sh", LAUNCH),
+        ("pushd sub; python3 run.py", "sub/run.py", IMPORT),
+        ("python3 < run.py", "run.py", IMPORT),
+        ("python3 - < run.py", "run.py", IMPORT),
+        ("python3 -m package", "package/__main__.py", IMPORT),
+        ("uv run train", "package/train.py", IMPORT),
+        ("pytest tests/test_train.py", "tests/test_train.py", IMPORT),
+        ("echo 'from verl.trainer.main_ppo import main; main()' | python3", "a", ""),
+        ("sky launch -y task.yaml", "task.yaml", f"run: |\n  {LAUNCH}"),
+        ("kubectl apply -f job.yaml", "job.yaml", f"command: {LAUNCH}"),
+    ],
+)
+def test_file_that_a_command_runs_is_looked_into(
+    tmp_path: Path, command: str, name: str, content: str
+) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(content)
+    (tmp_path / "pyproject.toml").write_text('[project.scripts]\ntrain = "package.train:main"\n')
+    migration = migrate_script(f"{command}\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PERSON
+    assert "main_ppo" in persons(migration)[0]
+
+
+def test_modules_that_a_python_file_imports_are_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/core.py").write_text(IMPORT)
+    (tmp_path / "package/steps.py").write_text("from . import core\n")
+    (tmp_path / "train.py").write_text("import os\nfrom package.steps import run\n")
+    migration = migrate_script("python3 train.py\n", folder=tmp_path)
+    assert "train.py uses verl.trainer.main_ppo" in persons(migration)[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "just train",
+        "docker compose up",
+        "condor_submit train.sub",
+        "dvc repro train",
+        "find jobs -name '*.sh' -exec bash {} \\;",
+        "parallel bash ::: jobs/*.sh",
+        "cat list | xargs -I{} bash {}",
+        "bash <(cat train.in)",
+        "cat run.py | python3",
+        "python3 $SCRIPT",
+        "python3 -m $MODULE",
+        "bash $SCRIPT",
+        "./missing --flag",
+        "python3 missing.py",
+    ],
+)
+def test_command_that_runs_something_else_is_reported(tmp_path: Path, command: str) -> None:
+    migration = migrate_script(f"{command}\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PINNED
+    assert remarks(migration)[0].startswith("line 1: ")
+
+
+@pytest.mark.parametrize("command", ["source lib.sh\ntrain", ". ./lib.sh; train extra=1"])
+def test_function_of_a_sourced_file_is_followed(tmp_path: Path, command: str) -> None:
+    (tmp_path / "lib.sh").write_text(f'train() {{ {LAUNCH.strip()} "$@"; }}\nreturn 0\n')
+    migration = migrate_script(f"{command}\n", folder=tmp_path)
+    assert entries(migration) == ["verl.trainer.main_ppo"]
+    assert migration.outcome is Outcome.PERSON
+
+
+def test_variables_of_a_sourced_file_are_known(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text(f'TRAINER=verl.trainer.main_ppo\nexport ARGS="{RUN}"\n')
+    migration = migrate_script("source env.sh\npython3 -m $TRAINER $ARGS\n", folder=tmp_path)
+    assert entries(migration) == ["verl.trainer.main_ppo"]
+    assert migration.script is not None
+    assert "temper-train" in migration.script.text
+    assert migration.script.text.startswith("source env.sh\n")
+
+
+def test_function_that_eval_defines_is_not_taken_for_text_of_the_script() -> None:
+    migration = migrate_script(f"eval 'train() {{ {LAUNCH.strip()}; }}'\ntrain\n")
+    assert migration.outcome is Outcome.PERSON
+    assert migration.script is not None
+    assert migration.script.text.count("train()") == 1

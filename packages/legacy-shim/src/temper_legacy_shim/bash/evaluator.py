@@ -118,6 +118,10 @@ def run_command(shell: Shell, command: Command, *, is_tested: bool = False) -> N
             _run_case(shell, command)
         case Function():
             shell.functions[command.name] = command.body
+            if shell.reading.inner is None:
+                shell.reading.inner_functions.discard(command.name)
+            else:
+                shell.reading.inner_functions.add(command.name)
             shell.status = 0
         case Test():
             shell.status = _test_status(shell, command, is_decided=is_tested)

@@ -60,7 +60,7 @@ def migrate_script(
         UsageError: the version is none.
     """
     options = options or Options()
-    reading = read_script(text, settings=settings)
+    reading = read_script(text, settings=settings, folder=folder)
     if not reading.launches:
         reading = replace(reading, launches=reading.written, written=())
     launches = _translated(reading.launches, options, folder)

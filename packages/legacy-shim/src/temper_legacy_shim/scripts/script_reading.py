@@ -1,6 +1,9 @@
 """Read a script's commands, by default and in undecided branches."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from temper_legacy_shim.bash.evaluator import run_script
 from temper_legacy_shim.bash.syntax.parser import parse
@@ -16,7 +19,10 @@ from temper_legacy_shim.scripts.launches import (
 
 MAX_PASSES = 40
 MAX_BYTES = 2_000_000
-_HOOKS = ReaderHooks(explain_failure=explain_npu_probe, is_launch_text=is_launch_text)
+
+
+_ENVIRONMENTS = re.compile(r"(?:conda\.sh|mamba\.sh|activate|\.?bashrc|\.?(?:bash_)?profile)$")
+"""Files that only set up the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +53,53 @@ class ScriptReading:
     num_arguments: int
     passes_guards: bool
     """True if the reading continued past an error exit of the script."""
+    folders: tuple[str, ...]
+    """Folders that it changes to."""
+    folder: Path | None
+    """Folder of the script, around which sourced files were looked for."""
 
     def line_of(self, at: int) -> int:
         return self.text.count("\n", 0, at) + 1
 
 
-def read_script(text: str, *, settings: dict[str, str] | None = None) -> ScriptReading:
+def find_script(called: str, folder: Path | None, within: Sequence[str] = ()) -> Path | None:
+    """Return a called file; an unknown start of its path is this folder or a parent.
+
+    Args:
+        called: path as the command has it.
+        folder: of the script.
+        within: folders that the script changes to.
+    """
+    if folder is None or not called:
+        return None
+    parts = called.split("/")
+    # Only the end of a path after the last unknown part can be looked for.
+    unknown = max(
+        (
+            number
+            for number, part in enumerate(parts)
+            if "$" in part or "`" in part or part == "..."
+        ),
+        default=-1,
+    )
+    tail = "/".join(parts[unknown + 1 :])
+    if called.startswith("/") and unknown < 0:
+        return Path(called) if Path(called).is_file() else None
+    bases = [folder, *folder.resolve().parents[:6]]
+    changed = [base / name for name in within for base in bases if not re.search(r"[$`]", name)]
+    positions = (base / tail for base in (*bases, *changed))
+    return next((position for position in positions if tail and position.is_file()), None)
+
+
+def read_script(
+    text: str, *, settings: dict[str, str] | None = None, folder: Path | None = None
+) -> ScriptReading:
     """Read a script without executing any of it.
 
     Args:
         text: the script.
         settings: variables to take as set in the environment; digits are positional parameters.
+        folder: of the script, around which files that it sources are looked for; None for none.
 
     Raises:
         ScriptError: it is no bash, or builds more than a launch command.
@@ -67,7 +109,7 @@ def read_script(text: str, *, settings: dict[str, str] | None = None) -> ScriptR
             f"the script has {len(text)} characters: a launch script has fewer than {MAX_BYTES}."
         )
     try:
-        return _read(text, settings or {})
+        return _read(text, settings or {}, folder)
     except RecursionError as error:
         raise ScriptError(
             "line 1: expansions or commands lie too deep inside each other: write the script "
@@ -78,22 +120,43 @@ def read_script(text: str, *, settings: dict[str, str] | None = None) -> ScriptR
 def reread(text: str, like: ScriptReading, settings: dict[str, str]) -> list[Event]:
     """Read a rewritten script, with the decisions of the script that it was made from."""
     choices = tuple(decision.taken for decision in like.decisions)
-    return _pass(parse(text), text, settings, choices, passes_guards=like.passes_guards).events
+    program, hooks = parse(text), _hooks(like.folder)
+    return _pass(program, text, settings, choices, hooks, passes_guards=like.passes_guards).events
 
 
-def _read(text: str, settings: dict[str, str]) -> ScriptReading:
-    program = parse(text)
-    main = _pass(program, text, settings, ())
+def _hooks(folder: Path | None) -> ReaderHooks:
+    texts: dict[str, str | None] = {}
+
+    def read_sourced(name: str) -> str | None:
+        if name not in texts:
+            is_own = not name.startswith(("/", "~")) and not _ENVIRONMENTS.search(name)
+            path = find_script(name, folder) if is_own else None
+            is_read = path is not None and path.stat().st_size <= MAX_BYTES
+            texts[name] = path.read_text(errors="surrogateescape") if path and is_read else None
+        return texts[name]
+
+    return ReaderHooks(
+        explain_failure=explain_npu_probe,
+        is_launch_text=is_launch_text,
+        read_sourced=read_sourced,
+    )
+
+
+def _read(text: str, settings: dict[str, str], folder: Path | None) -> ScriptReading:
+    program, hooks = parse(text), _hooks(folder)
+    main = _pass(program, text, settings, (), hooks)
     passes = 1
     if not find_launches(main.events):
-        main, passes = _first_that_launches(program, text, settings, main)
+        main, passes = _first_that_launches(program, text, settings, main, hooks)
     if not find_launches(main.events):
         # A guard that the script's own defaults do not pass, such as an empty model path.
-        passing = _pass(program, text, settings, (), passes_guards=True)
+        passing = _pass(program, text, settings, (), hooks, passes_guards=True)
         if len(passing.events) > len(main.events):
-            main, passes = _first_that_launches(program, text, settings, passing)
+            main, passes = _first_that_launches(program, text, settings, passing, hooks)
     launches = tuple(find_launches(main.events))
-    alternatives = _alternatives(program, text, settings, main, launches, MAX_PASSES - passes)
+    alternatives = _alternatives(
+        program, text, settings, main, launches, MAX_PASSES - passes, hooks
+    )
     return ScriptReading(
         text=text,
         launches=launches,
@@ -106,6 +169,8 @@ def _read(text: str, settings: dict[str, str]) -> ScriptReading:
         executed=frozenset(main.executed),
         num_arguments=main.num_arguments,
         passes_guards=main.passes_guards,
+        folders=tuple(main.folders),
+        folder=folder,
     )
 
 
@@ -114,16 +179,21 @@ def _pass(
     text: str,
     settings: dict[str, str],
     choices: tuple[int, ...],
+    hooks: ReaderHooks,
     *,
     passes_guards: bool = False,
 ) -> Reading:
-    reading = Reading(text, choices, settings, passes_guards=passes_guards, hooks=_HOOKS)
+    reading = Reading(text, choices, settings, passes_guards=passes_guards, hooks=hooks)
     run_script(program, reading)
     return reading
 
 
 def _first_that_launches(
-    program: Program, text: str, settings: dict[str, str], main: Reading
+    program: Program,
+    text: str,
+    settings: dict[str, str],
+    main: Reading,
+    hooks: ReaderHooks,
 ) -> tuple[Reading, int]:
     """Change decisions until something is launched; guards that exit are passed."""
     if find_launches(main.events):
@@ -139,7 +209,9 @@ def _first_that_launches(
                 choices = (*taken[:position], other)
                 if other == taken[position] or passes >= MAX_PASSES:
                     continue
-                result = _pass(program, text, settings, choices, passes_guards=main.passes_guards)
+                result = _pass(
+                    program, text, settings, choices, hooks, passes_guards=main.passes_guards
+                )
                 passes += 1
                 if find_launches(result.events):
                     return result, passes
@@ -157,6 +229,7 @@ def _alternatives(
     main: Reading,
     launches: tuple[Launch, ...],
     passes: int,
+    hooks: ReaderHooks,
 ) -> tuple[Alternative, ...]:
     """Read the script again for each undecided condition that changes the launches."""
     taken = [decision.taken for decision in main.decisions]
@@ -171,6 +244,7 @@ def _alternatives(
                 text,
                 settings,
                 (*taken[:position], other),
+                hooks,
                 passes_guards=main.passes_guards,
             )
             others = tuple(find_launches(result.events))

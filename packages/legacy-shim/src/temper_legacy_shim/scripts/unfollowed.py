@@ -12,6 +12,15 @@ from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
 from temper_legacy_shim.configs.reading.trees import known_keys
 from temper_legacy_shim.errors import ScriptError
+from temper_legacy_shim.scripts.called_files import (
+    called_program,
+    called_script,
+    modal_file,
+    reads_stdin,
+    runs_other_text,
+    trainer_in,
+    trainer_in_text,
+)
 from temper_legacy_shim.scripts.launches import (
     OLD_MODULE,
     find_program,
@@ -24,18 +33,12 @@ from temper_legacy_shim.scripts.makefiles import (
     parse_make_call,
     read_makefile,
 )
-from temper_legacy_shim.scripts.script_reading import ScriptReading, read_script
+from temper_legacy_shim.scripts.script_reading import ScriptReading, find_script, read_script
 
-_SCRIPT = re.compile(r"[^\s=]*\.(?:sh|bash|slurm|sbatch)")
-_SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|sbatch|source|\.)")
 _PRINTED = re.compile(r"\s*(?:echo|printf)\b")
 _KEY = re.compile(r"(?:^|[\s\"'(])(?:\+\+?|~)?([a-z_]\w*(?:\.\w+)+)=")
 _PRINTS = ("echo", "printf", "temper-train", "tee", "cat", "grep", "sed", "awk")
 _OTHER_SHELL = re.compile(r"#!\s*\S*?(?:/env\s+(?:-S\s+)?)?\b(zsh|fish|t?csh|ksh)\b")
-_OLD_TRAINER = re.compile(
-    r"\b(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)\b(?!\.py)"
-)
-_MODAL_RUNS = (["run"], ["deploy"], ["serve"])
 _HOW_TO_MOVE_RULE = (
     "save the commands that `make -n {target}` prints as a script, translate that, and call it in "
     "the rule"
@@ -63,9 +66,9 @@ def find_unfollowed(
         if event.span in seen or (event.fields[0].text.known or "").rpartition("/")[2] in _PRINTS:
             continue
         at = f"line {reading.line_of(event.span.start)}: "
-        if question := _question(event, folder, level):
+        if question := _question(event, folder, level, reading.folders):
             decisions[at + question] = None
-        elif remark := _remark(event, folder):
+        elif remark := _remark(event, folder, reading.folders):
             remarks[at + remark] = None
     return list(decisions), list(remarks)
 
@@ -100,14 +103,16 @@ def _open_launches(reading: ScriptReading) -> Iterator[str]:
                 )
 
 
-def _question(event: Event, folder: Path | None, level: int) -> str:
+def _question(event: Event, folder: Path | None, level: int, within: tuple[str, ...]) -> str:
     """Return a question about a command that may start an old trainer; empty for others."""
     if (make := _find_make_call(event)) is not None:
         return _question_of_make(make, event, folder, level)
-    called = _called_script(event)
-    program = "" if called else _find_modal_file(event) or find_program(event.fields)
-    path = _find_script(called or program, folder)
-    entry = _entry_behind(path, level) if path is not None else ""
+    called = called_script(event, folder, within)
+    program = "" if called else called_program(event, folder)
+    path = find_script(called or program, folder, within)
+    entry = _entry_behind(path, level, is_shell=bool(called)) if path is not None else ""
+    if not entry and reads_stdin(event) and event.stdin is not None:
+        program, entry = _shown(event), trainer_in_text(event.stdin.shown())
     keys = list(_known_keys(event.fields))
     shown = ", ".join(keys[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
     if entry and program:
@@ -130,15 +135,24 @@ def _question(event: Event, folder: Path | None, level: int) -> str:
     return ""
 
 
-def _remark(event: Event, folder: Path | None) -> str:
+def _remark(event: Event, folder: Path | None, within: tuple[str, ...]) -> str:
     """Return a sentence about a command that could not be followed; empty for others."""
-    called = _called_script(event)
-    if called and folder is not None and _find_script(called, folder) is None:
-        return f"{called} was not found next to this script, so what it starts is not known"
+    called = called_script(event, folder, within)
+    program = "" if called else find_program(event.fields)
+    # A module that is not here is an installed one; a file should be here.
+    is_file = program.endswith(".py") and any(f.text.shown() == program for f in event.fields)
+    missing = called or (program if is_file else "")
+    if (
+        missing
+        and missing != event.input_file
+        and folder is not None
+        and find_script(missing, folder, within) is None
+    ):
+        return f"{missing} was not found next to this script, so what it starts is not known"
     if (make := _find_make_call(event)) is not None and folder is not None:
         return _remark_of_make(make, event, folder)
-    modal = _find_modal_file(event)
-    if modal and folder is not None and _find_script(modal, folder) is None:
+    modal = modal_file(event)
+    if modal and folder is not None and find_script(modal, folder, within) is None:
         return f"{modal} was not found next to this script, so what modal starts is not known"
     if _runs_other_text(event):
         return f"{_shown(event)} runs commands that are not in this script"
@@ -197,92 +211,25 @@ def _remark_of_make(call: MakeCall, event: Event, folder: Path) -> str:
 def _find_makefile(call: MakeCall, folder: Path | None) -> Path | None:
     prefix = f"{call.folder}/" if call.folder else ""
     names = (call.file,) if call.file else MAKEFILES
-    paths = (_find_script(prefix + name, folder) for name in names)
+    paths = (find_script(prefix + name, folder) for name in names)
     return next((path for path in paths if path is not None), None)
-
-
-def _find_modal_file(event: Event) -> str:
-    """Return the Python file that ``modal run`` or ``modal deploy`` gets; empty for others."""
-    words = [field.text.shown() for field in started(event.fields)]
-    if words[1:3] == ["-m", "modal"]:
-        words = words[2:]
-    if not words or words[0].rpartition("/")[2] != "modal" or words[1:2] not in _MODAL_RUNS:
-        return ""
-    for before, word in pairwise(words[1:]):
-        name = word.partition("::")[0]
-        if before == "-m":
-            return name.replace(".", "/") + ".py"
-        if name.endswith(".py"):
-            return name
-    return ""
 
 
 def _runs_other_text(event: Event) -> bool:
     """Check for a shell that reads a file or a pipe, and for an agent that gets commands."""
-    names = [(field.text.known or "").rpartition("/")[2] for field in started(event.fields)[:2]]
-    if names == ["wandb", "agent"]:
+    if runs_other_text(event):
         return True
     inner = None if event.stdin is None else inner_script(list(event.fields), event.stdin)
     return inner is not None and is_hidden(inner)
 
 
-def _called_script(event: Event) -> str:
-    """Return the shell script that a command runs; empty for other commands."""
-    fields = started(event.fields)
-    if not fields:
-        return ""
-    first = fields[0].text.shown()
-    if _SCRIPT.fullmatch(first):
-        return first
-    if _SHELL.fullmatch(first):
-        return next((name for field in fields[1:] if (name := _script_name(field))), "")
-    return ""
-
-
-def _script_name(field: Field) -> str:
-    """Return a script's path without a substitution's output; empty for another argument."""
-    pieces = field.text.pieces
-    while pieces and not pieces[-1].is_known:  # a variable: what it was assigned
-        pieces = () if pieces[-1].inner == pieces else pieces[-1].inner
-    known = pieces[-1].value if pieces else ""
-    shown = field.text.shown()
-    return (
-        shown
-        if _SCRIPT.fullmatch(shown)
-        else f"...{known}"
-        if known != shown and _SCRIPT.fullmatch(known)
-        else ""
-    )
-
-
-def _find_script(called: str, folder: Path | None) -> Path | None:
-    """Return a called script's file; an unknown start is this folder or a parent."""
-    if folder is None:
-        return None
-    parts = called.split("/")
-    # Only the end of a path after the last unknown part can be looked for.
-    unknown = max(
-        (
-            number
-            for number, part in enumerate(parts)
-            if "$" in part or "`" in part or part == "..."
-        ),
-        default=-1,
-    )
-    tail = "/".join(parts[unknown + 1 :])
-    if called.startswith("/") and unknown < 0:
-        return Path(called) if Path(called).is_file() else None
-    positions = (base / tail for base in (folder, *folder.resolve().parents[:6]))
-    return next((position for position in positions if tail and position.is_file()), None)
-
-
-def _entry_behind(path: Path, level: int) -> str:
+def _entry_behind(path: Path, level: int, *, is_shell: bool) -> str:
     """Return the old trainer that a script, or one that it calls, starts; empty if none is seen."""
     # Scripts may call each other in a circle.
     if level >= _MOST_LEVELS:
         return ""
-    if path.suffix == ".py":
-        return _trainer_in(path)
+    if not is_shell or path.suffix == ".py":
+        return trainer_in(path)
     try:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -300,7 +247,7 @@ def _entry_in_text(text: str, folder: Path, level: int, *, name: str) -> str:
         name: Name of the script for the result.
     """
     try:
-        reading = read_script(text)
+        reading = read_script(text, folder=folder)
     except ScriptError:
         return ""
     launches = reading.launches or reading.written
@@ -308,16 +255,6 @@ def _entry_in_text(text: str, folder: Path, level: int, *, name: str) -> str:
         return launches[0].entry
     decisions, _ = find_unfollowed(reading, folder, level=level + 1)
     return f"another script with an old trainer ({name})" if decisions else ""
-
-
-def _trainer_in(path: Path) -> str:
-    """Return the old trainer that a Python file imports or starts; empty if none is seen."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
-        return ""
-    code = (line.partition("#")[0] for line in text.splitlines())
-    return next((match[0] for line in code if (match := _OLD_TRAINER.search(line))), "")
 
 
 def _known_keys(fields: tuple[Field, ...]) -> Iterator[str]:

@@ -288,13 +288,9 @@ def _let(shell: Shell, fields: list[Field]) -> None:
     shell.status = None if known is None else int(int(known) == 0)
 
 
-def _source(shell: Shell, fields: list[Field]) -> None:
-    if fields:
-        shell.reading.note(
-            f"{fields[0].source} is sourced and was not read: what it sets is not known here",
-            fields[0].at,
-        )
-    shell.status = None
+def _change_folder(shell: Shell, fields: list[Field]) -> None:
+    shell.status = 0
+    shell.reading.folders |= dict.fromkeys(field.text.shown() for field in fields)
 
 
 def _nothing(shell: Shell, fields: list[Field]) -> None:
@@ -317,15 +313,13 @@ BUILTINS: dict[str, Callable[[Shell, list[Field]], None]] = {
     "shift": _shift,
     "unset": _unset,
     "let": _let,
-    "source": _source,
-    ".": _source,
+    "cd": _change_folder,
+    "pushd": _change_folder,
     ":": _nothing,
     "true": _nothing,
     "false": _false,
     **dict.fromkeys(
         (
-            "cd",
-            "pushd",
             "popd",
             "trap",
             "ulimit",
@@ -353,6 +347,8 @@ BUILTINS: dict[str, Callable[[Shell, list[Field]], None]] = {
             "break",
             "continue",
             "eval",
+            "source",
+            ".",
             "command",
             "builtin",
             "exec",

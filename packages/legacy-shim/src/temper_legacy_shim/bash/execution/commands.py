@@ -118,6 +118,9 @@ def _run_function(shell: Shell, command: Simple, name: str, fields: list[Field])
         # The script's own arguments, handed on: still open, unless others come with them.
         shell.positional = None if len(shell.positional) == 1 else shell.positional
         shell.shifted = outer[1] if shell.positional is None else 0
+    reading, outer_span = shell.reading, shell.reading.inner
+    if name in reading.inner_functions:
+        reading.inner = reading.inner or command.span
     shell.scopes.append({})
     try:
         shell.interpreter.run_command(shell, shell.functions[name])
@@ -126,6 +129,7 @@ def _run_function(shell: Shell, command: Simple, name: str, fields: list[Field])
     finally:
         shell.scopes.pop()
         shell.positional, shell.shifted = outer
+        reading.inner = outer_span
 
 
 def _run_builtin(
@@ -167,6 +171,8 @@ def _run_builtin(
             for number, field in enumerate(fields[1:]):
                 joined = joined + literal(" ") + field.text if number else field.text
             run_inner(shell, joined, span=span)
+        case "source" | ".":
+            _source(shell, fields, span=span)
         case "command" | "builtin" | "exec" if len(fields) > 1 and not (
             fields[1].text.known or ""
         ).startswith("-"):
@@ -206,6 +212,29 @@ def _run_builtin(
                 assign(shell, assignment)
         case _:
             builtin_commands.BUILTINS[name](shell, fields[1:])
+
+
+def _source(shell: Shell, fields: list[Field], *, span: Span) -> None:
+    """Run the text of a sourced file in this shell, or note that it was not read."""
+    name = fields[1].text.shown() if len(fields) > 1 else ""
+    text = shell.reading.hooks.read_sourced(name)
+    if text is None:
+        if name:
+            shell.reading.note(
+                f"{fields[1].source} is sourced and was not read: what it sets is not known here",
+                span.start,
+            )
+        shell.status = None
+        return
+    outer = shell.positional, shell.shifted
+    if len(fields) > 2:
+        shell.positional, shell.shifted = fields[2:], 0
+    try:
+        run_inner(shell, literal(text), span=span)
+    except Return:
+        pass
+    finally:
+        shell.positional, shell.shifted = outer
 
 
 def _run_named(
@@ -271,6 +300,7 @@ def _run_other(
             arguments=reading.arguments,
             item=reading.item,
             stdin=given,
+            input_file=reading.input_file,
             is_inner=reading.inner is not None,
             is_written=reading.is_writing,
         )
@@ -331,16 +361,18 @@ def stdin_of(shell: Shell, redirects: tuple[Redirect, ...]) -> Text | None:
     """Return the input from heredocs and here-strings; None without redirection."""
     # Text from a file is unknown.
     given: Text | None = None
+    file = ""
     for redirect in redirects:
         if redirect.operator in ("<<", "<<-"):
             given = expansion.expand_text(shell, redirect.target)
         elif redirect.operator == "<<<":
             given = expansion.expand_text(shell, redirect.target) + literal("\n")
         elif redirect.operator == "<":
-            expansion.expand_text(shell, redirect.target)
+            file = expansion.expand_text(shell, redirect.target).shown()
             given = unknown("\0")
         elif redirect.target is not None:
             expansion.expand_text(shell, redirect.target)
+    shell.reading.input_file = file
     return given
 
 

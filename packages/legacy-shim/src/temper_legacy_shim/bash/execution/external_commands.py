@@ -232,7 +232,8 @@ _WRAPPER_NAMES = (
     "pipenv ssh pdsh tmux screen script systemd-run chrt watch strace perf nsys ncu rocprof "
     "py-spy viztracer"
 )
-_WRAPPERS = frozenset(_WRAPPER_NAMES.split())
+WRAPPERS = frozenset(_WRAPPER_NAMES.split())
+"""Programs that start another one, which is among their arguments."""
 STARTERS = re.compile(r"(?:.*/)?(?:python[0-9.]*|torchrun|accelerate|deepspeed|bash|sh|zsh|dash)")
 _SHELLS = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash)")
 
@@ -242,7 +243,7 @@ def started(fields: tuple[Field, ...] | list[Field]) -> list[Field]:
     fields = list(fields)
     for _ in range(8):
         name = (fields[0].text.known or "").rpartition("/")[2] if fields else ""
-        if name not in _WRAPPERS:
+        if name not in WRAPPERS:
             return fields
         position = next(
             (
@@ -261,7 +262,7 @@ def started(fields: tuple[Field, ...] | list[Field]) -> list[Field]:
 def _may_start(field: Field) -> bool:
     known = field.text.known
     if known is not None:
-        return STARTERS.fullmatch(known) is not None or known in _WRAPPERS
+        return STARTERS.fullmatch(known) is not None or known in WRAPPERS
     # ${PYTHON}, $CONDA_PREFIX/bin/python: the end shows that it is Python.
     shown = field.text.shown()
     return (

@@ -90,6 +90,8 @@ class ReaderHooks:
     """Return a note if a command must be treated as failed, else None."""
     is_launch_text: Callable[[str], bool] = lambda text: False
     """Return True for text that is read as a script although the script only writes it."""
+    read_sourced: Callable[[str], str | None] = lambda path: None
+    """Return the text of a file that the script sources, else None."""
 
 
 class Interpreter(Protocol):
@@ -142,6 +144,8 @@ class Event:
     """True inside ``bash -c``, ``eval`` or a heredoc, where the text is not the script's."""
     is_written: bool = False
     """True in text that the script writes to a file or submits, which may run it later."""
+    input_file: str = ""
+    """File that is redirected to the command; empty if none is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +180,12 @@ class Reading:
     free: dict[str, bool] = field(default_factory=dict)
     """Variables that are used but never assigned; True if any use has no default."""
     executed: set[int] = field(default_factory=set)
+    inner_functions: set[str] = field(default_factory=set)
+    """Functions that another text than the script defines, so that their spans are not its own."""
+    folders: dict[str, None] = field(default_factory=dict)
+    """Folders that the script changes to, in order."""
+    input_file: str = ""
+    """File that the command being run reads as its standard input."""
     num_arguments: int = 0
     """Positional parameters that the script reads."""
     steps: int = 0

@@ -1,0 +1,209 @@
+"""Find the file that a command runs, and the old trainer that a Python file uses."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from temper_legacy_shim.bash.execution.external_commands import STARTERS, WRAPPERS, started
+from temper_legacy_shim.bash.values.shell_state import Event
+from temper_legacy_shim.bash.values.shell_values import Field
+from temper_legacy_shim.scripts.launches import find_program, starts_unknown_program
+from temper_legacy_shim.scripts.script_reading import find_script
+
+_SCRIPT = re.compile(r"[^\s=]*\.(?:sh|bash|slurm|sbatch)")
+_SHELLS = ("bash", "sh", "zsh", "dash", "ksh", "source", ".")
+_SUBMITTERS = ("sbatch", "qsub", "bsub")
+_PYTHON = re.compile(r"(?:.*/)?(?:python[0-9.]*|ipython3?)")
+_READERS = ("pytest", "jupyter", "papermill", "ipython", "marimo", "streamlit")
+"""Programs that run a Python file or notebook among their arguments."""
+_RUNNERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("just", "task", "tox", "nox", "invoke", "inv", "fab", "snakemake"), ()),
+    **dict.fromkeys(("condor_submit", "nextflow", "ansible-playbook", "cwltool"), ()),
+    **dict.fromkeys(("npm", "yarn", "pnpm", "mlflow"), ("run",)),
+    "wandb": ("agent", "launch"),
+    "dvc": ("repro", "exp"),
+    "sky": ("launch", "exec", "jobs", "job", "serve"),
+    **dict.fromkeys(("kubectl", "oc"), ("apply", "create", "replace")),
+    "helm": ("install", "upgrade"),
+    "argo": ("submit",),
+    **dict.fromkeys(("docker", "podman"), ("compose",)),
+    **dict.fromkeys(("docker-compose", "podman-compose"), ()),
+    "az": ("ml",),
+    "gcloud": ("ai",),
+}
+"""Programs that run commands of another file, with the words that make them do so."""
+_MODAL_RUNS = (["run"], ["deploy"], ["serve"])
+_OLD_TRAINER = re.compile(
+    r"\b(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)\b(?!\.\w)"
+)
+_IMPORT = re.compile(r"\s*(?:from\s+(\.*[\w.]*)\s+import\s+([\w, ]+)|import\s+([\w., ]+))")
+_MOST_MODULES = 40
+
+
+def called_script(event: Event, folder: Path | None, within: tuple[str, ...]) -> str:
+    """Return the shell script that a command runs; empty for other commands."""
+    fields = started(event.fields)
+    if not fields:
+        return ""
+    first = fields[0].text.shown()
+    name = first.rpartition("/")[2]
+    if name in WRAPPERS and name not in _SUBMITTERS:
+        words = (field.text.shown() for field in fields[1:])
+        first = next((word for word in words if word.startswith(("./", "../"))), first)
+    if _SCRIPT.fullmatch(first):
+        return first
+    if name in _SHELLS or name in _SUBMITTERS:
+        given = next((name for field in fields[1:] if (name := _script_name(field))), "")
+        return given or _operand(fields, folder, within) or event.input_file
+    is_relative = first.startswith(("./", "../")) and not first.endswith(".py")
+    return first if is_relative and not _PYTHON.fullmatch(first) else ""
+
+
+def _operand(fields: list[Field], folder: Path | None, within: tuple[str, ...]) -> str:
+    """Return the file among the arguments of a shell or scheduler, under any name."""
+    words = [field.text.shown() for field in fields[1:]]
+    operands = [word for word in words if not word.startswith("-") and "=" not in word]
+    if any(re.fullmatch(r"-[a-z]*[cs]", word) for word in words):
+        return ""
+    found = (word for word in operands if find_script(word, folder, within))
+    is_shell = fields[0].text.shown().rpartition("/")[2] in _SHELLS
+    return next(found, operands[0] if operands and is_shell else "")
+
+
+def _script_name(field: Field) -> str:
+    """Return a script's path without a substitution's output; empty for another argument."""
+    pieces = field.text.pieces
+    while pieces and not pieces[-1].is_known:  # a variable: what it was assigned
+        pieces = () if pieces[-1].inner == pieces else pieces[-1].inner
+    known = pieces[-1].value if pieces else ""
+    shown = field.text.shown()
+    return (
+        shown
+        if _SCRIPT.fullmatch(shown)
+        else f"...{known}"
+        if known != shown and _SCRIPT.fullmatch(known)
+        else ""
+    )
+
+
+def called_program(event: Event, folder: Path | None) -> str:
+    """Return the Python file, or the file of a module, that a command runs; empty for others."""
+    fields = started(event.fields)
+    words = [field.text.shown() for field in fields]
+    if modal := modal_file(event):
+        return modal
+    if program := find_program(event.fields):
+        main = program.removesuffix(".py") + "/__main__.py"
+        is_package = find_script(program, folder) is None and find_script(main, folder) is not None
+        return main if is_package else program
+    if not words:
+        return ""
+    name = words[0].rpartition("/")[2]
+    if _PYTHON.fullmatch(words[0]) and reads_stdin(event):
+        return event.input_file
+    if name in _READERS:
+        return next((word for word in words[1:] if word.endswith((".py", ".ipynb"))), "")
+    if name in _RUNNERS:
+        return next((word for word in words[1:] if find_script(word, folder)), "")
+    return _console_script(words, folder)
+
+
+def reads_stdin(event: Event) -> bool:
+    """Check if Python has no program but its standard input."""
+    words = [field.text.shown() for field in started(event.fields)]
+    is_python = bool(words) and _PYTHON.fullmatch(words[0]) is not None
+    return is_python and all(word in ("-", "-u") for word in words[1:])
+
+
+def _console_script(words: list[str], folder: Path | None) -> str:
+    """Return the file behind a command that the project's pyproject.toml defines."""
+    is_run = words[0] in ("uv", "poetry", "pdm", "hatch", "pixi", "rye") and "run" in words[1:]
+    name = next(iter(words[words.index("run") + 1 :]), "") if is_run else words[0]
+    path = find_script("pyproject.toml", folder)
+    if path is None or not re.fullmatch(r"[\w.-]+", name):
+        return ""
+    try:
+        project = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return ""
+    poetry = project.get("tool", {}).get("poetry", {})
+    scripts = {**poetry.get("scripts", {}), **project.get("project", {}).get("scripts", {})}
+    module = str(scripts.get(name, "")).partition(":")[0]
+    names = [f"{base}{module.replace('.', '/')}.py" for base in ("", "src/")] if module else []
+    return next((each for each in names if (path.parent / each).is_file()), "")
+
+
+def modal_file(event: Event) -> str:
+    """Return the Python file that ``modal run`` or ``modal deploy`` gets; empty for others."""
+    words = [field.text.shown() for field in started(event.fields)]
+    if words[1:3] == ["-m", "modal"]:
+        words = words[2:]
+    if not words or words[0].rpartition("/")[2] != "modal" or words[1:2] not in _MODAL_RUNS:
+        return ""
+    for before, word in pairwise(words[1:]):
+        name = word.partition("::")[0]
+        if before == "-m":
+            return name.replace(".", "/") + ".py"
+        if name.endswith(".py"):
+            return name
+    return ""
+
+
+def runs_other_text(event: Event) -> bool:
+    """Check for programs whose commands are in another file, or known only in a run."""
+    fields = started(event.fields)
+    words = [field.text.shown() for field in fields] or [""]
+    name = words[0].rpartition("/")[2]
+    if name in _RUNNERS:
+        return not _RUNNERS[name] or any(word in _RUNNERS[name] for word in words[1:2])
+    if name in ("find", "parallel"):
+        return any(STARTERS.fullmatch(word) for word in words[1:])
+    return starts_unknown_program(event.fields) or (reads_stdin(event) and event.stdin is not None)
+
+
+def trainer_in_text(text: str) -> str:
+    """Return the old trainer that Python code or a description of a job names, or empty."""
+    code = (line.partition("#")[0] for line in text.splitlines())
+    return next((match[0] for line in code if (match := _OLD_TRAINER.search(line))), "")
+
+
+def trainer_in(path: Path) -> str:
+    """Return the old trainer that a file, or a module that it imports, names; empty if none is."""
+    waiting, seen = [path], {path.resolve()}
+    while waiting and len(seen) < _MOST_MODULES:
+        current = waiting.pop(0)
+        try:
+            text = current.read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError:
+            continue
+        if trainer := trainer_in_text(text):
+            return trainer
+        if current.suffix == ".py":
+            found = [each for each in _imported(text, current) if each.resolve() not in seen]
+            seen |= {each.resolve() for each in found}
+            waiting += found
+    return ""
+
+
+def _imported(text: str, path: Path) -> Iterator[Path]:
+    """Yield the files next to a module, or around it, that it imports."""
+    for match in filter(None, map(_IMPORT.match, text.splitlines())):
+        names = [match[1]] if match[3] is None else re.split(r"[\s,]+", match[3])
+        if match[3] is None:
+            start = match[1] if match[1].endswith(".") else f"{match[1]}."
+            names += [start + name.strip() for name in match[2].split(",")]
+        for name in names:
+            dots = len(name) - len(name.lstrip("."))
+            parts = name.strip(".").split(".")
+            # The old package itself is known, wherever a copy of it is.
+            if not dots and parts[0] in ("verl", "recipe"):
+                continue
+            bases = [path.parent, *path.parent.parents[:3]]
+            for base in bases[dots - 1 : dots] if dots else bases:
+                files = (base.joinpath(*parts[:-1], f"{parts[-1]}.py"), base.joinpath(*parts))
+                result = next((each for each in files if each.is_file()), None)
+                if result is not None:
+                    yield result
+                    break
