@@ -67,9 +67,9 @@ def _operand(fields: list[Field], folder: Path | None, within: tuple[str, ...]) 
     operands = [word for word in words if not word.startswith("-") and "=" not in word]
     if any(re.fullmatch(r"-[a-z]*[cs]", word) for word in words):
         return ""
-    found = (word for word in operands if find_script(word, folder, within))
+    files = (word for word in operands if find_script(word, folder, within))
     is_shell = fields[0].text.shown().rpartition("/")[2] in _SHELLS
-    return next(found, operands[0] if operands and is_shell else "")
+    return next(files, operands[0] if operands and is_shell else "")
 
 
 def _script_name(field: Field) -> str:
@@ -181,9 +181,9 @@ def trainer_in(path: Path) -> str:
         if trainer := trainer_in_text(text):
             return trainer
         if current.suffix == ".py":
-            found = [each for each in _imported(text, current) if each.resolve() not in seen]
-            seen |= {each.resolve() for each in found}
-            waiting += found
+            modules = [each for each in _imported(text, current) if each.resolve() not in seen]
+            seen |= {each.resolve() for each in modules}
+            waiting += modules
     return ""
 
 

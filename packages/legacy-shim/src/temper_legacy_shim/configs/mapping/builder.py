@@ -35,7 +35,7 @@ def messages() -> dict[str, tuple[MessageLevel, str]]:
 
 
 @cache
-def trainer_defaults(policy_loss: Plain = "ppo") -> dict[str, Plain]:
+def trainer_defaults(policy_loss: str = "ppo") -> dict[str, Plain]:
     """Return the trainer's default of every key that a translation can set, by dotted key.
 
     They stand in data/trainer_defaults.tsv, because a translation needs no trainer; a test compares
@@ -53,7 +53,7 @@ def trainer_defaults(policy_loss: Plain = "ppo") -> dict[str, Plain]:
 
 def is_our_default(key: str, value: Plain, *, policy_loss: Plain = "ppo") -> bool:
     """Check if the key can be left out without a change."""
-    default = trainer_defaults(policy_loss).get(key, _NO_DEFAULT)
+    default = trainer_defaults(str(policy_loss)).get(key, _NO_DEFAULT)
     return default == value and isinstance(value, bool) == isinstance(default, bool)
 
 
