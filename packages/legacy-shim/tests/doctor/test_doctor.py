@@ -47,6 +47,36 @@ def test_everything_old_is_found_and_nothing_else(project: Path) -> None:
     assert "run.trackers" in steps["reward.py"].blockers[1]
 
 
+@pytest.mark.parametrize("name", ["launch", "train.job", "train.pbs", "train.lsf", "train.zsh"])
+def test_script_of_any_name_is_in_the_plan(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(f"#!/bin/bash\n{RUN}")
+    assert [str(step.path) for step in examine(tmp_path)] == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("requirements.txt", "torch\nverl[vllm]==0.6.1  # pinned\n"),
+        ("pyproject.toml", '[project]\ndependencies = ["verl == 0.6.1"]\n'),
+        ("setup.py", 'install_requires=["verl @ git+https://host/verl.git@v0.6.1"]\n'),
+        ("Dockerfile", "RUN pip install verl==0.6.1\n"),
+    ],
+)
+def test_release_that_the_project_pins_is_used(project: Path, name: str, text: str) -> None:
+    (project / name).write_text(text)
+    steps = {str(step.path): step for step in examine(project)}
+    assert steps["conf.yaml"].what == "ppo of v0.6.1"
+    assert "of v0.6.1" in steps["scripts/run.sh"].what
+    assert steps["scripts/run.sh"].command.endswith(" --from-version v0.6.1")
+
+
+def test_pinned_release_that_is_newer_than_all_known_is_a_question(project: Path) -> None:
+    (project / "requirements.txt").write_text("verl==0.99.0\n")
+    first = examine(project)[0]
+    assert (str(first.path), first.what) == ("requirements.txt", "verl 0.99.0")
+    assert "is newer than the newest release that is known here" in first.blockers[0]
+
+
 def test_the_plan_is_carried_out_into_a_new_folder_and_the_old_one_stays(
     project: Path, tmp_path: Path
 ) -> None:

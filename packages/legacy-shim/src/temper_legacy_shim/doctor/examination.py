@@ -16,7 +16,14 @@ from temper_legacy_shim.scripts.makefiles import MAKEFILES
 if TYPE_CHECKING:
     from temper_legacy_shim.configs.reading.config_files import OldFile
 
-SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+_SCRIPT_SUFFIXES = frozenset(
+    (*(".sh", ".bash", ".zsh", ".ksh"), *(".slurm", ".sbatch", ".job", ".pbs", ".lsf", ".qsub"))
+)
+_SHEBANG = re.compile(rb"#!\s*\S*?(?:/env\s+)?(?:ba|z|k|da)?sh\b")
+_PINNED = re.compile(
+    r"\bverl(?:\[[\w, -]+\])?\s*==\s*[\"']?v?(\d[\w.]*)|\bverl(?:\.git)?@v(\d[\w.]*)"
+)
+_WITH_PINS = re.compile(r"requirements[\w.-]*\.txt|pyproject\.toml|setup\.(?:py|cfg)|Dockerfile.*")
 _STEP = re.compile(r"global_step_\d+")
 _RANK_FILE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 _RANGE = re.compile(r"(?P<first>\d[\d.]*)(?: to (?P<last>\d[\d.]*)|(?P<newer> or newer))?")
@@ -29,6 +36,8 @@ class Kind(StrEnum):
     CONFIG = "config"
     CHECKPOINT = "checkpoint"
     IMPORTS = "imports"
+    RELEASE = "release"
+    """A required release of the old package that is not known here."""
 
 
 class Effort(StrEnum):
@@ -56,7 +65,7 @@ class Step:
     """Open decisions, one sentence each."""
     command: str
     version: str | None = None
-    """Release of the step, given or from a checkpoint next to it; None infers it."""
+    """Release of the step: given, pinned, or of a checkpoint next to it; None infers it."""
 
 
 def examine(folder: Path, *, version: str | None = None) -> list[Step]:
@@ -66,8 +75,8 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
 
     Args:
         folder: of the project.
-        version: the old release that its configurations and scripts are for; None infers it for
-            each from its keys.
+        version: the old release that its configurations and scripts are for; None takes the one
+            that the project pins, or infers it for each from its keys.
 
     Raises:
         UsageError: the path is not a folder, or the release is unknown.
@@ -78,6 +87,8 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
         from temper_legacy_shim.configs.reading.trees import known_version
 
         known_version(version)
+    pinned, pin = _pinned_release(folder) if version is None else (None, ())
+    version = version or pinned
     configs: list[Path] = []
     scripts: list[Path] = []
     makefiles: list[Path] = []
@@ -97,11 +108,12 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
             path = directory / name
             if path.suffix in (".yaml", ".yml"):
                 configs.append(path)
-            elif path.suffix in SCRIPT_SUFFIXES:
+            elif _is_script(path):
                 scripts.append(path)
             elif name in MAKEFILES:
                 makefiles.append(path)
     return [
+        *pin,
         *_configs(folder, configs, version=version),
         *(
             step
@@ -113,6 +125,40 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
         *_imports(folder),
         *(_copy(folder, path) for path in copies),
     ]
+
+
+def _is_script(path: Path) -> bool:
+    """Check for a shell script or job file, by its suffix, or without one by its first line."""
+    if path.suffix or not path.is_file():
+        return path.suffix in _SCRIPT_SUFFIXES
+    with open(path, "rb") as file:
+        return _SHEBANG.match(file.read(64)) is not None
+
+
+def _pinned_release(folder: Path) -> tuple[str | None, tuple[Step, ...]]:
+    """Return the release that the project requires, or a step if that is not known here."""
+    from temper_legacy_shim.configs.reading.trees import known_version
+
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or not _WITH_PINS.fullmatch(path.name):
+            continue
+        match = _PINNED.search(path.read_text(encoding="utf-8", errors="replace"))
+        if match is None:
+            continue
+        release = match[1] or match[2]
+        try:
+            return known_version(release), ()
+        except UsageError as error:
+            step = Step(
+                kind=Kind.RELEASE,
+                path=path.relative_to(folder),
+                what=f"verl {release}",
+                effort=Effort.DECIDE,
+                blockers=(str(error),),
+                command="temper-migrate doctor . --from-version RELEASE",
+            )
+            return None, (step,)
+    return None, ()
 
 
 def _copy(folder: Path, path: Path) -> Step:
@@ -181,7 +227,13 @@ def _config(folder: Path, old: "OldFile", *, version: str | None) -> Step:
     what = f"{translation.source.program} of {translation.source.version}"
     command = f"temper-migrate config {shown}{_option(version)}"
     return Step(
-        kind=Kind.CONFIG, path=shown, what=what, effort=effort, blockers=blockers, command=command
+        kind=Kind.CONFIG,
+        path=shown,
+        what=what,
+        effort=effort,
+        blockers=blockers,
+        command=command,
+        version=version,
     )
 
 

@@ -37,13 +37,15 @@ def carry_out(step: Step, folder: Path, out: Path, *, version: str | None = None
         return "there is no counterpart: nothing was written"
     match step.kind:
         case Kind.CONFIG:
-            return _config(folder / step.path, target, version=version)
+            return _config(folder / step.path, target, version=step.version or version)
         case Kind.SCRIPT:
             return _script(folder / step.path, target, version=step.version or version)
         case Kind.CHECKPOINT:
             return _checkpoint(folder / step.path, target)
         case Kind.IMPORTS:
             return _imports(folder / step.path, target)
+        case Kind.RELEASE:
+            return "nothing is written for it"
 
 
 def _config(path: Path, target: Path, *, version: str | None) -> str:
