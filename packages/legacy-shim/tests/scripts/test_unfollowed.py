@@ -193,6 +193,8 @@ def test_script_that_is_not_there_is_reported(tmp_path: Path) -> None:
         "ray start --head\n",
         "python merge.py --local_dir x\n",
         "echo data.seed=1 data.shuffle=1\n",
+        "python3 - \"$REPORT\" <<'EOF'\nprint(1)\nEOF\n",
+        "python3 <<EOF\nprint('$HOME')\nEOF\n",
     ],
 )
 def test_script_that_starts_no_trainer_is_clean(text: str, tmp_path: Path) -> None:

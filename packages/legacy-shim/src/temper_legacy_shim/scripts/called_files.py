@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from temper_legacy_shim.bash.execution.external_commands import STARTERS, WRAPPERS, started
+from temper_legacy_shim.bash.execution.external_commands import (
+    STARTERS,
+    WRAPPERS,
+    is_hidden,
+    started,
+)
 from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
 from temper_legacy_shim.scripts.launches import find_program, starts_unknown_program
@@ -113,8 +118,10 @@ def called_program(event: Event, folder: Path | None) -> str:
 def reads_stdin(event: Event) -> bool:
     """Check if Python has no program but its standard input."""
     words = [field.text.shown() for field in started(event.fields)]
-    is_python = bool(words) and _PYTHON.fullmatch(words[0]) is not None
-    return is_python and all(word in ("-", "-u") for word in words[1:])
+    if not words or not _PYTHON.fullmatch(words[0]):
+        return False
+    first = next((word for word in words[1:] if word not in ("-u", "-B", "-E", "-s")), "-")
+    return first == "-"
 
 
 def _console_script(words: list[str], folder: Path | None) -> str:
@@ -160,7 +167,9 @@ def runs_other_text(event: Event) -> bool:
         return not _RUNNERS[name] or any(word in _RUNNERS[name] for word in words[1:2])
     if name in ("find", "parallel"):
         return any(STARTERS.fullmatch(word) for word in words[1:])
-    return starts_unknown_program(event.fields) or (reads_stdin(event) and event.stdin is not None)
+    if reads_stdin(event):
+        return event.stdin is not None and is_hidden(event.stdin)
+    return starts_unknown_program(event.fields)
 
 
 def trainer_in_text(text: str) -> str:
