@@ -1,15 +1,19 @@
 """A server that misbehaves as its spec's environment says.
 
 `beats` sends only heartbeats; `builds` never becomes ready; `silent` sends nothing; `garbled` sends
-bytes that cannot be decoded. `gives-up` closes its connection before it has started and `hangs-up`
-after that; both log the reason only then.
+bytes that cannot be decoded. `crashes` leaves a worker, and writes its process id and the folder of
+vLLM's sockets into the file of the spec's environment. `gives-up` closes its connection before it
+has started and `hangs-up` after that; both log the reason only then.
 """
 
+import os
 import queue
+import subprocess
 import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from temper_trainer.rollout.vllm.messages import (
@@ -29,6 +33,11 @@ if __name__ == "__main__":
     spec = decode(connection.recv_bytes())
     assert isinstance(spec, ServerSpec)
     behaviour = spec.environment["BEHAVIOUR"]
+    if behaviour == "crashes":
+        worker = subprocess.Popen(["sleep", "600"])
+        folder = os.environ["VLLM_RPC_BASE_PATH"]
+        Path(spec.environment["FILE"]).write_text(f"{worker.pid} {folder}")
+        os._exit(1)
     if behaviour == "builds":
         inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         threading.Thread(target=read_messages, args=(connection, inbox), daemon=True).start()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from temper_trainer.rollout.vllm.listening_server import ListeningServer
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.remote_server import RemoteServer
 from temper_trainer.rollout.vllm.server_addresses import TOKEN_VARIABLE
+from temper_trainer.rollout.vllm.vllm_versions import find_temper_problem
 
 MODULE = "packages.trainer.tests.rollout.vllm.temper_trainer_test_server"
 SPEC = ServerSpec(
@@ -73,10 +76,10 @@ def server(
 
 
 @contextlib.contextmanager
-def connect_run(port: int) -> Iterator[RemoteServer]:
+def connect_run(port: int, *, spec: ServerSpec = SPEC) -> Iterator[RemoteServer]:
     """Connect to a server as a run does."""
     remote = RemoteServer(
-        SPEC,
+        spec,
         address=f"{HOST}:{port}",
         start_timeout_s=60,
         stall_timeout_s=60,
@@ -129,6 +132,42 @@ def test_second_run_is_refused_until_the_first_has_ended(server: ListeningServer
             pass
     with connect_run(server.port) as remote:
         assert remote.versions == {"vllm": "0.32.0"}
+
+
+def test_workers_of_a_process_that_crashed_end_before_the_next_run(
+    server: ListeningServer, tmp_path: Path
+) -> None:
+    environment = {"BEHAVIOUR": "crashes", "FILE": str(tmp_path / "worker")}
+    with (
+        pytest.raises(ReplicaError),
+        connect_run(server.port, spec=replace(SPEC, environment=environment)),
+    ):
+        pass
+    worker, folder = (tmp_path / "worker").read_text().split()
+    os.kill(int(worker), 0)
+    # In the temporary folder of the server's process, the paths of sockets could be too long.
+    assert folder == tempfile.gettempdir()
+    with connect_run(server.port):
+        deadline = time.monotonic() + 20
+        # Its parent has ended too, so the process of the test cannot wait for it.
+        while is_running(int(worker)):
+            assert time.monotonic() < deadline
+
+
+def is_running(process: int) -> bool:
+    """Return True if a process runs, and False if it has ended or is a zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_server_with_another_version_of_temper_is_refused() -> None:
+    assert find_temper_problem("0.2.0", run="0.2.0") is None
+    assert find_temper_problem("unknown", run="0.2.0") is None
+    problem = find_temper_problem("0.1.9", run="0.2.0")
+    assert problem is not None
+    assert "has temper-trainer 0.1.9, but the run has 0.2.0" in problem
 
 
 def test_server_whose_disk_was_full_serves_the_next_run(
@@ -209,6 +248,7 @@ def test_listening_server_opens_only_the_socket_in_security_md(
             # SPEC has no model, which the process of a run finds.
             with pytest.raises((ConfigError, ReplicaError)), connect_run(port):
                 pass
-            process.terminate()
+            process.send_signal(signal.SIGHUP)
+        assert process.returncode == 129
     listeners.check(rows(run="listening server"))
     assert not [command for command in listeners.commands if b"5ec2e7" in command]

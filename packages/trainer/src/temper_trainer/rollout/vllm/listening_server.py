@@ -23,6 +23,7 @@ from temper_engine_api.process_folders import make_temporary_folder
 from temper_trainer.rollout.vllm import server as run_server
 from temper_trainer.rollout.vllm.messages import Hello, encode
 from temper_trainer.rollout.vllm.server_addresses import read_token
+from temper_trainer.rollout.vllm.server_process import make_environment
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,7 @@ class ListeningServer:
         """Stop listening, and end the process of the connected run."""
         self._listener.close()
         self._connections.put(None)
-        if self._child is not None and self._child.poll() is None:
-            os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
+        self._end_child()
         self._remove_folder()
 
     def _serve(self, connection: "Connection[bytes, bytes]", origin: str) -> None:
@@ -102,8 +101,17 @@ class ListeningServer:
             return True
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(_EXIT_GRACE_S)
+            self._end_child()
             return True
         return False
+
+    def _end_child(self) -> None:
+        """End the process of a run with its workers, which survive if it has crashed."""
+        child, self._child = self._child, None
+        if child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
     def _refuse(self, connection: "Connection[bytes, bytes]", problem: str) -> None:
         with contextlib.suppress(OSError):
@@ -118,14 +126,14 @@ class ListeningServer:
             # In a session of its own, so that it can end with all its workers.
             start_new_session=True,
             pass_fds=(descriptor,),
-            env=os.environ | {"TMPDIR": self._make_folder()},
+            env=make_environment(self._make_folder()),
         )
 
-    def _make_folder(self) -> str:
+    def _make_folder(self) -> Path:
         """Return an empty folder for the files of the next process."""
         self._remove_folder()
         self._folder = make_temporary_folder("server")
-        return str(self._folder)
+        return self._folder
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
@@ -154,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     address: str = parser.parse_args(arguments).address
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or int(port) >= 2**16:
         parser.error(f"{address!r} is not HOST:PORT, such as 127.0.0.1:8100")
     try:
         server = ListeningServer(host, int(port), token=read_token())
@@ -162,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{address}: {error}")
     # Its child is in another session, which a signal of the terminal does not reach.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
     sys.stdout.write(f"listening at {host}:{server.port}\n")
     sys.stdout.flush()
     try:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 
+from temper_trainer.rollout.vllm.vllm_versions import UNKNOWN_VERSION
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -27,6 +29,8 @@ class Hello:
 
     versions: Mapping[str, str]
     """Versions of vllm, torch and transformers in the server's environment, if installed."""
+    temper: str = UNKNOWN_VERSION
+    """Version of temper-trainer in the server's environment."""
     problem: str | None = None
     """The reason why vLLM cannot run in that environment; None if it probably can."""
 

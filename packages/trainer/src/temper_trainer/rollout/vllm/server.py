@@ -32,6 +32,7 @@ from temper_trainer.rollout.vllm.messages import (
 from temper_trainer.rollout.vllm.vllm_versions import (
     find_import_problem,
     find_installed_versions,
+    find_temper_version,
     find_version_problem,
 )
 from temper_trainer.types import Completion, SamplingRequest
@@ -159,7 +160,8 @@ def main(descriptor: int) -> None:
     connection: Connection[object, object] = Connection(descriptor)
     versions = find_installed_versions()
     problem = find_version_problem(versions, python=sys.executable) or find_import_problem()
-    connection.send_bytes(encode(Hello(versions=versions, problem=problem)))
+    hello = Hello(versions=versions, temper=find_temper_version(), problem=problem)
+    connection.send_bytes(encode(hello))
     if problem is not None:
         sys.exit(problem)
     spec = decode(connection.recv_bytes())

@@ -40,7 +40,11 @@ from temper_trainer.rollout.vllm.messages import (
     encode,
     encode_value,
 )
-from temper_trainer.rollout.vllm.vllm_versions import describe_versions
+from temper_trainer.rollout.vllm.vllm_versions import (
+    describe_versions,
+    find_temper_problem,
+    find_temper_version,
+)
 from temper_trainer.rollout.weight_delta import StaleBaseError
 from temper_trainer.types import Completion, SamplingRequest
 
@@ -117,9 +121,10 @@ class ServerProcess:
         spec = replace(self._spec, directory=str(self._directory or ""))
         hello = self._receive(deadline=deadline, ended="did not start")
         assert isinstance(hello, Hello)
-        if hello.problem is not None:
+        problem = hello.problem or find_temper_problem(hello.temper, run=find_temper_version())
+        if problem is not None:
             self.close()
-            raise ConfigError(f"{self._name} cannot start: {hello.problem}")
+            raise ConfigError(f"{self._name} cannot start: {problem}")
         self.versions = hello.versions
         # Sent only after Hello: a spec above the socket's buffer blocks until the server reads it.
         with contextlib.suppress(OSError):  # the server has ended; the next line reports it
@@ -166,7 +171,7 @@ class ServerProcess:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     pass_fds=(connection_fd,),
-                    env=_make_environment(directory),
+                    env=make_environment(directory),
                 )
             except OSError as error:
                 self.close()
@@ -345,7 +350,7 @@ class ServerProcess:
         return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:]) or "    (empty)"
 
 
-def _make_environment(folder: Path) -> dict[str, str]:
+def make_environment(folder: Path) -> dict[str, str]:
     """Return a server's environment with a temporary directory that the trainer removes.
 
     Every start of vLLM leaves a file `vllm_dist_*` in the temporary directory.

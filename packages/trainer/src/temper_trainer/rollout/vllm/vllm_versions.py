@@ -16,6 +16,8 @@ OLDEST_TESTED = (0, 26)
 NEWEST_TESTED = (0, 32)
 """First and last minor version of vLLM that Temper's tests have run on: 0.26.0 on H200s, 0.27.1 and
 0.32.0 on CPUs. The extra `vllm` and the documentation name the same range; a test compares them."""
+UNKNOWN_VERSION = "unknown"
+"""Version of a package that is not installed: a build of another name, or its sources."""
 _OLDEST_TEXT = ".".join(map(str, OLDEST_TESTED))
 TESTED_RANGE = f"{_OLDEST_TEXT} to {'.'.join(map(str, NEWEST_TESTED))}"
 
@@ -42,6 +44,26 @@ def find_installed_versions() -> dict[str, str]:
         if importlib.util.find_spec(module) is not None:
             versions[module] = _find_version(*_DISTRIBUTIONS.get(module, (module,)))
     return versions
+
+
+def find_temper_version() -> str:
+    """Return the installed version of temper-trainer."""
+    return _find_version("temper-trainer")
+
+
+def find_temper_problem(server: str, *, run: str) -> str | None:
+    """Return why a server and a run cannot exchange messages, or None.
+
+    Args:
+        server: Version of temper-trainer in the server's environment.
+        run: Its version in that of the run.
+    """
+    if UNKNOWN_VERSION in (server, run) or server == run:
+        return None
+    return (
+        f"its environment has temper-trainer {server}, but the run has {run}: install the same "
+        "version in both."
+    )
 
 
 def find_version_problem(versions: Mapping[str, str], *, python: str) -> str | None:
@@ -117,7 +139,7 @@ def _find_version(*distributions: str) -> str:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "unknown"  # a build of another name, or from source
+    return UNKNOWN_VERSION
 
 
 def _parse_minor(version: str) -> tuple[int, int] | None:
