@@ -24,7 +24,11 @@ from temper_trainer.rollout.weight_channel import (
     join_channel,
 )
 from temper_trainer.rollout.weight_delta import apply_delta, check_updated_bucket
-from temper_trainer.weight_sync.collective_transport import CollectiveTransport, open_store
+from temper_trainer.weight_sync.collective_transport import (
+    CollectiveTransport,
+    open_sender_channel,
+    open_store,
+)
 
 WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": torch.tensor([7.0])}
 
@@ -242,6 +246,30 @@ def test_server_that_dies_while_weights_are_sent_is_restarted_and_the_others_get
     transport.close()
 
 
+def test_channel_that_a_server_does_not_join_is_a_problem_of_that_publish() -> None:
+    actor: Any = Actor()
+    address, port, token = open_store(actor, "127.0.0.1")
+    spec = ChannelSpec(
+        backend="gloo",
+        address=address,
+        port=port,
+        token=token,
+        size=2,
+        buffer_bytes=64,
+        with_digest=False,
+        timeout_s=0.5,
+    )
+    assert "a member of the weight channel was lost" in open_sender_channel(actor, {0: spec})
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address, port))
+
+
+def test_no_channel_is_open_before_the_first_weights_are_sent() -> None:
+    transport = transport_between(Actor(), Server())
+    assert not transport._specs
+    transport.close()
+
+
 def test_server_that_joins_or_leaves_changes_the_receivers_of_the_next_weights() -> None:
     first, second = Server(0), Server(1)
     transport = transport_between(Actor(), first)
@@ -278,9 +306,9 @@ def test_each_channel_has_a_token_of_its_own_and_rejects_that_of_the_run() -> No
 
 def test_channel_stops_listening_when_it_is_closed() -> None:
     transport = transport_between(Actor(), Server())
+    transport.send(1)
     (spec,) = transport._specs.values()
     listen_address = (spec.address, spec.port)
-    transport.send(1)
     transport.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(listen_address)

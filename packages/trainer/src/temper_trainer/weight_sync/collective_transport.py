@@ -83,7 +83,7 @@ class CollectiveTransport:
         max_changed_fraction: float | None = None,
         bind_address: str = LOOPBACK,
     ) -> None:
-        """Open the channels.
+        """Open no channel yet; `send` does, and repeats it if a server dies meanwhile.
 
         Args:
             actor: Its model is built.
@@ -119,8 +119,6 @@ class CollectiveTransport:
         """Number of changes of the sampler's servers when the channels were opened."""
         self._specs: Mapping[int, ChannelSpec] = {}
         """Spec of each open channel, by the rank of the actor that sends."""
-        with sampler.hold_members():
-            self._open_current()
 
     def send(self, version: int) -> SentWeights:
         """Broadcast every bucket or its delta while every server receives it."""
