@@ -1,7 +1,9 @@
 """Environments of OpenEnv in rollouts and in a run, with a server on loopback."""
 
+import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,8 @@ from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.types import Prompt, SamplingRequest
 
 pytest.importorskip("openenv", reason="needs temper-trainer[openenv]: nox -s adapters runs this")
+# A dependency of openenv.
+from websockets.sync.server import ServerConnection, serve
 
 PROGRAM = Path(__file__).with_name("openenv_server_for_tests.py")
 
@@ -51,10 +55,10 @@ def servers() -> Iterator[list[Server]]:
     started[-1].kill()
 
 
-def make_config(server: Server, **arguments: str) -> EnvironmentConfig:
+def make_config(url: str, **arguments: str) -> EnvironmentConfig:
     return EnvironmentConfig(
         name="openenv",
-        arguments={"url": server.url, "observation_field": "text"} | arguments,
+        arguments={"url": url, "observation_field": "text"} | arguments,
         call_end=";",
         answer_start="<",
         answer_end=">",
@@ -98,12 +102,27 @@ def test_policy_writes_actions_in_json_and_reads_a_field_of_observations(
     servers: list[Server],
 ) -> None:
     completions = iter(['{"words": "a"};', "7;", '{"text": "12ab"};', '{"text": "7"};'])
-    conversation, metrics, read = run_rollout(make_config(servers[0]), completions)
+    conversation, metrics, read = run_rollout(make_config(servers[0].url), completions)
     assert read[0] == "go<5+1>"
     assert read[1].startswith('go<5+1>{"words": "a"};<error: Server error: ')
     assert read[2].endswith("7;<error: '7' is not a JSON object>")
     assert conversation.rewards == [0.0, 0.0, 0.5, 1.0]
     assert (metrics["environment/actions"], metrics["environment/wrong_actions"]) == (2, 2)
+
+
+def test_damaged_answer_is_a_failure_and_not_a_wrong_action() -> None:
+    def answer(client: ServerConnection) -> None:
+        for message in client:
+            is_reset = json.loads(message)["type"] == "reset"
+            data = {"observation": {"text": "a"}, "reward": 0.0, "done": False}
+            client.send(json.dumps({"type": "observation", "data": data}) if is_reset else "{")
+
+    with serve(answer, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config = make_config(f"http://127.0.0.1:{server.socket.getsockname()[1]}")
+        with pytest.raises(json.JSONDecodeError):
+            run_rollout(config, iter(['{"text": "a"};', "never sampled;"]))
+        server.shutdown()
 
 
 def test_rollout_whose_server_was_killed_starts_again_on_the_next_one(
@@ -116,7 +135,7 @@ def test_rollout_whose_server_was_killed_starts_again_on_the_next_one(
         yield "12;"
         yield from ("3;", "ab;")
 
-    config = replace(make_config(servers[0], action_field="text"), max_retries=1)
+    config = replace(make_config(servers[0].url, action_field="text"), max_retries=1)
     conversation, _, read = run_rollout(config, kill_and_complete())
     assert read == ["go<5+1>", "go<5+1>12;<2>", "go<5+1>", "go<5+1>3;<2>"]
     assert conversation.rewards == [1.0, 0.0]

@@ -75,9 +75,12 @@ class OpenenvEnvironment(TextEnvironment):
     async def respond(self, text: str) -> TextObservation:
         """Take the action that the completion describes."""
         try:
-            result = await self._client.step(self._parse_action(text))
+            action = self._parse_action(text)
         except ValueError as error:
             return _refuse_action(str(error))
+        try:
+            result = await self._client.step(action)
+        # Other errors, also a ValueError about a damaged answer, are failures of the environment.
         except RuntimeError as error:
             if not str(error).endswith(_INVALID_ACTION):
                 raise
