@@ -172,7 +172,7 @@ STEPS = (
         commands=_conformance_tests(
             "megatron",
             *("--layouts", "tp2,pp2-vpp2,cp2,tp2-sp,ep2"),
-            *("--families", "mixtral"),
+            *("--families", "mixtral,glm4_moe,deepseek_v3"),
             expressions={
                 "[tp2 and not [tp2-sp": "test_gradient.py or test_weights.py",
                 "[pp2-vpp2": "test_gradient.py or test_update.py or test_value.py "

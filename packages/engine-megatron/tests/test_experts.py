@@ -362,7 +362,11 @@ def test_returned_experts_are_those_of_transformers(engine_in_layout, oracle, la
 @pytest.mark.parametrize(
     ("has_experts", "num_layers", "message"),
     [
-        (True, 3, r"has shape \(\d+, 3, 3\), but must be \[tokens, layers, experts per token\]"),
+        (
+            True,
+            3,
+            r"has shape \(\d+, 3, 3\), but must be \[tokens, layers with experts, experts per",
+        ),
         (False, 2, "the model has no experts: remove it"),
     ],
 )

@@ -13,7 +13,7 @@ NAME is the Hugging Face name, or the PEFT name of an adapter tensor.
 import pickle
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -33,6 +33,16 @@ SAFETENSORS_FOLDER = "state"
 """Folder of safetensors files."""
 FIRST, SECOND, COUNT = "first_moment", "second_moment", "update_count"
 """Kinds of tensors saved in addition to the weight; each is the first part of a key."""
+BUFFER = "buffer"
+"""Kind of a tensor of the model's files that is not trained."""
+
+
+def select_buffers(keys: Iterable[str]) -> frozenset[str]:
+    """Return the names of the buffers among the keys of saved tensors."""
+    prefix = f"{BUFFER}."
+    return frozenset(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
+
+
 METADATA_FILE = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _WITH_ATTRIBUTES = frozenset(
@@ -78,6 +88,8 @@ class SavedState:
     """True if all weights have AdamW moments and update counts."""
     read: Callable[[str, str], Tensor]
     """Reads a tensor by kind and name; the kind `weight` is the weight itself."""
+    buffers: frozenset[str] = frozenset()
+    """Names of tensors of the kind `buffer`, which are not trained."""
 
     def entries(self) -> list[WeightEntry]:
         """List the weights, to check them before the first tensor is read."""
@@ -150,7 +162,13 @@ def open_dcp_state(directory: str) -> SavedState:
     has_moments = all(
         f"{kind}.{name}" in saved for name in weights for kind in (FIRST, SECOND, COUNT)
     )
-    return SavedState(directory=directory, weights=weights, has_moments=has_moments, read=read)
+    return SavedState(
+        directory=directory,
+        weights=weights,
+        has_moments=has_moments,
+        read=read,
+        buffers=select_buffers(saved),
+    )
 
 
 class SafeDcpReader(FileSystemReader):

@@ -25,14 +25,17 @@ from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.huggingface.huggingface_model import list_weight_modules
 from temper_engine_megatron.huggingface.weight_names import (
     ATTENTION_LINEARS,
-    DENSE_LINEARS,
     EXPERT_LINEARS,
     EXPERTS_PATH,
+    FULL_RANK_LATENT_LINEARS,
+    LATENT_LINEARS,
+    MLP_LINEARS,
     TRAINED_BIAS,
     TRAINED_WEIGHT,
     hf_experts_module,
     hf_modules,
 )
+from temper_engine_megatron.model.moe_router import find_sparse_layers
 from temper_engine_megatron.runtime.process_groups import Membership
 
 
@@ -90,7 +93,7 @@ class AdapterPlacement:
             path: hf_modules(
                 self.translation.find_mapping(f"decoder.layers.{number}.{path}.weight")
             )
-            for path in _adaptable_linears(self.translation)
+            for path in _adaptable_linears(self.translation, number)
         }
         last_parts = {
             path: tuple(name.rpartition(".")[2] for name in names)
@@ -110,7 +113,7 @@ class AdapterPlacement:
                 self.linear_adapters |= {
                     name: adapter for name in modules[path] if name in self.plan.targets
                 }
-        if self.plan.expert_targets:
+        if self.plan.expert_targets and number in find_sparse_layers(transformer_config):
             expert_targets = self.plan.select_expert_targets(
                 hf_experts_module(
                     number,
@@ -174,7 +177,7 @@ def plan_placement(
     candidates = {
         module
         for number in range(translation.transformer_config.num_layers)
-        for path in _adaptable_linears(translation)
+        for path in _adaptable_linears(translation, number)
         for module in hf_modules(translation.find_mapping(f"decoder.layers.{number}.{path}.weight"))
     }
     modules = list_weight_modules(config.model, hf_config)
@@ -237,9 +240,13 @@ def _check_key_heads(
         )
 
 
-def _adaptable_linears(translation: BridgeTranslation) -> tuple[str, ...]:
-    has_experts = translation.transformer_config.num_moe_experts
-    return ATTENTION_LINEARS if has_experts else DENSE_LINEARS
+def _adaptable_linears(translation: BridgeTranslation, number: int) -> tuple[str, ...]:
+    """Return the linear layers of a decoder layer that can have adapters."""
+    config = translation.transformer_config
+    attention: tuple[str, ...] = ATTENTION_LINEARS
+    if config.multi_latent_attention:
+        attention = FULL_RANK_LATENT_LINEARS if config.q_lora_rank is None else LATENT_LINEARS
+    return attention if number in find_sparse_layers(config) else (*attention, *MLP_LINEARS)
 
 
 def _build_layer_context(

@@ -35,6 +35,11 @@ def import_bridge() -> Any:
 
         # The router uses this name, but it is only defined when TransformerEngine is installed.
         vars(moe_utils).setdefault("te_general_gemm", None)
+    if importlib.util.find_spec("transformer_engine") is None:
+        from megatron.core.transformer import multi_latent_attention
+
+        # The module finds names without values, and concludes that TransformerEngine is installed.
+        vars(multi_latent_attention)["HAVE_TE"] = False
     logging.getLogger("megatron").setLevel(logging.ERROR)
     return megatron.bridge
 

@@ -14,7 +14,16 @@ from temper_engine_api.errors import CapabilityError
 from temper_engine_megatron.bridge_compat.bridge_import import import_bridge
 from temper_engine_megatron.bridge_compat.supported_versions import find_installed_pair
 
-SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "mixtral", "llama", "mistral")
+SUPPORTED_MODEL_TYPES = (
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "llama",
+    "mistral",
+)
 """Model types whose log-probs and gradients are tested against transformers.
 
 The bridge translates more, but with model classes that do what this engine would leave out, such as
@@ -24,13 +33,10 @@ _USE_SUPPORTED = (
 )
 
 _HYBRID = "layers with linear attention over packed sequences"
-_SPARSE = "dense layers below sparse ones, shared experts and expert biases in the router"
 MISSING_COMPONENTS: Mapping[str, str] = {
     "gpt_oss": "attention with sinks and alternating windows, and biases in experts",
     "gemma2": "soft-capped attention, windows, norms after sublayers and scaled embeddings",
     "gemma3_text": "alternating windows, norms after sublayers and scaled embeddings",
-    "glm4_moe": _SPARSE,
-    "deepseek_v3": f"latent attention over packed sequences, {_SPARSE}",
     "qwen3_next": f"{_HYBRID}, and shared experts",
     "qwen3_5_text": f"{_HYBRID}, and a translation by Megatron-Bridge",
     "qwen3_5_moe_text": f"{_HYBRID}, shared experts and a translation by Megatron-Bridge",
@@ -88,6 +94,9 @@ class BridgeTranslation:
             CapabilityError: If the bridge does not know the parameter.
         """
         mapping = self._mapping_registry.megatron_to_hf_lookup(name)
+        if mapping is None and ".local_experts." in name:
+            # Some bridges know only the experts of TransformerEngine, numbered at the end.
+            mapping = self._mapping_registry.megatron_to_hf_lookup(_to_grouped_name(name))
         if mapping is None:
             raise CapabilityError(
                 f"Megatron-Bridge has no mapping for {name}, so this architecture is not "
@@ -140,6 +149,18 @@ def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
     if find_installed_pair().ignores_rope_parameters and "rope_theta" in rope:
         causal_lm_config.rope_theta = rope["rope_theta"]
     return causal_lm_config
+
+
+def _to_grouped_name(name: str) -> str:
+    """Return the name that a parameter has in Megatron's grouped experts.
+
+    Example:
+        >>> _to_grouped_name("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
+        'decoder.layers.0.mlp.experts.linear_fc1.weight3'
+    """
+    experts, _, rest = name.partition(".local_experts.")
+    number, _, parameter = rest.partition(".")
+    return f"{experts}.{parameter}{number}"
 
 
 def _register_own_bridges() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from temper_engine_api.adapter_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from temper_engine_api.checkpoint.saved_state import (
+    BUFFER,
     COUNT,
     DCP_FOLDER,
     FIRST,
@@ -31,6 +32,7 @@ from temper_engine_api.checkpoint.saved_state import (
     has_dcp_state,
     has_safetensors_state,
     open_dcp_state,
+    select_buffers,
 )
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_engine_api.file_names import FileNames
@@ -64,6 +66,11 @@ def state_to_tensors(state: TrainingState) -> FileTensors:
 def weight_to_tensors(weight: NamedWeight) -> FileTensors:
     """Return the file tensors of a parameter without an optimizer state."""
     return {f"master.{weight.name}": weight.tensor.cpu()}
+
+
+def buffer_to_tensors(buffer: NamedWeight) -> FileTensors:
+    """Return the file tensors of a buffer."""
+    return {f"{BUFFER}.{buffer.name}": buffer.tensor.cpu()}
 
 
 def write_state_files(stream: Iterable[FileTensors], *, directory: str, rank: int) -> list[str]:
@@ -137,6 +144,7 @@ def _open_state_files(directory: str) -> SavedState:
         weights=shapes,
         has_moments=_have_moments(shapes, files.keys()),
         read=read,
+        buffers=select_buffers(files),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from temper_engine_api.checkpoint.saved_state import BUFFER
 from temper_engine_api.weights import check_saved_entries
 from temper_engine_megatron.checkpoint import checkpoint_files
 from temper_engine_megatron.checkpoint.checkpoint_files import FileTensors
@@ -92,10 +93,15 @@ def _iterate_state(components: EngineComponents) -> Iterator[FileTensors]:
         trainable = map(
             checkpoint_files.state_to_tensors, components.trainable_state.iterate_state_to_save()
         )
-    if components.adapter is None or not components.adapter.has_replaced_base:
+    buffers = map(
+        checkpoint_files.buffer_to_tensors, components.base_state.iterate_buffers_to_save()
+    )
+    if components.adapter is None:
+        return itertools.chain(trainable, buffers)
+    if not components.adapter.has_replaced_base:
         return trainable
     base = map(checkpoint_files.weight_to_tensors, components.base_state.iterate_weights_to_save())
-    return itertools.chain(base, trainable)
+    return itertools.chain(base, trainable, buffers)
 
 
 def load_training_state(components: EngineComponents, *, directory: str) -> None:
@@ -110,14 +116,14 @@ def load_training_state(components: EngineComponents, *, directory: str) -> None
     file_names = components.file_names
     split_saved = split_saved_experts(saved, file_names)
     base, trainable = components.base_state, components.trainable_state
-    expected = trainable.list_weight_entries()
+    expected = trainable.list_trained_entries()
     loads_base = False
     if components.adapter is not None:
-        base_names = {entry.name for entry in base.list_weight_entries()}
+        base_names = {entry.name for entry in base.list_trained_entries()}
         loads_base = not split_saved.weights.keys().isdisjoint(base_names)
         components.adapter.check_base_weights(loads_base, directory=directory)
         if loads_base:
-            expected = [*base.list_weight_entries(), *expected]
+            expected = [*base.list_trained_entries(), *expected]
     check_saved_entries(expected, split_saved.entries(), directory=directory)
     if loads_base:
         base.load_local_weights(
@@ -125,6 +131,7 @@ def load_training_state(components: EngineComponents, *, directory: str) -> None
                 saved, base.local_names(), file_names=file_names
             ).iterate_weights()
         )
+    base.load_buffers(lambda name: saved.read(BUFFER, name), names=saved.buffers)
     local = checkpoint_files.select_saved(saved, trainable.local_names(), file_names=file_names)
     if components.optimizer is None:
         trainable.load_local_weights(local.iterate_weights())

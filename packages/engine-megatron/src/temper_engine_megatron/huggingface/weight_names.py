@@ -86,8 +86,15 @@ ADAPTER_MODULE = "adapter"
 TRAINED_WEIGHT, TRAINED_BIAS = "trained_weight", "trained_bias"
 """Parameters of the output layer that an adapter trains in place of its own."""
 ATTENTION_LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj")
-DENSE_LINEARS = (*ATTENTION_LINEARS, "mlp.linear_fc1", "mlp.linear_fc2")
-"""Linear layers of a decoder layer that can have adapters."""
+LATENT_LINEARS = (
+    *("self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj"),
+    *("self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj"),
+    "self_attention.linear_proj",
+)
+FULL_RANK_LATENT_LINEARS = ("self_attention.linear_q_proj", *LATENT_LINEARS[2:])
+"""Linear layers of latent attention, with compressed queries and without."""
+MLP_LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2")
+"""Linear layers of an MLP without experts that can have adapters."""
 EXPERTS_PATH = "mlp.experts"
 """Module of a decoder layer with its experts."""
 EXPERT_LINEARS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}

@@ -16,17 +16,18 @@ from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_p
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_megatron.adapter.adapter_placement import AdapterPlacement, TrainedHead
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.model.config_overrides import to_megatron_values
+from temper_engine_megatron.model.latent_attention import set_rotary_scale
 from temper_engine_megatron.model.layer_spec import build_block_spec
+from temper_engine_megatron.model.moe_router import keep_float32_biases
 from temper_engine_megatron.model.output_head import OutputHead
 from temper_engine_megatron.model.packed_attention import PackLayout, RowLayout
+from temper_engine_megatron.model.rotary_frequencies import compute_rotary_frequencies
 from temper_engine_megatron.model.transformer_settings import configure_transformer
 from temper_engine_megatron.runtime.process_groups import Membership
 
@@ -135,7 +136,7 @@ def build_chunks(
     )
     # Computed here: Megatron reads only part of the rope settings. It takes the default base for
     # transformers 5 configs, and a fixed original length for every Llama 3.
-    frequencies = _rotary_frequencies(hf_config)
+    frequencies, rotary_scale = compute_rotary_frequencies(hf_config)
     num_chunks = config.virtual_pipeline or 1
     unwrapped = tuple(
         _build_chunk(
@@ -149,6 +150,12 @@ def build_chunks(
     )
     for chunk in unwrapped:
         chunk.rotary_frequencies = frequencies
+        if transformer_config.multi_latent_attention:
+            set_rotary_scale(
+                chunk.decoder.layers,
+                scale=rotary_scale,
+                is_interleaved=bool(hf_config.to_dict().get("rope_interleave", True)),
+            )
         chunk.padding_token = _padding_token(hf_config)
         if chunk.post_process and not is_language_model:
             chunk.output_layer = _build_scalar_head(transformer_config, device=membership.device)
@@ -163,6 +170,7 @@ def build_chunks(
     if transformer_config.params_dtype is not torch.float32:
         # Casts the parameters, and the output of the last stage back to float32.
         wrapped = tuple(Float16Module(transformer_config, chunk) for chunk in unwrapped)
+        keep_float32_biases(unwrapped)
     if config.optimizer is not None:
         wrapped = tuple(
             _wrap_data_parallel(chunk, transformer_config, config, membership, is_first=i == 0)
@@ -186,33 +194,6 @@ def _padding_token(hf_config: PretrainedConfig) -> int | None:
     return token if token is None or token >= 0 else token + int(hf_config.vocab_size)
 
 
-def _rotary_frequencies(hf_config: PretrainedConfig) -> Tensor:
-    """Return [D / 2] float32 angles per position, as transformers computes them."""
-    rope = dict(hf_config.rope_parameters)
-    rope_type = rope.get("rope_type", "default")
-    dim = (
-        getattr(hf_config, "head_dim", None)
-        or hf_config.hidden_size // hf_config.num_attention_heads
-    )
-    if rope_type == "default":
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-        return torch.reciprocal(torch.pow(float(rope["rope_theta"]), exponents))
-    if rope_type not in ROPE_INIT_FUNCTIONS:
-        raise ConfigError(
-            f"the model's rope_type is {rope_type!r}, which this version of transformers does not "
-            f"have: use a newer one, or one of {', '.join(sorted(ROPE_INIT_FUNCTIONS))}."
-        )
-    frequencies: Tensor
-    # On the CPU, so that all devices get the same values.
-    frequencies, attention_scale = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
-    if attention_scale != 1.0 or rope_type == "dynamic":
-        raise CapabilityError(
-            f"rope_type {rope_type!r} scales attention or depends on the sequence length, which "
-            "the Megatron engine does not support: use the FSDP engine."
-        )
-    return frequencies
-
-
 def _build_chunk(
     transformer_config: Any,
     *,
@@ -222,16 +203,12 @@ def _build_chunk(
     groups_experts: bool,
 ) -> PackedGPTModel:
     pp = membership.topology.pp
-    table = transformer_config.pipeline_model_parallel_layout
-    num_layers = (
-        transformer_config.num_layers
-        if table is None
-        else _count_decoder_layers(table.layout[pp.rank][index])
-    )
     return PackedGPTModel(
         transformer_config,
         transformer_layer_spec=build_block_spec(
-            transformer_config, num_layers=num_layers, groups_experts=groups_experts
+            transformer_config,
+            layers=_list_layers(transformer_config, stage=pp.rank, index=index),
+            groups_experts=groups_experts,
         ),
         vocab_size=transformer_config.vocab_size,
         max_sequence_length=transformer_config.seq_length,
@@ -243,6 +220,18 @@ def _build_chunk(
         pg_collection=membership.pg_collection,
         vp_stage=index if num_chunks > 1 else None,
     )
+
+
+def _list_layers(transformer_config: Any, *, stage: int, index: int) -> range:
+    """Return the numbers of the layers of a chunk, counted from 0."""
+    layout = transformer_config.pipeline_model_parallel_layout
+    if layout is None:
+        return range(transformer_config.num_layers)
+    # All stages for the first chunk, then all stages for the next one.
+    sizes = [_count_decoder_layers(chunk) for column in zip(*layout.layout) for chunk in column]
+    position = index * len(layout.layout) + stage
+    first = sum(sizes[:position])
+    return range(first, first + sizes[position])
 
 
 def _count_decoder_layers(entries: Sequence[Any]) -> int:

@@ -5,6 +5,7 @@ packed sequences and context parallelism. TransformerEngine's layers are not off
 docs/decisions/0025-layers-in-plain-torch.md.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,12 @@ from torch.autograd.function import FunctionCtx
 
 from temper_engine_megatron.bridge_compat import get_expert_submodules, replace_experts
 from temper_engine_megatron.model.grouped_experts import GroupedExperts
-from temper_engine_megatron.model.moe_router import MoETransformerLayer, SequenceLossRouter
+from temper_engine_megatron.model.latent_attention import LatentAttention
+from temper_engine_megatron.model.moe_router import (
+    MoETransformerLayer,
+    SequenceLossRouter,
+    find_sparse_layers,
+)
 from temper_engine_megatron.model.packed_attention import PackLayout, RowLayout, compute_attention
 
 
@@ -61,10 +67,10 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackLayout | RowLayout,
         **_: object,
     ) -> Tensor:
-        """Compute attention from query [S, R, H, D] and key and value [S, R, K, D].
+        """Compute attention from query [S, R, H, D], key [S, R, K, D] and value [S, R, K, V].
 
         Returns:
-            [S, R, H D].
+            [S, R, H V].
         """
         key, value = (gather_sequence(x, self._group) for x in (key, value))
         return compute_attention(query, key, value, packed_seq_params, scale=self._scale).flatten(2)
@@ -96,17 +102,39 @@ def gather_sequence(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def build_block_spec(transformer_config: Any, *, num_layers: int, groups_experts: bool) -> Any:
-    """Build Megatron's spec of one chunk of the decoder: its layers and the norm after the last."""
+def build_block_spec(
+    transformer_config: Any, *, layers: Sequence[int], groups_experts: bool
+) -> Any:
+    """Build Megatron's spec of one chunk of the decoder: its layers and the norm after the last.
+
+    Args:
+        transformer_config: Megatron's transformer config.
+        layers: Numbers of the chunk's layers, counted from 0.
+        groups_experts: Compute the experts of a layer in one grouped product where possible.
+    """
+    sparse_layers = find_sparse_layers(transformer_config)
+    specs = {
+        has_experts: _build_layer_spec(
+            transformer_config, has_experts=has_experts, groups_experts=groups_experts
+        )
+        for has_experts in {layer in sparse_layers for layer in layers}
+    }
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[layer in sparse_layers] for layer in layers], layer_norm=RMSNorm
+    )
+
+
+def _build_layer_spec(transformer_config: Any, *, has_experts: bool, groups_experts: bool) -> Any:
     # Megatron's "local" spec is the one without TransformerEngine.
     layer = get_gpt_layer_local_spec(
         # Megatron's own grouped products need TransformerEngine.
-        num_experts=transformer_config.num_moe_experts,
+        num_experts=transformer_config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=False,
         qk_layernorm=transformer_config.qk_layernorm,
+        multi_latent_attention=transformer_config.multi_latent_attention,
         normalization=transformer_config.normalization,
     )
-    if transformer_config.num_moe_experts:
+    if has_experts:
         layer.module = MoETransformerLayer
         get_expert_submodules(layer).router = SequenceLossRouter
         if groups_experts:
@@ -116,6 +144,9 @@ def build_block_spec(transformer_config: Any, *, num_layers: int, groups_experts
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     attention = submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if transformer_config.qk_layernorm:
+    if transformer_config.multi_latent_attention:
+        submodules.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif transformer_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return layer

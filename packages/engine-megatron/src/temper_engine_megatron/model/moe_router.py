@@ -18,6 +18,18 @@ LOAD_BALANCING_LOSS, Z_LOSS = "load_balancing_loss", "z_loss"
 """Names of the router losses in metrics, after `router/`."""
 
 
+def find_sparse_layers(transformer_config: Any) -> tuple[int, ...]:
+    """Return the numbers of the layers with experts, counted from 0; none in a dense model."""
+    layers = range(transformer_config.num_layers)
+    if not transformer_config.num_moe_experts:
+        return ()
+    frequency: int | list[int] = transformer_config.moe_layer_freq
+    # Megatron takes the distance of these layers, or a table with 1 for each.
+    if isinstance(frequency, int):
+        return tuple(layers)[::frequency]
+    return tuple(layer for layer in layers if frequency[layer])
+
+
 class PrescribedChoice:
     """The choice of prescribed experts, which Megatron's top-k function calls.
 
@@ -25,9 +37,11 @@ class PrescribedChoice:
     process globals.
     """
 
-    def __init__(self, experts: Tensor) -> None:
+    def __init__(self, experts: Tensor | None) -> None:
         self.experts = experts
-        """[T, K] int64, -1 where the router chooses; after the choice, the experts in use."""
+        """[T, K] int64, -1 where the router chooses; after the choice, the experts in use.
+
+        None lets the router choose all."""
 
     def get_replay_topk(
         self,
@@ -39,7 +53,9 @@ class PrescribedChoice:
     ) -> tuple[Tensor, Tensor]:
         """Return scores and indices [T, K] of the prescribed experts."""
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        self.experts = torch.where(self.experts >= 0, self.experts, own)
+        self.experts = (
+            own if self.experts is None else torch.where(self.experts >= 0, self.experts, own)
+        )
         return scores.gather(1, self.experts), self.experts
 
 
@@ -69,17 +85,21 @@ class SequenceLossRouter(TopKRouter):
         """[E] number of local tokens per expert; one tensor per micro-batch."""
         self.choices: list[Tensor] = []
         """[tokens of this rank, K] chosen experts, one per micro-batch that records them."""
+        self.router_replay = PrescribedChoice(None)
+        """Chooses the experts of the current micro-batch, and knows them afterwards."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose experts, or take the prescribed ones; count them in a training pass."""
         choices = self._get_tokens().choices
+        index = find_sparse_layers(self.config).index(self.layer_number - 1)
         # Megatron passes it on to the function that chooses.
-        self.router_replay: PrescribedChoice | None = (
-            None
-            if choices is None
-            else PrescribedChoice(self._flatten(choices[:, :, self.layer_number - 1]))
+        self.router_replay = PrescribedChoice(
+            None if choices is None else self._flatten(choices[:, :, index])
         )
+        self._logits: Tensor | None = logits.view(-1, self.config.num_moe_experts)
         probabilities, routing_map = super().routing(logits, padding_mask=padding_mask)
+        # Do not keep the graph of this pass.
+        self._logits = None
         if self._get_tokens().records_choices:
             self.choices.append(routing_map.int().topk(self.topk, dim=-1).indices)
         # A recomputed layer runs without gradients at first.
@@ -102,15 +122,18 @@ class SequenceLossRouter(TopKRouter):
             return probs
         tokens = self._get_tokens()
         index = self._flatten(tokens.sequence_index)
-        hits = routing_map.float()
-        if self.router_replay is not None:
-            # Megatron passes the experts that the router would have chosen.
-            hits = torch.zeros_like(hits).scatter_(1, self.router_replay.experts, 1.0)
+        # Megatron's map ignores prescribed experts, groups of experts and the router's biases.
+        experts = self.router_replay.experts
+        assert experts is not None, "the choice has been made"
+        hits = torch.zeros_like(routing_map, dtype=torch.float32).scatter_(1, experts, 1.0)
         counts = hits.new_zeros(len(tokens.lengths), hits.shape[1]).index_add(0, index, hits)
         # A sequence may be divided over these ranks.
         dist.all_reduce(counts, group=self.tp_cp_group)
         fractions = counts / (tokens.lengths * self.topk)[:, None]
-        per_token = (fractions[index] * scores_for_aux_loss.float()).sum(-1)
+        # Of all routers, also of those that weight experts with sigmoids.
+        assert self._logits is not None, "`routing` sets them, and calls this method"
+        probabilities = self._logits.float().softmax(-1)
+        per_token = (fractions[index] * probabilities).sum(-1)
         loss = hits.shape[1] * (per_token * self._flatten(tokens.weights)).sum()
         return self._attach(probs, loss, coefficient=coefficient, name=LOAD_BALANCING_LOSS)
 
@@ -156,9 +179,10 @@ class MoETransformerLayer(TransformerLayer):
 
 
 def pop_router_losses(layers: list[Any], *, names: tuple[str, ...], num_layers: int) -> Tensor:
-    """Return and clear the router losses for these layers, in the order of the names.
+    """Return and clear the router losses of layers with experts, in the order of the names.
 
-    The value is the mean over all `num_layers` layers of the model; the caller sums over ranks.
+    The value is the mean over all `num_layers` such layers of the model; the caller sums over
+    ranks.
     """
     losses = []
     for name in names:
@@ -168,44 +192,59 @@ def pop_router_losses(layers: list[Any], *, names: tuple[str, ...], num_layers: 
     return torch.stack([loss.float().cpu() for loss in losses])
 
 
-def pop_loads(layers: list[Any], *, num_layers: int, num_experts: int) -> Tensor:
-    """Return and clear the loads [num_layers, E] of experts; 0 in layers of other ranks."""
-    loads = torch.zeros(num_layers, num_experts)
+def pop_loads(layers: list[Any], *, sparse_layers: tuple[int, ...], num_experts: int) -> Tensor:
+    """Return and clear the loads [layers with experts, E]; 0 in layers of other ranks."""
+    loads = torch.zeros(len(sparse_layers), num_experts)
     for layer in layers:
         router = layer.mlp.router
         if router.loads:
-            loads[layer.layer_number - 1] = torch.stack(router.loads).sum(0).float().cpu()
+            loads[sparse_layers.index(layer.layer_number - 1)] = (
+                torch.stack(router.loads).sum(0).float().cpu()
+            )
         router.loads.clear()
     return loads
 
 
 def pop_choices(
-    layers: list[Any], local_batches: list[LocalMicroBatch], *, num_layers: int
+    layers: list[Any],
+    local_batches: list[LocalMicroBatch],
+    *,
+    sparse_layers: tuple[int, ...],
+    topk: int,
 ) -> list[Tensor]:
-    """Return and clear the choices [T, num_layers, K] of each micro-batch.
+    """Return and clear the choices [T, layers with experts, K] of each micro-batch.
 
     They are -1 in layers and for tokens that other ranks have.
     """
     columns = []
     for index, local in enumerate(local_batches):
-        column: Tensor | None = None
+        shape = (len(local.local_index), len(sparse_layers), topk)
+        column = torch.full(shape, -1, dtype=torch.int32, device=local.local_index.device)
         for layer in layers:
             router = layer.mlp.router
             rows = router.choices[index]
-            if column is None:
-                shape = (len(local.local_index), num_layers, router.topk)
-                column = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
             # With sequence parallelism, a router sees one of several equal parts of this rank's
             # tokens.
             is_divided = router.config.sequence_parallel
             position = local.local_index - (router.tp_group.rank() * len(rows) if is_divided else 0)
             has_token = (local.local_index >= 0) & (position >= 0) & (position < len(rows))
-            column[has_token, layer.layer_number - 1] = rows[position[has_token]].int()
-        assert column is not None, "every rank has a layer"
+            sparse_index = sparse_layers.index(layer.layer_number - 1)
+            column[has_token, sparse_index] = rows[position[has_token]].int()
         columns.append(column)
     for layer in layers:
         layer.mlp.router.choices.clear()
     return columns
+
+
+def keep_float32_biases(chunks: Iterable[Any]) -> None:
+    """Restore the biases that choose experts to float32, after a cast of all of a model.
+
+    In bf16, two experts with close scores would change places.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, SequenceLossRouter) and module.expert_bias is not None:
+                module.expert_bias.data = module.expert_bias.float()
 
 
 def discard_router_records(modules: Iterable[Any]) -> None:

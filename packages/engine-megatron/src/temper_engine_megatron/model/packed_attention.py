@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # torch 2.11 detects grouped heads by shape; later versions require a flag that 2.11 does not have.
 _NEEDS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -128,12 +128,12 @@ def compute_attention(
     Args:
         query: [S, R, H, D] of this rank's tokens.
         key: [S C, R, K, D] of all tokens; H is a multiple of K.
-        value: Same shape as `key`.
+        value: [S C, R, K, V].
         layout: Sequence boundaries.
         scale: Factor of the attention logits; None means 1 / sqrt(D).
 
     Returns:
-        [S, R, H, D].
+        [S, R, H, V].
     """
     if isinstance(layout, RowLayout):
         q, k, v = (
@@ -158,13 +158,14 @@ def _varlen_attention(
     # The kernel aligns the last query with the last key, which is right for a sequence that starts
     # before this rank's slice.
     sizes = (layout.query_starts, layout.key_starts, max(layout.num_queries), max(layout.num_keys))
-    q, k, v = (x.contiguous() for x in (query, key, value))
+    # The kernel needs values as wide as keys.
+    q, k, v = (x.contiguous() for x in (query, key, pad(value, (0, key.shape[2] - value.shape[2]))))
     if q.shape[1] != k.shape[1] and _NEEDS_GQA_FLAG:
         mixed = varlen_attn(q, k, v, *sizes, scale=scale, window_size=(-1, 0), enable_gqa=True)
     else:
         mixed = varlen_attn(q, k, v, *sizes, scale=scale, window_size=(-1, 0))
     assert isinstance(mixed, Tensor)
-    return mixed
+    return mixed[..., : value.shape[2]]
 
 
 def _attention_by_sequence(

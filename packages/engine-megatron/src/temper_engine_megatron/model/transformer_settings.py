@@ -15,6 +15,7 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.process_group import choose_device
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.model.config_overrides import to_megatron_values
+from temper_engine_megatron.model.moe_router import find_sparse_layers
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -54,6 +55,8 @@ _FIXED_FIELDS: Mapping[str, object] = {
     # Its gradient is bf16 even in float32 models.
     "cross_entropy_loss_fusion": False,
     "deterministic_mode": False,
+    # The layers that predict more than one token are not part of transformers' models either.
+    "mtp_num_layers": None,
 }
 """Fields of Megatron's config that do not depend on ours."""
 _RECOMPUTE_FIELDS: Mapping[str, dict[str, object]] = {
@@ -90,6 +93,7 @@ def configure_transformer(
         **_parallel_fields(config, num_layers=transformer_config.num_layers),
         **_dtype_fields(_DTYPES[config.precision.compute]),
         **_expert_fields(transformer_config, config, hf_config=hf_config),
+        **_latent_fields(transformer_config, hf_config),
         "vocab_size": padded_vocab_size,
         "share_embeddings_and_output_weights": is_language_model
         and bool(hf_config.tie_word_embeddings),
@@ -191,7 +195,7 @@ def check_divisible_sizes(transformer_config: Any, config: MegatronConfig) -> No
                 "the {} rows of an expert's matrices",
             )
         )
-    else:
+    if len(find_sparse_layers(transformer_config)) < transformer_config.num_layers:
         splits.append(
             (
                 "tensor_parallel",
@@ -200,6 +204,14 @@ def check_divisible_sizes(transformer_config: Any, config: MegatronConfig) -> No
                 "the {} rows of an MLP's matrices",
             )
         )
+    if transformer_config.multi_latent_attention:
+        splits += [
+            ("tensor_parallel", config.tensor_parallel, rows, "the {} rows of a latent matrix")
+            for rows in (
+                transformer_config.q_lora_rank or 0,
+                transformer_config.kv_lora_rank + transformer_config.qk_pos_emb_head_dim,
+            )
+        ]
     for name, num_ranks, dim, description in splits:
         if dim % num_ranks:
             raise ConfigError(
@@ -251,6 +263,52 @@ def _expert_fields(
         # True computes the softmax over all experts, and keeps the chosen probabilities as they
         # are. False computes the softmax over the chosen experts only.
         "moe_router_pre_softmax": not hf_fields.get("norm_topk_prob", True),
+        # Overlapping shared experts needs CUDA streams.
+        "moe_shared_expert_overlap": False,
+        # The engine does not train these biases, so they stay as they are in the files.
+        "moe_router_bias_update_rate": 0.0,
+        **_bias_router_fields(transformer_config, hf_fields),
+    }
+
+
+def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -> dict[str, object]:
+    """Return the fields of routers with biases that choose experts, as in DeepSeek-V3.
+
+    Raises:
+        CapabilityError: If Megatron chooses experts in another way.
+    """
+    if not transformer_config.moe_router_enable_expert_bias:
+        return {}
+    num_groups, num_chosen = hf_fields.get("n_group") or 1, hf_fields.get("topk_group") or 1
+    if num_groups > 1 and transformer_config.moe_router_topk // num_chosen != 2:
+        raise CapabilityError(
+            f"the model chooses {transformer_config.moe_router_topk} experts in {num_chosen} of "
+            f"{num_groups} groups. transformers ranks groups by their two best experts, Megatron "
+            "by as many as it takes from each group, so the two must be equal: use the FSDP engine."
+        )
+    if not hf_fields.get("norm_topk_prob", True):
+        raise CapabilityError(
+            "the model has a sigmoid router without norm_topk_prob, which Megatron does not "
+            "have: use the FSDP engine."
+        )
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
+        "moe_router_num_groups": num_groups if num_groups > 1 else None,
+        "moe_router_group_topk": num_chosen if num_groups > 1 else None,
+    }
+
+
+def _latent_fields(transformer_config: Any, hf_config: PretrainedConfig) -> dict[str, object]:
+    """Return the fields of latent attention, whose scale depends on the extended context."""
+    if not transformer_config.multi_latent_attention:
+        return {}
+    rope = dict(hf_config.rope_parameters)
+    return {
+        # Angles come from `rotary_frequencies`.
+        "rope_type": "rope",
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
     }
 
 

@@ -153,7 +153,7 @@ class MegatronAdamW:
                     )
 
     @torch.no_grad()
-    def read_state(self, parameter: nn.Parameter) -> ParameterState:
+    def read_state(self, parameter: Tensor) -> ParameterState:
         """Read the state for this rank's tensor-parallel shard of a parameter.
 
         With the distributed optimizer this is collective over all ranks with this tensor-parallel
@@ -177,7 +177,7 @@ class MegatronAdamW:
         return ParameterState(master=master, first=first, second=second, count=int(count))
 
     @torch.no_grad()
-    def write_state(self, parameter: nn.Parameter, state: ParameterState) -> None:
+    def write_state(self, parameter: Tensor, state: ParameterState) -> None:
         """Replace a parameter and its state."""
         # Set the parameter as well as its copy, because the optimizer writes parameters only after
         # an update.
@@ -199,7 +199,7 @@ class MegatronAdamW:
         }
 
     @torch.no_grad()
-    def write_master(self, parameter: nn.Parameter, master: Tensor) -> None:
+    def write_master(self, parameter: Tensor, master: Tensor) -> None:
         """Replace a parameter and its master weight; moments stay."""
         parameter.data.copy_(master)
         optimizer_tensor = self._optimizer_tensor(parameter)
@@ -207,7 +207,7 @@ class MegatronAdamW:
             local = master.reshape(-1)[self._local_range(parameter)]
             optimizer_tensor.data.copy_(local.reshape(optimizer_tensor.shape))
 
-    def _optimizer_tensor(self, parameter: nn.Parameter) -> Any:
+    def _optimizer_tensor(self, parameter: Tensor) -> Any:
         """Return the tensor that AdamW updates for a parameter.
 
         That is the parameter itself, a float32 copy, or this rank's range of such a copy; None if
@@ -221,21 +221,21 @@ class MegatronAdamW:
         group, index = optimizer.model_param_group_index_map[parameter]
         return optimizer.optimizer.param_groups[group]["params"][index]
 
-    def _optimizer_for(self, parameter: nn.Parameter) -> Any:
+    def _optimizer_for(self, parameter: Tensor) -> Any:
         return self._optimizers[-1 if _is_divided_expert(parameter) else 0]
 
-    def _adam_states(self, parameter: nn.Parameter) -> dict[Any, dict[str, Tensor]]:
+    def _adam_states(self, parameter: Tensor) -> dict[Any, dict[str, Tensor]]:
         """Return AdamW's moments and counts, by the tensors that it updates."""
         states: dict[Any, dict[str, Tensor]] = self._optimizer_for(parameter).optimizer.state
         return states
 
-    def _data_parallel_group(self, parameter: nn.Parameter) -> dist.ProcessGroup:
+    def _data_parallel_group(self, parameter: Tensor) -> dist.ProcessGroup:
         """Return the ranks with the same parameter shard."""
         return (
             self._membership.expert_dp if _is_divided_expert(parameter) else self._membership.dp_cp
         )
 
-    def _local_range(self, parameter: nn.Parameter) -> slice:
+    def _local_range(self, parameter: Tensor) -> slice:
         """Return the range in a flattened parameter that this rank has optimizer state for."""
         if not self.is_distributed:
             return slice(0, parameter.numel())
@@ -248,9 +248,7 @@ class MegatronAdamW:
         local_range = param_map[parameter]["param"]
         return slice(local_range.start, local_range.end)
 
-    def _gather_full(
-        self, local: Tensor | None, parameter: nn.Parameter, local_range: slice
-    ) -> Tensor:
+    def _gather_full(self, local: Tensor | None, parameter: Tensor, local_range: slice) -> Tensor:
         """Gather a tensor in the parameter's shape from the ranks with its ranges."""
         full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if local is not None:
@@ -276,7 +274,7 @@ def _use_torch_adamw() -> Iterator[None]:
         core_optimizer.USING_PYTORCH_OPTIMIZER = previous
 
 
-def _is_divided_expert(parameter: nn.Parameter) -> bool:
+def _is_divided_expert(parameter: Tensor) -> bool:
     """Return True if Megatron excludes the parameter from the data-parallel all-reduce."""
     marks: Mapping[str, Any] = vars(parameter)
     return not marks.get("allreduce", True)

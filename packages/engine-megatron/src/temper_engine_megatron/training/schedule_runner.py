@@ -31,6 +31,7 @@ from temper_engine_megatron.model.moe_router import (
     LOAD_BALANCING_LOSS,
     Z_LOSS,
     discard_router_records,
+    find_sparse_layers,
     pop_choices,
     pop_loads,
     pop_router_losses,
@@ -105,7 +106,7 @@ class ScheduleRunner:
             self.has_unreduced_gradients = True
         if returns_experts:
             # A call that raised may have left some.
-            for layer in self._unwrapped_layers():
+            for layer in self._sparse_layers():
                 layer.mlp.router.choices.clear()
         with self._run_pass(trains=not forward_only), support_missing_cuda():
             outputs = self._run_micro_batches(local_batches, options)
@@ -118,10 +119,12 @@ class ScheduleRunner:
     ) -> list[HeadOutputs]:
         """Add the chosen experts to the outputs of the last stage. Collective over a replica."""
         membership = self._membership
+        config = self._chunks.transformer_config
         columns = pop_choices(
-            self._unwrapped_layers(),
+            self._sparse_layers(),
             local_batches,
-            num_layers=self._chunks.transformer_config.num_layers,
+            sparse_layers=find_sparse_layers(config),
+            topk=config.moe_router_topk,
         )
         for column in columns:
             # Each rank has -1 for what others have chosen.
@@ -134,8 +137,16 @@ class ScheduleRunner:
             for each, column in zip(outputs, columns, strict=True)
         ]
 
-    def _unwrapped_layers(self) -> list[Any]:
-        return [layer for chunk in self._chunks.unwrapped for layer in chunk.decoder.layers]
+    def _sparse_layers(self) -> list[Any]:
+        """Return this rank's layers with experts."""
+        sparse_layers = find_sparse_layers(self._chunks.transformer_config)
+        return [
+            layer
+            for chunk in self._chunks.unwrapped
+            for layer in chunk.decoder.layers
+            # Megatron counts layers from 1.
+            if layer.layer_number - 1 in sparse_layers
+        ]
 
     def _check_prescribed_experts(self, batch: PackedBatch) -> None:
         column, config = batch.columns.get(ROUTED_EXPERTS), self._chunks.transformer_config
@@ -145,12 +156,12 @@ class ScheduleRunner:
             raise BatchError(
                 f"the batch has column {ROUTED_EXPERTS!r}, but the model has no experts: remove it."
             )
-        expected = (batch.num_tokens, config.num_layers, config.moe_router_topk)
+        expected = (batch.num_tokens, len(find_sparse_layers(config)), config.moe_router_topk)
         if column.shape != expected:
             raise BatchError(
                 f"column {ROUTED_EXPERTS!r} has shape {tuple(column.shape)}, but must be [tokens, "
-                f"layers, experts per token], here {expected}: record the choices with the same "
-                "model."
+                f"layers with experts, experts per token], here {expected}: record the choices "
+                "with the same model."
             )
 
     def _run_micro_batches(
@@ -274,14 +285,14 @@ class ScheduleRunner:
             Z_LOSS: config.moe_z_loss_coeff,
         }
         names = tuple(name for name, coefficient in coefficients.items() if coefficient)
-        layers = self._unwrapped_layers()
+        layers, sparse_layers = self._sparse_layers(), find_sparse_layers(config)
         loads = pop_loads(
-            layers, num_layers=config.num_layers, num_experts=config.num_moe_experts
+            layers, sparse_layers=sparse_layers, num_experts=config.num_moe_experts
         ).to(membership.device)
         dist.all_reduce(loads)
         metrics = compute_load_metrics(loads)
         if names:
-            losses = pop_router_losses(layers, names=names, num_layers=config.num_layers).to(
+            losses = pop_router_losses(layers, names=names, num_layers=len(sparse_layers)).to(
                 membership.device
             )
             # Ranks in tp_cp have terms for different tokens, and pipeline stages have terms for

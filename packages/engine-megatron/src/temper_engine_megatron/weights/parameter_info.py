@@ -13,6 +13,8 @@ from torch import Tensor
 from temper_engine_api.process_group import gather_objects
 from temper_engine_megatron.model.gpt_chunks import PackedGPTModel
 
+ROUTER_BIAS = "mlp.router.expert_bias"
+"""Last part of the Megatron names of buffers that are in files."""
 EMBEDDING = "embedding.word_embeddings.weight"
 EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+")
 """Number of an expert in a Megatron name."""
@@ -35,6 +37,8 @@ class ParameterInfo:
     """Dimension that is split over tensor-parallel ranks; None if it is replicated."""
     is_vocab_matrix: bool
     """True if its rows are tokens, padded to equal shards."""
+    is_buffer: bool
+    """True for a tensor of the model's files that is not trained, such as a router's bias."""
     is_expert_adapter: bool
     """True if the first dimension is experts, in the order of their ranks."""
 

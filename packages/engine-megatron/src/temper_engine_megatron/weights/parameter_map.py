@@ -6,6 +6,7 @@ other pipeline stages, so all ranks meet the same names in the same order. For a
 are gathered only on the rank that writes the tensor.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from temper_engine_api.file_names import FileNames
 from temper_engine_api.process_group import gather_objects
@@ -32,6 +33,7 @@ from temper_engine_megatron.runtime.process_groups import Membership
 from temper_engine_megatron.weights.parameter_info import (
     EMBEDDING,
     EXPERT_NUMBER,
+    ROUTER_BIAS,
     ParameterInfo,
     assign_writers,
     gather_parameter_infos,
@@ -53,7 +55,7 @@ class MappedParameter:
     info: ParameterInfo
     mapping: WeightMapping
     """Hugging Face weights that it consists of."""
-    parameter: nn.Parameter | None
+    parameter: Tensor | None
     """This rank's shard; None if the parameter is on other ranks only."""
 
 
@@ -80,10 +82,10 @@ class ParameterMap:
         self._membership = membership
         self._vocab_size = vocab_size
         self._has_scalar_head = has_scalar_head
-        self._tied_copy: nn.Parameter | None = None
+        self._tied_copy: Tensor | None = None
         self.compute_dtype: torch.dtype = chunks.transformer_config.params_dtype
         """Dtype of all parameters."""
-        local = dict(self._named_parameters(chunks))
+        local = dict(self._named_tensors(chunks))
         local_infos = [self._describe(name, parameter) for name, parameter in local.items()]
         stage_infos = gather_parameter_infos(local_infos, membership.ep)
         # Sorted, because gathering parameters is collective and every rank must go through them in
@@ -100,10 +102,15 @@ class ParameterMap:
         )
         self._writers = self._assign_writers()
 
-    def list_weight_entries(self) -> list[WeightEntry]:
+    @property
+    def trained_entries(self) -> tuple[MappedParameter, ...]:
+        """All entries except buffers, which have no optimizer state."""
+        return tuple(entry for entry in self.entries if not entry.info.is_buffer)
+
+    def list_weight_entries(self, *, with_buffers: bool = True) -> list[WeightEntry]:
         """List all Hugging Face names with full shapes, in the order of an export."""
         entries = []
-        for entry in self.entries:
+        for entry in self.entries if with_buffers else self.trained_entries:
             full = torch.empty(self._full_shape(entry.info), device="meta")
             for name, shape in self._hf_shapes(entry, full):
                 entries.append(WeightEntry(name=name, shape=shape, dtype=torch.float32))
@@ -217,7 +224,7 @@ class ParameterMap:
             name: tensor.contiguous() for name, tensor in zip(mapping.names, tensors, strict=True)
         }
 
-    def local_parameters(self, entry: MappedParameter) -> list[nn.Parameter]:
+    def local_parameters(self, entry: MappedParameter) -> list[Tensor]:
         """Return this rank's parameters for an entry.
 
         None, one, or two: the last stage has its own copy of a tied embedding.
@@ -279,12 +286,13 @@ class ParameterMap:
         is_expert = info.is_expert_adapter or EXPERT_NUMBER.search(info.name) is not None
         return self._membership.expert_tp if is_expert else self._membership.tp
 
-    def _named_parameters(self, chunks: ModelChunks) -> Iterator[tuple[str, nn.Parameter]]:
+    def _named_tensors(self, chunks: ModelChunks) -> Iterator[tuple[str, Tensor]]:
         ep = self._membership.ep
         num_experts = self._translation.transformer_config.num_moe_experts
         first_expert = num_experts // ep.size() * ep.rank() if num_experts else 0
         for chunk in chunks.unwrapped:
-            for name, parameter in chunk.named_parameters():
+            buffers = (item for item in chunk.named_buffers() if item[0].endswith(ROUTER_BIAS))
+            for name, parameter in itertools.chain(chunk.named_parameters(), buffers):
                 if is_adapter_parameter(name) != self._maps_adapter:
                     continue
                 if (
@@ -298,7 +306,7 @@ class ParameterMap:
                     continue
                 yield global_name(name, chunk, first_expert=first_expert), parameter
 
-    def _describe(self, name: str, parameter: nn.Parameter) -> ParameterInfo:
+    def _describe(self, name: str, parameter: Tensor) -> ParameterInfo:
         # Megatron marks parameters with attributes: whether they are split, and along which
         # dimension.
         marks: Mapping[str, Any] = vars(parameter)
@@ -319,6 +327,7 @@ class ParameterMap:
             is_vocab_matrix=is_head
             or name == EMBEDDING
             or (is_trained_head(name) and not self._has_scalar_head),
+            is_buffer=name.endswith(ROUTER_BIAS),
             is_expert_adapter=is_expert_adapter(name),
         )
 

@@ -34,6 +34,10 @@ class ShardedState:
         """List all Hugging Face names with full shapes, in the order of an export."""
         return self._parameter_map.list_weight_entries()
 
+    def list_trained_entries(self) -> list[WeightEntry]:
+        """List the same without buffers, which have no training state."""
+        return self._parameter_map.list_weight_entries(with_buffers=False)
+
     def iterate_weights(
         self, *, dtype: torch.dtype, merge: MergeAdapter | None = None
     ) -> Iterator[NamedWeight]:
@@ -46,7 +50,10 @@ class ShardedState:
         for entry in self._parameter_map.entries:
             # Gather in the compute dtype. This is half the traffic of master weights, and
             # parameters are rounded from them anyway.
-            local = None if entry.parameter is None else entry.parameter.detach()
+            local = entry.parameter
+            if local is not None:
+                # The biases of routers are float32.
+                local = local.detach().to(self._parameter_map.compute_dtype)
             for name, tensor in self._parameter_map.gather(
                 entry, local, dtype=self._parameter_map.compute_dtype
             ).items():
@@ -55,7 +62,7 @@ class ShardedState:
 
     def iterate_masters(self) -> Iterator[NamedWeight]:
         """Yield full float32 master weights, gathering one parameter at a time. Collective."""
-        for entry in self._parameter_map.entries:
+        for entry in self._parameter_map.trained_entries:
             for name, tensor in self._gather_master(entry).items():
                 yield NamedWeight(name, tensor.clone())
 
@@ -75,18 +82,18 @@ class ShardedState:
         )
         return self._parameter_map.gather(entry, local, dtype=torch.float32)
 
-    def write_shard(self, parameter: nn.Parameter, shard: Tensor) -> None:
-        """Replace this rank's shard of a parameter; moments stay."""
-        if self._optimizer is None:
+    def write_shard(self, parameter: Tensor, shard: Tensor) -> None:
+        """Replace this rank's shard of a parameter or buffer; moments stay."""
+        if self._optimizer is None or not isinstance(parameter, nn.Parameter):
             parameter.data.copy_(shard)
         else:
             self._optimizer.write_master(parameter, shard.to(parameter.device, torch.float32))
 
     def local_names(self) -> list[str]:
-        """List the tensors that this rank reads from a checkpoint, by name."""
+        """List the trained tensors that this rank reads from a checkpoint, by name."""
         return [
             name
-            for entry in self._parameter_map.entries
+            for entry in self._parameter_map.trained_entries
             if self._parameter_map.local_parameters(entry)
             for name in entry.mapping.names
         ]
@@ -134,7 +141,7 @@ class ShardedState:
         One parameter is gathered at a time.
         """
         optimizer = self._require_optimizer()
-        for entry in self._parameter_map.entries:
+        for entry in self._parameter_map.trained_entries:
             state = None if entry.parameter is None else optimizer.read_state(entry.parameter)
             local = (None,) * 3 if state is None else (state.master, state.first, state.second)
             masters, firsts, seconds = (
@@ -157,11 +164,26 @@ class ShardedState:
         Every tensor is yielded on a single rank.
         """
         # Of the copies on data-parallel ranks only the writer's takes part.
-        for entry in self._parameter_map.entries:
+        for entry in self._parameter_map.trained_entries:
             if entry.parameter is not None and self._parameter_map.takes_part_in_saving(entry):
                 tensors = self._parameter_map.gather_to_writer(entry, entry.parameter.detach())
                 for name, tensor in tensors.items():
                     yield NamedWeight(name, tensor.to(torch.float32, copy=True))
+
+    def iterate_buffers_to_save(self) -> Iterator[NamedWeight]:
+        """Yield the buffers that this rank writes to a checkpoint, each on a single rank."""
+        for entry in self._parameter_map.entries:
+            # Buffers are not divided, so only their writer takes part.
+            if entry.info.is_buffer and self._parameter_map.takes_part_in_saving(entry):
+                assert entry.parameter is not None, "a writer has the tensor"
+                yield NamedWeight(entry.mapping.names[0], entry.parameter.detach().clone())
+
+    def load_buffers(self, read: Callable[[str], Tensor], *, names: Collection[str]) -> None:
+        """Set this rank's buffers with these names; the others stay as they are."""
+        for entry in self._parameter_map.entries:
+            if entry.info.is_buffer and entry.mapping.names[0] in names:
+                for buffer in self._parameter_map.local_parameters(entry):
+                    buffer.copy_(read(entry.mapping.names[0]))
 
     def iterate_state_to_save(self) -> Iterator[TrainingState]:
         """Yield the training state that this rank writes to a checkpoint. Collective.
@@ -169,7 +191,7 @@ class ShardedState:
         In host memory. Every tensor is yielded on a single rank.
         """
         optimizer = self._require_optimizer()
-        for entry in self._parameter_map.entries:
+        for entry in self._parameter_map.trained_entries:
             takes_part = self._parameter_map.takes_part_in_saving(entry)
             # Reading a distributed state is collective, also for ranks that write nothing.
             if entry.parameter is None or not (takes_part or optimizer.is_distributed):
@@ -204,7 +226,7 @@ class ShardedState:
             WeightError: If a name is missing, unexpected or repeated, or a shape differs; nothing
                 is loaded then.
         """
-        self._load_state(stream, _Collector(self._parameter_map, self.list_weight_entries()))
+        self._load_state(stream, _Collector(self._parameter_map, self.list_trained_entries()))
 
     def load_local_state(self, stream: Iterable[TrainingState]) -> None:
         """Load the state of the names in `local_names` only; see `load_state`."""
@@ -279,7 +301,7 @@ class _Collector:
         """
         check_weight_entries(self._expected, self._received)
         for entry in self._parameter_map.entries:
-            if self._parameter_map.local_parameters(entry):
+            if entry.info.name in self._shards:
                 yield entry, self._shards[entry.info.name]
 
 

@@ -1,0 +1,52 @@
+"""Angles of rotary position embeddings, as transformers computes them."""
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from temper_engine_api.errors import CapabilityError, ConfigError
+
+
+def compute_rotary_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float]:
+    """Return [D / 2] float32 angles per position, and a factor of rotated queries and keys.
+
+    D is the number of dimensions of a head that rotate.
+
+    Raises:
+        ConfigError: If transformers does not know the type of the embeddings.
+        CapabilityError: If the engine does not support it.
+    """
+    rope = dict(hf_config.rope_parameters)
+    rope_type = rope.get("rope_type", "default")
+    if rope_type == "default":
+        dim = int(_get_head_dim(hf_config) * rope.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        return torch.reciprocal(torch.pow(float(rope["rope_theta"]), exponents)), 1.0
+    if rope_type not in ROPE_INIT_FUNCTIONS:
+        raise ConfigError(
+            f"the model's rope_type is {rope_type!r}, which this version of transformers does not "
+            f"have: use a newer one, or one of {', '.join(sorted(ROPE_INIT_FUNCTIONS))}."
+        )
+    frequencies: Tensor
+    # On the CPU, so that all devices get the same values.
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
+    is_supported = scale == 1.0 or _rotates_latents(hf_config)
+    if not is_supported or rope_type in ("dynamic", "longrope"):
+        raise CapabilityError(
+            f"rope_type {rope_type!r} scales attention or depends on the sequence length, which "
+            "the Megatron engine does not support: use the FSDP engine."
+        )
+    return frequencies, scale
+
+
+def _get_head_dim(hf_config: PretrainedConfig) -> int:
+    if _rotates_latents(hf_config):
+        return int(hf_config.qk_rope_head_dim)
+    head_dim: int | None = getattr(hf_config, "head_dim", None)
+    return head_dim or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def _rotates_latents(hf_config: PretrainedConfig) -> bool:
+    """Return True for latent attention, in which only a part of each head rotates."""
+    return "kv_lora_rank" in hf_config.to_dict()

@@ -1,0 +1,60 @@
+"""Test routers with biases: their checkpoints, and rules of groups that Megatron does not have."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from temper_engine_api.errors import CapabilityError
+from temper_engine_api.specs import ModelSpec
+from temper_engine_api.weights import NamedWeight
+from temper_engine_megatron.engine import MegatronEngine
+
+GLM4_MOE = {
+    "model_type": "glm4_moe",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "pad_token_id": None,
+}
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def export_weights(engine):
+    with engine.export_weights() as stream:
+        return dict(stream)
+
+
+def test_checkpoint_has_the_biases_of_routers(start, tmp_path):
+    engine = start(model=ModelSpec(architecture=GLM4_MOE))
+    weights = export_weights(engine)
+    weights[BIAS] = torch.tensor([0.5, -0.25, 0.0, 1.0])
+    engine.load_weights(NamedWeight(name, tensor) for name, tensor in weights.items())
+    engine.save_checkpoint(str(tmp_path))
+    other = start(model=ModelSpec(architecture=GLM4_MOE))
+    assert torch.equal(export_weights(other)[BIAS], torch.zeros(4))
+    other.load_checkpoint(str(tmp_path))
+    assert torch.equal(export_weights(other)[BIAS], weights[BIAS])
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"n_group": 4, "topk_group": 2}, "ranks groups by their two best experts"),
+        ({"norm_topk_prob": False}, "without norm_topk_prob"),
+    ],
+)
+def test_router_that_megatron_computes_otherwise_is_refused(config, changes, match):
+    spec = ModelSpec(architecture={**GLM4_MOE, "n_routed_experts": 8, **changes})
+    with pytest.raises(CapabilityError, match=match):
+        MegatronEngine(replace(config, model=spec)).init_model()
