@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.schedule import ScheduleSpec
@@ -27,6 +27,8 @@ __all__ = [
 
 ModelType = Literal["language_model", "value_model", "reward_model"]
 Scalar = str | int | float | bool | None
+ConfigValue = Scalar | tuple[Scalar, ...] | Mapping[str, Scalar | Mapping[str, Scalar]]
+"""Value of a field of a Hugging Face config."""
 Compute = Literal["bf16", "fp16", "fp32"]
 Dtype = Literal["bf16", "fp32"]
 
@@ -42,10 +44,11 @@ class ModelSpec:
     """Hugging Face model to load: a local directory or, in `temper-train`, also a name on the Hub
     such as `Qwen/Qwen3-8B`, which huggingface_hub loads. Set exactly one of path and architecture.
     """
-    architecture: Mapping[str, Scalar | tuple[Scalar, ...]] = field(default_factory=dict)
+    architecture: Mapping[str, ConfigValue] = field(default_factory=dict)
     """Hugging Face config of a model with random initial weights, including `model_type`.
 
-    Lists, such as `layer_types`, are tuples here."""
+    Lists, such as `layer_types`, are tuples here. `rope_parameters` is a mapping, or one mapping
+    per kind of layer."""
     model_type: ModelType = "language_model"
     """Head of the model."""
     trust_remote_code: bool = False
@@ -66,6 +69,16 @@ class ModelSpec:
                 "model.architecture has no model_type: add it, for example "
                 "{model_type: qwen2, hidden_size: 128, ...}."
             )
+
+    def to_config_fields(self) -> dict[str, Any]:
+        """Return the architecture as transformers takes it, with lists and dicts."""
+        return {name: _to_plain(value) for name, value in self.architecture.items()}
+
+
+def _to_plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _to_plain(each) for name, each in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

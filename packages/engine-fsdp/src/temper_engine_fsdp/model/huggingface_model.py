@@ -158,11 +158,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
                 "from the Hub first and set its directory."
             )
         return _load_config(spec.path, allow_code=spec.trust_remote_code)
-    # The config classes of transformers accept lists, but no tuples.
-    fields = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in spec.architecture.items()
-    }
+    fields = spec.to_config_fields()
     name = str(fields.pop("model_type"))
     try:
         config: PretrainedConfig = AutoConfig.for_model(name, **fields)

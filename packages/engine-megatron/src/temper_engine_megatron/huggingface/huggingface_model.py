@@ -57,11 +57,7 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
                 f"{_first_sentence(error)} Set model.path to a directory with a complete "
                 "config.json."
             ) from error
-    # The config classes of transformers accept lists, but no tuples.
-    fields = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in spec.architecture.items()
-    }
+    fields = spec.to_config_fields()
     model_type = str(fields.pop("model_type"))
     try:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **fields)

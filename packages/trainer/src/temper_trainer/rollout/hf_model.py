@@ -54,13 +54,7 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
                 trust_remote_code=spec.trust_remote_code,
             )
         else:
-            # The config classes of transformers accept lists, but no tuples.
-            config = AutoConfig.for_model(
-                **{
-                    name: list(value) if isinstance(value, tuple) else value
-                    for name, value in spec.architecture.items()
-                }
-            )
+            config = AutoConfig.for_model(**spec.to_config_fields())
             # The global generator stays as it is: an engine in this process may draw from it.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.seed)

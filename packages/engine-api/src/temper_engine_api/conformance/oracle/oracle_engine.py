@@ -432,11 +432,7 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
             **head,
         )
     else:
-        # The config classes of transformers accept lists, but no tuples.
-        settings = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in spec.architecture.items()
-        }
+        settings = spec.to_config_fields()
         hf_config = AutoConfig.for_model(settings.pop("model_type"), **settings, **head)
         model = auto.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
     # from_pretrained leaves the model in eval mode, from_config in training mode.

@@ -37,12 +37,7 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
             model.path, trust_remote_code=model.trust_remote_code
         ).get_text_config()
     else:
-        # The config classes of transformers accept lists, but no tuples.
-        fields = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in model.architecture.items()
-        }
-        text_config = AutoConfig.for_model(**fields)
+        text_config = AutoConfig.for_model(**model.to_config_fields())
     has_experts = hasattr(text_config, "num_experts_per_tok")
     replays_sampler = config.rollout.routing_replay == "sampler"
     if replays_sampler and not has_experts:
