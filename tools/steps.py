@@ -172,14 +172,15 @@ STEPS = (
         commands=_conformance_tests(
             "megatron",
             *("--layouts", "tp2,pp2-vpp2,cp2,tp2-sp,ep2"),
-            *("--families", "mixtral,glm4_moe,deepseek_v3"),
+            "--families",
+            "mixtral,glm4_moe,deepseek_v3,gpt_oss,gemma3_text,qwen3_next",
             expressions={
                 "[tp2 and not [tp2-sp": "test_gradient.py or test_weights.py",
                 "[pp2-vpp2": "test_gradient.py or test_update.py or test_value.py "
                 "or test_rfc_loop.py",
                 "[cp2": "test_logprob.py or test_gradient.py "
                 "and (data_parallel_size or oracle or logprob or entropy)",
-                "[tp2-sp": "test_adapter.py and gradient",
+                "[tp2-sp": "test_adapter.py and gradient or test_family.py and gemma3_text",
                 "[ep2": "test_family.py",
             },
         ),

@@ -85,37 +85,7 @@ def test_unsupported_architecture_is_refused_without_process_groups(config):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "olmoe"])
-def test_model_that_only_the_bridge_supports_is_refused(config, model_type):
-    # The bridge translates them, but Gemma's own class scales the embedding: off by 5 nats.
-    other = ModelSpec(
-        architecture={**config.model.architecture, "model_type": model_type, "head_dim": 8}
-    )
-    with pytest.raises(
-        CapabilityError,
-        match="could leave out parts of it without an error: use a qwen2, qwen3, qwen3_moe",
-    ):
-        MegatronEngine(replace(config, model=other)).init_model()
-
-
 MISTRAL = {"model_type": "mistral", "head_dim": 8, "tie_word_embeddings": False}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {**MISTRAL, "sliding_window": 4},
-        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-    ],
-)
-def test_sliding_window_is_refused_in_both_forms_of_a_config(config, fields):
-    with pytest.raises(
-        CapabilityError,
-        match=r"does not support sliding-window attention.* set sliding_window to null",
-    ):
-        MegatronEngine(
-            replace(config, model=ModelSpec(architecture={**config.model.architecture, **fields}))
-        ).init_model()
 
 
 def check_gradients(config, start, batch, *, model):
@@ -136,14 +106,69 @@ def check_gradients(config, start, batch, *, model):
     return gradients[0]
 
 
-def test_mistral_without_a_window_has_the_gradients_of_transformers(config, start, batch):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**MISTRAL, "sliding_window": None},
+        {**MISTRAL, "sliding_window": 4},
+        # The second layer has a window.
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ],
+    ids=["without", "mistral", "qwen2"],
+)
+def test_model_with_a_window_has_the_gradients_of_transformers(config, start, batch, fields):
     model = ModelSpec(
-        architecture={
-            **config.model.architecture,
-            **MISTRAL,
-            "sliding_window": None,
-            "initializer_range": 0.3,
-        }
+        architecture={**config.model.architecture, **fields, "initializer_range": 0.3}
+    )
+    check_gradients(config, start, batch, model=model)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "gpt_oss", "num_local_experts": 4, "rope_parameters": YARN, **EXPERTS},
+        {
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 24,
+            # Queries are not compressed.
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+            **EXPERTS,
+        },
+        {
+            "model_type": "gemma3_text",
+            "head_dim": 8,
+            "layer_types": ("sliding_attention", "full_attention"),
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 16,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+            },
+        },
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+def test_extended_context_has_the_gradients_of_transformers(config, start, batch, fields):
+    model = ModelSpec(
+        architecture={**config.model.architecture, **fields, "initializer_range": 0.3}
     )
     check_gradients(config, start, batch, model=model)
 

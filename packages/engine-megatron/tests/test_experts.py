@@ -447,7 +447,7 @@ def test_router_loss_of_a_dense_model_is_refused(config, name):
             "needs bf16 on CUDA, but the device is cpu",
         ),
         ({**EXPERTS.architecture, "mlp_only_layers": [0]}, {}, CapabilityError, "only some layers"),
-        ({"model_type": "glm4_moe"}, {}, CapabilityError, "for which it lacks dense layers below"),
+        ({"model_type": "gemma2"}, {}, CapabilityError, "for which it lacks soft-capped attention"),
         ({}, {"tensor_parallel": 3}, ConfigError, "tensor_parallel is 3, which must divide"),
     ],
 )

@@ -8,7 +8,7 @@ from temper_engine_megatron.model.micro_batch_layout import (
     MicroBatchLayout,
     build_local_micro_batch,
 )
-from temper_engine_megatron.model.packed_attention import compute_attention
+from temper_engine_megatron.model.packed_attention import Scores, compute_attention
 
 
 def build_slice(batch, *, is_packed=True, **sizes):
@@ -66,7 +66,16 @@ def test_slice_has_the_keys_of_a_sequence_that_starts_before_it():
 
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_attention_stays_within_each_sequence(cp_size, is_packed):
+@pytest.mark.parametrize(
+    "scores",
+    [
+        Scores(scale=0.3),
+        Scores(scale=0.3, window=3),
+        Scores(scale=0.3, window=3, sinks=torch.tensor([1.0, -1.0, 0.5, 2.0]).double()),
+    ],
+    ids=["full", "window", "sinks"],
+)
+def test_attention_stays_within_each_sequence(cp_size, is_packed, scores):
     # 5, 2 and 9 tokens, four query and two key heads; the slices cut the last sequence in three.
     draw = torch.Generator().manual_seed(0)
     sizes = (5, 2, 9)
@@ -85,11 +94,11 @@ def test_attention_stays_within_each_sequence(cp_size, is_packed):
     mixed = torch.zeros_like(query)
     for each in slices:
         attended = compute_attention(
-            to_local_grid(query, each), keys, values, each.attention, scale=0.3
+            to_local_grid(query, each), keys, values, each.attention, scores=scores
         ).flatten(0, 1)
         mixed[each.local_index >= 0] = attended[each.local_index[each.local_index >= 0]]
     expected = [
-        causal_attention(q, k, v, scale=0.3)
+        causal_attention(q, k, v, scores)
         for q, k, v in zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     ]
     torch.testing.assert_close(mixed, torch.cat(expected))
@@ -102,15 +111,18 @@ def to_local_grid(tokens, local):
     return grid.view(local.tokens.shape[1], local.tokens.shape[0], *tokens.shape[1:])
 
 
-def causal_attention(query, key, value, *, scale):
+def causal_attention(query, key, value, scores):
     """Compute causal attention of one sequence with an explicit softmax."""
-    logits = scale * torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, dim=1))
-    hidden = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
-    return torch.einsum(
-        "hqk,khd->qhd",
-        logits.masked_fill(hidden, -torch.inf).softmax(-1),
-        value.repeat_interleave(2, dim=1),
-    )
+    logits = scores.scale * torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, dim=1))
+    visible = torch.ones(len(query), len(query), dtype=torch.bool).tril()
+    if scores.window is not None:
+        visible &= visible.triu(1 - scores.window)
+    logits = logits.masked_fill(~visible, -torch.inf)
+    if scores.sinks is not None:
+        column = scores.sinks[:, None, None].expand(-1, len(query), 1)
+        logits = torch.cat([logits, column], dim=-1)
+    weights = logits.softmax(-1)[..., : len(query)]
+    return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, dim=1))
 
 
 def test_micro_batch_has_the_weights_of_its_tokens_and_a_padding_mask():

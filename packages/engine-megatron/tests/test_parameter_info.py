@@ -16,7 +16,8 @@ def describe(name: str, *, expert_rank: int | None) -> ParameterInfo:
         shape=(4, 2),
         split_dim=None,
         is_vocab_matrix=False,
-        is_expert_adapter=False,
+        is_buffer=False,
+        stacks_experts=False,
     )
 
 

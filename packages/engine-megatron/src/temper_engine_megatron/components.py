@@ -25,6 +25,7 @@ from temper_engine_megatron.huggingface.huggingface_model import (
     open_initial_weights,
     read_file_names,
 )
+from temper_engine_megatron.huggingface.model_comparison import check_computes_alike
 from temper_engine_megatron.model.config_overrides import check_overrides, to_megatron_values
 from temper_engine_megatron.model.gpt_chunks import ModelChunks, build_chunks
 from temper_engine_megatron.model.transformer_settings import configure_transformer
@@ -99,12 +100,14 @@ def check_model(config: MegatronConfig) -> None:
     _check_offload(config)
     hf_config = load_hf_config(config.model)
     warn_about_undeclared_keys(hf_config, architecture=config.model.architecture)
+    translation = BridgeTranslation(hf_config)
+    check_computes_alike(hf_config)
     if config.device == "auto":
         # The host that runs the check may lack the run's GPUs.
         config = replace(config, device="cuda")
     with ignore_known_warnings(), support_missing_cuda():
         configure_transformer(
-            BridgeTranslation(hf_config).transformer_config,
+            translation.transformer_config,
             config,
             hf_config=hf_config,
             is_language_model=config.model.model_type == "language_model",
@@ -121,6 +124,7 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
     _check_offload(config)
     hf_config = load_hf_config(config.model)
     translation = BridgeTranslation(hf_config)
+    check_computes_alike(hf_config)
     membership = join_groups(config)
     try:
         if config.deterministic:

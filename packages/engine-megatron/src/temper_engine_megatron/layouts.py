@@ -14,6 +14,16 @@ LAYOUTS = (
     ),
     Layout(name="ep2", world_size=2, fields={"expert_parallel": 2}),
     Layout(
+        name="tp2-sp-ep2",
+        world_size=2,
+        fields={
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "expert_parallel": 2,
+            "expert_tensor_parallel": 1,
+        },
+    ),
+    Layout(
         name="tp2-sp-padded",
         world_size=2,
         fields={"tensor_parallel": 2, "sequence_parallel": True, "remove_padding": False},

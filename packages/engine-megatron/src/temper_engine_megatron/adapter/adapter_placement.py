@@ -29,6 +29,7 @@ from temper_engine_megatron.huggingface.weight_names import (
     EXPERTS_PATH,
     FULL_RANK_LATENT_LINEARS,
     LATENT_LINEARS,
+    MIXER_LINEARS,
     MLP_LINEARS,
     TRAINED_BIAS,
     TRAINED_WEIGHT,
@@ -246,6 +247,8 @@ def _adaptable_linears(translation: BridgeTranslation, number: int) -> tuple[str
     attention: tuple[str, ...] = ATTENTION_LINEARS
     if config.multi_latent_attention:
         attention = FULL_RANK_LATENT_LINEARS if config.q_lora_rank is None else LATENT_LINEARS
+    if number in config.linear_layers:
+        attention = MIXER_LINEARS
     return attention if number in find_sparse_layers(config) else (*attention, *MLP_LINEARS)
 
 

@@ -140,9 +140,12 @@ def join_expert_shards(shards: Sequence[Tensor], *, kind: MappingKind) -> Tensor
     """Join the shards of tensor-parallel ranks to PEFT's tensor.
 
     Args:
-        shards: [E, r, in] or [E, out, r] of each rank, with all experts.
+        shards: [E, r, in] or [E, out, r] of each rank, with all experts; or a full stack.
         kind: Kind of the weight mapping.
     """
+    if kind == "stacked_experts":
+        (stacked,) = shards
+        return stacked
     if kind == "experts_a":
         return torch.cat([*shards], dim=2).flatten(0, 1)
     if kind == "gated_experts_b":
@@ -162,12 +165,14 @@ def take_expert_shard(
 
     Inverse of `join_expert_shards`.
     """
+    if kind == "stacked_experts":
+        return tensor
     if kind == "experts_a":
         by_expert: Tensor = tensor.unflatten(0, (num_experts, -1))
         return by_expert.chunk(num_ranks, dim=2)[rank]
-    stacked: Tensor = tensor.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+    by_row: Tensor = tensor.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
     if kind == "gated_experts_b":
         return torch.cat(
-            [half.chunk(num_ranks, dim=1)[rank] for half in stacked.chunk(2, dim=1)], dim=1
+            [half.chunk(num_ranks, dim=1)[rank] for half in by_row.chunk(2, dim=1)], dim=1
         )
-    return stacked.chunk(num_ranks, dim=1)[rank]
+    return by_row.chunk(num_ranks, dim=1)[rank]

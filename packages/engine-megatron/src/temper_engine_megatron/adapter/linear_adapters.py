@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from temper_engine_megatron.huggingface.weight_names import ADAPTER_MODULE
+from temper_engine_megatron.huggingface.weight_names import ADAPTER_MODULE, MIXER_LINEARS
 
 
 class AdapterSwitch:
@@ -65,7 +65,9 @@ class LinearLayer:
     module: nn.Module
     """Column or row parallel; returns its output and a bias or None."""
     splits_input: bool
-    """True for row-parallel layers, which split x across ranks and sum the outputs."""
+    """True for row-parallel layers, which split x over ranks and sum the outputs."""
+    is_replicated: bool
+    """True for layers of torch, which every rank has in full and for the full sequence."""
     output_indices: Mapping[str, Tensor]
     """Indices into this rank's output, by the last part of the Hugging Face module's name.
 
@@ -110,6 +112,8 @@ class LoraPair(nn.Module):
         split, replicated = (
             (self.lora_A, self.lora_B) if linear.splits_input else (self.lora_B, self.lora_A)
         )
+        if linear.is_replicated:
+            return
         set_tensor_model_parallel_attributes(split, True, 1 if linear.splits_input else 0, 1)
         # Each rank sees a part of the sequence; Megatron sums the gradients of parameters with this
         # mark over tensor-parallel ranks.
@@ -148,16 +152,24 @@ class LinearAdapter(nn.Module):
         self.register_buffer("output_permutation", output_permutation, persistent=False)
 
     def hook(
-        self, _: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        _: nn.Module,
+        inputs: tuple[Tensor, ...],
+        output: Tensor | tuple[Tensor, Tensor | None],
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Forward hook: return the layer's output plus the adapter's low-rank updates."""
         if self._context.switch.is_off:
             return output
+        if isinstance(output, Tensor):
+            return self._add_updates(inputs[0], output)
         y, bias = output
-        updates = [self._compute_update(name, inputs[0], y) for name in self._linear.output_indices]
+        return self._add_updates(inputs[0], y), bias
+
+    def _add_updates(self, x: Tensor, y: Tensor) -> Tensor:
+        updates = [self._compute_update(name, x, y) for name in self._linear.output_indices]
         return y + torch.cat(updates, dim=-1).index_select(
             -1, self.get_buffer("output_permutation")
-        ), bias
+        )
 
     def get_pair(self, name: str) -> LoraPair:
         """Return the pair of one Hugging Face module."""
@@ -190,7 +202,7 @@ class LinearAdapter(nn.Module):
         ranks.
         """
         tp = self._context.tp
-        if tp.size() == 1:
+        if tp.size() == 1 or self._linear.is_replicated:
             return low_rank
         is_sequence_parallel = self._context.is_sequence_parallel
         exchange: Callable[..., Tensor]
@@ -213,7 +225,9 @@ class LinearAdapter(nn.Module):
         if keep_probability == 1.0 or not self.training:
             return x
         # Ranks with the same x must draw the same mask, ranks with different slices another one.
-        has_full_x = not self._linear.splits_input and not self._context.is_sequence_parallel
+        has_full_x = self._linear.is_replicated or not (
+            self._linear.splits_input or self._context.is_sequence_parallel
+        )
         generator = self._context.shared_generator if has_full_x else self._context.rank_generator
         mask = torch.empty_like(x).bernoulli_(keep_probability, generator=generator)
         return x * mask / keep_probability
@@ -273,6 +287,7 @@ def find_linear_layers(
     for path, names in paths.items():
         linear = layer.get_submodule(path)
         is_row_parallel = path.endswith(("linear_proj", "linear_fc2"))
+        is_replicated = path in MIXER_LINEARS
         size = linear.get_parameter("weight").shape[0]
         if len(names) == 3:
             output_indices = _qkv_rows(transformer_config, tp_size=tp_size)
@@ -281,6 +296,7 @@ def find_linear_layers(
         linear_layers[path] = LinearLayer(
             module=linear,
             splits_input=is_row_parallel,
+            is_replicated=is_replicated,
             output_indices=dict(zip(names, output_indices, strict=True)),
         )
     return linear_layers
@@ -289,16 +305,20 @@ def find_linear_layers(
 def _qkv_rows(transformer_config: object, *, tp_size: int) -> list[Tensor]:
     """Return the rows of query, key and value in this rank's interleaved output.
 
-    Each group has its queries, then its key, then its value.
+    Each group has its queries, then their gates if there are any, then its key and its value. The
+    rows of a gate follow those of its query in the Hugging Face module.
     """
     values = vars(transformer_config)
     width, num_groups = int(values["kv_channels"]), int(values["num_query_groups"]) // tp_size
     queries_per_group = int(values["num_attention_heads"]) // int(values["num_query_groups"])
-    index = torch.arange(num_groups * (queries_per_group + 2) * width).view(
-        num_groups, queries_per_group + 2, width
+    parts_per_query = 2 if values["attention_output_gate"] else 1
+    num_parts = queries_per_group * parts_per_query
+    index = torch.arange(num_groups * (num_parts + 2) * width).view(
+        num_groups, num_parts + 2, width
     )
+    queries = index[:, :num_parts].unflatten(1, (parts_per_query, queries_per_group))
     return [
-        index[:, :queries_per_group].reshape(-1),
-        index[:, queries_per_group].reshape(-1),
-        index[:, queries_per_group + 1].reshape(-1),
+        queries.transpose(1, 2).reshape(-1),
+        index[:, num_parts].reshape(-1),
+        index[:, num_parts + 1].reshape(-1),
     ]

@@ -5,9 +5,11 @@ transformer config, and maps each of Megatron's parameters to Hugging Face weigh
 """
 
 from temper_engine_megatron.bridge_compat.bridge_translation import (
+    TESTED_MODEL_TYPES,
     BridgeTranslation,
     MappingKind,
     WeightMapping,
+    is_expert_stack,
 )
 from temper_engine_megatron.bridge_compat.supported_versions import (
     VERSION_PAIRS,
@@ -18,6 +20,7 @@ from temper_engine_megatron.bridge_compat.supported_versions import (
 )
 
 __all__ = [
+    "TESTED_MODEL_TYPES",
     "VERSION_PAIRS",
     "BridgeTranslation",
     "MappingKind",
@@ -25,5 +28,6 @@ __all__ = [
     "WeightMapping",
     "find_installed_pair",
     "get_expert_submodules",
+    "is_expert_stack",
     "replace_experts",
 ]

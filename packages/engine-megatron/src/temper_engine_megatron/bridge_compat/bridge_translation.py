@@ -1,8 +1,10 @@
 """Translate a Hugging Face architecture to Megatron with Megatron-Bridge."""
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import transformers
@@ -14,30 +16,28 @@ from temper_engine_api.errors import CapabilityError
 from temper_engine_megatron.bridge_compat.bridge_import import import_bridge
 from temper_engine_megatron.bridge_compat.supported_versions import find_installed_pair
 
-SUPPORTED_MODEL_TYPES = (
+TESTED_MODEL_TYPES = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
     "mixtral",
     "glm4_moe",
     "deepseek_v3",
+    "gpt_oss",
+    "gemma3_text",
+    "qwen3_next",
     "llama",
     "mistral",
 )
-"""Model types whose log-probs and gradients are tested against transformers.
+"""Model types whose log-probs and gradients the kit compares with transformers in each release.
 
 The bridge translates more, but with model classes that do what this engine would leave out, such as
-Gemma's scaled embedding."""
-_USE_SUPPORTED = (
-    f"use a {', '.join(SUPPORTED_MODEL_TYPES[:-1])} or {SUPPORTED_MODEL_TYPES[-1]} model."
-)
+Gemma's scaled embedding; see `huggingface.model_comparison`."""
+_USE_SUPPORTED = f"use a {', '.join(TESTED_MODEL_TYPES[:-1])} or {TESTED_MODEL_TYPES[-1]} model."
 
 _HYBRID = "layers with linear attention over packed sequences"
 MISSING_COMPONENTS: Mapping[str, str] = {
-    "gpt_oss": "attention with sinks and alternating windows, and biases in experts",
-    "gemma2": "soft-capped attention, windows, norms after sublayers and scaled embeddings",
-    "gemma3_text": "alternating windows, norms after sublayers and scaled embeddings",
-    "qwen3_next": f"{_HYBRID}, and shared experts",
+    "gemma2": "soft-capped attention and logits",
     "qwen3_5_text": f"{_HYBRID}, and a translation by Megatron-Bridge",
     "qwen3_5_moe_text": f"{_HYBRID}, shared experts and a translation by Megatron-Bridge",
     "nemotron_h": "Mamba layers over packed sequences, for which Megatron-Core needs mamba-ssm",
@@ -45,7 +45,21 @@ MISSING_COMPONENTS: Mapping[str, str] = {
 }
 """Components that this engine lacks for families that the FSDP engine supports, by model type."""
 
-MappingKind = Literal["plain", "qkv", "gated", "experts_a", "experts_b", "gated_experts_b"]
+_STACKED_EXPERTS = re.compile(
+    r"decoder\.layers\.(\d+)\.mlp\.experts\.((?:gate_up|down)_proj(?:_bias)?)"
+)
+"""Megatron names of `StackedExperts`, which are the engine's own."""
+_MIXER = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.mixer\.(.+)")
+"""Megatron names of `LinearAttention`, which is the engine's own."""
+_OWN_NAMES: Mapping[str, str] = {
+    "post_self_attn_layernorm.": "self_attention.linear_proj.post_layernorm.",
+    "post_mlp_layernorm.": "mlp.linear_fc2.post_layernorm.",
+}
+"""Parts of names of this engine's modules, and those of the bridge, where norms are elsewhere."""
+
+MappingKind = Literal[
+    "plain", "qkv", "gated", "stacked_experts", "experts_a", "experts_b", "gated_experts_b"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +72,7 @@ class WeightMapping:
     - plain: a single tensor.
     - qkv: query, key and value, interleaved by group of heads.
     - gated: gate above up.
+    - stacked_experts: a tensor with the experts of all ranks in its first dimension.
     - experts_a, experts_b, gated_experts_b: LoRA A or B of all experts in PEFT's order; see
       `adapter.expert_adapters`."""
     names: tuple[str, ...]
@@ -76,16 +91,25 @@ class BridgeTranslation:
         """
         bridge = import_bridge()
         causal_lm_config = _to_causal_lm_config(hf_config)
-        if causal_lm_config.architectures[0] not in bridge.AutoBridge.list_supported_models():
-            _register_own_bridges()
-        auto_bridge = bridge.AutoBridge.from_hf_config(causal_lm_config)
-        self.transformer_config: Any = auto_bridge.to_megatron_provider(load_weights=False)
+        model_bridge = _make_own_bridge(hf_config.model_type)
+        if model_bridge is None:
+            class_name = causal_lm_config.architectures[0]
+            if class_name not in bridge.AutoBridge.list_supported_models():
+                raise CapabilityError(
+                    f"the Megatron engine does not support {class_name}, which the installed "
+                    f"Megatron-Bridge does not translate: {_USE_SUPPORTED}"
+                )
+            model_bridge = _import_model_bridge().get_model_bridge(
+                getattr(transformers, class_name)
+            )
+            auto_bridge = bridge.AutoBridge.from_hf_config(causal_lm_config)
+            provider = auto_bridge.to_megatron_provider(load_weights=False)
+        else:
+            provider = model_bridge.provider_bridge(SimpleNamespace(config=causal_lm_config))
+        _complete_structure(provider, hf_config)
+        self.transformer_config: Any = provider
         """Megatron's transformer config; the caller adds the settings of the run."""
-        self._mapping_registry = (
-            _import_model_bridge()
-            .get_model_bridge(getattr(transformers, causal_lm_config.architectures[0]))
-            .mapping_registry()
-        )
+        self._mapping_registry = model_bridge.mapping_registry()
 
     def find_mapping(self, name: str) -> WeightMapping:
         """Return the mapping of a parameter by Megatron name, with the global layer number.
@@ -93,6 +117,16 @@ class BridgeTranslation:
         Raises:
             CapabilityError: If the bridge does not know the parameter.
         """
+        match = _STACKED_EXPERTS.fullmatch(name)
+        if match is not None:
+            file_name = f"model.layers.{match[1]}.mlp.experts.{match[2]}"
+            return WeightMapping(kind="stacked_experts", names=(file_name,))
+        match = _MIXER.fullmatch(name)
+        if match is not None:
+            file_name = f"model.layers.{match[1]}.linear_attn.{match[2]}"
+            return WeightMapping(kind="plain", names=(file_name,))
+        for own_name, bridge_name in _OWN_NAMES.items():
+            name = name.replace(own_name, bridge_name)
         mapping = self._mapping_registry.megatron_to_hf_lookup(name)
         if mapping is None and ".local_experts." in name:
             # Some bridges know only the experts of TransformerEngine, numbered at the end.
@@ -128,6 +162,11 @@ class BridgeTranslation:
         return tuple(split(self.transformer_config, tensor))
 
 
+def is_expert_stack(name: str) -> bool:
+    """Return True for Megatron names of parameters with one entry per expert, as in the files."""
+    return _STACKED_EXPERTS.fullmatch(name) is not None
+
+
 def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy for the class with a language-model head, by whose name the bridge looks."""
     causal_lm_config = copy.deepcopy(hf_config)
@@ -138,17 +177,33 @@ def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
             f"the Megatron engine does not support {class_name}, for which it lacks {missing}: use "
             f"the FSDP engine, or {_USE_SUPPORTED.removeprefix('use ')}"
         )
-    if class_name is None or hf_config.model_type not in SUPPORTED_MODEL_TYPES:
+    if class_name is None:
         raise CapabilityError(
-            f"the Megatron engine does not support {class_name or type(hf_config).__name__} and "
-            f"could leave out parts of it without an error: {_USE_SUPPORTED}"
+            f"the Megatron engine does not support {type(hf_config).__name__}, which is not a "
+            f"language model of transformers: {_USE_SUPPORTED}"
         )
     causal_lm_config.architectures = [class_name]
     rope: Mapping[str, object] = causal_lm_config.to_dict().get("rope_parameters") or {}
     # transformers 5 keeps the base in `rope_parameters`.
     if find_installed_pair().ignores_rope_parameters and "rope_theta" in rope:
         causal_lm_config.rope_theta = rope["rope_theta"]
+    # Bridges read these fields of transformers 4; the engine takes the values of 5 itself.
+    for name, value in {"full_attention_interval": 1, "partial_rotary_factor": 1.0}.items():
+        if not hasattr(causal_lm_config, name):
+            setattr(causal_lm_config, name, value)
     return causal_lm_config
+
+
+def _complete_structure(provider: Any, hf_config: PretrainedConfig) -> None:
+    """Set what the bridge leaves out of Megatron's config, or cannot express."""
+    kinds = hf_config.to_dict().get("layer_types") or []
+    # Not a field of Megatron's.
+    provider.linear_layers = tuple(
+        number for number, kind in enumerate(kinds) if kind == "linear_attention"
+    )
+    if provider.multi_latent_attention:
+        # The bridge keeps Megatron's default where the model has none.
+        provider.q_lora_rank = hf_config.q_lora_rank
 
 
 def _to_grouped_name(name: str) -> str:
@@ -163,9 +218,18 @@ def _to_grouped_name(name: str) -> str:
     return f"{experts}.{parameter}{number}"
 
 
-def _register_own_bridges() -> None:
-    # Importing registers it. Done here, because the module needs Megatron-Bridge.
-    import temper_engine_megatron.bridge_compat.mixtral_bridge  # noqa: F401
+def _make_own_bridge(model_type: str) -> Any:
+    """Return a bridge of this engine; None where Megatron-Bridge's own is used."""
+    # Imported here, because these modules need Megatron-Bridge.
+    if model_type == "mixtral":
+        from temper_engine_megatron.bridge_compat.mixtral_bridge import MixtralBridge
+
+        return MixtralBridge()
+    if model_type == "gemma3_text":
+        from temper_engine_megatron.bridge_compat.gemma3_bridge import Gemma3TextBridge
+
+        return Gemma3TextBridge()
+    return None
 
 
 def _import_model_bridge() -> Any:

@@ -9,7 +9,6 @@ from megatron.bridge.models.conversion.param_mapping import (
     GatedMLPMapping,
     QKVMapping,
 )
-from megatron.core.models.gpt.gpt_model import GPTModel
 
 _LAYER, _HF_LAYER = "decoder.layers.*", "model.layers.*"
 _EXPERT = f"{_HF_LAYER}.block_sparse_moe.experts.*"
@@ -25,7 +24,6 @@ _PLAIN = {
 }
 
 
-@MegatronModelBridge.register_bridge(source="MixtralForCausalLM", target=GPTModel)
 class MixtralBridge(MegatronModelBridge):
     """Mixtral's structure and the names of its files, in the bridge's terms."""
 

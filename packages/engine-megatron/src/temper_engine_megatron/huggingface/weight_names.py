@@ -93,6 +93,10 @@ LATENT_LINEARS = (
 )
 FULL_RANK_LATENT_LINEARS = ("self_attention.linear_q_proj", *LATENT_LINEARS[2:])
 """Linear layers of latent attention, with compressed queries and without."""
+MIXER_LINEARS = tuple(
+    f"self_attention.mixer.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj")
+)
+"""Linear layers of linear attention."""
 MLP_LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2")
 """Linear layers of an MLP without experts that can have adapters."""
 EXPERTS_PATH = "mlp.experts"

@@ -38,7 +38,9 @@ class PackedGPTModel(GPTModel):
     """A chunk of the decoder that takes its positions as input and returns hidden states."""
 
     rotary_frequencies: Tensor
-    """[D / 2] float32 angles per position."""
+    """[D / 2] float32 angles per position; [kinds, D / 2] if layers of different kinds differ."""
+    embedding_scale: float | None = None
+    """Factor of the embeddings of tokens."""
     inputs_require_grad = False
     """True if no parameter before the first layer is trained.
 
@@ -71,9 +73,9 @@ class PackedGPTModel(GPTModel):
         """
         # Take the angles from the position ids. Megatron would number positions through the full
         # pack, and order the positions of a context-parallel rank by its own slices.
-        angles = position_ids.t().float()[..., None] * self.rotary_frequencies.to(
-            position_ids.device
-        )
+        frequencies = self.rotary_frequencies.to(position_ids.device)
+        # [S, R, D / 2], or [kinds, S, R, D / 2].
+        angles = position_ids.t().float()[..., None] * frequencies[..., None, None, :]
         has_router_loss = self.config.num_moe_experts and (
             self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff
         )
@@ -82,7 +84,7 @@ class PackedGPTModel(GPTModel):
             attention_mask=None,
             # Repeat the angles, because the two halves of a head's dimensions rotate together, as
             # in transformers.
-            rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, :, None],
+            rotary_pos_emb=torch.cat([angles, angles], dim=-1).unsqueeze(-2),
             packed_seq_params=packed_seq_params,
             padding_mask=self._take_sequence_shard(padding_mask) if has_router_loss else None,
         )
@@ -90,6 +92,9 @@ class PackedGPTModel(GPTModel):
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         embedded: Tensor = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.embedding_scale is not None:
+            # Rounded like the weights, as in transformers.
+            embedded = embedded * torch.tensor(self.embedding_scale).to(embedded)
         if self.inputs_require_grad and torch.is_grad_enabled():
             return embedded.requires_grad_()
         if self.padding_token is not None and embedded.requires_grad:
@@ -150,6 +155,7 @@ def build_chunks(
     )
     for chunk in unwrapped:
         chunk.rotary_frequencies = frequencies
+        chunk.embedding_scale = transformer_config.embedding_scale
         if transformer_config.multi_latent_attention:
             set_rotary_scale(
                 chunk.decoder.layers,

@@ -5,17 +5,20 @@ packed sequences and context parallelism. TransformerEngine's layers are not off
 docs/decisions/0025-layers-in-plain-torch.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from temper_engine_megatron.bridge_compat import get_expert_submodules, replace_experts
 from temper_engine_megatron.model.grouped_experts import GroupedExperts
@@ -25,11 +28,18 @@ from temper_engine_megatron.model.moe_router import (
     SequenceLossRouter,
     find_sparse_layers,
 )
-from temper_engine_megatron.model.packed_attention import PackLayout, RowLayout, compute_attention
+from temper_engine_megatron.model.packed_attention import (
+    PackLayout,
+    RowLayout,
+    Scores,
+    compute_attention,
+    gather_sequence,
+)
+from temper_engine_megatron.model.stacked_experts import StackedExperts
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that supports sequence parallelism.
+    """RMSNorm that supports sequence parallelism, and weights around 0 instead of 1.
 
     Megatron sums the gradients of weights marked `sequence_parallel` over tensor-parallel ranks.
     """
@@ -37,6 +47,16 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._is_zero_centered: bool = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension."""
+        if not self._is_zero_centered:
+            normalized: Tensor = super().forward(x)
+            return normalized
+        # In float32, as in transformers: 1 + w in bf16 would round small weights away.
+        weight = 1.0 + self.weight.float()
+        return rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class PackedAttention(MegatronModule):
@@ -56,6 +76,13 @@ class PackedAttention(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self._group = groups.cp
         self._scale = softmax_scale
+        # `transformer_settings` has one window per layer; Megatron counts layers from 1.
+        self._window: int | None = config.layer_windows[layer_number - 1]
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -73,33 +100,36 @@ class PackedAttention(MegatronModule):
             [S, R, H V].
         """
         key, value = (gather_sequence(x, self._group) for x in (key, value))
-        return compute_attention(query, key, value, packed_seq_params, scale=self._scale).flatten(2)
+        scores = Scores(scale=self._scale, window=self._window, sinks=self.softmax_offset)
+        return compute_attention(query, key, value, packed_seq_params, scores=scores).flatten(2)
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        slices = [torch.empty_like(local) for _ in range(group.size())]
-        # gloo sends the memory of a tensor as it is, ignoring strides.
-        dist.all_gather(slices, local.contiguous(), group=group)
-        return torch.cat(slices)
+class PostNormLayer(TransformerLayer):
+    """Decoder layer that also normalizes the outputs of attention and MLP, as in Gemma 3."""
 
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        group: dist.ProcessGroup = ctx.group  # type: ignore[attr-defined]
-        total = grad.contiguous().clone()
-        # Queries of every rank used these keys and values.
-        dist.all_reduce(total, group=group)
-        return total.chunk(group.size())[group.rank()], None
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for sublayer in ("self_attn", "mlp"):
+            norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+            self.add_module(f"post_{sublayer}_layernorm", norm)
+            # Megatron calls this function with the output of the sublayer.
+            setattr(self, f"{sublayer}_bda", partial(_make_normalized_add, norm))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer with the angles of its kind; same arguments as Megatron's."""
+        kinds: tuple[int, ...] | None = self.config.rotary_kinds
+        if kinds is not None:
+            kwargs["rotary_pos_emb"] = kwargs["rotary_pos_emb"][kinds[self.layer_number - 1]]
+        return super().forward(*args, **kwargs)
 
 
-def gather_sequence(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather [S, ...] of every rank to [S C, ...] in rank order; gradients are summed."""
-    if group.size() == 1:
-        return local
-    gathered: Tensor = _GatherSequence.apply(local, group)  # type: ignore[no-untyped-call]
-    return gathered
+def _make_normalized_add(norm: RMSNorm, *_: object) -> Callable[..., Tensor]:
+    def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, _: float) -> Tensor:
+        output, bias = output_with_bias
+        normalized: Tensor = norm(output if bias is None else output + bias)
+        return residual + normalized
+
+    return add
 
 
 def build_block_spec(
@@ -113,18 +143,26 @@ def build_block_spec(
         groups_experts: Compute the experts of a layer in one grouped product where possible.
     """
     sparse_layers = find_sparse_layers(transformer_config)
+    kinds = [
+        (layer in sparse_layers, layer in transformer_config.linear_layers) for layer in layers
+    ]
     specs = {
-        has_experts: _build_layer_spec(
-            transformer_config, has_experts=has_experts, groups_experts=groups_experts
+        (has_experts, is_linear): _build_layer_spec(
+            transformer_config,
+            has_experts=has_experts,
+            is_linear=is_linear,
+            groups_experts=groups_experts,
         )
-        for has_experts in {layer in sparse_layers for layer in layers}
+        for has_experts, is_linear in set(kinds)
     }
     return TransformerBlockSubmodules(
-        layer_specs=[specs[layer in sparse_layers] for layer in layers], layer_norm=RMSNorm
+        layer_specs=[specs[kind] for kind in kinds], layer_norm=RMSNorm
     )
 
 
-def _build_layer_spec(transformer_config: Any, *, has_experts: bool, groups_experts: bool) -> Any:
+def _build_layer_spec(
+    transformer_config: Any, *, has_experts: bool, is_linear: bool, groups_experts: bool
+) -> Any:
     # Megatron's "local" spec is the one without TransformerEngine.
     layer = get_gpt_layer_local_spec(
         # Megatron's own grouped products need TransformerEngine.
@@ -134,14 +172,24 @@ def _build_layer_spec(transformer_config: Any, *, has_experts: bool, groups_expe
         multi_latent_attention=transformer_config.multi_latent_attention,
         normalization=transformer_config.normalization,
     )
+    if transformer_config.has_post_norms:
+        layer.module = PostNormLayer
     if has_experts:
         layer.module = MoETransformerLayer
         get_expert_submodules(layer).router = SequenceLossRouter
-        if groups_experts:
+        if transformer_config.stacks_experts:
+            replace_experts(layer, StackedExperts)
+        elif groups_experts:
             replace_experts(layer, GroupedExperts)
     # Every norm and the attention are replaced; the linear layers remain Megatron's.
     submodules = layer.submodules
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    if is_linear:
+        # Imported here, because older versions of transformers do not have it.
+        from temper_engine_megatron.model.linear_attention import LinearAttention
+
+        submodules.self_attention = ModuleSpec(module=LinearAttention)
+        return layer
     attention = submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if transformer_config.multi_latent_attention:

@@ -1,5 +1,8 @@
 """Angles of rotary position embeddings, as transformers computes them."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -11,13 +14,38 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 def compute_rotary_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float]:
     """Return [D / 2] float32 angles per position, and a factor of rotated queries and keys.
 
-    D is the number of dimensions of a head that rotate.
+    D is the number of dimensions of a head that rotate. A model with other angles in layers of
+    another kind has [kinds, D / 2], in the order of `list_rotary_kinds`.
 
     Raises:
         ConfigError: If transformers does not know the type of the embeddings.
         CapabilityError: If the engine does not support it.
     """
-    rope = dict(hf_config.rope_parameters)
+    kinds = list_rotary_kinds(hf_config)
+    if kinds is None:
+        return _compute_kind(hf_config, dict(hf_config.rope_parameters))
+    computed = [
+        _compute_kind(hf_config, dict(hf_config.rope_parameters[kind]), layer_type=kind)
+        for kind in kinds
+    ]
+    frequencies, scales = zip(*computed, strict=True)
+    if set(scales) != {1.0}:
+        raise CapabilityError(
+            "the model scales attention in layers of one kind only, which the Megatron engine does "
+            "not support: use the FSDP engine."
+        )
+    return torch.stack(frequencies), 1.0
+
+
+def list_rotary_kinds(hf_config: PretrainedConfig) -> list[str] | None:
+    """Return the kinds of layers that have angles of their own; None if all have the same."""
+    is_nested = all(isinstance(value, Mapping) for value in hf_config.rope_parameters.values())
+    return sorted(set(hf_config.layer_types)) if is_nested else None
+
+
+def _compute_kind(
+    hf_config: PretrainedConfig, rope: Mapping[str, Any], **layer_type: str
+) -> tuple[Tensor, float]:
     rope_type = rope.get("rope_type", "default")
     if rope_type == "default":
         dim = int(_get_head_dim(hf_config) * rope.get("partial_rotary_factor", 1.0))
@@ -30,8 +58,10 @@ def compute_rotary_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, flo
         )
     frequencies: Tensor
     # On the CPU, so that all devices get the same values.
-    frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
-    is_supported = scale == 1.0 or _rotates_latents(hf_config)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](
+        hf_config, torch.device("cpu"), **layer_type
+    )
+    is_supported = scale == 1.0 or rope.get("partial_rotary_factor", 1.0) == 1.0
     if not is_supported or rope_type in ("dynamic", "longrope"):
         raise CapabilityError(
             f"rope_type {rope_type!r} scales attention or depends on the sequence length, which "

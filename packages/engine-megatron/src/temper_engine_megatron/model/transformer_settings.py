@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -16,6 +17,10 @@ from temper_engine_api.process_group import choose_device
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.model.config_overrides import to_megatron_values
 from temper_engine_megatron.model.moe_router import find_sparse_layers
+from temper_engine_megatron.model.rotary_frequencies import (
+    compute_rotary_frequencies,
+    list_rotary_kinds,
+)
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -59,6 +64,13 @@ _FIXED_FIELDS: Mapping[str, object] = {
     "mtp_num_layers": None,
 }
 """Fields of Megatron's config that do not depend on ours."""
+OWN_FIELDS = frozenset(
+    {
+        *("layer_windows", "rotary_kinds", "has_post_norms", "embedding_scale", "stacks_experts"),
+        *("hf_config", "yarn_rotary_scaling_factor"),
+    }
+)
+"""Attributes that this engine's layers need, and Megatron's class does not have."""
 _RECOMPUTE_FIELDS: Mapping[str, dict[str, object]] = {
     "none": {},
     "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -93,6 +105,7 @@ def configure_transformer(
         **_parallel_fields(config, num_layers=transformer_config.num_layers),
         **_dtype_fields(_DTYPES[config.precision.compute]),
         **_expert_fields(transformer_config, config, hf_config=hf_config),
+        **_attention_fields(transformer_config, hf_config),
         **_latent_fields(transformer_config, hf_config),
         "vocab_size": padded_vocab_size,
         "share_embeddings_and_output_weights": is_language_model
@@ -299,6 +312,42 @@ def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -
     }
 
 
+def _attention_fields(transformer_config: Any, hf_config: PretrainedConfig) -> dict[str, object]:
+    """Return windows, rotary embeddings and other fields that Megatron lacks or takes otherwise."""
+    _, rotary_scale = compute_rotary_frequencies(hf_config)
+    hf_fields, num_layers = hf_config.to_dict(), transformer_config.num_layers
+    # Some configs have a switch, others only a window.
+    has_windows = hf_fields.get("use_sliding_window", hf_fields.get("sliding_window") is not None)
+    kinds = hf_fields.get("layer_types") or ["sliding_attention"] * num_layers
+    rotary_kinds = list_rotary_kinds(hf_config)
+    is_gemma = hf_config.model_type == "gemma3_text"
+    fields: dict[str, object] = {
+        "layer_windows": tuple(
+            hf_config.sliding_window if has_windows and kind == "sliding_attention" else None
+            for kind in kinds
+        ),
+        "rotary_kinds": None if rotary_kinds is None else tuple(map(rotary_kinds.index, kinds)),
+        "has_post_norms": is_gemma,
+        "embedding_scale": transformer_config.hidden_size**0.5 if is_gemma else None,
+        "stacks_experts": hf_config.model_type == "gpt_oss",
+        "hf_config": hf_config,
+        # Megatron's linear attention refuses packed sequences.
+        "experimental_attention_variant": None,
+        # Windows, angles and kernels are the engine's own.
+        "attention_backend": AttnBackend.auto,
+        "window_size": None,
+        "window_attn_skip_freq": None,
+        "position_embedding_type": "rope",
+        # Megatron's attention would multiply with a factor of its own.
+        "yarn_rotary_scaling_factor": 1.0,
+    }
+    if rotary_scale != 1.0 and not transformer_config.multi_latent_attention:
+        # Queries and keys have the factor each, in all of their dimensions.
+        scale = transformer_config.softmax_scale or transformer_config.kv_channels**-0.5
+        fields["softmax_scale"] = scale * rotary_scale**2
+    return fields
+
+
 def _latent_fields(transformer_config: Any, hf_config: PretrainedConfig) -> dict[str, object]:
     """Return the fields of latent attention, whose scale depends on the extended context."""
     if not transformer_config.multi_latent_attention:
@@ -340,12 +389,17 @@ def _check_supported(transformer_config: Any, hf_config: PretrainedConfig) -> No
             "model's config."
         )
     hf_fields = hf_config.to_dict()
-    # Some configs have a switch, others only a window.
-    if hf_fields.get("use_sliding_window", hf_fields.get("sliding_window") is not None):
-        raise CapabilityError(
-            "the Megatron engine does not support sliding-window attention: if no sequence is "
-            "longer than the window, set sliding_window to null in the model's config (and "
-            "use_sliding_window to false if it is there)."
+    unsupported = ("attn_logit_softcapping", "final_logit_softcapping")
+    for name in (*unsupported, "use_bidirectional_attention"):
+        if hf_fields.get(name):
+            raise CapabilityError(
+                f"the model has {name} {hf_fields[name]}, which the Megatron engine does not "
+                "support: use the FSDP engine."
+            )
+    if transformer_config.stacks_experts and transformer_config.expert_tensor_parallel_size > 1:
+        raise ConfigError(
+            f"the experts of {hf_config.model_type} cannot be split over tensor-parallel ranks: "
+            "set expert_tensor_parallel to 1."
         )
 
 

@@ -39,7 +39,7 @@ class ParameterInfo:
     """True if its rows are tokens, padded to equal shards."""
     is_buffer: bool
     """True for a tensor of the model's files that is not trained, such as a router's bias."""
-    is_expert_adapter: bool
+    stacks_experts: bool
     """True if the first dimension is experts, in the order of their ranks."""
 
 

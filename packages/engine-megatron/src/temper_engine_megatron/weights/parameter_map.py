@@ -21,7 +21,12 @@ from temper_engine_api.file_names import FileNames
 from temper_engine_api.process_group import gather_objects
 from temper_engine_api.weights import WeightEntry
 from temper_engine_megatron.adapter.expert_adapters import join_expert_shards, take_expert_shard
-from temper_engine_megatron.bridge_compat import BridgeTranslation, MappingKind, WeightMapping
+from temper_engine_megatron.bridge_compat import (
+    BridgeTranslation,
+    MappingKind,
+    WeightMapping,
+    is_expert_stack,
+)
 from temper_engine_megatron.huggingface.weight_names import (
     find_peft_mapping,
     is_adapter_parameter,
@@ -125,7 +130,7 @@ class ParameterMap:
             # Split gate and up separately, because each rank needs rows of both.
             return torch.cat([tensor.chunk(num_ranks)[rank] for tensor in tensors])
         full = self._translation.join_qkv(tensors) if mapping.kind == "qkv" else tensors[0]
-        if info.is_expert_adapter:
+        if info.stacks_experts:
             return self._take_expert_shard(entry, full)
         if info.split_dim is None:
             return full
@@ -183,7 +188,7 @@ class ParameterMap:
         info, group = entry.info, self._shard_group(entry.info)
         writer = self._writers[info.name]
         is_writer = writer == self._membership.topology.global_rank
-        if info.is_expert_adapter:
+        if info.stacks_experts:
             # Joined over two groups, experts and shards; small enough to be gathered everywhere.
             shards = self._gather_shards(info, local)
         elif info.split_dim is None:
@@ -199,7 +204,7 @@ class ParameterMap:
     def takes_part_in_saving(self, entry: MappedParameter) -> bool:
         """Return True if this rank has a shard of the same copy as the writer."""
         info = entry.info
-        if entry.parameter is None or info.is_expert_adapter:
+        if entry.parameter is None or info.stacks_experts:
             return entry.parameter is not None
         writer, rank = self._writers[info.name], self._membership.topology.global_rank
         return writer == rank or (
@@ -212,7 +217,7 @@ class ParameterMap:
         if mapping.kind == "gated":
             halves = [shard.chunk(2) for shard in shards]
             tensors: Sequence[Tensor] = [torch.cat([half[i] for half in halves]) for i in range(2)]
-        elif info.is_expert_adapter:
+        elif info.stacks_experts:
             tensors = [join_expert_shards(shards, kind=mapping.kind)]
         else:
             full = shards[0] if info.split_dim is None else torch.cat(shards, dim=info.split_dim)
@@ -242,7 +247,7 @@ class ParameterMap:
 
     def _gather_shards(self, info: ParameterInfo, local: Tensor) -> list[Tensor]:
         """Return all tensor-parallel shards. Collective over the ranks with a shard."""
-        if info.is_expert_adapter and self._membership.ep.size() > 1:
+        if info.stacks_experts and self._membership.ep.size() > 1:
             local = torch.cat(gather_shards(local, self._membership.ep))
         if info.split_dim is None:
             return [local.contiguous()]
@@ -266,7 +271,7 @@ class ParameterMap:
 
     def _shard_shape(self, info: ParameterInfo) -> tuple[int, ...]:
         """Return a tensor-parallel shard's shape, with all ranks' experts."""
-        if not info.is_expert_adapter:
+        if not info.stacks_experts:
             return info.shape
         return (info.shape[0] * self._membership.ep.size(), *info.shape[1:])
 
@@ -283,7 +288,7 @@ class ParameterMap:
 
     def _shard_group(self, info: ParameterInfo) -> dist.ProcessGroup:
         """Return the ranks with shards of the same matrix."""
-        is_expert = info.is_expert_adapter or EXPERT_NUMBER.search(info.name) is not None
+        is_expert = info.stacks_experts or EXPERT_NUMBER.search(info.name) is not None
         return self._membership.expert_tp if is_expert else self._membership.tp
 
     def _named_tensors(self, chunks: ModelChunks) -> Iterator[tuple[str, Tensor]]:
@@ -311,11 +316,8 @@ class ParameterMap:
         # dimension.
         marks: Mapping[str, Any] = vars(parameter)
         is_expert = EXPERT_NUMBER.search(name) is not None
-        group = (
-            self._membership.expert_tp
-            if is_expert or is_expert_adapter(name)
-            else self._membership.tp
-        )
+        stacks_experts = is_expert_adapter(name) or is_expert_stack(name)
+        group = self._membership.expert_tp if is_expert or stacks_experts else self._membership.tp
         is_split = bool(marks.get("tensor_model_parallel")) and group.size() > 1
         is_head = name == "output_layer.weight" and not self._has_scalar_head
         return ParameterInfo(
@@ -328,7 +330,7 @@ class ParameterMap:
             or name == EMBEDDING
             or (is_trained_head(name) and not self._has_scalar_head),
             is_buffer=name.endswith(ROUTER_BIAS),
-            is_expert_adapter=is_expert_adapter(name),
+            stacks_experts=stacks_experts,
         )
 
     def _find_mapping(self, name: str) -> WeightMapping:
@@ -360,10 +362,10 @@ class ParameterMap:
         if kind == "plain":
             yield names[0], tuple(full.shape)
             return
-        if entry.info.is_expert_adapter:
+        if entry.info.stacks_experts:
             # The shape is the same with and without gating, because `full` counts as a single
             # shard.
-            shape_kind: MappingKind = "experts_a" if kind == "experts_a" else "experts_b"
+            shape_kind: MappingKind = "experts_b" if kind == "gated_experts_b" else kind
             yield names[0], tuple(join_expert_shards([full], kind=shape_kind).shape)
             return
         config, rest = self._translation.transformer_config, tuple(full.shape[1:])
