@@ -36,6 +36,7 @@ from tools.other_engines import VERL
 from tools.peers import REQUIREMENTS as PEER_REQUIREMENTS
 from tools.requirements import list_sibling_pairs, pin_lower_bounds
 from tools.scenarios import SCENARIOS
+from tools.steps import MEGATRON_FAMILIES
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
@@ -59,6 +60,8 @@ KIT_ARGUMENTS = {
 
 FAMILY_LAYOUTS = "fsdp1.1,fsdp1.2,hybrid.4,checkpointed.1,checkpointed.2,together.2"
 """Layouts of the FSDP engine without sequence parallelism, which hybrids refuse."""
+MEGATRON_FAMILY_LAYOUTS = "ep2,tp2-sp-ep2,pp2-vpp2,cp2,cp2-padded,pp2-recompute,pp2-dp2-distopt"
+"""Layouts of the Megatron engine in which all of its families run."""
 
 MEGATRON_PACKAGES = ("engine-megatron", "legacy-shim", "trainer")
 """Packages whose tests run Megatron's engine."""
@@ -176,19 +179,24 @@ def families(session: nox.Session) -> None:
 
     Updates the table in docs/models.md, unless there are arguments.
     """
-    results = ROOT / ".temper" / "families.json"
-    kit = ["-m", "pytest", "--pyargs", "temper_engine_api.conformance", "--engine", "fsdp"]
-    session.run(
-        str(ensure_environment(ROOT)),
-        *kit,
-        *("--groups", "family", "--families", "all", "--thorough"),
-        *("--world-sizes", "1,2,4", "--layouts", FAMILY_LAYOUTS),
-        *("--results", str(results), "--resume"),
-        *session.posargs,
-        external=True,
-    )
+    engines = {
+        "fsdp": ("all", FAMILY_LAYOUTS),
+        "megatron": (MEGATRON_FAMILIES, MEGATRON_FAMILY_LAYOUTS),
+    }
+    paths = [str(ROOT / ".temper" / f"families-{engine}.json") for engine in engines]
+    for path, (engine, (chosen, layouts)) in zip(paths, engines.items(), strict=True):
+        kit = ["-m", "pytest", "--pyargs", "temper_engine_api.conformance", "--engine", engine]
+        session.run(
+            str(ensure_environment(ROOT)),
+            *kit,
+            *("--groups", "family", "--families", chosen, "--thorough"),
+            *("--world-sizes", "1,2,4", "--layouts", layouts),
+            *("--results", path, "--resume"),
+            *session.posargs,
+            external=True,
+        )
     if not session.posargs:
-        table = ["-m", "tools.family_table", str(results)]
+        table = ["-m", "tools.family_table", *paths]
         session.run(str(ensure_environment(ROOT)), *table, external=True)
 
 

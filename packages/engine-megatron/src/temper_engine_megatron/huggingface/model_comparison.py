@@ -165,8 +165,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _measure(fields: Mapping[str, object]) -> ComparisonResult:
     """Compare in a process of its own: Megatron's process groups are global."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in of_ranks}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "fields.json").write_text(json.dumps(fields))

@@ -85,7 +85,7 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """How a layer computes attention scores."""
+    """Rule for the attention scores of a layer."""
 
     scale: float | None = None
     """Factor of the products of queries and keys; None means 1 / sqrt(D)."""
