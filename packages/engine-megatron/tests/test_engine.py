@@ -141,6 +141,7 @@ EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8, "tie_word_embeddings": False
             "num_key_value_heads": 4,
             "n_routed_experts": 4,
             "n_group": 1,
+            "topk_group": 1,
             "first_k_dense_replace": 1,
             "moe_intermediate_size": 24,
             # Queries are not compressed.

@@ -65,7 +65,7 @@ class LinearLayer:
     module: nn.Module
     """Column or row parallel; returns its output and a bias or None."""
     splits_input: bool
-    """True for row-parallel layers, which split x over ranks and sum the outputs."""
+    """True for row-parallel layers, which split x across ranks and sum the outputs."""
     is_replicated: bool
     """True for layers of torch, which every rank has in full and for the full sequence."""
     output_indices: Mapping[str, Tensor]

@@ -34,6 +34,10 @@ factor gives more than 1e-2.
 """
 _TIMEOUT_S = 600
 _VERSIONS = ("megatron-core", "megatron-bridge", "transformers", "torch", "temper-engine-megatron")
+_RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 _NUM_LAYERS = 4
 _NUM_HEADS = 4
 _SIZES: Mapping[str, int] = {
@@ -165,8 +169,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _measure(fields: Mapping[str, object]) -> ComparisonResult:
     """Compare in a process of its own: Megatron's process groups are global."""
-    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in of_ranks}
+    environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "fields.json").write_text(json.dumps(fields))
