@@ -110,24 +110,20 @@ def run(folder: Path, name: str, *arguments: str, **variables: str) -> tuple[int
 def test_model_of_a_server_is_downloaded_with_progress_and_then_found_in_the_cache(
     tmp_path: Path, endpoint: str
 ) -> None:
-    code, output = run(tmp_path, "acme/tiny", "--check", HF_ENDPOINT=endpoint)
-    assert code == 0, output
-    assert "100%" in output
-    snapshot = tmp_path / "cache" / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
-    expected = sorted(name for name in Hub.files if "/" not in name)
-    assert sorted(path.name for path in snapshot.iterdir()) == expected
-    code, output = run(tmp_path, f"acme/tiny@{COMMIT}", "--check", HF_HUB_OFFLINE="1")
-    assert code == 0, output
-
-
-def test_configuration_of_a_run_has_the_commit(tmp_path: Path, endpoint: str) -> None:
     # The model has no weights, so the run ends after it has written its configuration.
     adapter = "actor.engine.lora.path=acme/tiny"
     code, output = run(tmp_path, "acme/tiny", adapter, HF_ENDPOINT=endpoint)
     assert code != 0
+    assert "100%" in output
     engine = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["actor"]["engine"]
     assert engine["model"]["path"] == f"acme/tiny@{COMMIT}", output
     assert engine["lora"]["path"] == f"acme/tiny@{COMMIT}"
+    snapshot = tmp_path / "cache" / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
+    expected = sorted(name for name in Hub.files if "/" not in name)
+    assert sorted(path.name for path in snapshot.iterdir()) == expected
+    other = "run.dir=other"
+    code, output = run(tmp_path, f"acme/tiny@{COMMIT}", "--check", other, HF_HUB_OFFLINE="1")
+    assert code == 0, output
 
 
 def test_name_without_owner_gets_a_hint_at_the_hub(tmp_path: Path) -> None:

@@ -166,14 +166,16 @@ def test_more_names_of_secrets_are_refused(key: str) -> None:
         ("${oc.env:MY_TOKENS_3}", "MY_TOKENS_3"),
     ],
 )
-@pytest.mark.parametrize("key", ["note", "auth"])
 def test_variable_with_the_name_of_a_secret_is_never_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, variable: str, key: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "sentinel")
-    loaded = load([*BASE, "reward.function=my:judge", f"+reward.arguments.{key}='{given}'"])
-    assert "sentinel" in str(loaded.config.reward.arguments[key])
-    assert loaded.resolved["reward"]["arguments"][key] == given  # type: ignore[index,call-overload]
+    keys = ("note", "auth")
+    arguments = [f"+reward.arguments.{key}='{given}'" for key in keys]
+    loaded = load([*BASE, "reward.function=my:judge", *arguments])
+    for key in keys:
+        assert "sentinel" in str(loaded.config.reward.arguments[key])
+        assert loaded.resolved["reward"]["arguments"][key] == given  # type: ignore[index,call-overload]
     write_resolved(loaded, tmp_path)
     assert not any("sentinel" in path.read_text() for path in tmp_path.iterdir())
     again = load([], config_dir=str(tmp_path), config_name="config")

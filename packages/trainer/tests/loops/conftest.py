@@ -39,6 +39,11 @@ Rows = list[dict[str, float]]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunResult]:
     """Train with these overrides on top of SMALL."""
+    return make_run(monkeypatch)
+
+
+def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunResult]:
+    """Return the function `run`, for a fixture of a module, whose tests share a run."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     def start(directory: Path, *overrides: str, base: Sequence[str] = SMALL) -> RunResult:

@@ -81,8 +81,11 @@ def blocks_interpreter_after_one_step(prompt: Prompt, completion: str) -> float:
 
 
 def fails_with_its_key(prompt: Prompt, completion: str, *, judge: str, api_key: str) -> float:
-    """Raise errors that quote the secrets that a judge has refused, for even lengths."""
-    if len(completion) % 2:
+    """Raise errors that quote a judge's secrets: for some of the first 16 calls, then for all."""
+    marker = os.environ["TEMPER_TEST_MARKER"]
+    with open(marker, "a") as file:
+        file.write("x")
+    if os.path.getsize(marker) <= 16 and len(completion) % 2:
         return share_of_digits(prompt, completion)
     try:
         raise PermissionError(f"https://judge?{quote(api_key, safe='')}")

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from packages.trainer.tests.loops.conftest import make_run
 from temper_engine_api.checkpoint import ManifestInfo, begin_checkpoint, report_part
 from temper_engine_api.errors import CheckpointError, ConfigError
 from temper_trainer import progress
@@ -34,8 +35,17 @@ TINY = (
 Rows = Callable[..., list[dict[str, float]]]
 
 
-def test_run_writes_all_documented_files(run: Run, tmp_path: Path) -> None:
-    result = run(tmp_path / "run", "run.report=true")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """A run of four steps, which saves each of them; a save changes no number."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    settings = ("run.report=true", "run.save_every=1", "run.max_ckpt_to_keep=null")
+    with pytest.MonkeyPatch.context() as context:
+        return make_run(context)(directory, *settings)
+
+
+def test_run_writes_all_documented_files(whole: RunResult) -> None:
+    result = whole
     left = {path.name for path in result.directory.iterdir()}
     assert {
         "metrics.jsonl",
@@ -67,8 +77,8 @@ def test_samples_of_the_first_and_the_last_step_are_written(
     ]
 
 
-def test_exported_model_loads_in_transformers_and_generates(run: Run, tmp_path: Path) -> None:
-    directory = str(run(tmp_path / "run", "run.total_steps=1").directory / "huggingface")
+def test_exported_model_loads_in_transformers_and_generates(whole: RunResult) -> None:
+    directory = str(whole.directory / "huggingface")
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(directory),
         AutoTokenizer.from_pretrained(directory),
@@ -85,18 +95,19 @@ def test_exported_model_loads_in_transformers_and_generates(run: Run, tmp_path: 
 
 
 @pytest.mark.bitwise
-def test_two_steps_then_two_more_equal_four_bitwise(run: Run, rows: Rows, tmp_path: Path) -> None:
-    run(tmp_path / "whole", "run.save_every=1")  # and a save changes no number
+def test_two_steps_then_two_more_equal_four_bitwise(
+    run: Run, rows: Rows, tmp_path: Path, whole: RunResult
+) -> None:
     run(tmp_path / "parts", "run.total_steps=2", "run.save_model=false")
     run(tmp_path / "parts", "run.total_steps=4", "run.resume=auto")
     assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == [
         "step_00000002",
         "step_00000004",
     ]
-    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    assert rows(tmp_path / "parts") == rows(whole.directory)
     uninterrupted, parts = (
-        load_file(tmp_path / name / "huggingface" / "model.safetensors")
-        for name in ("whole", "parts")
+        load_file(directory / "huggingface" / "model.safetensors")
+        for directory in (whole.directory, tmp_path / "parts")
     )
     assert uninterrupted.keys() == parts.keys()
     assert all(torch.equal(uninterrupted[name], parts[name]) for name in uninterrupted)
@@ -295,20 +306,18 @@ def test_first_of_several_updates_has_a_ratio_of_exactly_one(
     )
 
 
-def test_every_completion_has_the_weight_version_of_its_step(
-    run: Run, rows: Rows, tmp_path: Path
-) -> None:
-    run(tmp_path / "run")
-    assert [row["weight_sync/version"] for row in rows(tmp_path / "run")] == [2.0, 3.0, 4.0, 5.0]
+def test_every_completion_has_the_weight_version_of_its_step(rows: Rows, whole: RunResult) -> None:
+    assert [row["weight_sync/version"] for row in rows(whole.directory)] == [2.0, 3.0, 4.0, 5.0]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])
-def test_every_estimator_runs(run: Run, rows: Rows, tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce_plus_plus"])
+def test_other_estimators_run(run: Run, rows: Rows, tmp_path: Path, algorithm: str) -> None:
     run(
         tmp_path / "run",
         f"algorithm={algorithm}",
         "algorithm.group_size=4",
         "run.total_steps=2",
+        "warm_start=null",
         "data.eval=null",
     )
     assert len(rows(tmp_path / "run")) == 2
@@ -597,10 +606,9 @@ def test_extended_run_exports_its_model_and_keeps_the_earlier_one(run: Run, tmp_
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
-def test_trainer_state_contains_step_and_position_in_the_data(run: Run, tmp_path: Path) -> None:
-    run(tmp_path / "run", "run.total_steps=3", "run.save_model=false", "data.eval=null")
+def test_trainer_state_contains_step_and_position_in_the_data(whole: RunResult) -> None:
     state = json.loads(
-        (tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text()
+        (whole.directory / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text()
     )
     assert (state["step"], state["cursor"], state["weight_version"]) == (
         3,
