@@ -28,12 +28,14 @@ from temper_trainer.config_loading.checks.external_checks import (
     check_external_objects,
     check_libraries,
     check_models,
+)
+from temper_trainer.config_loading.checks.first_rows import check_first_rows
+from temper_trainer.config_loading.checks.reward_calls_check import check_reward_calls
+from temper_trainer.config_loading.checks.settings_warnings import (
     warn_about_aggregation,
     warn_about_judges,
     warn_about_settings,
 )
-from temper_trainer.config_loading.checks.first_rows import check_first_rows
-from temper_trainer.config_loading.checks.reward_calls_check import check_reward_calls
 from temper_trainer.config_loading.composition import DEFAULT_CONFIG_NAME
 from temper_trainer.config_loading.help_text import USAGE, build_help_text
 from temper_trainer.config_loading.hub_models import load_hub_models

@@ -26,7 +26,6 @@ from temper_trainer.config_loading.checks import external_checks
 from temper_trainer.config_loading.checks.external_checks import (
     check_external_objects,
     check_libraries,
-    warn_about_aggregation,
 )
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.rollout.vllm.served_adapters import ServedAdapter
@@ -1049,19 +1048,3 @@ def test_more_ray_workers_than_cpus_of_this_host_are_refused_before_the_run(
         check_libraries(config)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     check_libraries(config)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "is_warned"),
-    [
-        (["algorithm=gspo"], False),
-        (["algorithm=gspo", "algorithm.aggregation=token_mean"], True),
-        (["algorithm=grpo", "algorithm.policy_loss=sapo"], True),
-        (["algorithm=grpo"], False),
-    ],
-)
-def test_another_aggregation_than_the_papers_is_warned_about(
-    there: list[str], caplog: pytest.LogCaptureFixture, overrides: list[str], is_warned: bool
-) -> None:
-    warn_about_aggregation(load([*there, *overrides]).config.algorithm)
-    assert ("was published with algorithm.aggregation" in caplog.text) is is_warned

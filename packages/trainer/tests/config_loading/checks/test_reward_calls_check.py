@@ -8,7 +8,6 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
-from temper_trainer.config_loading.checks.external_checks import warn_about_settings
 from temper_trainer.config_loading.checks.reward_calls_check import check_reward_calls
 
 REWARDS = """
@@ -76,30 +75,3 @@ def test_failure_is_reported_in_the_words_of_the_run(
     expected = message.format(file=tmp_path / "rows.jsonl")
     assert f"data.train: the reward rewards_of_check:{name} of the first row" in str(caught.value)
     assert expected in str(caught.value)
-
-
-def test_learning_rate_of_zero_is_a_warning(
-    settings: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_about_settings(load(settings).config)
-    assert not caplog.messages
-    warn_about_settings(load([*settings, "actor.engine.optimizer.lr=0"]).config)
-    (message,) = caplog.messages
-    assert message.startswith("actor.engine.optimizer.lr is 0, so its weights will not change")
-
-
-def test_agent_with_advantages_per_token_is_a_warning(
-    settings: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    agent = (
-        "data.chat_template=x",
-        "environment={name: agent, arguments: {command: a}, max_tokens: 99}",
-    )
-    warn_about_settings(load([*settings, *agent]).config)
-    assert not caplog.messages
-    per_token = [*settings, *agent, "algorithm=reinforce_plus_plus"]
-    warn_about_settings(load([*per_token, "environment.max_turns=1"]).config)
-    assert not caplog.messages
-    warn_about_settings(load(per_token).config)
-    (message,) = caplog.messages
-    assert message.startswith("environment is agent, whose rollouts are several samples if")

@@ -31,7 +31,7 @@ from temper_trainer.config.environment import (
     EnvironmentConfig,
     load_environment_class,
 )
-from temper_trainer.config.run import INFERENCE_TASKS, RunConfig, RuntimeConfig
+from temper_trainer.config.run import RunConfig, RuntimeConfig
 from temper_trainer.config.run_folder_checks import (
     contains_run,
     find_inputs_in_run_folder,
@@ -47,8 +47,7 @@ from temper_trainer.config_loading.checks.resumed_models import (
 from temper_trainer.config_loading.loading import is_set_by_user
 from temper_trainer.config_loading.resolved_config import LoadedConfig
 from temper_trainer.environment.sandbox import open_sandbox
-from temper_trainer.reward.judge_endpoint import warn_if_unreachable
-from temper_trainer.reward.registry import check_rewards, find_rewards
+from temper_trainer.reward.registry import check_rewards
 from temper_trainer.reward.row_rewards import iterate_selected_rewards
 from temper_trainer.rollout.completion_record import CompletionReplay
 from temper_trainer.rollout.vllm import vllm_versions
@@ -100,64 +99,6 @@ def check_external_objects(config: TrainerConfig) -> None:
         # requires.
         loss = config.distillation.loss
         replace(config, distillation=replace(config.distillation, objective=loss))
-
-
-def warn_about_aggregation(config: AlgorithmConfig) -> None:
-    """Log a warning if the policy loss was published with another aggregation."""
-    loss = config.policy_loss
-    published = None if isinstance(loss, Custom) else loss.published_aggregation
-    if published is not None and config.aggregation != published:
-        logger.warning(
-            "algorithm.policy_loss %s was published with algorithm.aggregation %s, but the run "
-            "uses %s: completions of different length then have other weights than in the paper.",
-            loss.name,
-            published,
-            config.aggregation,
-        )
-
-
-def warn_about_judges(config: TrainerConfig) -> None:
-    """Log a warning for each judge whose endpoint cannot be reached or does not know its model."""
-    if not config.generates_completions:
-        return
-    for name in find_rewards(config.reward, iterate_selected_rewards(config.data, config.reward)):
-        if name in config.reward.judges:
-            warn_if_unreachable(config.reward.judges[name], name=name)
-
-
-def warn_about_settings(config: TrainerConfig) -> None:
-    """Log a warning for models that do not learn, and for agents that may end the run."""
-    if config.task in INFERENCE_TASKS:
-        return
-    if config.task == "rl" and not config.algorithm.has_equal_token_advantages:
-        _warn_about_branches(config)
-    for name, role in config.trained_roles.items():
-        optimizer = role.engine.optimizer
-        if optimizer is not None and optimizer.lr == 0:
-            logger.warning(
-                "%s.engine.optimizer.lr is 0, so its weights will not change: set it above 0, or "
-                "use task=eval to measure the model",
-                name,
-            )
-
-
-def _warn_about_branches(config: TrainerConfig) -> None:
-    """Log a warning for each environment whose rollouts may be several samples."""
-    for key, environment in config.all_environments.items():
-        # One completion is one sample, whatever the agent does.
-        if environment.max_turns == 1 or environment.name in BUILT_IN_ENVIRONMENTS:
-            continue
-        if not hasattr(load_environment_class(environment), "run_agent"):
-            continue
-        logger.warning(
-            "%s is %s, whose rollouts are several samples if the agent changes what the policy "
-            "had read before: the run then stops, because the tokens of a rollout have different "
-            "advantages. Set algorithm.advantage to an estimator such as grpo, "
-            "algorithm.kl_reward_coef=0 and algorithm.reweight=null, or let the agent only append "
-            "to its conversation",
-            key,
-            environment.name,
-        )
 
 
 def check_models(loaded: LoadedConfig) -> None:
