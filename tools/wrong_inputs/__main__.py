@@ -26,8 +26,9 @@ from pathlib import Path
 
 from tools.wrong_inputs.cases import AUDITED_CASES, REWARDS, ROWS, Case
 from tools.wrong_inputs.quickstart_cases import QUICKSTART_CASES
+from tools.wrong_inputs.useless_settings import USELESS_SETTINGS
 
-CASES = (*AUDITED_CASES, *QUICKSTART_CASES)
+CASES = (*AUDITED_CASES, *QUICKSTART_CASES, *USELESS_SETTINGS)
 
 RESULTS = Path(".temper") / "wrong_inputs.json"
 TIMEOUT_S = 580

@@ -45,6 +45,7 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
             "not a regular expression",
         ),
         (["sampling.temperature=0"], "sampling.temperature is 0", "task rl"),
+        (["sampling.top_k=1"], "sampling.top_k is 1", "to 0 for all tokens"),
         (
             ["batching.max_tokens=1000"],
             "batching.max_tokens is 1000",

@@ -36,7 +36,7 @@ Rows = Callable[..., list[dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """A run of four steps, which saves each of them; a save changes no number."""
     directory = tmp_path_factory.mktemp("whole") / "run"
     settings = ("run.report=true", "run.save_every=1", "run.max_ckpt_to_keep=null")
@@ -44,8 +44,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
         return make_run(context)(directory, *settings)
 
 
-def test_run_writes_all_documented_files(whole: RunResult) -> None:
-    result = whole
+def test_run_writes_all_documented_files(full_run: RunResult) -> None:
+    result = full_run
     left = {path.name for path in result.directory.iterdir()}
     assert {
         "metrics.jsonl",
@@ -77,8 +77,8 @@ def test_samples_of_the_first_and_the_last_step_are_written(
     ]
 
 
-def test_exported_model_loads_in_transformers_and_generates(whole: RunResult) -> None:
-    directory = str(whole.directory / "huggingface")
+def test_exported_model_loads_in_transformers_and_generates(full_run: RunResult) -> None:
+    directory = str(full_run.directory / "huggingface")
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(directory),
         AutoTokenizer.from_pretrained(directory),
@@ -96,7 +96,7 @@ def test_exported_model_loads_in_transformers_and_generates(whole: RunResult) ->
 
 @pytest.mark.bitwise
 def test_two_steps_then_two_more_equal_four_bitwise(
-    run: Run, rows: Rows, tmp_path: Path, whole: RunResult
+    run: Run, rows: Rows, tmp_path: Path, full_run: RunResult
 ) -> None:
     run(tmp_path / "parts", "run.total_steps=2", "run.save_model=false")
     run(tmp_path / "parts", "run.total_steps=4", "run.resume=auto")
@@ -104,10 +104,10 @@ def test_two_steps_then_two_more_equal_four_bitwise(
         "step_00000002",
         "step_00000004",
     ]
-    assert rows(tmp_path / "parts") == rows(whole.directory)
+    assert rows(tmp_path / "parts") == rows(full_run.directory)
     uninterrupted, parts = (
         load_file(directory / "huggingface" / "model.safetensors")
-        for directory in (whole.directory, tmp_path / "parts")
+        for directory in (full_run.directory, tmp_path / "parts")
     )
     assert uninterrupted.keys() == parts.keys()
     assert all(torch.equal(uninterrupted[name], parts[name]) for name in uninterrupted)
@@ -306,8 +306,10 @@ def test_first_of_several_updates_has_a_ratio_of_exactly_one(
     )
 
 
-def test_every_completion_has_the_weight_version_of_its_step(rows: Rows, whole: RunResult) -> None:
-    assert [row["weight_sync/version"] for row in rows(whole.directory)] == [2.0, 3.0, 4.0, 5.0]
+def test_every_completion_has_the_weight_version_of_its_step(
+    rows: Rows, full_run: RunResult
+) -> None:
+    assert [row["weight_sync/version"] for row in rows(full_run.directory)] == [2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "rloo", "reinforce_plus_plus"])
@@ -606,9 +608,11 @@ def test_extended_run_exports_its_model_and_keeps_the_earlier_one(run: Run, tmp_
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
-def test_trainer_state_contains_step_and_position_in_the_data(whole: RunResult) -> None:
+def test_trainer_state_contains_step_and_position_in_the_data(full_run: RunResult) -> None:
     state = json.loads(
-        (whole.directory / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text()
+        (
+            full_run.directory / "checkpoints" / "step_00000003" / "trainer" / "state.json"
+        ).read_text()
     )
     assert (state["step"], state["cursor"], state["weight_version"]) == (
         3,

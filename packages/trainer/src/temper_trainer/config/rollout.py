@@ -152,6 +152,13 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
     """Strings that end a completion in addition to the end token; they stay part of it."""
 
+    @property
+    def greedy_cause(self) -> str:
+        """The setting, with its value, that makes all completions of a prompt equal, or empty."""
+        if self.temperature == 0:
+            return "temperature is 0 (greedy)"
+        return "top_k is 1 (greedy)" if self.top_k == 1 else ""
+
     def __post_init__(self) -> None:
         if "" in self.stop:
             raise ConfigError(

@@ -218,6 +218,15 @@ class RuntimeConfig:
             )
 
 
+def describe_short_epoch(run: RunConfig, *, num_problems: int, prompts_per_step: int) -> str:
+    """Return why a run of whole epochs is refused that would have less than a step in each."""
+    return (
+        f"run.total_epochs is {run.total_epochs}, but the data has {num_problems} problems, less "
+        f"than a step of batching.prompts_per_step = {prompts_per_step}: lower it, or set "
+        "run.total_steps."
+    )
+
+
 LEGACY_WORKER_GROUP = "temper.legacy_workers"
 """Entry-point group in which temper-legacy-shim registers the deprecated workers."""
 

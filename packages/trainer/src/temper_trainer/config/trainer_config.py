@@ -231,16 +231,20 @@ def _find_conflicts(config: TrainerConfig) -> Iterator[str]:
             bind_address=config.runtime.bind_address if config.task in RL_TASKS else None,
             has_adapter=config.actor.engine.lora.is_enabled,
         )
-    if config.task in RL_TASKS and config.sampling.temperature == 0:
+    greedy_cause = config.sampling.greedy_cause
+    if config.task in RL_TASKS and greedy_cause:
+        remedy = (
+            "above 0" if config.sampling.temperature == 0 else "above 1, or to 0 for all tokens"
+        )
         yield (
-            f"sampling.temperature is 0 (greedy) in task {config.task}, so all completions of a "
-            "prompt would be equal: set it above 0."
+            f"sampling.{greedy_cause} in task {config.task}, so all completions of a prompt would "
+            f"be equal: set it {remedy}."
         )
     run = config.run
     if (
         run.eval_num_completions > 1
-        and run.eval_sampling.temperature == 0
-        and not (run.eval_sampled and config.sampling.temperature > 0)
+        and run.eval_sampling.greedy_cause
+        and not (run.eval_sampled and not greedy_cause)
     ):
         yield (
             f"run.eval_num_completions is {run.eval_num_completions}, but all evaluations are "
@@ -470,11 +474,11 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
     if (
         config.task == "generate"
         and config.generate.num_completions > 1
-        and config.sampling.temperature == 0
+        and config.sampling.greedy_cause
     ):
         yield (
-            "generate.num_completions is above 1 and sampling.temperature is 0 (greedy), so all "
-            "completions would be equal: raise the temperature."
+            f"generate.num_completions is above 1 and sampling.{config.sampling.greedy_cause}, so "
+            "all completions would be equal: raise the temperature or top_k."
         )
     if config.algorithm.reads("components"):
         yield from find_component_conflicts(config.reward, train_sources=config.data.train_sources)

@@ -160,6 +160,23 @@ def iterate_records(
     return itertools.islice(located, source.max_rows)
 
 
+def count_rows(source: FileSource, *, limit: int) -> int:
+    """Return the number of rows in local files, at most `limit` and max_rows, without parsing them.
+
+    The first rows of these files have been read before, so an error is not explained here.
+    """
+    limit = limit if source.max_rows is None else min(limit, source.max_rows)
+    if isinstance(source, ParquetSource):
+        num_rows: int = sum(parquet.read_metadata(path).num_rows for path in source.paths)
+        return min(limit, num_rows)
+    num_rows = 0
+    for path in source.paths:
+        with open(path, "rb") as lines:
+            rows = (line for line in lines if line.strip())
+            num_rows += sum(1 for _ in itertools.islice(rows, limit - num_rows))
+    return num_rows
+
+
 def _resolve_path(path: str, base_dir: Path | None) -> str:
     """Return a URL or absolute path unchanged, else the path below base_dir."""
     # fsspec chains URLs with "::", as in zip://rows.jsonl::https://host/a.zip.

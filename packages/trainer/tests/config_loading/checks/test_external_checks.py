@@ -139,6 +139,18 @@ def test_vision_model_is_refused_before_the_run(
     )
 
 
+def test_completion_that_leaves_no_position_for_a_prompt_is_refused(
+    there: list[str], tmp_path: Path
+) -> None:
+    fields = {"model_type": "qwen2", "max_position_embeddings": 64}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    check_external_objects(load([*there, "sampling.max_tokens=63"]).config)
+    assert refusal([*there, "sampling.max_tokens=64"]) == (
+        f"sampling.max_tokens is 64, but the model in {tmp_path}/model has 64 positions "
+        "(max_position_embeddings in its config.json), and a prompt needs some of them: lower it."
+    )
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -87,6 +87,26 @@ def test_plain_prompt_is_as_long_as_with_the_pretrained_tokenizer(settings: Sett
     assert "rows.jsonl:1: the prompt has 3 tokens, but data.max_prompt_tokens is 2" in text
 
 
+def test_prompt_that_leaves_no_room_for_a_completion_is_refused_as_by_the_sampler(
+    settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    fields = {"model_type": "qwen2", "max_position_embeddings": 24}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    taken = [
+        *settings("one two", "one two three"),
+        "~actor.engine.model.architecture",
+        f"actor.engine.model.path={tmp_path}/model",
+    ]
+    check_first_rows(load([*taken, "sampling.max_tokens=21"]).config)
+    with pytest.raises(ConfigError) as caught:
+        check_first_rows(load([*taken, "sampling.max_tokens=22"]).config)
+    assert (
+        f"data.train: {tmp_path}/rows.jsonl:2: the prompt has 3 tokens and sampling.max_tokens is "
+        f"22, but the model in {tmp_path}/model has 24 positions"
+    ) in str(caught.value)
+
+
 def test_demonstration_that_the_model_cannot_train_is_refused(settings: Settings) -> None:
     taken = [*settings("one two three"), "task=sft"]
     # The prompt, one word of the answer and the end token.

@@ -4,7 +4,7 @@ Only `--check` does this. A run does not need it, because it tokenizes all rows 
 update.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -23,6 +23,11 @@ from temper_trainer.config_loading.checks.data_files import (
     trains_new_tokenizer,
 )
 from temper_trainer.config_loading.checks.external_checks import preview_checkpoint
+from temper_trainer.config_loading.checks.model_folders import (
+    iterate_completion_limits,
+    read_positions,
+)
+from temper_trainer.types import Prompt
 
 SampleUse = Literal["prompts", "demonstrations"] | PreferenceKind
 
@@ -141,7 +146,9 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
         try:
             match use:
                 case "prompts":
-                    encode_prompts(first.rows, tokenizer, data, must_keep=must_keep)
+                    prompts, _ = encode_prompts(first.rows, tokenizer, data, must_keep=must_keep)
+                    if has_lengths:
+                        yield from _find_excess(prompts, config, key=key)
                     continue
                 case "demonstrations":
                     examples, _ = encode_demonstrations(
@@ -156,3 +163,24 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
                 check_fits(examples, max_tokens=limit)
         except TemperError as error:
             yield f"{key}: {error}"
+
+
+def _find_excess(prompts: Sequence[Prompt], config: TrainerConfig, *, key: str) -> Iterator[str]:
+    """Yield the first prompt that, with a completion, is longer than the sampler allows."""
+    positions = read_positions(config)
+    limits = dict(iterate_completion_limits(config))
+    limit_key = "sampling.max_tokens"
+    if key in config.data.eval_sources and config.task != "generate":
+        limit_key = "run.eval_sampling.max_tokens"
+    if positions is None or limit_key not in limits:
+        return
+    limit = limits[limit_key]
+    for prompt in prompts:
+        if len(prompt.tokens) + limit > positions:
+            yield (
+                f"{key}: {prompt.location}: the prompt has {len(prompt.tokens)} tokens and "
+                f"{limit_key} is {limit}, but the model in {config.actor.engine.model.path} has "
+                f"{positions} positions: lower {limit_key}, or drop such prompts with "
+                "data.max_prompt_tokens and data.overlong_prompts."
+            )
+            return  # one is enough

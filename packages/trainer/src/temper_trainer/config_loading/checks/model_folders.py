@@ -41,6 +41,7 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
                 f"teachers.{name}.engine.model.path is {path}, which has no tokenizer files, so "
                 "its tokens cannot be compared with the policy's: copy the tokenizer's files there."
             )
+    yield from _find_position_problems(config)
     # After a warm start, the model that it saved is the adapter's base model.
     has_base = config.actor.engine.model.path is not None or config.warm_start is not None
     if config.weight_sync.content == "adapter" and not has_base:
@@ -93,6 +94,47 @@ def has_chat_template(data: DataConfig, *, model_path: str | None) -> bool:
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     return bool(read_json_fields(folder / "tokenizer_config.json").get("chat_template"))
+
+
+def read_positions(config: TrainerConfig) -> int | None:
+    """Return the longest sequence that the sampler takes: the positions in the actor's config.json.
+
+    Returns:
+        None if the file does not say it, or if the server of the sampler has its own limit.
+    """
+    vllm = config.rollout.vllm
+    has_own_limit = config.rollout.sampler == "vllm" and (vllm.max_model_len or vllm.engine_kwargs)
+    path = config.actor.engine.model.path
+    if has_own_limit or path is None or not _is_model(path):
+        return None
+    try:
+        model_config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return None  # reported as a problem of the model
+    positions = isinstance(model_config, dict) and model_config.get("max_position_embeddings")
+    return positions if isinstance(positions, int) else None
+
+
+def iterate_completion_limits(config: TrainerConfig) -> Iterator[tuple[str, int]]:
+    """Yield the key and the value of each limit on single completions, of runs without turns."""
+    if not config.generates_completions or config.all_environments:
+        return
+    if config.task != "eval":
+        yield "sampling.max_tokens", config.sampling.max_tokens
+    if config.data.eval_sources:
+        yield "run.eval_sampling.max_tokens", config.run.eval_sampling.max_tokens
+
+
+def _find_position_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield limits on completions that leave no position for a prompt."""
+    positions = read_positions(config)
+    for key, limit in iterate_completion_limits(config):
+        if positions is not None and limit >= positions:
+            yield (
+                f"{key} is {limit}, but the model in {config.actor.engine.model.path} has "
+                f"{positions} positions (max_position_embeddings in its config.json), and a prompt "
+                "needs some of them: lower it."
+            )
 
 
 def _find_tokenizer_problems(

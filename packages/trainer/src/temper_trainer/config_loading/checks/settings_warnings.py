@@ -1,17 +1,26 @@
 """Log a warning for settings that a run accepts, but with which it learns nothing or little."""
 
 import logging
+from pathlib import Path
 
+from temper_engine_api.specs import OptimizerSpec, ScheduleSpec
 from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.config.data import FileSource
 from temper_trainer.config.environment import BUILT_IN_ENVIRONMENTS, load_environment_class
 from temper_trainer.config.run import INFERENCE_TASKS
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.checks.data_files import count_training_rows
 from temper_trainer.reward.judge_endpoint import warn_if_unreachable
 from temper_trainer.reward.registry import find_rewards
 from temper_trainer.reward.row_rewards import iterate_selected_rewards
 from temper_trainer.settings.variants import Custom
 
 logger = logging.getLogger(__name__)
+
+MAX_ADAM_RATE = 0.1
+"""From this rate on, an update of Adam changes a weight by more than most weights are large."""
+MAX_OTHER_RATE = 100.0
+"""The same for other optimizers, whose rates are higher: their updates shrink with the gradient."""
 
 
 def warn_about_aggregation(config: AlgorithmConfig) -> None:
@@ -43,14 +52,109 @@ def warn_about_settings(config: TrainerConfig) -> None:
         return
     if config.task == "rl" and not config.algorithm.has_equal_token_advantages:
         _warn_about_branches(config)
+    _warn_about_data(config)
+    num_updates = config.run.total_steps
+    if config.task == "rl":
+        num_updates *= config.batching.num_mini_batches * config.batching.num_passes
+    # The number of steps of whole epochs is known once the data is read.
+    run_length = None if config.run.total_epochs else (config.run.total_steps, num_updates)
     for name, role in config.trained_roles.items():
-        optimizer = role.engine.optimizer
-        if optimizer is not None and optimizer.lr == 0:
-            logger.warning(
-                "%s.engine.optimizer.lr is 0, so its weights will not change: set it above 0, or "
-                "use task=eval to measure the model",
-                name,
-            )
+        if role.engine.optimizer is not None:
+            _warn_about_rate(f"{name}.engine", role.engine.optimizer)
+            _warn_about_schedule(f"{name}.engine", role.engine.schedule, run_length=run_length)
+    if (warm_start := config.warm_start) is not None:
+        _warn_about_rate("warm_start", warm_start.optimizer)
+        length = (warm_start.total_steps, warm_start.total_steps)
+        _warn_about_schedule("warm_start", warm_start.schedule, run_length=length)
+
+
+def _warn_about_rate(key: str, optimizer: OptimizerSpec) -> None:
+    """Log a warning for a rate that changes no weight, or whose first update replaces them."""
+    if optimizer.lr == 0:
+        logger.warning(
+            "%s.optimizer.lr is 0, so its weights will not change: set it above 0, or use "
+            "task=eval to measure the model",
+            key,
+        )
+        return
+    if optimizer.lr * optimizer.weight_decay >= 1:
+        logger.warning(
+            "%s.optimizer: weight decay multiplies weights by 1 - lr * weight_decay = 1 - %g * %g "
+            "in every update, which removes them: lower one of the two",
+            key,
+            optimizer.lr,
+            optimizer.weight_decay,
+        )
+    # Adam changes every weight by about lr, whatever the size of the gradient. Rates of other
+    # optimizers depend on the gradient, but clipping bounds the norm of an update by lr.
+    is_adam = "adam" in optimizer.name.rpartition(".")[2].lower()
+    if optimizer.lr >= (MAX_ADAM_RATE if is_adam else MAX_OTHER_RATE):
+        logger.warning(
+            "%s.optimizer.lr is %g, with which the first updates of %s replace the model's "
+            "weights, most of which are below 0.1: use a rate such as 1e-6 in RL, or 1e-5 in SFT",
+            key,
+            optimizer.lr,
+            optimizer.name,
+        )
+
+
+def _warn_about_schedule(
+    key: str, schedule: ScheduleSpec, *, run_length: tuple[int, int] | None
+) -> None:
+    """Log a warning for a warmup that does not end, and for updates with a rate of 0.
+
+    `run_length` is the number of steps and of updates of the run; None if it is not known.
+    """
+    if run_length is None:
+        return
+    unit = "updates" if schedule.advance == "update" else "RL steps"
+    length = run_length[schedule.advance == "update"]
+    if schedule.num_warmup_steps > length:
+        logger.warning(
+            "%s.schedule has %d warmup steps, but the run has %d %s, so the rate never reaches "
+            "optimizer.lr: lower schedule.warmup_steps, or train for longer",
+            key,
+            schedule.num_warmup_steps,
+            length,
+            unit,
+        )
+    if schedule.total_steps and schedule.total_steps < length and schedule.min_lr_ratio == 0:
+        logger.warning(
+            "%s.schedule.total_steps is %d, but the run has %d %s, and the rate of the others is "
+            "0: set total_steps to 0, which means the length of the run, or set min_lr_ratio",
+            key,
+            schedule.total_steps,
+            length,
+            unit,
+        )
+
+
+def _warn_about_data(config: TrainerConfig) -> None:
+    """Log a warning for steps that repeat prompts, and for evaluations on training data."""
+    size, num_rows = config.batching.prompts_per_step, count_training_rows(config)
+    if num_rows is not None and num_rows < size:
+        logger.warning(
+            "batching.prompts_per_step is %d, but the training data has %d rows, so every step "
+            "has rows several times: lower it, or add rows",
+            size,
+            num_rows,
+        )
+    trained = {
+        str(Path(path).resolve()): key
+        for key, source in config.data.train_sources.items()
+        if isinstance(source, FileSource)
+        for path in source.paths
+    }
+    for key, source in config.data.eval_sources.items():
+        for path in source.paths if isinstance(source, FileSource) else ():
+            if (train_key := trained.get(str(Path(path).resolve()))) is not None:
+                logger.warning(
+                    "%s reads %s, which %s trains on, so evaluations measure how well the model "
+                    "remembers it: hold rows back in a file of their own",
+                    key,
+                    path,
+                    train_key,
+                )
 
 
 def _warn_about_branches(config: TrainerConfig) -> None:

@@ -10,7 +10,7 @@ from temper_engine_api.specs import EngineConfig, ModelSpec, Scalar
 from temper_trainer.checkpoint.checkpointer import Checkpointer, load_run_id
 from temper_trainer.config.data import DataConfig
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.run import RoleConfig
+from temper_trainer.config.run import RoleConfig, describe_short_epoch
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import DataError, PreferenceRow, Row
 from temper_trainer.data.sources import load_preferences, load_rows
@@ -206,9 +206,7 @@ def with_run_length(config: TrainerConfig, *, num_problems: int) -> TrainerConfi
         size = config.batching.prompts_per_step
         if num_problems < size:
             raise DataError(
-                f"run.total_epochs is {config.run.total_epochs}, but the data has {num_problems} "
-                f"problems, less than a step of batching.prompts_per_step = {size}: lower it, or "
-                "set run.total_steps."
+                describe_short_epoch(config.run, num_problems=num_problems, prompts_per_step=size)
             )
         total_steps = config.run.total_epochs * (num_problems // size)
         run = replace(config.run, total_steps=total_steps, total_epochs=None)
