@@ -87,7 +87,7 @@ def test_plain_prompt_is_as_long_as_with_the_pretrained_tokenizer(settings: Sett
     assert "rows.jsonl:1: the prompt has 3 tokens, but data.max_prompt_tokens is 2" in text
 
 
-def test_prompt_that_leaves_no_room_for_a_completion_is_refused_as_by_the_sampler(
+def test_prompt_that_leaves_too_few_positions_for_a_completion_is_refused(
     settings: Settings, tmp_path: Path
 ) -> None:
     (tmp_path / "model").mkdir()

@@ -18,9 +18,9 @@ from temper_trainer.settings.variants import Custom
 logger = logging.getLogger(__name__)
 
 MAX_ADAM_RATE = 0.1
-"""From this rate on, an update of Adam changes a weight by more than most weights are large."""
+"""Rate of Adam at which an update changes a weight by more than the size of most weights."""
 MAX_OTHER_RATE = 100.0
-"""The same for other optimizers, whose rates are higher: their updates shrink with the gradient."""
+"""The same for other optimizers, whose updates shrink with the gradient."""
 
 
 def warn_about_aggregation(config: AlgorithmConfig) -> None:
