@@ -15,7 +15,7 @@ from tools.mutation.sample import Mutant
 from tools.mutation.sessions import MODULES
 
 SEED = 0
-NUM_MUTANTS = 110
+NUM_MUTANTS = 120
 
 CHECKS = ("check", "refuse", "warn", "has_type_of")
 """Starts of the names of functions that only check; an underscore may precede them."""

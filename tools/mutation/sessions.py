@@ -13,15 +13,18 @@ SOURCES = PACKAGE / "src" / "temper_engine_fsdp"
 MODULES = (
     "engine.py",
     "model/activation_checkpointing.py",
+    "model/expert_routers.py",
     "model/output_head.py",
     "model/pack_layout.py",
     "model/packed_attention.py",
     "model/packed_model.py",
+    "model/routing_replay.py",
     "model/scored_attention.py",
     "model/sequence_parallel.py",
     "model/token_logprobs.py",
     "model/token_mixers.py",
     "runtime/numerics.py",
+    "sharding/expert_parallel.py",
     "sharding/fsdp1.py",
     "sharding/fsdp2.py",
     "sharding/sharded_module.py",
@@ -93,6 +96,13 @@ FAMILY_MODULES = (
 )
 """Modules that compute what only some families of models have."""
 
+EXPERT_MODULES = (
+    "model/expert_routers.py",
+    "model/routing_replay.py",
+    "sharding/expert_parallel.py",
+)
+"""Modules that compute only in mixtures of experts."""
+
 FAMILIES = "gpt_oss,gemma2,qwen3_5_text,nemotron_h,cohere"
 """Families with sinks, soft-capping, linear attention, Mamba layers and a scale of the logits."""
 
@@ -140,6 +150,11 @@ SESSIONS = {
             "model/packed_attention.py",
             "model/sequence_parallel.py",
         ),
+    ),
+    "experts": KitSession(
+        arguments=("--layouts", "ep.2"),
+        layouts={"ep.2": ("router", "gradient", "update", "weights", "checkpoint", "sizes")},
+        modules=EXPERT_MODULES,
     ),
     "bf16": KitSession(
         arguments=("--compute", "bf16", "--world-sizes", "1", "--layouts", "fsdp1.1,logits-kept.1"),
@@ -189,6 +204,7 @@ FIRST_LAYOUTS = {
     "model/scored_attention.py": ("families", "1-rank"),
     "model/sequence_parallel.py": ("two-ranks", "sp2.2"),
     "model/token_mixers.py": ("families", "1-rank"),
+    "sharding/expert_parallel.py": ("experts", "ep.2"),
     "sharding/fsdp1.py": ("two-ranks", "fsdp1.2"),
     "sharding/fsdp2.py": ("two-ranks", "2-ranks"),
     "sharding/sharded_parameter.py": ("two-ranks", "2-ranks"),
@@ -196,6 +212,8 @@ FIRST_LAYOUTS = {
 """Session and layout that are most likely to detect the mutants of a module."""
 
 FIRST_GROUPS = {
+    "model/expert_routers.py": ("router",),
+    "model/routing_replay.py": ("router",),
     "model/output_head.py": ("value", "logprob"),
     "training/lora_adapter.py": ("adapter", "expert_adapter"),
     "training/torch_optimizer.py": ("settings", "optimizer"),
