@@ -542,6 +542,31 @@ def test_two_replicas_on_ray_equal_one_server_even_if_one_is_killed(
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
+def test_server_with_two_workers_in_the_bundles_of_two_ranks_gives_the_same_losses(
+    run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
+) -> None:
+    ray = pytest.importorskip(
+        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+    )
+    run(tmp_path / "hf", *SHORT_RUN, *GREEDY)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        run(
+            tmp_path / "shared",
+            *SHORT_RUN,
+            *GREEDY,
+            *on_vllm,
+            "runtime.kind=ray",
+            "actor.num_workers=2",
+            "rollout.vllm.tensor_parallel_size=2",
+        )
+    finally:
+        ray.shutdown()
+    assert_close(rows(tmp_path / "shared"), rows(tmp_path / "hf"))
+
+
+@pytest.mark.ray
 def test_teacher_servers_on_ray_equal_an_engine_even_if_one_is_killed(
     run: Run,
     rows: Rows,
