@@ -106,13 +106,13 @@ def node(node_index: int, *arguments: str, folder: str) -> "subprocess.Popen[byt
 
 
 def wait_for_nodes(number: int, *, folder: str) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        if on_head("-c", COUNT_NODES).stdout.strip() == str(number):
+        counted = on_head("-c", COUNT_NODES)
+        if counted.stdout.strip() == str(number):
             return
-    raise AssertionError(
-        "\n".join(path.read_text() for path in sorted(Path(folder).glob("node-*.log")))
-    )
+    logs = [path.read_text() for path in sorted(Path(folder).glob("node-*.log"))]
+    raise AssertionError("\n".join([*logs, counted.stdout, counted.stderr]))
 
 
 @pytest.fixture(scope="module")
@@ -134,24 +134,21 @@ def nodes() -> Iterator[None]:
         for device in (end, "lo"):
             ip("-n", name, "link", "set", device, "up")
     folder = tempfile.mkdtemp(prefix="tr-", dir="/tmp")  # names of sockets must be short
-    head = node(
-        0,
-        "--head",
-        f"--port={PORT}",
-        "--include-dashboard=false",
-        f"--temp-dir={folder}",
-        folder=folder,
-    )
-    wait_for_nodes(1, folder=folder)
-    other = node(1, f"--address={ADDRESSES[0]}:{PORT}", folder=folder)
-    wait_for_nodes(2, folder=folder)
-    yield
-    for process in (other, head):
-        process.terminate()
-    remove_namespaces()
-    for process in (other, head):
-        process.wait(timeout=60)
-    shutil.rmtree(folder, ignore_errors=True)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}"]
+        processes.append(node(0, *head, folder=folder))
+        wait_for_nodes(1, folder=folder)
+        processes.append(node(1, f"--address={ADDRESSES[0]}:{PORT}", folder=folder))
+        wait_for_nodes(2, folder=folder)
+        yield
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        remove_namespaces()
+        for process in processes:
+            process.wait(timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_apart(folder: Path, *overrides: str) -> str:
