@@ -12,6 +12,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.metrics.timeline import OccupancyGauge, RolloutTrace
@@ -285,11 +286,16 @@ def _compact(completion: Completion) -> Completion:
     A step may have a hundred million tokens. Token ids share one object per id, and log-probs are
     stored exactly, as float64.
     """
-    try:
-        tokens = tuple(map(_token_ids.__getitem__, completion.tokens))
-    except IndexError:
-        _token_ids.extend(range(len(_token_ids), max(completion.tokens) + 1))
-        tokens = tuple(map(_token_ids.__getitem__, completion.tokens))
+    tokens = completion.tokens
+    # A getter of a single item would not return a tuple.
+    if len(tokens) > 1:
+        # One call in C is more than twice as fast as one for each token.
+        get_shared = itemgetter(*tokens)
+        try:
+            tokens = get_shared(_token_ids)
+        except IndexError:
+            _token_ids.extend(range(len(_token_ids), max(tokens) + 1))
+            tokens = get_shared(_token_ids)
     logprobs = completion.rollout_logprobs
     # `struct` converts a tuple several times as fast as `array` does.
     stored = array("d", struct.pack(f"{len(logprobs)}d", *logprobs))
