@@ -23,6 +23,7 @@ from temper_engine_api.process_folders import make_temporary_folder
 from temper_trainer.rollout.vllm import server as run_server
 from temper_trainer.rollout.vllm.messages import Hello, encode
 from temper_trainer.rollout.vllm.server_addresses import read_token
+from temper_trainer.rollout.vllm.server_group import kill_server_group
 from temper_trainer.rollout.vllm.server_process import make_environment
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class ListeningServer:
         child, self._child = self._child, None
         if child is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+                kill_server_group(child.pid)
             child.wait()
 
     def _refuse(self, connection: "Connection[bytes, bytes]", problem: str) -> None:

@@ -6,7 +6,6 @@ inherits it; the trainer has the other end.
 
 import os
 import queue
-import signal
 import sys
 import tempfile
 import threading
@@ -29,6 +28,7 @@ from temper_trainer.rollout.vllm.messages import (
     encode,
     encode_value,
 )
+from temper_trainer.rollout.vllm.server_group import kill_server_group
 from temper_trainer.rollout.vllm.vllm_versions import (
     find_import_problem,
     find_installed_versions,
@@ -148,7 +148,7 @@ def read_messages(
 def kill_process_group() -> None:
     """Kill this process, and the workers in its process group if it is the group's leader."""
     if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
+        kill_server_group(os.getpid())
     os._exit(1)
 
 

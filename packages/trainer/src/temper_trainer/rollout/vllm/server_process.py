@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -40,6 +39,7 @@ from temper_trainer.rollout.vllm.messages import (
     encode,
     encode_value,
 )
+from temper_trainer.rollout.vllm.server_group import kill_server_group
 from temper_trainer.rollout.vllm.vllm_versions import (
     describe_versions,
     find_temper_problem,
@@ -220,7 +220,7 @@ class ServerProcess:
         # latter.
         if process is not None:
             try:
-                os.killpg(process.pid, signal.SIGKILL)
+                kill_server_group(process.pid)
             except ProcessLookupError:
                 logger.debug("%s has ended by itself", self._name)
             process.wait()
