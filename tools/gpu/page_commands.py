@@ -11,7 +11,7 @@ weights hardly ever end a completion, so every completion has the longest length
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer, and takes the place of
 `rollout-env/bin/python`. Rows with the medians of all steps but the first are appended to
-FOLDER/rows.jsonl. `--check` validates the settings and runs nothing.
+FOLDER/rows.jsonl. `--check` writes the same files, and then only validates the settings.
 """
 
 import argparse
@@ -62,8 +62,10 @@ def read_commands() -> dict[str, tuple[str, ...]]:
 
 def write_model(folder: Path, card: str, texts: list[str]) -> None:
     """Write a random model of the shape with a tokenizer of these texts, unless it exists."""
-    if (folder / "config.json").exists():
+    if folder.exists():
         return
+    # Renamed when it is complete, so that an interrupted start leaves no incomplete model.
+    final, folder = folder, folder.with_name(f"{folder.name}.incomplete")
     config = transformers.AutoConfig.for_model(**dict(CARDS[card]))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -73,8 +75,8 @@ def write_model(folder: Path, card: str, texts: list[str]) -> None:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": PAD, "eos_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
-    # Last, because the file tells that the model is complete.
     model.save_pretrained(folder)
+    folder.rename(final)
     del model
     torch.cuda.empty_cache()
 
@@ -92,7 +94,7 @@ def prepare_folder(
     interpreter = out / "rollout-env" / "bin" / "python"
     interpreter.parent.mkdir(parents=True, exist_ok=True)
     # A script instead of a link: Python finds its environment by the path that started it.
-    interpreter.write_text(f'#!/bin/sh\nexec {rollout_python} "$@"\n')
+    interpreter.write_text(f'#!/bin/sh\nexec {shlex.quote(str(rollout_python))} "$@"\n')
     interpreter.chmod(0o755)
     mentioned = {word.partition("=")[2] for words in commands for word in words}
     for name, card in MODELS.items():
