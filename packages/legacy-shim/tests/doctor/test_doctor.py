@@ -1,6 +1,7 @@
 """The plan of a project, and carrying it out."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -242,3 +243,16 @@ def test_a_plan_in_a_pipe_has_every_path_full(tmp_path: Path) -> None:
         f"script \u2502 {(folder / 'run.sh').relative_to(tmp_path)} \u2502 1 launch of "
         "verl.trainer.main_ppo of v0.9.1" in done.stdout
     )
+
+
+@pytest.mark.parametrize("name", ["a.sh", "Makefile", "a.yaml"])
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_file_that_cannot_be_read_is_a_step(project: Path, name: str, is_pipe: bool) -> None:
+    if is_pipe:
+        os.mkfifo(project / name)
+    else:
+        (project / name).symlink_to("absent")
+    (project / "a.py").symlink_to("absent")
+    steps = {str(step.path): step for step in examine(project)}
+    assert list(steps) == [name, "conf.yaml", "scripts/run.sh", "reward.py"]
+    assert "is no file that can be read" in steps[name].blockers[0]

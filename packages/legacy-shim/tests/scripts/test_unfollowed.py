@@ -538,3 +538,59 @@ def test_function_that_eval_defines_is_not_taken_for_text_of_the_script() -> Non
     assert migration.outcome is Outcome.PERSON
     assert migration.script is not None
     assert migration.script.text.count("train()") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"bash {'a' * 300}",
+        f"source {'a' * 300}/env.sh",
+        f"docker compose run trainer '{'x ' * 200}'",
+        f"mlflow run . -P note={'x' * 300}",
+    ],
+)
+def test_argument_that_no_file_can_have_as_its_name_is_no_file(
+    tmp_path: Path, command: str
+) -> None:
+    assert migrate_script(f"{command}\n", folder=tmp_path).outcome is not Outcome.PERSON
+
+
+@pytest.mark.parametrize("text", ["tool = 3\nproject = []\n", "[tool.poetry]\nscripts = 'x'\n"])
+def test_odd_tables_of_a_pyproject_file_are_passed_over(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    assert migrate_script("mytrain\n", folder=tmp_path).outcome is Outcome.CLEAN
+
+
+CHAIN = "".join(f"t{n}: t{n + 1}\n" for n in range(3_000)) + f"t3000:\n\t{TRAINER}\n"
+CYCLE = "include " + " ".join(f"m{n}.mk" for n in range(12)) + f"\nt0:\n\t{TRAINER}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CHAIN,
+        CYCLE,
+        "".join(f"A{n} = $(A{n + 1})$(A{n + 1})\n" for n in range(28))
+        + f"t0:\n\t{TRAINER} $(A0)\n",
+        "".join(f"A{n} = $(A{n + 1})\n" for n in range(3_000)) + f"t0:\n\t{TRAINER} $(A0)\n",
+        f"x y:{' ' * 3_000}(=\nt0:\n\t{TRAINER}\n",
+        f"include loop.mk\nt0:\n\t{TRAINER}\n",
+    ],
+    ids=["rules", "includes", "references", "variables", "blanks", "link"],
+)
+def test_makefile_that_repeats_itself_is_read_at_once(tmp_path: Path, text: str) -> None:
+    for number in range(12):
+        (tmp_path / f"m{number}.mk").write_text(CYCLE.splitlines()[0] + "\n")
+    (tmp_path / "loop.mk").symlink_to("loop.mk")
+    (tmp_path / "Makefile").write_text(text)
+    migration = migrate_script("make t0\n", folder=tmp_path)
+    assert "which starts verl.trainer.main_ppo" in persons(migration)[0]
+
+
+@pytest.mark.parametrize("name", ["nextflow run x --input {}", "tox {}", "make -f {}", "bash {}"])
+def test_large_data_that_a_command_gets_is_not_read(tmp_path: Path, name: str) -> None:
+    with (tmp_path / "train.parquet").open("wb") as file:
+        file.write(LAUNCH.encode())
+        file.truncate(2**33)
+    migration = migrate_script(f"{name.format('train.parquet')}\n", folder=tmp_path)
+    assert not persons(migration)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.errors import ShimError, UsageError, format_extra_install
 from temper_legacy_shim.imports.source_files import SKIPPED, is_copy
+from temper_legacy_shim.scripts.bounded_files import is_regular, read_bounded, read_start
 from temper_legacy_shim.scripts.makefiles import MAKEFILES
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
     configs: list[Path] = []
     scripts: list[Path] = []
     makefiles: list[Path] = []
+    unreadable: list[Step] = []
     checkpoints: list[Step] = []
     releases: dict[Path, str] = {}
     copies: list[Path] = []
@@ -106,7 +108,9 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
             continue
         for name in files:
             path = directory / name
-            if path.suffix in (".yaml", ".yml"):
+            if not is_regular(path):
+                unreadable += _unreadable(folder, path)
+            elif path.suffix in (".yaml", ".yml"):
                 configs.append(path)
             elif _is_script(path):
                 scripts.append(path)
@@ -114,6 +118,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
                 makefiles.append(path)
     return [
         *pin,
+        *unreadable,
         *_configs(folder, configs, version=version),
         *(
             step
@@ -129,10 +134,25 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
 
 def _is_script(path: Path) -> bool:
     """Check for a shell script or job file, by its suffix, or without one by its first line."""
-    if path.suffix or not path.is_file():
+    if path.suffix:
         return path.suffix in _SCRIPT_SUFFIXES
-    with open(path, "rb") as file:
-        return _SHEBANG.match(file.read(64)) is not None
+    try:
+        with open(path, "rb") as file:
+            return _SHEBANG.match(file.read(64)) is not None
+    except OSError:
+        return False
+
+
+def _unreadable(folder: Path, path: Path) -> list[Step]:
+    """Return a step for a broken link or pipe whose name is that of a script or configuration."""
+    is_config = path.suffix in (".yaml", ".yml")
+    is_script = path.suffix in _SCRIPT_SUFFIXES or path.name in MAKEFILES
+    if not (is_config or is_script):
+        return []
+    shown = path.relative_to(folder)
+    error = ShimError(f"{shown} is no file that can be read (a broken link, or a pipe): repair it.")
+    kind = Kind.CONFIG if is_config else Kind.SCRIPT
+    return [_damaged(kind, shown, error, version=None)]
 
 
 def _pinned_release(folder: Path) -> tuple[str | None, tuple[Step, ...]]:
@@ -140,9 +160,8 @@ def _pinned_release(folder: Path) -> tuple[str | None, tuple[Step, ...]]:
     from temper_legacy_shim.configs.reading.trees import known_version
 
     for path in sorted(folder.iterdir()):
-        if not path.is_file() or not _WITH_PINS.fullmatch(path.name):
-            continue
-        match = _PINNED.search(path.read_text(encoding="utf-8", errors="replace"))
+        text = read_bounded(path) if _WITH_PINS.fullmatch(path.name) else None
+        match = _PINNED.search(text or "")
         if match is None:
             continue
         release = match[1] or match[2]
@@ -304,7 +323,11 @@ def _script(
 
     shown = path.relative_to(folder)
     command = f"temper-migrate script {shown}{_option(version)}"
-    text = path.read_bytes().decode("utf-8", errors="surrogateescape")
+    try:
+        text = read_start(path, newline="")
+    except OSError as error:
+        unread = ShimError(f"{shown} can't be read: {error.strerror}.")
+        return [_damaged(Kind.SCRIPT, shown, unread, version=version)]
     source = ""
     try:
         migration = migrate_script(text, folder=path.parent, options=Options(version=version))

@@ -171,7 +171,9 @@ def _python_files(path: Path) -> Iterator[Path]:
             for name in names
             if name not in SKIPPED | _BUILT and not is_copy(Path(folder) / name)
         )
-        yield from (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
+        # Broken links and pipes have no content to change.
+        paths = (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
+        yield from (path for path in paths if path.is_file())
 
 
 def _content(path: Path) -> bytes:

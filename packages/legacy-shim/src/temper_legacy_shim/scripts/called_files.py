@@ -1,8 +1,10 @@
 """Find the file that a command runs, and the old trainer that a Python file uses."""
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from temper_legacy_shim.bash.execution.external_commands import (
 )
 from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
+from temper_legacy_shim.scripts.bounded_files import is_regular, read_bounded
 from temper_legacy_shim.scripts.launches import find_program, starts_unknown_program
 from temper_legacy_shim.scripts.script_reading import find_script
 
@@ -39,6 +42,8 @@ _RUNNERS: dict[str, tuple[str, ...]] = {
     "gcloud": ("ai",),
 }
 """Programs that run commands of another file, with the words that make them do so."""
+_JOB_FILES = (".yaml", ".yml", ".json", ".toml", ".py", ".sub", ".nf", ".smk", ".cwl")
+"""Suffixes of files that describe commands, and not data."""
 _MODAL_RUNS = (["run"], ["deploy"], ["serve"])
 _OLD_TRAINER = re.compile(
     r"\b(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)\b(?!\.\w)"
@@ -111,7 +116,8 @@ def called_program(event: Event, folder: Path | None) -> str:
     if name in _READERS:
         return next((word for word in words[1:] if word.endswith((".py", ".ipynb"))), "")
     if name in _RUNNERS:
-        return next((word for word in words[1:] if find_script(word, folder)), "")
+        files = (word for word in words[1:] if word.endswith(_JOB_FILES))
+        return next((word for word in files if find_script(word, folder)), "")
     return _console_script(words, folder)
 
 
@@ -132,14 +138,28 @@ def _console_script(words: list[str], folder: Path | None) -> str:
     if path is None or not re.fullmatch(r"[\w.-]+", name):
         return ""
     try:
-        project = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
+        changed_ns = path.stat().st_mtime_ns
+    except OSError:
         return ""
-    poetry = project.get("tool", {}).get("poetry", {})
-    scripts = {**poetry.get("scripts", {}), **project.get("project", {}).get("scripts", {})}
-    module = str(scripts.get(name, "")).partition(":")[0]
+    module = _console_scripts(path, changed_ns).get(name, "").partition(":")[0]
     names = [f"{base}{module.replace('.', '/')}.py" for base in ("", "src/")] if module else []
-    return next((each for each in names if (path.parent / each).is_file()), "")
+    return next((each for each in names if is_regular(path.parent / each)), "")
+
+
+@lru_cache(maxsize=64)
+def _console_scripts(path: Path, changed_ns: int) -> dict[str, str]:
+    """Return the commands that a pyproject.toml defines; ``changed_ns`` tells its versions."""
+    try:
+        project = tomllib.loads(read_bounded(path) or "")
+    except ValueError:
+        return {}
+    scripts: dict[object, object] = {}
+    for keys in (("tool", "poetry", "scripts"), ("project", "scripts")):
+        table: object = project
+        for key in keys:
+            table = table.get(key) if isinstance(table, dict) else None
+        scripts |= table if isinstance(table, dict) else {}
+    return {str(name): str(target) for name, target in scripts.items()}
 
 
 def modal_file(event: Event) -> str:
@@ -180,18 +200,18 @@ def trainer_in_text(text: str) -> str:
 
 def trainer_in(path: Path) -> str:
     """Return the old trainer that a file, or a module that it imports, names; empty if none is."""
-    waiting, seen = [path], {path.resolve()}
+    waiting, seen = [path], {os.path.realpath(path)}
     while waiting and len(seen) < _MOST_MODULES:
         current = waiting.pop(0)
-        try:
-            text = current.read_text(encoding="utf-8", errors="surrogateescape")
-        except OSError:
+        if (text := read_bounded(current)) is None:
             continue
         if trainer := trainer_in_text(text):
             return trainer
         if current.suffix == ".py":
-            modules = [each for each in _imported(text, current) if each.resolve() not in seen]
-            seen |= {each.resolve() for each in modules}
+            modules = [
+                each for each in _imported(text, current) if os.path.realpath(each) not in seen
+            ]
+            seen |= {os.path.realpath(each) for each in modules}
             waiting += modules
     return ""
 
@@ -212,7 +232,7 @@ def _imported(text: str, path: Path) -> Iterator[Path]:
             bases = [path.parent, *path.parent.parents[:3]]
             for base in bases[dots - 1 : dots] if dots else bases:
                 files = (base.joinpath(*parts[:-1], f"{parts[-1]}.py"), base.joinpath(*parts))
-                result = next((each for each in files if each.is_file()), None)
+                result = next((each for each in files if is_regular(each)), None)
                 if result is not None:
                     yield result
                     break

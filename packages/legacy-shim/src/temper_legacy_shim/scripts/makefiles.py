@@ -1,9 +1,12 @@
 """Read a makefile's rules as bash, in all branches, but without functions."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from temper_legacy_shim.scripts.bounded_files import is_regular, read_bounded
 
 MAKEFILES = ("GNUmakefile", "makefile", "Makefile")
 """Names of the files that make looks for, in its order."""
@@ -11,11 +14,20 @@ MAKEFILES = ("GNUmakefile", "makefile", "Makefile")
 _ASSIGNMENT = re.compile(r"(?:(?:export|override|private)\s+)*([\w.-]+)\s*(:{0,3}|\?|\+)=\s*(.*)")
 _OF_TARGET = re.compile(r"[^:=#]+::?\s+([\w.-]+\s*(?:\?|\+|:{0,3})=.*)")
 _DEFINITION = re.compile(r"define\s+([\w.-]+)\s*(:{0,3}|\?|\+)=?")
-_RULE = re.compile(r"([^\s:=#][^:=#]*)::?(?!=)\s*([^;=]*?)\s*(?:;\s*(.*))?")
 _REFERENCE = re.compile(r"\$(?:\(([\w.-]+)\)|\{([\w.-]+)\}|([@<^]|\$))")
 _WITH_VALUE = frozenset(("-j", "-l", "-o", "-W", "-I"))
 """Options of make whose value may be the next word."""
 _MOST_CHARACTERS = 100_000
+"""Length of one expanded text."""
+_MOST_REFERENCES = 200_000
+"""Number of references to variables that are followed in one makefile."""
+_MOST_IN_TEXT = 2_000
+"""Number of references that one text leads to."""
+_MOST_LEVELS = 50
+"""Number of variables that refer to each other in a chain."""
+_MOST_IN_FILE = 500_000
+"""Length of a makefile."""
+_MOST_FILES = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +49,20 @@ class Rule:
     """Lines without their tabulator."""
 
 
+@dataclass(slots=True)
+class _Budget:
+    """References to variables that may still be followed."""
+
+    references: int = _MOST_REFERENCES
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Makefile:
     """Rules by target, and variables as text that is expanded where it is used."""
 
     rules: dict[str, Rule]
     variables: dict[str, str]
+    budget: _Budget = field(default_factory=_Budget)
 
     def default_target(self) -> str:
         """Return the target of ``make`` without arguments; empty if there is none."""
@@ -57,7 +77,7 @@ class Makefile:
         """
         known = self.variables | variables
         lines: list[str] = []
-        for name in self._iterate_needed(target, seen=set()):
+        for name in self._find_needed(target):
             rule = self.rules[name]
             own = {
                 "@": name,
@@ -65,18 +85,24 @@ class Makefile:
                 "^": " ".join(rule.prerequisites),
             }
             # @ hides a line, - ignores its error, + runs it even with -n.
-            text = "\n".join(_expand(line, known | own) for line in rule.commands)
+            text = "\n".join(_expand(line, known | own, self.budget) for line in rule.commands)
             lines += [line.lstrip("@-+ \t") for line in text.split("\n")]
         return "\n".join(lines) + "\n"
 
-    def _iterate_needed(self, target: str, *, seen: set[str]) -> Iterator[str]:
-        """Yield the targets with rules that make would bring up to date, prerequisites first."""
-        if target in seen or target not in self.rules:
-            return
-        seen.add(target)
-        for name in self.rules[target].prerequisites:
-            yield from self._iterate_needed(name, seen=seen)
-        yield target
+    def _find_needed(self, target: str) -> list[str]:
+        """Return the targets with rules that make would bring up to date, prerequisites first."""
+        out, seen = list[str](), set[str]()
+        # Generated makefiles have chains that are too long for recursion.
+        waiting = [(target, False)]
+        while waiting:
+            name, has_prerequisites = waiting.pop()
+            if has_prerequisites:
+                out.append(name)
+            elif name in self.rules and name not in seen:
+                seen.add(name)
+                needed = reversed(self.rules[name].prerequisites)
+                waiting += [(name, True), *((each, False) for each in needed)]
+        return out
 
 
 def parse_make_call(words: Sequence[str]) -> MakeCall | None:
@@ -106,31 +132,38 @@ def parse_make_call(words: Sequence[str]) -> MakeCall | None:
 
 
 def read_makefile(path: Path) -> Makefile:
-    rules: dict[str, Rule] = {}
+    lines: dict[str, int] = {}
+    needed: dict[str, list[str]] = {}
+    commands: dict[str, list[str]] = {}
     variables = _Variables()
     current: list[str] = []
-    for number, line in _iterate_lines(path):
+    for number, line in _iterate_lines(path, seen=set()):
         if variables.takes(line):
             continue
         if line.startswith("\t"):
             for target in current:
-                rule = rules[target]
-                rules[target] = Rule(
-                    line=rule.line,
-                    prerequisites=rule.prerequisites,
-                    commands=(*rule.commands, line[1:]),
-                )
-        elif header := _RULE.fullmatch(line.rstrip()):
-            current = _expand(header[1], variables.texts).split()
-            needed = [name for name in _expand(header[2], variables.texts).split() if name != "|"]
+                commands[target].append(line[1:])
+        elif header := _parse_rule(line.rstrip()):
+            current, prerequisites = (variables.expand(each).split() for each in header[:2])
             for target in current:
-                earlier = rules.get(target, Rule(line=number, prerequisites=(), commands=()))
-                rules[target] = Rule(
-                    line=number,
-                    prerequisites=(*earlier.prerequisites, *needed),
-                    commands=(*earlier.commands, *filter(None, [header[3]])),
-                )
-    return Makefile(rules=rules, variables=variables.texts)
+                lines[target] = number
+                needed.setdefault(target, []).extend(p for p in prerequisites if p != "|")
+                commands.setdefault(target, []).extend(filter(None, header[2:]))
+    rules = {
+        target: Rule(
+            line=number, prerequisites=tuple(needed[target]), commands=tuple(commands[target])
+        )
+        for target, number in lines.items()
+    }
+    return Makefile(rules=rules, variables=variables.texts, budget=variables.budget)
+
+
+def _parse_rule(line: str) -> tuple[str, str, str] | None:
+    """Return the targets, prerequisites and first command of a rule; None for other lines."""
+    targets, colon, rest = line.partition(":")
+    needed, _, command = rest.removeprefix(":").partition(";")
+    is_rule = colon and targets.strip() and not targets[0].isspace() and "=" not in needed
+    return (targets, needed, command.strip()) if is_rule and not set("=#") & set(targets) else None
 
 
 class _Variables:
@@ -138,9 +171,13 @@ class _Variables:
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
+        self.budget = _Budget()
         self._depth = 0
         self._defined: tuple[str, str] | None = None
         self._body: list[str] = []
+
+    def expand(self, text: str) -> str:
+        return _expand(text, self.texts, self.budget)
 
     def takes(self, line: str) -> bool:
         """Take a line that assigns, or begins or ends a branch; return False for others."""
@@ -170,7 +207,7 @@ class _Variables:
     def _assign(self, name: str, sign: str, value: str) -> None:
         if sign.startswith(":"):
             # Expanded at once, and never again: what is left belongs to bash.
-            value = _expand(value, self.texts).replace("$", "$$")
+            value = self.expand(value).replace("$", "$$")
         earlier = self.texts.get(name)
         if earlier is not None and sign == "?" and not self._depth:
             return
@@ -182,13 +219,19 @@ class _Variables:
         self.texts[name] = value
 
 
-def _iterate_lines(path: Path, including: tuple[Path, ...] = ()) -> Iterator[tuple[int, str]]:
+def _iterate_lines(path: Path, *, seen: set[str]) -> Iterator[tuple[int, str]]:
     """Yield numbered lines, continued ones joined, without comments outside commands.
 
-    Lines of included files that exist take the place of the line that names them.
+    Lines of included files that exist take the place of the line that names them. Each file is
+    read once.
+
+    Args:
+        path: Path of the makefile.
+        seen: Real paths of the files read so far.
     """
+    seen.add(os.path.realpath(path))
     start, joined = 0, ""
-    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    text = read_bounded(path, most=_MOST_IN_FILE) or ""
     for number, line in enumerate(text.splitlines(), 1):
         start = start if joined else number
         joined += line
@@ -202,13 +245,21 @@ def _iterate_lines(path: Path, including: tuple[Path, ...] = ()) -> Iterator[tup
             yield start, content
             continue
         for name in content.split()[1:]:
-            part = (path.parent / name).resolve()
-            if part.is_file() and part not in (path.resolve(), *including):
-                yield from _iterate_lines(part, (*including, path.resolve()))
+            part = path.parent / name
+            if is_regular(part) and os.path.realpath(part) not in seen and len(seen) < _MOST_FILES:
+                yield from _iterate_lines(part, seen=seen)
 
 
-def _expand(text: str, variables: dict[str, str], active: frozenset[str] = frozenset()) -> str:
+def _expand(text: str, variables: dict[str, str], budget: _Budget) -> str:
     """Replace references to known variables; others stay, as variables of the environment."""
+    given = min(budget.references, _MOST_IN_TEXT)
+    own = _Budget(given)
+    result = _follow(text, variables, own, frozenset())
+    budget.references -= given - own.references
+    return result
+
+
+def _follow(text: str, variables: dict[str, str], budget: _Budget, active: frozenset[str]) -> str:
     length = len(text)
 
     def replace(match: re.Match[str]) -> str:
@@ -217,9 +268,16 @@ def _expand(text: str, variables: dict[str, str], active: frozenset[str] = froze
             return "$"
         name = match[1] or match[2] or match[3]
         # Make refuses a variable that refers to itself.
-        if name not in variables or name in active or length > _MOST_CHARACTERS:
+        if (
+            name not in variables
+            or name in active
+            or length > _MOST_CHARACTERS
+            or budget.references <= 0
+            or len(active) >= _MOST_LEVELS
+        ):
             return match[0] if match[3] else f"${{{name}}}"
-        value = _expand(variables[name], variables, active | {name})
+        budget.references -= 1
+        value = _follow(variables[name], variables, budget, active | {name})
         length += len(value)
         return value
 

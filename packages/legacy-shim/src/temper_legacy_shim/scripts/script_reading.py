@@ -9,7 +9,9 @@ from temper_legacy_shim.bash.evaluator import run_script
 from temper_legacy_shim.bash.syntax.parser import parse
 from temper_legacy_shim.bash.syntax.syntax_tree import Program
 from temper_legacy_shim.bash.values.shell_state import Decision, Event, ReaderHooks, Reading
+from temper_legacy_shim.bash.values.shell_values import MAX_CHARACTERS
 from temper_legacy_shim.errors import ScriptError
+from temper_legacy_shim.scripts.bounded_files import MAX_BYTES, is_regular, read_bounded
 from temper_legacy_shim.scripts.launches import (
     Launch,
     explain_npu_probe,
@@ -18,9 +20,7 @@ from temper_legacy_shim.scripts.launches import (
 )
 
 MAX_PASSES = 40
-MAX_BYTES = 2_000_000
-
-
+_MOST_FOLDERS = 20
 _ENVIRONMENTS = re.compile(r"(?:conda\.sh|mamba\.sh|activate|\.?bashrc|\.?(?:bash_)?profile)$")
 """Files that only set up the machine."""
 
@@ -84,11 +84,13 @@ def find_script(called: str, folder: Path | None, within: Sequence[str] = ()) ->
     )
     tail = "/".join(parts[unknown + 1 :])
     if called.startswith("/") and unknown < 0:
-        return Path(called) if Path(called).is_file() else None
+        return Path(called) if is_regular(Path(called)) else None
     bases = [folder, *folder.resolve().parents[:6]]
-    changed = [base / name for name in within for base in bases if not re.search(r"[$`]", name)]
+    # Loops change to the same folder again and again.
+    known = [name for name in dict.fromkeys(within) if not re.search(r"[$`]", name)][:_MOST_FOLDERS]
+    changed = [base / name for name in known for base in bases]
     positions = (base / tail for base in (*bases, *changed))
-    return next((position for position in positions if tail and position.is_file()), None)
+    return next((position for position in positions if tail and is_regular(position)), None)
 
 
 def read_script(
@@ -131,8 +133,7 @@ def _hooks(folder: Path | None) -> ReaderHooks:
         if name not in texts:
             is_own = not name.startswith(("/", "~")) and not _ENVIRONMENTS.search(name)
             path = find_script(name, folder) if is_own else None
-            is_read = path is not None and path.stat().st_size <= MAX_BYTES
-            texts[name] = path.read_text(errors="surrogateescape") if path and is_read else None
+            texts[name] = read_bounded(path, most=MAX_CHARACTERS) if path else None
         return texts[name]
 
     return ReaderHooks(

@@ -12,6 +12,7 @@ from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
 from temper_legacy_shim.configs.reading.trees import known_keys
 from temper_legacy_shim.errors import ScriptError
+from temper_legacy_shim.scripts.bounded_files import read_bounded
 from temper_legacy_shim.scripts.called_files import (
     called_program,
     called_script,
@@ -230,9 +231,7 @@ def _entry_behind(path: Path, level: int, *, is_shell: bool) -> str:
         return ""
     if not is_shell or path.suffix == ".py":
         return trainer_in(path)
-    try:
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
+    if (text := read_bounded(path)) is None:
         return ""
     return _entry_in_text(text, path.parent, level, name=path.name)
 
