@@ -1,7 +1,15 @@
 """Test that a killed group of server processes leaves nothing in shared memory."""
 
+import mmap
+import os
+import secrets
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -23,6 +31,49 @@ else:
     print(own.name, shared.name, flush=True)
 time.sleep(600)
 """
+MAPPER = """
+import mmap, sys, time
+maps = []
+for path in sys.argv[1:]:
+    with open(path, "r+b") as file:
+        maps.append(mmap.mmap(file.fileno(), 0))
+        maps[-1][0] = 1
+print("mapped", flush=True)
+time.sleep(600)
+"""
+UNREADABLE = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)" + MAPPER  # PR_SET_DUMPABLE
+KILLER = """
+import subprocess, sys
+from temper_trainer.rollout.vllm.server_group import kill_server_group
+command = [sys.executable, "-c", *sys.argv[1:]]
+group = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+group.stdout.readline()
+kill_server_group(group.pid)
+group.wait(10)
+"""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def start_mapper(
+    *paths: Path, program: str = MAPPER, prefix: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process in a group of its own that maps files, which are created."""
+    for path in paths:
+        path.write_bytes(bytes(4096))
+    with subprocess.Popen(
+        [*prefix, sys.executable, "-c", program, *paths],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"mapped\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+            for path in paths:
+                path.unlink(missing_ok=True)
 
 
 def test_killed_group_leaves_no_shared_memory_but_what_others_map() -> None:
@@ -41,3 +92,58 @@ def test_killed_group_leaves_no_shared_memory_but_what_others_map() -> None:
     assert Path("/dev/shm", shared).exists()
     mapped.close()
     Path("/dev/shm", shared).unlink()
+
+
+def test_only_files_with_names_of_workers_are_removed() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="server-group-test-", dir=SHARED_MEMORY))
+    kept = [folder / f"psm_{secrets.token_hex(4)}", SHARED_MEMORY / f"{folder.name}.safetensors"]
+    removed = [
+        SHARED_MEMORY / f"psm_{secrets.token_hex(4)}",
+        SHARED_MEMORY / f"41234-tp:0-[0-1]-cpushm_{folder.name}",
+    ]
+    with start_mapper(*kept, *removed) as group:
+        kill_server_group(group.pid)
+        assert [path.exists() for path in kept] == [True, True]
+        assert [path.exists() for path in removed] == [False, False]
+    folder.rmdir()
+
+
+def test_file_that_a_mapped_path_only_ends_with_is_kept(tmp_path: Path) -> None:
+    mapped = tmp_path / "dev/shm" / f"psm_{secrets.token_hex(4)}"
+    mapped.parent.mkdir(parents=True)
+    unrelated = SHARED_MEMORY / mapped.name
+    unrelated.touch()
+    with start_mapper(mapped) as group:
+        kill_server_group(group.pid)
+        assert mapped.exists()
+    unrelated.unlink()
+
+
+def test_replaced_file_is_kept() -> None:
+    path = SHARED_MEMORY / f"psm_{secrets.token_hex(4)}"
+    with start_mapper(path) as group:
+        path.unlink()
+        path.touch()
+        kill_server_group(group.pid)
+        assert path.exists()
+
+
+def test_group_is_killed_while_a_process_maps_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    path = SHARED_MEMORY / f"psm_{secrets.token_hex(4)}"
+    with Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff")).open("w+b") as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 0), start_mapper(path) as group:
+            kill_server_group(group.pid)
+            assert group.wait(10) == -signal.SIGKILL
+            assert not path.exists()
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
+def test_file_that_an_unreadable_process_may_map_is_kept() -> None:
+    path = SHARED_MEMORY / f"psm_{secrets.token_hex(4)}"
+    # Root may read every process, unless it gives up its capabilities.
+    prefix = ["setpriv", "--bounding-set=-all"] if os.geteuid() == 0 else []
+    with start_mapper(path, program=UNREADABLE, prefix=prefix):
+        command = [*prefix, sys.executable, "-c", KILLER, MAPPER, str(path)]
+        subprocess.run(command, check=True, timeout=60)
+        assert path.exists()

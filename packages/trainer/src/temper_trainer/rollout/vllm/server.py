@@ -147,9 +147,11 @@ def read_messages(
 
 def kill_process_group() -> None:
     """Kill this process, and the workers in its process group if it is the group's leader."""
-    if os.getpgrp() == os.getpid():
-        kill_server_group(os.getpid())
-    os._exit(1)
+    try:
+        if os.getpgrp() == os.getpid():
+            kill_server_group(os.getpid())
+    finally:
+        os._exit(1)
 
 
 def main(descriptor: int) -> None:

@@ -1,13 +1,24 @@
 """End the process group of a server, and remove the shared memory that its workers leave."""
 
 import contextlib
+import logging
 import os
+import re
 import signal
+import stat
+import threading
 from pathlib import Path
 
-SHARED_MEMORY = "/dev/shm/"
-_OWN_PREFIX = "temper-"
-"""Names of the trainer's own folders of weights, which the trainer removes."""
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+SCAN_TIMEOUT_S = 2.0
+"""Time to look for shared memory before a group is killed."""
+_WORKER_NAME = re.compile(r"psm_[0-9a-f]+|[0-9]+-[a-z]+:.*cpushm_.*")
+"""Names that Python's SharedMemory chooses, and those of vLLM's collectives between CPU workers."""
+
+_File = tuple[int, int]
+"""Device and inode."""
 
 
 def kill_server_group(group: int) -> None:
@@ -15,32 +26,118 @@ def kill_server_group(group: int) -> None:
 
     Workers of a tensor-parallel vLLM exchange messages through shared memory whose names contain
     no process, so that no later start can tell whose it was. It loses its name here, and its memory
-    is freed when the processes end.
+    is freed when the processes end. The shared memory of processes that have ended before stays.
 
     Raises:
         ProcessLookupError: If the group has no process.
     """
-    for path in _find_shared_memory(group):
-        with contextlib.suppress(OSError):
-            Path(path).unlink()
-    os.killpg(group, signal.SIGKILL)
+    try:
+        _remove_shared_memory(group)
+    except Exception:
+        # A server that survives would occupy its GPUs, and its caller would wait forever.
+        logger.exception("could not remove the shared memory of process group %d", group)
+    finally:
+        os.killpg(group, signal.SIGKILL)
 
 
-def _find_shared_memory(group: int) -> set[str]:
+def _remove_shared_memory(group: int) -> None:
+    """Remove the shared memory of a group, unless it is not found within SCAN_TIMEOUT_S."""
+    paths: list[Path] = []
+    # In a thread, because reading the maps of a process waits while that process changes them, and
+    # a file system that hangs can block it there. The group is not stopped meanwhile: if this
+    # process were killed before it kills the group, the group would stay stopped forever.
+    scan = threading.Thread(
+        target=lambda: paths.extend(_find_shared_memory(group)), daemon=True, name="shared memory"
+    )
+    scan.start()
+    scan.join(SCAN_TIMEOUT_S)
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
+def _find_shared_memory(group: int) -> list[Path]:
     """Return files in shared memory that processes of a group map and no other process does."""
-    own: set[str] = set()
-    others: set[str] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
+    processes = [folder for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+    own: dict[_File, Path] = {}
+    others: list[Path] = []
+    for process in processes:
         try:
-            is_member = os.getpgid(int(folder.name)) == group
-            lines = (folder / "maps").read_text().splitlines()
-        except OSError:
-            continue  # it has ended, or belongs to another user
-        files = {line[line.index(SHARED_MEMORY) :] for line in lines if SHARED_MEMORY in line}
-        (own if is_member else others).update(files)
-    return {
-        path
-        for path in own - others
-        if not path.endswith(" (deleted)")
-        and not path.removeprefix(SHARED_MEMORY).startswith(_OWN_PREFIX)
-    }
+            if os.getpgid(int(process.name)) == group:
+                own |= _find_mapped_files(process)
+            else:
+                others.append(process)
+        except (ProcessLookupError, FileNotFoundError, PermissionError):
+            continue  # it has ended, or is a member with other rights, whose files stay
+    candidates = {file: path for file, path in own.items() if _is_of_worker(path, file=file)}
+    for process in others:
+        if not candidates:
+            break  # most servers have none, and hosts have thousands of processes
+        try:
+            mapped = _find_mapped_files(process)
+        except (ProcessLookupError, FileNotFoundError):
+            continue
+        except PermissionError:
+            if _may_share_memory(process):
+                return []
+            continue
+        for file in mapped:
+            candidates.pop(file, None)
+    return list(candidates.values())
+
+
+def _find_mapped_files(process: Path) -> dict[_File, Path]:
+    """Return the files directly in /dev/shm that a process maps."""
+    files: dict[_File, Path] = {}
+    data = (process / "maps").read_bytes()
+    # Most processes map none, and some have tens of thousands of lines.
+    for line in data.split(b"\n") if b" /dev/shm/" in data else ():
+        # Address, permissions, offset, device, inode and path, which may contain spaces and bytes
+        # that are not UTF-8.
+        fields = line.split(None, 5)
+        if len(fields) < 6 or not fields[5].startswith(b"/dev/shm/"):
+            continue
+        path = Path(os.fsdecode(fields[5]))
+        if path.parent == SHARED_MEMORY:
+            major, minor = fields[3].split(b":")
+            files[os.makedev(int(major, 16), int(minor, 16)), int(fields[4])] = path
+    return files
+
+
+def _is_of_worker(path: Path, *, file: _File) -> bool:
+    """Return True if a path is still the mapped file, and workers give files such a name.
+
+    Everything else in /dev/shm belongs to the user, such as a model that was copied there.
+    """
+    if not _WORKER_NAME.fullmatch(path.name):
+        return False
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return (
+        stat.S_ISREG(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and (status.st_dev, status.st_ino) == file
+    )
+
+
+def _may_share_memory(process: Path) -> bool:
+    """Return True if a process whose maps are unreadable may map shared memory of this user.
+
+    Those of other users may not open it, and those with more rights than this process, such as the
+    first process of a container, are not the user's. sshd is, but it maps no shared memory.
+    """
+    try:
+        other, own = _read_status(process), _read_status(Path("/proc/self"))
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    has_more_rights = int(other["CapPrm"], 16) & ~int(own["CapPrm"], 16) != 0
+    is_own = str(os.geteuid()) in other["Uid"].split()
+    return is_own and not has_more_rights and other.get("RssShmem", "").split() != ["0", "kB"]
+
+
+def _read_status(process: Path) -> dict[str, str]:
+    """Return the values of a process's status, which every user may read, by their names."""
+    lines = os.fsdecode((process / "status").read_bytes()).split("\n")
+    return {key: value for key, _, value in (line.partition(":") for line in lines)}
