@@ -66,11 +66,11 @@ from .conftest import RL
             "reward.components is 1, but must be a mapping from names to values.",
         ),
         (
-            "teachers.math.engine.model.architecture.sizes={a: 1}",
+            "teachers.math.engine.model.architecture.sizes=[[1]]",
             (
-                "teachers.math.engine.model.architecture.sizes is {'a': 1}, but must be text, "
-                "a whole number, a number, true, false, null, or a list of values, each text, "
-                "a whole number, a number, true, false or null."
+                "teachers.math.engine.model.architecture.sizes is [[1]], but must be text, "
+                "a whole number, a number, true, false, null, a list of values, each text, "
+                "a whole number, a number, true, false or null, or a mapping from names to values."
             ),
         ),
     ],

@@ -187,14 +187,14 @@ def is_unbiased(lengths: Sequence[int]) -> bool:
 def test_trained_lengths_have_the_distribution_of_the_sampled_ones() -> None:
     trained = train_groups(
         AdmissionRule(max_staleness=2, overlaps=True),
-        num_steps=13,
+        num_steps=21,
         batch_size=1000,
         max_concurrent=500,
         token_s=1e-3,
     )
     batches = [[len(completion.tokens) for _, completion in batch] for _, batch in trained]
     lengths = [length for batch in batches for length in batch]
-    assert len(lengths) == 13_000
+    assert len(lengths) >= 20_000
     assert is_unbiased(lengths)
     # Steps in the middle of the run, too, although each of them prefers fast groups.
     assert is_unbiased([length for batch in batches[4:-4] for length in batch])

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from packages.trainer.tests.loops.listeners_for_tests import Listeners, rows
-from temper_engine_api.authenticating_listener import MAX_HANDSHAKES
+from temper_engine_api import authenticating_listener
 from temper_engine_api.errors import ConfigError
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm import listening_server
@@ -35,6 +35,8 @@ SPEC = ServerSpec(
     environment={"BEHAVIOUR": "silent"},
 )
 HOST = "127.0.0.1"
+MAX_HANDSHAKES = 16
+"""Limit of handshakes at a time: low, so that they are all in progress on a busy machine too."""
 CONNECT_AND_SLEEP = """
 import socket, time
 from temper_engine_api.authenticating_listener import authenticate_socket
@@ -66,6 +68,7 @@ def server(
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     monkeypatch.setattr(listening_server, "HANDSHAKE_S", getattr(request, "param", 1.0))
     monkeypatch.setattr(listening_server, "_EXIT_GRACE_S", 1.0)
+    monkeypatch.setattr(authenticating_listener, "MAX_HANDSHAKES", MAX_HANDSHAKES)
     made = ListeningServer(HOST, 0, token="secret", module=MODULE)
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
@@ -112,7 +115,7 @@ def test_run_connects_after_the_handshakes_of_many_strangers_have_timed_out(
     server: ListeningServer,
 ) -> None:
     before = threading.active_count()
-    with connect_strangers(server, number=2 * MAX_HANDSHAKES) as strangers:
+    with connect_strangers(server, number=4 * MAX_HANDSHAKES) as strangers:
         begin = time.monotonic()
         while threading.active_count() < before + MAX_HANDSHAKES:
             assert time.monotonic() < begin + 20
