@@ -40,6 +40,27 @@ class BestOfGroup(AdvantageEstimator):
     def estimate(self, step):
         return step.rewards - step.rewards.max(), None
 ''',
+    "advantages/estimators/one_step.py": '''
+from typing import ClassVar
+
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
+from temper_trainer.settings.ranges import PositiveFloat
+from temper_trainer.settings.variants import variant
+
+
+@variant("one_step")
+class OneStep(AdvantageEstimator):
+    """The reward minus the critic's value."""
+
+    inputs: ClassVar[frozenset[str]] = frozenset({"values"})
+    is_per_token: ClassVar[bool] = True
+    value_clip: PositiveFloat | None = None
+    """Range of the value loss around the old value."""
+
+    def estimate(self, step):
+        returns = step.rewards[step.samples.sequence_index]
+        return returns - step.values, returns
+''',
     "distillation_losses/absolute.py": '''
 from temper_trainer.algorithms.distillation_losses.distillation_loss import DistillationLoss
 from temper_trainer.settings.variants import variant
@@ -76,7 +97,10 @@ PROGRAM = """
 import torch
 from temper_engine_api.batch import from_sequences
 from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
-from temper_trainer.algorithms.objectives.objective_factory import build_policy_objective
+from temper_trainer.algorithms.objectives.objective_factory import (
+    build_policy_objective,
+    build_value_objective,
+)
 from temper_trainer.config_loading import load
 
 config = load([
@@ -89,6 +113,17 @@ print(build_policy_objective(config.algorithm).loss)
 samples = from_sequences([torch.arange(2)] * 2, loss_masks=[torch.arange(2) > 0] * 2)
 rewards = torch.tensor([1.0, 3.0])
 print(estimate_advantages(config.algorithm, samples=samples, rewards=rewards).advantages.tolist())
+critic = load([
+    "experiment=quickstart",
+    "critic=value_model",
+    "critic.engine.optimizer.lr=1e-5",
+    "algorithm.advantage={name: one_step, value_clip: 0.3}",
+]).config.algorithm
+print(build_value_objective(critic).clip)
+values = torch.tensor([0.0, 0.5, 0.0, 1.0])
+print(estimate_advantages(
+    critic, samples=samples, rewards=rewards, values=values
+).advantages.tolist())
 small = ["actor.engine.model.path=m", "data.train.paths=[a]", "actor.engine.optimizer.lr=1e-5"]
 print(load([*small, "task=dpo", "preference=linear", "preference.beta=2"]).config.preference)
 teacher = ["algorithm=distill", "teachers.t.engine.model.path=m", "distillation.objective=absolute"]
@@ -120,6 +155,8 @@ def test_new_file_is_all_that_a_new_algorithm_needs(environment: dict[str, str])
     assert run_python(environment, "-c", PROGRAM).splitlines() == [
         "SoftClip(width=0.5)",
         "[0.0, -2.0, 0.0, 0.0]",
+        "0.3",
+        "[0.0, 0.5, 0.0, 2.0]",
         "Linear(beta=2.0)",
         "Absolute()",
     ]

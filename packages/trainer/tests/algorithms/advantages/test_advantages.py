@@ -22,9 +22,11 @@ ESTIMATORS: tuple[str, ...] = tuple(list_variants(AdvantageEstimator))
 LENGTHS = (3, 5, 2, 4, 6, 3)
 GROUPS = (1, 0, 1, 0, 1, 2)
 REWARDS = torch.tensor([1.0, 0.25, 0.0, 1.0, 0.5, 1.0])
-
-
-WITH_CRITIC = ("gae", "vapo")
+WITH_CRITIC = tuple(
+    name
+    for name, estimator in list_variants(AdvantageEstimator).items()
+    if "values" in estimator.inputs
+)
 
 
 def make_samples(group_ids: tuple[int, ...] = GROUPS) -> SequenceBatch:

@@ -18,7 +18,7 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
-from temper_trainer.algorithms.advantages.estimators.token_estimators import Gae, Vapo
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.objectives.distillation_objective import DistillationObjective
 from temper_trainer.algorithms.objectives.policy_objective import PolicyObjective, measure_entropy
 from temper_trainer.algorithms.objectives.preference_objective import PreferenceObjective
@@ -184,8 +184,9 @@ def aggregate_by_prompt(objective: Objective, *, config: AlgorithmConfig) -> Obj
 
 def build_value_objective(config: AlgorithmConfig) -> ValueObjective:
     """Return the critic's objective, a mean over trained tokens whatever the policy's is."""
+    estimator = config.advantage
     return ValueObjective(
-        clip=config.advantage.value_clip if isinstance(config.advantage, Gae | Vapo) else None
+        clip=estimator.value_clip if isinstance(estimator, AdvantageEstimator) else None
     )
 
 

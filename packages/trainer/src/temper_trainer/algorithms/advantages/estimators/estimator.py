@@ -76,6 +76,11 @@ class AdvantageEstimator(Variant):
     is_per_token: ClassVar[bool] = False
     """True if the tokens of a rollout may have different advantages, apart from the KL penalty."""
 
+    @property
+    def value_clip(self) -> float | None:
+        """Range of the value loss around the old value; a field of those that clip it."""
+        return None
+
     @abstractmethod
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return float64 advantages [B] or [T], and returns [T] if there is a critic to train."""
