@@ -199,7 +199,7 @@ def test_a_script_that_writes_one_which_launches_is_a_step(project: Path) -> Non
     (project / "submit.sh").write_text(f"cat > job.sh <<'END'\n{RUN}END\nsbatch job.sh\n")
     step = next(step for step in examine(project) if str(step.path) == "submit.sh")
     assert (step.kind, step.effort) == (Kind.SCRIPT, Effort.DECIDE)
-    assert "line 1: the launch stands inside a text that another shell runs" in step.blockers[0]
+    assert "line 1: the launch is in a text that another shell runs" in step.blockers[0]
 
 
 def test_a_makefile_that_launches_is_a_step_and_stays(project: Path, tmp_path: Path) -> None:

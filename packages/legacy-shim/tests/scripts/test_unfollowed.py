@@ -594,3 +594,59 @@ def test_large_data_that_a_command_gets_is_not_read(tmp_path: Path, name: str) -
         file.truncate(2**33)
     migration = migrate_script(f"{name.format('train.parquet')}\n", folder=tmp_path)
     assert not persons(migration)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["source lib.sh\n", "source other.sh\n", f"{'# padding of a long file' * 12_000}\n"],
+    ids=["itself", "circle", "long"],
+)
+def test_sourced_file_that_cannot_be_read_is_a_note(tmp_path: Path, text: str) -> None:
+    (tmp_path / "lib.sh").write_text(f"A=1\n{text}")
+    (tmp_path / "other.sh").write_text("source lib.sh\n")
+    migration = migrate_script(f"source lib.sh\n{LAUNCH}", folder=tmp_path)
+    assert entries(migration) == ["verl.trainer.main_ppo"]
+    notes = migration.reading.notes
+    assert [note for note in notes if "is sourced and was not read" in note]
+
+
+def test_launch_in_a_sourced_file_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "lib.sh").write_text(LAUNCH)
+    migration = migrate_script("source lib.sh\n", folder=tmp_path)
+    assert "the launch is in lib.sh, which this script sources" in persons(migration)[0]
+
+
+def test_sourced_file_of_a_folder_above_is_named(tmp_path: Path) -> None:
+    (tmp_path / "scripts/grpo").mkdir(parents=True)
+    (tmp_path / "env.sh").write_text("TRAINER=verl.trainer.main_ppo\n")
+    script = f"source env.sh\npython3 -m $TRAINER {RUN}\n"
+    migration = migrate_script(script, folder=tmp_path / "scripts/grpo")
+    assert "env.sh was read from ../../env.sh" in migration.reading.notes
+
+
+@pytest.mark.parametrize("border", [".git", "pyproject.toml"])
+def test_files_above_the_project_are_not_looked_for(tmp_path: Path, border: str) -> None:
+    (tmp_path / "project/scripts").mkdir(parents=True)
+    (tmp_path / "project" / border).touch()
+    (tmp_path / "env.sh").write_text("TRAINER=verl.trainer.main_ppo\n")
+    migration = migrate_script("source env.sh\n", folder=tmp_path / "project/scripts")
+    assert "env.sh is sourced and was not read: what it sets is not known here" in (
+        migration.reading.notes
+    )
+
+
+def test_files_of_the_home_folder_are_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "work").mkdir()
+    (tmp_path / "run.sh").write_text(LAUNCH)
+    assert not persons(migrate_script("bash run.sh\n", folder=tmp_path / "work"))
+
+
+def test_script_of_the_folder_that_is_changed_to_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/run.sh").write_text(LAUNCH)
+    (tmp_path / "run.sh").write_text("cd sub && bash run.sh\n")
+    migration = migrate_script("cd sub && bash run.sh\n", folder=tmp_path)
+    assert "run.sh starts verl.trainer.main_ppo" in persons(migration)[0]

@@ -81,7 +81,9 @@ class Launch:
     arguments: Span
     item: Span
     is_inner: bool
-    """Inside ``bash -c``, ``eval`` or a heredoc."""
+    """Inside ``bash -c``, ``eval``, a heredoc or a sourced file."""
+    sourced_file: str
+    """Sourced file that has the command; empty for the script itself."""
 
 
 def find_launches(events: list[Event], *, is_written: bool = False) -> list[Launch]:
@@ -149,6 +151,7 @@ def _launch(event: Event) -> Launch | None:
         arguments=event.arguments,
         item=event.item,
         is_inner=event.is_inner,
+        sourced_file=event.sourced_file,
     )
 
 

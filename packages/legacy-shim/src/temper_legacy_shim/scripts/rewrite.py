@@ -101,9 +101,14 @@ def _group_by_site(translated: list[TranslatedLaunch]) -> dict[Span, list[Transl
 def _problem(launches: list[TranslatedLaunch]) -> str:
     """Return why a command cannot be rewritten; empty if it can."""
     first = launches[0]
+    if first.launch.sourced_file:
+        return (
+            f"the launch is in {first.launch.sourced_file}, which this script sources: put the new "
+            "command there by hand."
+        )
     if first.launch.is_inner:
         return (
-            "the launch stands inside a text that another shell runs (bash -c, eval, a heredoc): "
+            "the launch is in a text that another shell runs (bash -c, eval, a heredoc): "
             "put the new command there by hand."
         )
     if not first.is_writable:

@@ -1,5 +1,6 @@
 """Read a script's commands, by default and in undecided branches."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,13 @@ from pathlib import Path
 from temper_legacy_shim.bash.evaluator import run_script
 from temper_legacy_shim.bash.syntax.parser import parse
 from temper_legacy_shim.bash.syntax.syntax_tree import Program
-from temper_legacy_shim.bash.values.shell_state import Decision, Event, ReaderHooks, Reading
+from temper_legacy_shim.bash.values.shell_state import (
+    Decision,
+    Event,
+    ReaderHooks,
+    Reading,
+    SourcedFile,
+)
 from temper_legacy_shim.bash.values.shell_values import MAX_CHARACTERS
 from temper_legacy_shim.errors import ScriptError
 from temper_legacy_shim.scripts.bounded_files import MAX_BYTES, is_regular, read_bounded
@@ -21,6 +28,9 @@ from temper_legacy_shim.scripts.launches import (
 
 MAX_PASSES = 40
 _MOST_FOLDERS = 20
+_MOST_ABOVE = 6
+_BORDERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+"""Names that the top folder of a project has."""
 _ENVIRONMENTS = re.compile(r"(?:conda\.sh|mamba\.sh|activate|\.?bashrc|\.?(?:bash_)?profile)$")
 """Files that only set up the machine."""
 
@@ -85,12 +95,26 @@ def find_script(called: str, folder: Path | None, within: Sequence[str] = ()) ->
     tail = "/".join(parts[unknown + 1 :])
     if called.startswith("/") and unknown < 0:
         return Path(called) if is_regular(Path(called)) else None
-    bases = [folder, *folder.resolve().parents[:6]]
+    bases = _find_bases(folder)
     # Loops change to the same folder again and again.
     known = [name for name in dict.fromkeys(within) if not re.search(r"[$`]", name)][:_MOST_FOLDERS]
     changed = [base / name for name in known for base in bases]
-    positions = (base / tail for base in (*bases, *changed))
+    positions = (base / tail for base in (*changed, *bases))
     return next((position for position in positions if tail and is_regular(position)), None)
+
+
+def _find_bases(folder: Path) -> list[Path]:
+    """Return a script's folder and those above it, up to the border of its project."""
+    real = Path(os.path.realpath(folder))
+    home = Path(os.path.realpath(os.path.expanduser("~")))
+    out = [folder]
+    for lower, upper in zip([real, *real.parents], real.parents[:_MOST_ABOVE], strict=False):
+        is_border = any(os.path.lexists(lower / name) for name in _BORDERS)
+        # Files in the user's home belong to no project.
+        if is_border or upper == home or upper in home.parents:
+            break
+        out.append(upper)
+    return out
 
 
 def read_script(
@@ -127,14 +151,16 @@ def reread(text: str, like: ScriptReading, settings: dict[str, str]) -> list[Eve
 
 
 def _hooks(folder: Path | None) -> ReaderHooks:
-    texts: dict[str, str | None] = {}
+    files: dict[str, SourcedFile | None] = {}
 
-    def read_sourced(name: str) -> str | None:
-        if name not in texts:
+    def read_sourced(name: str) -> SourcedFile | None:
+        if name not in files:
             is_own = not name.startswith(("/", "~")) and not _ENVIRONMENTS.search(name)
             path = find_script(name, folder) if is_own else None
-            texts[name] = read_bounded(path, most=MAX_CHARACTERS) if path else None
-        return texts[name]
+            text = read_bounded(path, most=MAX_CHARACTERS) if path else None
+            shown = os.path.relpath(os.path.realpath(path or ""), os.path.realpath(folder or ""))
+            files[name] = None if text is None else SourcedFile(path=shown, text=text)
+        return files[name]
 
     return ReaderHooks(
         explain_failure=explain_npu_probe,

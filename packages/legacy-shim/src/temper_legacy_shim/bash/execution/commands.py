@@ -1,5 +1,7 @@
 """Simple commands: the shell's own, functions, and external ones, which are recorded."""
 
+import posixpath
+
 from temper_legacy_shim.bash.execution import builtin_commands, conditions, external_commands
 from temper_legacy_shim.bash.syntax.parser import parse
 from temper_legacy_shim.bash.syntax.syntax_tree import (
@@ -11,11 +13,23 @@ from temper_legacy_shim.bash.syntax.syntax_tree import (
     Word,
 )
 from temper_legacy_shim.bash.values import expansion, parameters
-from temper_legacy_shim.bash.values.shell_state import Event, Exit, Jump, Return, Shell
+from temper_legacy_shim.bash.values.shell_state import (
+    MAX_STEPS,
+    Event,
+    Exit,
+    Jump,
+    Reading,
+    Return,
+    Shell,
+    SourcedFile,
+)
 from temper_legacy_shim.bash.values.shell_values import Field, Text, Variable, literal, unknown
 from temper_legacy_shim.errors import ScriptError
 
 MAX_EVENTS = 10_000
+MAX_SOURCING = 20
+CHARACTERS_PER_STEP = 20
+"""Length of text whose parsing counts as one step."""
 """Commands that a script would run."""
 
 
@@ -217,24 +231,37 @@ def _run_builtin(
 def _source(shell: Shell, fields: list[Field], *, span: Span) -> None:
     """Run the text of a sourced file in this shell, or note that it was not read."""
     name = fields[1].text.shown() if len(fields) > 1 else ""
-    text = shell.reading.hooks.read_sourced(name)
-    if text is None:
+    reading = shell.reading
+    sourced = reading.hooks.read_sourced(name)
+    if sourced is None or not _can_source(reading, sourced):
         if name:
-            shell.reading.note(
+            reading.note(
                 f"{fields[1].source} is sourced and was not read: what it sets is not known here",
                 span.start,
             )
         shell.status = None
         return
+    if sourced.path.startswith("..") and sourced.path != posixpath.normpath(name):
+        reading.note(f"{fields[1].source} was read from {sourced.path}", span.start)
     outer = shell.positional, shell.shifted
     if len(fields) > 2:
         shell.positional, shell.shifted = fields[2:], 0
+    reading.sourcing.append(sourced.path)
     try:
-        run_inner(shell, literal(text), span=span)
+        run_inner(shell, literal(sourced.text), span=span)
     except Return:
         pass
     finally:
+        reading.sourcing.pop()
         shell.positional, shell.shifted = outer
+
+
+def _can_source(reading: Reading, sourced: SourcedFile) -> bool:
+    """Check that a file does not source itself, and is not too long to be read with the script."""
+    # A file may source itself behind a guard that only a run decides.
+    is_cycle = sourced.path in reading.sourcing or len(reading.sourcing) >= MAX_SOURCING
+    steps = reading.steps + len(sourced.text) // CHARACTERS_PER_STEP
+    return not is_cycle and steps <= MAX_STEPS // 2
 
 
 def _run_named(
@@ -303,6 +330,7 @@ def _run_other(
             input_file=reading.input_file,
             is_inner=reading.inner is not None,
             is_written=reading.is_writing,
+            sourced_file="".join(reading.sourcing[-1:]),
         )
     )
     inner = external_commands.inner_script(fields, given)
@@ -332,7 +360,7 @@ def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -
     if shell.forks > 50:
         raise ScriptError("eval inside eval, more than 50 levels deep.")
     # Parsing takes time by length, so that eval in a loop reaches the limit of steps.
-    reading.steps += len(text.shown()) // 20
+    reading.steps += len(text.shown()) // CHARACTERS_PER_STEP
     reading.step()
     try:
         program = parse(

@@ -83,6 +83,15 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourcedFile:
+    """A file that the script sources."""
+
+    path: str
+    """Path relative to the script's folder."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderHooks:
     """Knowledge of the caller about commands that are not the shell's own."""
 
@@ -90,8 +99,8 @@ class ReaderHooks:
     """Return a note if a command must be treated as failed, else None."""
     is_launch_text: Callable[[str], bool] = lambda text: False
     """Return True for text that is read as a script although the script only writes it."""
-    read_sourced: Callable[[str], str | None] = lambda path: None
-    """Return the text of a file that the script sources, else None."""
+    read_sourced: Callable[[str], SourcedFile | None] = lambda path: None
+    """Return a file that the script sources, else None."""
 
 
 class Interpreter(Protocol):
@@ -146,6 +155,8 @@ class Event:
     """True in text that the script writes to a file or submits, which may run it later."""
     input_file: str = ""
     """File that is redirected to the command; empty if none is."""
+    sourced_file: str = ""
+    """Sourced file that has the command; empty for the script itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +206,8 @@ class Reading:
     """While a text is read that the script only writes."""
     inner: Span | None = None
     """The outer command while text inside ``bash -c``, ``eval`` or a heredoc is read."""
+    sourcing: list[str] = field(default_factory=list)
+    """Paths of the sourced files that are being read, the outer one first."""
     item: Span = field(default_factory=lambda: Span(0, 0))
     """The list of pipelines that is being run."""
     arguments: Span = field(default_factory=lambda: Span(0, 0))
