@@ -650,3 +650,58 @@ def test_script_of_the_folder_that_is_changed_to_comes_first(tmp_path: Path) -> 
     (tmp_path / "run.sh").write_text("cd sub && bash run.sh\n")
     migration = migrate_script("cd sub && bash run.sh\n", folder=tmp_path)
     assert "run.sh starts verl.trainer.main_ppo" in persons(migration)[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("if [ 1 ]; then\n", "called.sh could not be read as bash"),
+        (f"{'# padding' * 300_000}\n", "called.sh is too long or not readable"),
+        ("bash missing.sh\n", "called.sh: line 1: missing.sh was not found"),
+        ("just train\n", "called.sh: line 1: just train runs commands"),
+        ("bash a.sh\n", "called.sh: line 1: a.sh: line 1: b.sh: line 1: c.sh was not read"),
+    ],
+    ids=["syntax", "long", "missing", "runner", "chain"],
+)
+def test_called_script_that_cannot_be_examined_is_not_clean(
+    tmp_path: Path, content: str, expected: str
+) -> None:
+    (tmp_path / "called.sh").write_text(content)
+    for name, other in ("ab", "bc", "cd"):
+        (tmp_path / f"{name}.sh").write_text(f"bash {other}.sh\n")
+    migration = migrate_script("bash called.sh\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PINNED
+    assert remarks(migration)[0].startswith(f"line 1: {expected}")
+
+
+def test_scripts_that_call_each_other_without_a_trainer_are_clean(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("bash b.sh\n")
+    (tmp_path / "b.sh").write_text("bash a.sh\n")
+    assert migrate_script("bash a.sh\n", folder=tmp_path).outcome is Outcome.CLEAN
+
+
+@pytest.mark.parametrize(
+    "command", ["sbatch -c 8 job", "bash job -c conf", "bash -e -o pipefail job -s"]
+)
+def test_options_after_the_file_or_of_a_scheduler_do_not_hide_it(
+    tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "job").write_text(LAUNCH)
+    assert persons(migrate_script(f"{command}\n", folder=tmp_path))
+
+
+@pytest.mark.parametrize("command", ["cd sub && make train", "make -C sub train"])
+def test_makefile_of_the_folder_that_is_changed_to_comes_first(
+    tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/Makefile").write_text(f"train:\n\t{TRAINER}\n")
+    (tmp_path / "GNUmakefile").write_text("train:\n\techo\n")
+    assert persons(migrate_script(f"{command}\n", folder=tmp_path))
+
+
+def test_makefile_next_to_the_script_comes_before_those_above(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/Makefile").write_text(f"train:\n\t{TRAINER}\n")
+    (tmp_path / "GNUmakefile").write_text("train:\n\techo\n")
+    assert persons(migrate_script("make train\n", folder=tmp_path / "sub"))

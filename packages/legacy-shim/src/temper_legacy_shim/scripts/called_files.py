@@ -75,11 +75,24 @@ def _operand(fields: list[Field], folder: Path | None, within: tuple[str, ...]) 
     """Return the file among the arguments of a shell or scheduler, under any name."""
     words = [field.text.shown() for field in fields[1:]]
     operands = [word for word in words if not word.startswith("-") and "=" not in word]
-    if any(re.fullmatch(r"-[a-z]*[cs]", word) for word in words):
+    is_shell = fields[0].text.shown().rpartition("/")[2] in _SHELLS
+    if is_shell and _gives_text(words):
         return ""
     files = (word for word in operands if find_script(word, folder, within))
-    is_shell = fields[0].text.shown().rpartition("/")[2] in _SHELLS
     return next(files, operands[0] if operands and is_shell else "")
+
+
+def _gives_text(words: list[str]) -> bool:
+    """Check if a shell's options give it commands as an argument or on its standard input."""
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith(("-", "+")):
+            break
+        if re.fullmatch(r"-[a-zA-Z]*[cs][a-zA-Z]*", word):
+            return True
+        if re.fullmatch(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file", word):
+            next(rest, "")
+    return False
 
 
 def _script_name(field: Field) -> str:

@@ -93,6 +93,8 @@ def migrate_script(
     script.notes += kept_fixed(reading, launches, settings or {}, options=options, folder=folder)
     script.persons += decisions
     outcome = worst([each.translation.outcome for each in launches])
+    if not_read:
+        outcome = worst([outcome, Outcome.PINNED])
     return Migration(
         reading=reading,
         launches=tuple(launches),

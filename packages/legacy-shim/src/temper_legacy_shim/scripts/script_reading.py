@@ -82,8 +82,16 @@ def find_script(called: str, folder: Path | None, within: Sequence[str] = ()) ->
     """
     if folder is None or not called:
         return None
+    tail, is_known = known_end(called)
+    if called.startswith("/") and is_known:
+        return Path(called) if is_regular(Path(called)) else None
+    positions = (each / tail for each in find_folders(folder, within))
+    return next((position for position in positions if tail and is_regular(position)), None)
+
+
+def known_end(called: str) -> tuple[str, bool]:
+    """Return the end of a path after its last unknown part, and whether that is all of it."""
     parts = called.split("/")
-    # Only the end of a path after the last unknown part can be looked for.
     unknown = max(
         (
             number
@@ -92,15 +100,20 @@ def find_script(called: str, folder: Path | None, within: Sequence[str] = ()) ->
         ),
         default=-1,
     )
-    tail = "/".join(parts[unknown + 1 :])
-    if called.startswith("/") and unknown < 0:
-        return Path(called) if is_regular(Path(called)) else None
-    bases = _find_bases(folder)
+    return "/".join(parts[unknown + 1 :]), unknown < 0
+
+
+def find_folders(folder: Path, within: Sequence[str]) -> list[Path]:
+    """Return the folders in which called files are looked for, the most likely one first.
+
+    Args:
+        folder: of the script.
+        within: folders that the script changes to.
+    """
     # Loops change to the same folder again and again.
     known = [name for name in dict.fromkeys(within) if not re.search(r"[$`]", name)][:_MOST_FOLDERS]
-    changed = [base / name for name in known for base in bases]
-    positions = (base / tail for base in (*changed, *bases))
-    return next((position for position in positions if tail and is_regular(position)), None)
+    bases = _find_bases(folder)
+    return [*(base / name for name in known for base in bases), *bases]
 
 
 def _find_bases(folder: Path) -> list[Path]:

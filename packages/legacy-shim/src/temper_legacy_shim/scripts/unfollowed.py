@@ -1,8 +1,9 @@
 """Find commands that may start an old trainer, although no launch was recognized."""
 
+import os
 import re
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
 from temper_legacy_shim.configs.reading.trees import known_keys
 from temper_legacy_shim.errors import ScriptError
-from temper_legacy_shim.scripts.bounded_files import read_bounded
+from temper_legacy_shim.scripts.bounded_files import is_regular, read_bounded
 from temper_legacy_shim.scripts.called_files import (
     called_program,
     called_script,
@@ -34,7 +35,13 @@ from temper_legacy_shim.scripts.makefiles import (
     parse_make_call,
     read_makefile,
 )
-from temper_legacy_shim.scripts.script_reading import ScriptReading, find_script, read_script
+from temper_legacy_shim.scripts.script_reading import (
+    ScriptReading,
+    find_folders,
+    find_script,
+    known_end,
+    read_script,
+)
 
 _PRINTED = re.compile(r"\s*(?:echo|printf)\b")
 _KEY = re.compile(r"(?:^|[\s\"'(])(?:\+\+?|~)?([a-z_]\w*(?:\.\w+)+)=")
@@ -46,10 +53,20 @@ _HOW_TO_MOVE_RULE = (
 )
 _MOST_KEYS = 4
 _MOST_LEVELS = 3
+_MOST_REMARKS = 3
+_PYTHON_SHEBANG = re.compile(r"#!.*\bpython")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Behind:
+    """An old trainer behind a command, and sentences about parts that were not examined."""
+
+    entry: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 def find_unfollowed(
-    reading: ScriptReading, folder: Path | None, *, level: int = 0
+    reading: ScriptReading, folder: Path | None, *, chain: tuple[str, ...] = ()
 ) -> tuple[list[str], list[str]]:
     """Return sentences about commands that may start an old trainer.
 
@@ -58,7 +75,7 @@ def find_unfollowed(
     Args:
         reading: Of the script.
         folder: Of the script; scripts that it calls are looked for around it. None looks for none.
-        level: How many scripts led here.
+        chain: Files and rules that led here.
     """
     decisions = dict.fromkeys(_open_launches(reading))
     remarks: dict[str, None] = {}
@@ -67,10 +84,12 @@ def find_unfollowed(
         if event.span in seen or (event.fields[0].text.known or "").rpartition("/")[2] in _PRINTS:
             continue
         at = f"line {reading.line_of(event.span.start)}: "
-        if question := _question(event, folder, level, reading.folders):
+        question, inner = _question(event, folder, chain, reading.folders)
+        if question:
             decisions[at + question] = None
         elif remark := _remark(event, folder, reading.folders):
             remarks[at + remark] = None
+        remarks |= dict.fromkeys(at + each for each in inner)
     return list(decisions), list(remarks)
 
 
@@ -104,14 +123,23 @@ def _open_launches(reading: ScriptReading) -> Iterator[str]:
                 )
 
 
-def _question(event: Event, folder: Path | None, level: int, within: tuple[str, ...]) -> str:
-    """Return a question about a command that may start an old trainer; empty for others."""
+def _question(
+    event: Event, folder: Path | None, chain: tuple[str, ...], within: tuple[str, ...]
+) -> tuple[str, tuple[str, ...]]:
+    """Return a question about a command that may start an old trainer, else empty, and remarks."""
     if (make := _find_make_call(event)) is not None:
-        return _question_of_make(make, event, folder, level)
+        return _question_of_make(make, event, folder, chain, within)
     called = called_script(event, folder, within)
     program = "" if called else called_program(event, folder)
     path = find_script(called or program, folder, within)
-    entry = _entry_behind(path, level, is_shell=bool(called)) if path is not None else ""
+    behind = _Behind() if path is None else _look_behind(path, chain, is_shell=bool(called))
+    entry = behind.entry
+    question = _question_of_file(event, called, program, entry)
+    return question, () if question else behind.remarks
+
+
+def _question_of_file(event: Event, called: str, program: str, entry: str) -> str:
+    """Return a question about a command that is no make; empty if it starts no old trainer."""
     if not entry and reads_stdin(event) and event.stdin is not None:
         program, entry = _shown(event), trainer_in_text(event.stdin.shown())
     keys = list(_known_keys(event.fields))
@@ -151,7 +179,7 @@ def _remark(event: Event, folder: Path | None, within: tuple[str, ...]) -> str:
     ):
         return f"{missing} was not found next to this script, so what it starts is not known"
     if (make := _find_make_call(event)) is not None and folder is not None:
-        return _remark_of_make(make, event, folder)
+        return _remark_of_make(make, event, folder, within)
     modal = modal_file(event)
     if modal and folder is not None and find_script(modal, folder, within) is None:
         return f"{modal} was not found next to this script, so what modal starts is not known"
@@ -164,21 +192,31 @@ def _find_make_call(event: Event) -> MakeCall | None:
     return parse_make_call([field.text.shown() for field in started(event.fields)])
 
 
-def _question_of_make(call: MakeCall, event: Event, folder: Path | None, level: int) -> str:
-    """Return a question about a makefile's target that starts an old trainer."""
-    path = _find_makefile(call, folder)
-    if path is None or level >= _MOST_LEVELS:
-        return ""
+def _question_of_make(
+    call: MakeCall,
+    event: Event,
+    folder: Path | None,
+    chain: tuple[str, ...],
+    within: tuple[str, ...],
+) -> tuple[str, tuple[str, ...]]:
+    """Return a question about a makefile's target that starts an old trainer, and remarks."""
+    path = _find_makefile(call, folder, within)
+    if path is None:
+        return "", ()
+    remarks: list[str] = []
     makefile = read_makefile(path)
     for target in call.targets or (makefile.default_target(),):
         commands = makefile.write_commands(target, variables=call.variables)
-        if entry := _entry_in_text(commands, path.parent, level, name=target):
+        behind = _look_into(commands, path.parent, chain, path=path, name=target)
+        if behind.entry:
             line = makefile.rules[target].line
-            return (
+            question = (
                 f"{_shown(event)} runs the rule {target} of {path.name} (line {line}), which "
-                f"starts {entry}: {_HOW_TO_MOVE_RULE.format(target=target)}."
+                f"starts {behind.entry}: {_HOW_TO_MOVE_RULE.format(target=target)}."
             )
-    return ""
+            return question, ()
+        remarks += behind.remarks
+    return "", tuple(remarks)
 
 
 def find_launching_rules(path: Path) -> dict[str, str]:
@@ -188,32 +226,39 @@ def find_launching_rules(path: Path) -> dict[str, str]:
     for target, rule in makefile.rules.items():
         own = replace(makefile, rules={target: rule})
         commands = own.write_commands(target, variables={})
-        if entry := _entry_in_text(commands, path.parent, 0, name=target):
+        behind = _look_into(commands, path.parent, (), path=path, name=target)
+        if behind.entry:
             sentences[target] = (
-                f"line {rule.line}: the rule {target} starts {entry}: "
+                f"line {rule.line}: the rule {target} starts {behind.entry}: "
                 f"{_HOW_TO_MOVE_RULE.format(target=target)}"
             )
     return sentences
 
 
-def _remark_of_make(call: MakeCall, event: Event, folder: Path) -> str:
+def _remark_of_make(call: MakeCall, event: Event, folder: Path, within: tuple[str, ...]) -> str:
     """Return a sentence about targets that were not found; empty if their rules were read."""
-    path = _find_makefile(call, folder)
+    path = _find_makefile(call, folder, within)
     if path is None:
         return (
             f"{_shown(event)}: no makefile was found next to this script, so what it starts is "
             "not known"
         )
     known = read_makefile(path).rules
+    if not known:
+        return f"{path.name} has no rule that could be read, so what it starts is not known"
     unknown = ", ".join(target for target in call.targets if target not in known)
     return f"{path.name} has no rule {unknown}, so what it starts is not known" if unknown else ""
 
 
-def _find_makefile(call: MakeCall, folder: Path | None) -> Path | None:
+def _find_makefile(call: MakeCall, folder: Path | None, within: tuple[str, ...]) -> Path | None:
+    if folder is None:
+        return None
     prefix = f"{call.folder}/" if call.folder else ""
     names = (call.file,) if call.file else MAKEFILES
-    paths = (find_script(prefix + name, folder) for name in names)
-    return next((path for path in paths if path is not None), None)
+    ends = [end for name in names if (end := known_end(prefix + name)[0])]
+    # Any makefile of a nearer folder comes before those above.
+    paths = (each / end for each in find_folders(folder, within) for end in ends)
+    return next((path for path in paths if is_regular(path)), None)
 
 
 def _runs_other_text(event: Event) -> bool:
@@ -224,36 +269,48 @@ def _runs_other_text(event: Event) -> bool:
     return inner is not None and is_hidden(inner)
 
 
-def _entry_behind(path: Path, level: int, *, is_shell: bool) -> str:
-    """Return the old trainer that a script, or one that it calls, starts; empty if none is seen."""
-    # Scripts may call each other in a circle.
-    if level >= _MOST_LEVELS:
-        return ""
-    if not is_shell or path.suffix == ".py":
-        return trainer_in(path)
+def _look_behind(path: Path, chain: tuple[str, ...], *, is_shell: bool) -> _Behind:
+    """Look into a file that a command runs, and into those that it calls."""
     if (text := read_bounded(path)) is None:
-        return ""
-    return _entry_in_text(text, path.parent, level, name=path.name)
+        reason = "is too long or not readable"
+        return _Behind(remarks=(f"{path.name} {reason}, so what it starts is not known",))
+    if not is_shell or path.suffix == ".py" or _PYTHON_SHEBANG.match(text):
+        return _Behind(entry=trainer_in(path))
+    return _look_into(text, path.parent, chain, path=path, name=path.name)
 
 
-def _entry_in_text(text: str, folder: Path, level: int, *, name: str) -> str:
-    """Return the old trainer that the text of a script starts; empty if none is seen.
+def _look_into(
+    text: str, folder: Path, chain: tuple[str, ...], *, path: Path, name: str
+) -> _Behind:
+    """Look into the text of a script, and into files that it calls.
 
     Args:
         text: The script.
         folder: Folder in which scripts that it calls are looked for.
-        level: How many scripts led here.
+        chain: Files and rules that led here.
+        path: File that has the text.
         name: Name of the script for the result.
     """
+    position = f"{os.path.realpath(path)}:{name}"
+    # Scripts may call each other in a circle.
+    if position in chain:
+        return _Behind()
+    if len(chain) >= _MOST_LEVELS:
+        remark = f"{name} was not read, because {len(chain)} files led there: translate it"
+        return _Behind(remarks=(remark,))
     try:
         reading = read_script(text, folder=folder)
-    except ScriptError:
-        return ""
-    launches = reading.launches or reading.written
-    if launches:
-        return launches[0].entry
-    decisions, _ = find_unfollowed(reading, folder, level=level + 1)
-    return f"another script with an old trainer ({name})" if decisions else ""
+    except ScriptError as error:
+        return _Behind(
+            remarks=(f"{name} could not be read as bash, so it may start a trainer: {error}",)
+        )
+    if launches := reading.launches or reading.written:
+        return _Behind(entry=launches[0].entry)
+    decisions, remarks = find_unfollowed(reading, folder, chain=(*chain, position))
+    return _Behind(
+        entry=f"another script with an old trainer ({name})" if decisions else "",
+        remarks=tuple(f"{name}: {remark}" for remark in remarks[:_MOST_REMARKS]),
+    )
 
 
 def _known_keys(fields: tuple[Field, ...]) -> Iterator[str]:
