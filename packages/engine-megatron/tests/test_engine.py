@@ -113,8 +113,10 @@ def check_gradients(config, start, batch, *, model):
         {**MISTRAL, "sliding_window": 4},
         # The second layer has a window.
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        # transformers' Llama has no windows, and passes over the key.
+        {"model_type": "llama", "sliding_window": 4},
     ],
-    ids=["without", "mistral", "qwen2"],
+    ids=["without", "mistral", "qwen2", "llama"],
 )
 def test_model_with_a_window_has_the_gradients_of_transformers(config, start, batch, fields):
     model = ModelSpec(

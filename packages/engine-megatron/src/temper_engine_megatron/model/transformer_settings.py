@@ -315,7 +315,11 @@ def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -
 def _attention_fields(transformer_config: Any, hf_config: PretrainedConfig) -> dict[str, object]:
     """Return windows, rotary embeddings and other fields that Megatron lacks or takes otherwise."""
     _, rotary_scale = compute_rotary_frequencies(hf_config)
-    hf_fields, num_layers = hf_config.to_dict(), transformer_config.num_layers
+    # transformers keeps any key of a file, but only models whose config class declares windows
+    # have them. A Llama with sliding_window has full attention.
+    declared = type(hf_config)().to_dict()
+    hf_fields = {name: value for name, value in hf_config.to_dict().items() if name in declared}
+    num_layers = transformer_config.num_layers
     # Some configs have a switch, others only a window.
     has_windows = hf_fields.get("use_sliding_window", hf_fields.get("sliding_window") is not None)
     kinds = hf_fields.get("layer_types") or ["sliding_attention"] * num_layers
