@@ -176,6 +176,19 @@ def test_extended_context_has_the_gradients_of_transformers(config, start, batch
     check_gradients(config, start, batch, model=model)
 
 
+def test_sigmoid_router_that_chooses_one_expert_is_refused(config):
+    fields = {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        **EXPERTS,
+        "num_experts_per_tok": 1,
+    }
+    other = ModelSpec(architecture={**config.model.architecture, **fields})
+    with pytest.raises(CapabilityError, match="num_experts_per_tok is 1"):
+        MegatronEngine(replace(config, model=other)).init_model()
+
+
 def test_dropout_is_refused(config):
     other = ModelSpec(architecture={**config.model.architecture, "attention_dropout": 0.1})
     with pytest.raises(CapabilityError, match="dropout"):

@@ -299,6 +299,11 @@ def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -
             f"{num_groups} groups. transformers ranks groups by their two best experts, Megatron "
             "by as many as it takes from each group, so the two must be equal: use the FSDP engine."
         )
+    if transformer_config.moe_router_topk == 1:
+        raise CapabilityError(
+            "the model chooses one expert per token (num_experts_per_tok is 1). transformers "
+            "divides its sigmoid score by itself, Megatron does not: use the FSDP engine."
+        )
     if not hf_fields.get("norm_topk_prob", True):
         raise CapabilityError(
             "the model has a sigmoid router without norm_topk_prob, which Megatron does not "
