@@ -23,6 +23,7 @@ from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, OffloadSpec, PrecisionSpec
 from temper_engine_megatron.engine import MegatronEngine
+from temper_engine_megatron.huggingface.model_comparison import accept_untested_models
 
 
 def mean_loss(data, predictions, ctx):
@@ -186,6 +187,17 @@ def test_sigmoid_router_that_chooses_one_expert_is_refused(config):
     }
     other = ModelSpec(architecture={**config.model.architecture, **fields})
     with pytest.raises(CapabilityError, match="num_experts_per_tok is 1"):
+        MegatronEngine(replace(config, model=other)).init_model()
+
+
+def test_new_weights_that_the_engine_lacks_are_refused(config):
+    fields = {"model_type": "qwen3", "head_dim": 8, "attention_bias": True}
+    other = ModelSpec(architecture={**config.model.architecture, **fields})
+    # Without the comparison of a tiny model, which refuses it too.
+    with (
+        accept_untested_models(),
+        pytest.raises(CapabilityError, match=r"layers\.0\.self_attn\.\w_proj\.bias"),
+    ):
         MegatronEngine(replace(config, model=other)).init_model()
 
 

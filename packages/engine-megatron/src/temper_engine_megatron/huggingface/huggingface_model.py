@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from temper_engine_api.errors import ConfigError, WeightError
+from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.file_names import FileNames, find_file_names
 from temper_engine_api.settings_check import check_head_counts, check_num_layers
 from temper_engine_api.specs import ModelSpec
@@ -147,16 +147,23 @@ def open_initial_weights(
 
     Raises:
         WeightError: If other names are missing in the files, or unexpected.
+        CapabilityError: If transformers' model has other weights than the engine's.
     """
+    # The files may contain a head that a value model does not have, or a copy of a tied embedding.
+    ignored = set() if "lm_head.weight" in names else {"lm_head.weight"}
     if spec.path is None:
         new_weights = _initialize_weights(spec, hf_config, file_names=file_names)
+        differing = sorted((new_weights.keys() ^ set(names)) - ignored)
+        if differing:
+            raise CapabilityError(
+                f"only one of the Megatron engine and transformers has the weights "
+                f"{differing[:5]} of {type(hf_config).__name__}: use the FSDP engine."
+            )
         yield new_weights.__getitem__
         return
     files = _find_files(Path(spec.path))
     not_in_files = {name for name in names if name not in files}
     new_head = {name for name in not_in_files if name.startswith(SCALAR_HEAD_PREFIX)}
-    # The files may contain a head that a value model does not have, or a copy of a tied embedding.
-    ignored = set() if "lm_head.weight" in names else {"lm_head.weight"}
     missing = sorted(not_in_files - new_head)
     unexpected = sorted(files.keys() - set(names) - ignored)
     if missing or unexpected:
