@@ -1,15 +1,27 @@
 """Test that models of other families are accepted only if tiny ones compute as in transformers."""
 
+import shutil
 import subprocess
+import sys
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from temper_engine_api.errors import CapabilityError
+from temper_engine_megatron.comparison_process import compare_tensors
 from temper_engine_megatron.huggingface import model_comparison
-from temper_engine_megatron.huggingface.model_comparison import check_computes_alike, shrink_config
+from temper_engine_megatron.huggingface.model_comparison import (
+    check_computes_alike,
+    list_untested_fields,
+    shrink_config,
+)
 
 GEMMA = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+def check(config, collective_timeout_s=600.0):
+    check_computes_alike(config, collective_timeout_s=collective_timeout_s)
 
 
 def test_tiny_model_has_the_kinds_of_layers_of_the_model():
@@ -17,34 +29,108 @@ def test_tiny_model_has_the_kinds_of_layers_of_the_model():
         "gemma3_text", num_attention_heads=8, num_key_value_heads=4, sliding_window=512
     )
     tiny = shrink_config(config)
-    assert tiny["layer_types"] == config.layer_types[:4]
+    # Every sixth layer has full attention.
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    assert (tiny["layer_types"], tiny["num_hidden_layers"]) == (kinds, 4)
     assert (tiny["num_attention_heads"], tiny["num_key_value_heads"]) == (4, 2)
     assert (tiny["hidden_size"], tiny["sliding_window"]) == (32, 6)
     assert tiny["rope_parameters"] == config.rope_parameters
+
+
+def test_tiny_model_has_dense_layers_and_layers_with_experts():
+    config = AutoConfig.for_model("deepseek_v2", num_hidden_layers=8, first_k_dense_replace=5)
+    tiny = shrink_config(config)
+    assert (tiny["num_hidden_layers"], tiny["first_k_dense_replace"]) == (4, 3)
+
+
+def test_tiny_model_has_layers_with_windows_and_without():
+    config = AutoConfig.for_model("qwen2", use_sliding_window=True, max_window_layers=28)
+    tiny = shrink_config(config)
+    assert set(tiny["layer_types"]) == set(config.layer_types)
+    assert tiny["max_window_layers"] == tiny["layer_types"].index("sliding_attention")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "untested"),
+    [
+        ("mistral", {"hidden_act": "gelu"}, ["hidden_act='gelu'"]),
+        ("gemma3_text", {"hidden_activation": "silu"}, ["hidden_activation='silu'"]),
+        ("qwen3", {"attention_bias": True}, ["attention_bias=True"]),
+        ("llama", {"mlp_bias": True, "hidden_size": 64}, ["mlp_bias=True"]),
+        ("qwen2", {"use_sliding_window": True, "tie_word_embeddings": True}, []),
+    ],
+)
+def test_fields_that_change_the_computation_are_not_covered(model_type, fields, untested):
+    assert list_untested_fields(AutoConfig.for_model(model_type, **fields)) == untested
+
+
+@pytest.mark.nightly
+def test_tested_family_with_another_activation_is_refused():
+    config = AutoConfig.for_model("mistral", hidden_act="gelu")
+    with pytest.raises(
+        CapabilityError, match=r"MistralConfig with hidden_act='gelu'\. It computes"
+    ):
+        check(config)
+
+
+def test_family_of_a_killed_comparison_is_compared_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Ends without a result, as a process without memory does.
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(CapabilityError, match=r"cannot compute .* \(exit status 1: no output\)"):
+        check(AutoConfig.for_model("mistral", hidden_act="gelu"))
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_slow_comparison_is_refused_before_other_hosts_time_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(CapabilityError, match=r"took more than 0\.05 s"):
+        check(AutoConfig.for_model("gemma", **GEMMA), collective_timeout_s=0.1)
+
+
+def test_changed_sources_have_another_result(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "engine_copy" / "layer.py"
+    source.parent.mkdir()
+    (source.parent / "__init__.py").touch()
+    monkeypatch.setattr(model_comparison, "_SOURCES", ("engine_copy",))
+    files = set()
+    for text in ("x = 1", "x = 2", "x = 1"):
+        source.write_text(text)
+        files.add(model_comparison._find_cache_file({"hidden_size": 8}))
+    assert len(files) == 2
+
+
+def test_gradient_that_is_not_finite_is_reported():
+    finite = {name: torch.ones(2) for name in ("a", "b")}
+    broken = {**finite, "b": torch.tensor([1.0, float("nan")])}
+    assert compare_tensors(broken, finite).quantity == "b is not finite in the engine"
+    assert compare_tensors(finite, broken).quantity == "b is not finite in transformers"
+    assert compare_tensors(finite, finite).difference == 0.0
 
 
 def test_model_that_computes_otherwise_is_refused_with_the_difference(monkeypatch):
     # The bridge translates Gemma, but its own class scales the embedding.
     refused = r"computes a tiny model of it otherwise than transformers: the gradient of .* off by"
     with pytest.raises(CapabilityError, match=refused):
-        check_computes_alike(AutoConfig.for_model("gemma", **GEMMA))
+        check(AutoConfig.for_model("gemma", **GEMMA))
 
     def fail(*_, **__):
         raise AssertionError("models that differ in sizes only are not measured again")
 
     monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(CapabilityError, match=refused):
-        check_computes_alike(AutoConfig.for_model("gemma", **{**GEMMA, "num_hidden_layers": 18}))
+        check(AutoConfig.for_model("gemma", **{**GEMMA, "num_hidden_layers": 18}))
 
 
 @pytest.mark.nightly
 def test_model_that_computes_alike_is_accepted(monkeypatch):
     monkeypatch.setattr(model_comparison, "TESTED_MODEL_TYPES", ())
-    check_computes_alike(AutoConfig.for_model("qwen3", num_hidden_layers=28))
+    check(AutoConfig.for_model("qwen3", num_hidden_layers=28))
 
 
 @pytest.mark.nightly
 def test_model_that_the_engine_cannot_build_is_refused_with_the_error():
     # OLMoE normalizes all heads together.
-    with pytest.raises(CapabilityError, match="cannot compute a tiny model of it"):
-        check_computes_alike(AutoConfig.for_model("olmoe"))
+    with pytest.raises(CapabilityError, match=r"cannot compute a tiny model of it \(\w+Error: "):
+        check(AutoConfig.for_model("olmoe"))

@@ -25,6 +25,7 @@ from temper_engine_api.conformance.inputs.tiny_models import TinyModel, write_mo
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 from temper_engine_api.conformance.oracle.oracle_routers import OracleConfig
 from temper_engine_api.engine import BaseEngine
+from temper_engine_api.errors import CapabilityError, WeightError
 from temper_engine_api.specs import ModelSpec, PrecisionSpec
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine
@@ -38,13 +39,25 @@ _LENGTHS = (9, 5, 14, 7)
 
 
 def compare(fields: Mapping[str, object], *, folder: Path) -> ComparisonResult:
-    """Return the largest relative difference in the loss and the gradients of one update."""
+    """Return the largest relative difference in the gradients of one update."""
     path = write_model(TinyModel(name="tiny", architecture=fields, settings={}), folder=folder)
     expected = _measure_gradients(OracleEngine, OracleConfig, path=path, fields=fields)
     actual = _measure_gradients(MegatronEngine, MegatronConfig, path=path, fields=fields)
+    return compare_tensors(actual, expected)
+
+
+def compare_tensors(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> ComparisonResult:
+    """Return the largest difference, relative to the largest expected entry of a tensor."""
     if actual.keys() != expected.keys():
         names = sorted(actual.keys() ^ expected.keys())
-        return ComparisonResult(difference=None, quantity=f"only one of them has {names[0]}")
+        return _describe_failure(f"only one of them has {names[0]}")
+    # First, because comparisons with NaN are False: `max` would pass over it.
+    for owner, tensors in (("transformers", expected), ("the engine", actual)):
+        for name, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                return _describe_failure(f"{name} is not finite in {owner}")
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
     differences = {
         name: float((actual[name] - tensor).abs().max())
@@ -52,7 +65,11 @@ def compare(fields: Mapping[str, object], *, folder: Path) -> ComparisonResult:
         for name, tensor in expected.items()
     }
     worst = max(differences, key=lambda name: differences[name])
-    return ComparisonResult(difference=differences[worst], quantity=worst)
+    return ComparisonResult(difference=differences[worst], quantity=worst, is_final=True)
+
+
+def _describe_failure(description: str) -> ComparisonResult:
+    return ComparisonResult(difference=None, quantity=description, is_final=True)
 
 
 def _measure_gradients(
@@ -87,7 +104,21 @@ def _measure_gradients(
 def main(folder: Path) -> None:
     """Compare the model of a folder."""
     fields = json.loads((folder / "fields.json").read_text())
-    result = compare(fields, folder=folder)
+    try:
+        _write(compare(fields, folder=folder), folder=folder)
+    except Exception as error:
+        # For the message of the parent: the last line of stderr may be about something else. If
+        # the engine refuses the model or the names of its weights, it would do so again.
+        failure = ComparisonResult(
+            difference=None,
+            quantity=f"{type(error).__name__}: {error}",
+            is_final=isinstance(error, CapabilityError | WeightError),
+        )
+        _write(failure, folder=folder)
+        raise
+
+
+def _write(result: ComparisonResult, *, folder: Path) -> None:
     (folder / "result.json").write_text(json.dumps(asdict(result)))
 
 

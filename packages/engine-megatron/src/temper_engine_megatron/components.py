@@ -101,7 +101,7 @@ def check_model(config: MegatronConfig) -> None:
     hf_config = load_hf_config(config.model)
     warn_about_undeclared_keys(hf_config, architecture=config.model.architecture)
     translation = BridgeTranslation(hf_config)
-    check_computes_alike(hf_config)
+    check_computes_alike(hf_config, collective_timeout_s=config.collective_timeout_s)
     if config.device == "auto":
         # The host that runs the check may lack the run's GPUs.
         config = replace(config, device="cuda")
@@ -124,7 +124,7 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
     _check_offload(config)
     hf_config = load_hf_config(config.model)
     translation = BridgeTranslation(hf_config)
-    check_computes_alike(hf_config)
+    check_computes_alike(hf_config, collective_timeout_s=config.collective_timeout_s)
     membership = join_groups(config)
     try:
         if config.deterministic:

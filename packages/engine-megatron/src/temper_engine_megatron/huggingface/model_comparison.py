@@ -1,13 +1,14 @@
 """Accept a model that no test covers if a tiny one of its structure computes as in transformers.
 
 Megatron-Bridge translates more architectures than this engine has layers for, and a layer that
-lacks a part gives wrong numbers without an error. So the first start with such a model compares
-log-probs and gradients of a tiny model, on the CPU in a process of its own. The result is kept for
-all models that differ in sizes only.
+lacks a part gives wrong numbers without an error. So the first start with such a model compares the
+gradients of a tiny model: on one rank, in float32, on the CPU, in a process of its own. The result
+is kept for all models that differ in sizes only.
 """
 
 import fcntl
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -32,8 +34,10 @@ TOLERANCE = 1e-4
 Rounding in float32 gives up to 1e-5, and up to 1e-4 with linear attention. A missing norm, bias or
 factor gives more than 1e-2.
 """
-_TIMEOUT_S = 600
-_VERSIONS = ("megatron-core", "megatron-bridge", "transformers", "torch", "temper-engine-megatron")
+_MAX_TIMEOUT_S = 300.0
+_VERSIONS = ("megatron-core", "megatron-bridge", "transformers", "torch")
+_SOURCES = ("temper_engine_api", "temper_engine_megatron")
+"""Packages of which a change makes results invalid. Their versions differ by release only."""
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
@@ -54,8 +58,33 @@ _SIZES: Mapping[str, int] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "sliding_window": 6,
+    # Latent attention; values are narrower than queries and keys.
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 12,
 }
 """Sizes of the tiny model, for the fields that a config has."""
+_TAKEN = frozenset(
+    {
+        *("model_type", "num_hidden_layers", "num_key_value_heads", "max_position_embeddings"),
+        *("initializer_range", "rms_norm_eps", "rope_parameters", "partial_rotary_factor"),
+        *("tie_word_embeddings", "layer_types", "use_sliding_window", "max_window_layers"),
+        *("query_pre_attn_scalar", "use_qk_norm", "linear_conv_kernel_dim"),
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
+        *("linear_num_value_heads", "n_group", "topk_group", "first_k_dense_replace"),
+        *("norm_topk_prob", "routed_scaling_factor", "router_aux_loss_coef"),
+        # Refused by `transformer_settings` where the engine lacks it.
+        *("attention_dropout", "attn_logit_softcapping", "final_logit_softcapping"),
+        *("use_bidirectional_attention", "decoder_sparse_step", "mlp_only_layers"),
+        # Without an effect on what transformers computes.
+        *("is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict"),
+        *("output_router_logits", "problem_type", "pretraining_tp", "num_nextn_predict_layers"),
+    }
+)
+"""Fields, other than sizes, that may differ from the defaults of a tested model type."""
 _IGNORED = frozenset(
     {
         *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
@@ -75,20 +104,36 @@ class ComparisonResult:
     """Largest relative difference; None if the model could not be computed."""
     quantity: str
     """Quantity with this difference, or the error."""
+    is_final: bool
+    """True if another attempt would give the same result, unlike after a lack of memory or disk."""
 
 
-def check_computes_alike(hf_config: PretrainedConfig) -> None:
+def check_computes_alike(hf_config: PretrainedConfig, *, collective_timeout_s: float) -> None:
     """Compare the engine with transformers on a tiny model of this structure, once.
 
-    Models of families that the kit tests are accepted at once.
+    Models of families that the kit tests are accepted at once, unless a field has a value that the
+    tests do not cover.
+
+    Args:
+        hf_config: The model.
+        collective_timeout_s: Timeout of the ranks that have a result and wait for this one.
 
     Raises:
         CapabilityError: If they differ, with the measured difference.
     """
-    if hf_config.model_type in TESTED_MODEL_TYPES or _ACCEPTS_UNTESTED.get():
+    if _ACCEPTS_UNTESTED.get():
+        return
+    untested = list_untested_fields(hf_config)
+    if hf_config.model_type in TESTED_MODEL_TYPES and not untested:
         return
     name = type(hf_config).__name__
-    result = _read_or_measure(shrink_config(hf_config), name=name)
+    if hf_config.model_type in TESTED_MODEL_TYPES:
+        name += f" with {', '.join(untested)}"
+    # Other hosts may have a result, and already wait in the rendezvous.
+    timeout_s = min(_MAX_TIMEOUT_S, collective_timeout_s / 2)
+    fields = shrink_config(hf_config)
+    path = _find_cache_file(fields)
+    result = _read_or_measure(fields, path=path, name=name, timeout_s=timeout_s)
     if result.difference is not None and result.difference <= TOLERANCE:
         return
     reason = (
@@ -97,9 +142,31 @@ def check_computes_alike(hf_config: PretrainedConfig) -> None:
         else f"computes a tiny model of it otherwise than transformers: {result.quantity} is off "
         f"by {result.difference:.1e} of its largest entry, and {TOLERANCE:.0e} is allowed"
     )
+    advice = f" To compare again, delete {path}." if result.is_final else ""
     raise CapabilityError(
-        f"the Megatron engine does not support {name}. It {reason}. Use the FSDP engine."
+        f"the Megatron engine does not support {name}. It {reason}. Use the FSDP engine.{advice}"
     )
+
+
+def list_untested_fields(hf_config: PretrainedConfig) -> list[str]:
+    """List, as name=value, fields whose values the tests of the model type do not cover.
+
+    These differ from the defaults of the config class, and are neither sizes nor fields that the
+    engine takes or refuses.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> list_untested_fields(LlamaConfig(attention_bias=True, hidden_size=64))
+        ['attention_bias=True']
+    """
+    values = hf_config.to_dict()
+    skipped = _SIZES.keys() | _TAKEN | _IGNORED
+    # Only declared fields: transformers keeps any key, but its models read these.
+    return [
+        f"{name}={values.get(name)!r}"
+        for name, default in type(hf_config)().to_dict().items()
+        if name not in skipped and not name.startswith("_") and values.get(name) != default
+    ]
 
 
 @contextmanager
@@ -121,43 +188,98 @@ def shrink_config(hf_config: PretrainedConfig) -> dict[str, object]:
     }
     num_heads = int(fields["num_attention_heads"])
     num_key_heads = int(fields.get("num_key_value_heads") or num_heads)
-    num_layers = min(int(fields["num_hidden_layers"]), _NUM_LAYERS)
     fields |= {name: size for name, size in _SIZES.items() if fields.get(name) is not None}
-    fields["num_hidden_layers"] = num_layers
+    if hf_config.to_dict().get("num_experts_per_tok") == 1:
+        # Routers that choose one expert often have another formula.
+        fields["num_experts_per_tok"] = 1
+    if (fields.get("n_group") or 1) > 1:
+        # Two experts of one of two groups.
+        fields |= {"n_group": 2, "topk_group": 1}
     if "num_key_value_heads" in fields:
         fields["num_key_value_heads"] = max(1, _NUM_HEADS * num_key_heads // num_heads)
-    for name, value in fields.items():
-        if isinstance(value, list) and name.endswith(("layer_types", "block_type")):
-            fields[name] = value[:num_layers]
-    return fields
+    return fields | _pick_layers(fields)
 
 
-def _read_or_measure(fields: Mapping[str, object], *, name: str) -> ComparisonResult:
+def _pick_layers(fields: Mapping[str, Any]) -> dict[str, object]:
+    """Return the fields that number layers, for a few layers with all kinds among them."""
+    num_layers = int(fields["num_hidden_layers"])
+    lists = {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, list) and len(value) == num_layers and name != "mlp_only_layers"
+    }
+    # The first layers up to such a number differ from the others.
+    bounds = {
+        name: int(fields[name])
+        for name in ("first_k_dense_replace", "max_window_layers")
+        if fields.get(name) is not None
+    }
+    if not fields.get("use_sliding_window"):
+        bounds.pop("max_window_layers", None)
+    kinds = [
+        (
+            *(str(values[number]) for values in lists.values()),
+            *(number < bound for bound in bounds.values()),
+            number in (fields.get("mlp_only_layers") or ()),
+        )
+        for number in range(num_layers)
+    ]
+    picked = {kinds.index(kind) for kind in kinds}
+    others = [number for number in range(num_layers) if number not in picked]
+    # Sorted, so that the kinds follow each other as in the model.
+    layers = sorted([*picked, *others[: max(0, _NUM_LAYERS - len(picked))]])
+    changes: dict[str, object] = {"num_hidden_layers": len(layers)}
+    changes |= {name: [values[number] for number in layers] for name, values in lists.items()}
+    changes |= {name: sum(number < bound for number in layers) for name, bound in bounds.items()}
+    if fields.get("max_window_layers") is not None and "max_window_layers" not in bounds:
+        changes["max_window_layers"] = len(layers)
+    if fields.get("mlp_only_layers"):
+        changes["mlp_only_layers"] = [
+            index for index, number in enumerate(layers) if number in fields["mlp_only_layers"]
+        ]
+    return changes
+
+
+def _find_cache_file(fields: Mapping[str, object]) -> Path:
     versions = {package: version(package) for package in _VERSIONS}
-    key = json.dumps([fields, versions], sort_keys=True, default=str)
-    path = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    sources = {package: _hash_sources(package) for package in _SOURCES}
+    key = json.dumps([fields, versions, sources], sort_keys=True, default=str)
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root, "temper", "megatron_models")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _hash_sources(package: str) -> str:
+    (folder,) = map(Path, importlib.import_module(package).__path__)
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _read_or_measure(
+    fields: Mapping[str, object], *, path: Path, name: str, timeout_s: float
+) -> ComparisonResult:
     # One of the ranks of a host measures, and the others read its result.
     with _locked(path.with_suffix(".lock")):
         if path.exists():
             return ComparisonResult(**json.loads(path.read_text()))
         logging.getLogger(__name__).warning(
-            "comparing a tiny %s with transformers, because no test of the Megatron engine covers "
-            "this model; the result is kept in %s",
+            "comparing the gradients of a tiny %s with transformers, on one rank in float32 on the "
+            "CPU, because no test of the Megatron engine covers this model; the result is kept in "
+            "%s",
             name,
             path,
         )
-        result = _measure(fields)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(result)))
-        partial.replace(path)
+        result = _measure(fields, timeout_s=timeout_s)
+        if result.is_final:
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(asdict(result)))
+            partial.replace(path)
     return result
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root, "temper", "megatron_models")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 @contextmanager
@@ -167,23 +289,35 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _measure(fields: Mapping[str, object]) -> ComparisonResult:
+def _measure(fields: Mapping[str, object], *, timeout_s: float) -> ComparisonResult:
     """Compare in a process of its own: Megatron's process groups are global."""
     environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "fields.json").write_text(json.dumps(fields))
         command = [sys.executable, "-m", "temper_engine_megatron.comparison_process", folder]
-        finished = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        try:
+            finished = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CapabilityError(
+                f"the comparison of a tiny model with transformers took more than {timeout_s:g} s, "
+                "so the Megatron engine cannot tell whether it supports the model. Start again on "
+                "a less busy host, raise collective_timeout_s, or use the FSDP engine."
+            ) from error
         result = Path(folder, "result.json")
         if result.exists():
             return ComparisonResult(**json.loads(result.read_text()))
-    last_line = (finished.stderr.strip().splitlines() or [f"exit status {finished.returncode}"])[-1]
-    return ComparisonResult(difference=None, quantity=last_line)
+    # Killed, or without space for the result.
+    last_line = (finished.stderr.strip().splitlines() or ["no output"])[-1]
+    return ComparisonResult(
+        difference=None,
+        quantity=f"exit status {finished.returncode}: {last_line}",
+        is_final=False,
+    )
