@@ -367,5 +367,5 @@ class Advantages:
     advantages: "Tensor"
     """[T] float32; 0 at untrained tokens."""
     returns: "Tensor | None" = None
-    """[T] float32 targets of the value model; only from gae."""
+    """[T] float32 targets of the value model; only from estimators with a critic."""
     metrics: dict[str, float] = field(default_factory=dict)

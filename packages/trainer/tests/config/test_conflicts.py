@@ -11,8 +11,26 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
 @pytest.mark.parametrize(
     ("overrides", "first", "second"),
     [
-        (["algorithm.advantage=gae"], "algorithm.advantage is gae", "critic is not set"),
-        (["critic=value_model"], "algorithm.advantage is grpo", "critic is set"),
+        (
+            ["algorithm.advantage=gae"],
+            "algorithm.advantage is gae",
+            "critic is not set: gae needs a critic (critic=value_model).",
+        ),
+        (
+            ["algorithm.advantage=vapo"],
+            "algorithm.advantage is vapo",
+            "critic is not set: vapo needs a critic (critic=value_model).",
+        ),
+        (
+            ["critic=value_model"],
+            "algorithm.advantage is grpo",
+            "critic is set, which only gae and vapo use: remove it (critic=none).",
+        ),
+        (
+            ["critic=value_model", "algorithm.advantage=gae", "task=sft"],
+            "task is sft and critic is set",
+            "which only task rl uses: remove it (critic=none).",
+        ),
         (["algorithm.kl_loss_coef=0.1"], "algorithm.kl_loss_coef is 0.1", "ref is not set"),
         (["ref=frozen"], "algorithm.kl_loss_coef is 0.0", "ref is set"),
         (["ref=frozen", "task=sft"], "ref is set in task sft", "remove it (ref=none)"),

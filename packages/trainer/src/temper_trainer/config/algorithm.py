@@ -80,7 +80,8 @@ class AlgorithmConfig:
     """Settings of the RL algorithm: advantages, policy loss, KL, entropy and aggregation."""
 
     advantage: AdvantageEstimator | Custom = field(default_factory=Grpo)
-    """Advantage estimator, from docs/algorithms.md (gae needs a critic), or a function of your own.
+    """Advantage estimator, from docs/algorithms.md (some, such as gae and vapo, need a critic), or
+    a function of your own.
     """
     group_size: PositiveInt = 8
     """Number of completions that are sampled for each prompt."""
@@ -222,6 +223,12 @@ class AlgorithmConfig:
                 "algorithm.kl_controller is set and algorithm.kl_reward_coef is 0, which no factor "
                 "changes: set kl_reward_coef above 0."
             )
+
+
+def list_estimators_with_input(name: str) -> list[str]:
+    """Return the names of the estimators that need an optional field of ``StepRewards``."""
+    estimators = list_variants(AdvantageEstimator)  # type: ignore[type-abstract]
+    return [key for key, estimator in estimators.items() if name in estimator.inputs]
 
 
 @settings

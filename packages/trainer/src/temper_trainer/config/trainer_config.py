@@ -9,7 +9,11 @@ from temper_engine_api.specs import EngineConfig, LoraSpec, OffloadSpec
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.algorithms.preference_losses.reference_losses import Dpo
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
-from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
+from temper_trainer.config.algorithm import (
+    AlgorithmConfig,
+    BatchingConfig,
+    list_estimators_with_input,
+)
 from temper_trainer.config.data import (
     ArithmeticSource,
     DataConfig,
@@ -79,7 +83,9 @@ class TrainerConfig:
     actor: RoleConfig
     """The policy that is trained, or evaluated in tasks eval and generate."""
     critic: RoleConfig | None = None
-    """The value model; required by gae, not allowed otherwise."""
+    """The value model; required by estimators that use its values, such as gae and vapo, not
+    allowed otherwise.
+    """
     ref: RoleConfig | None = None
     """The frozen reference policy; required if a KL coefficient is above 0, not allowed otherwise.
     """
@@ -303,11 +309,22 @@ def _find_optional_role_conflicts(config: TrainerConfig) -> Iterator[str]:
     needs_ref = (_has_kl_term(config) and config.algorithm.kl_reference == "ref") or (
         config.task == "dpo" and config.preference.reference == "ref"
     )
-    if needs_critic != (config.critic is not None):
+    estimator = config.algorithm.advantage.name
+    if needs_critic and config.critic is None:
         yield (
-            f"algorithm.advantage is {config.algorithm.advantage.name} and critic is "
-            f"{'set' if config.critic else 'not set'}: gae needs a critic, and no other estimator "
-            "or task uses one."
+            f"algorithm.advantage is {estimator} and critic is not set: {estimator} needs a critic "
+            "(critic=value_model)."
+        )
+    elif config.critic is not None and config.task != "rl":
+        yield (
+            f"task is {config.task} and critic is set, which only task rl uses: remove it "
+            "(critic=none)."
+        )
+    elif config.critic is not None and not needs_critic:
+        users = " and ".join(list_estimators_with_input("values"))
+        yield (
+            f"algorithm.advantage is {estimator} and critic is set, which only {users} use: remove "
+            "it (critic=none)."
         )
     if config.task == "sft" and config.ref is not None:
         yield "ref is set in task sft, which has no reference policy: remove it (ref=none)."

@@ -12,7 +12,7 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
 from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
 from temper_trainer.algorithms.advantages.estimators.group_estimators import DrGrpo, Grpo, Rloo
-from temper_trainer.algorithms.advantages.estimators.token_estimators import Gae
+from temper_trainer.algorithms.advantages.estimators.token_estimators import Gae, Vapo
 from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.settings.variants import list_variants
@@ -191,11 +191,12 @@ def test_step_without_trained_tokens_has_zero_advantages(name: str) -> None:
         (AlgorithmConfig(advantage=Grpo()), [1.0, math.nan], None, "finite numbers"),
         (AlgorithmConfig(advantage=Grpo()), [1.0], None, "one per sample"),
         (AlgorithmConfig(advantage=Gae()), [1.0, 0.0], None, "gae needs the critic's values"),
+        (AlgorithmConfig(advantage=Vapo()), [1.0, 0.0], None, "vapo needs the critic's values"),
         (
             AlgorithmConfig(advantage=Rloo()),
             [1.0, 0.0],
             torch.zeros(4),
-            "no other estimator takes them",
+            "only gae and vapo take them",
         ),
         (AlgorithmConfig(advantage=Gae()), [1.0, 0.0], torch.zeros(3), "one value per token"),
         (

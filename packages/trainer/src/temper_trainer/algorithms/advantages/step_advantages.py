@@ -20,7 +20,7 @@ from temper_trainer.algorithms.advantages.advantage_statistics import (
 )
 from temper_trainer.algorithms.advantages.custom_estimators import compute_custom_advantages
 from temper_trainer.algorithms.advantages.estimators.estimator import StepRewards
-from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.config.algorithm import AlgorithmConfig, list_estimators_with_input
 from temper_trainer.settings.variants import Custom
 from temper_trainer.types import Advantages
 
@@ -44,7 +44,8 @@ def estimate_advantages(
         samples: B sequences with T tokens. ``group_ids`` defines the groups; the order does not
             matter.
         rewards: [B] finite rewards. Completions whose reward failed must not be among the samples.
-        values: [T] critic values before this step's first update; required for gae.
+        values: [T] critic values before this step's first update; required if the estimator has
+            the input ``values``.
         kl: [T] KL(policy, reference) from ``kl.estimate_kl``; required if the penalty has a weight.
         kl_coef: Weight of the KL penalty if a controller sets it; None takes
             ``config.kl_reward_coef``.
@@ -127,10 +128,15 @@ def _check_rewards(
             "samples whose reward failed."
         )
     if (values is not None) != config.reads("values"):
+        name = config.advantage.name
+        if values is None:
+            raise BatchError(
+                f"values are missing, but algorithm.advantage is {name}: {name} needs the critic's "
+                "values [T]."
+            )
         raise BatchError(
-            f"values are {'given' if values is not None else 'missing'} for algorithm.advantage "
-            f"{config.advantage.name}: gae needs the critic's values, and no other estimator takes "
-            "them."
+            f"values are given, but algorithm.advantage is {name}, and only "
+            f"{' and '.join(list_estimators_with_input('values'))} take them: pass none."
         )
     if coef and kl is None:
         raise BatchError(
