@@ -68,9 +68,9 @@ class TranslatedLaunch:
             return ""
         where = self.launch.config_path or "the folder of the entry"
         return (
-            f"{self.launch.config_name} in {where} is a configuration of your own, and does not "
-            "lie around the script: its values are missing from the translation; put the script "
-            "where it lies in your project, and translate it there."
+            f"{self.launch.config_name} in {where} is a configuration of your own, and is not in "
+            "the script's folder or above it: its values are missing from the translation; run the "
+            "command in your project."
         )
 
     @property
