@@ -256,3 +256,27 @@ def test_file_that_cannot_be_read_is_a_step(project: Path, name: str, is_pipe: b
     steps = {str(step.path): step for step in examine(project)}
     assert list(steps) == [name, "conf.yaml", "scripts/run.sh", "reward.py"]
     assert "is no file that can be read" in steps[name].blockers[0]
+
+
+def test_pin_in_a_comment_is_none(project: Path) -> None:
+    (project / "requirements.txt").write_text("# verl==0.1.0\nverl==0.6.1\n")
+    steps = {str(step.path): step for step in examine(project)}
+    assert steps["conf.yaml"].what == "ppo of v0.6.1"
+
+
+@pytest.mark.parametrize("name", ["run.train", "run_v0.1"])
+def test_script_with_a_shebang_and_an_odd_suffix_is_in_the_plan(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(f"#!/bin/bash\n{RUN}")
+    assert [str(step.path) for step in examine(tmp_path)] == [name]
+
+
+def test_makefile_of_another_name_is_in_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "train.mk").write_text(f"train:\n\t{RUN.splitlines()[0][:-1]}\n")
+    assert [step.command for step in examine(tmp_path)] == ["make -C . -f train.mk -n train"]
+
+
+def test_checkpoint_next_to_a_script_counts_before_the_pin(project: Path) -> None:
+    _with_checkpoint(project, "huggingface/config.json")
+    (project / "requirements.txt").write_text("verl==0.6.1\n")
+    steps = {str(step.path): step for step in examine(project)}
+    assert "as its checkpoint, of " in steps["scripts/run.sh"].what

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 _SCRIPT_SUFFIXES = frozenset(
     (*(".sh", ".bash", ".zsh", ".ksh"), *(".slurm", ".sbatch", ".job", ".pbs", ".lsf", ".qsub"))
 )
+_OTHER_SUFFIXES = frozenset(
+    (
+        *(".py", ".pyc", ".ipynb", ".md", ".rst", ".txt", ".json", ".jsonl", ".toml", ".cfg"),
+        *(".pt", ".pth", ".bin", ".safetensors", ".parquet", ".arrow", ".npy", ".npz", ".gz"),
+        *(".zip", ".tar", ".so", ".png", ".jpg", ".jpeg", ".pdf", ".csv", ".html", ".log"),
+    )
+)
+"""Suffixes of files that are not opened to look for a shell in their first line."""
 _SHEBANG = re.compile(rb"#!\s*\S*?(?:/env\s+)?(?:ba|z|k|da)?sh\b")
 _PINNED = re.compile(
     r"\bverl(?:\[[\w, -]+\])?\s*==\s*[\"']?v?(\d[\w.]*)|\bverl(?:\.git)?@v(\d[\w.]*)"
@@ -88,6 +96,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
         from temper_legacy_shim.configs.reading.trees import known_version
 
         known_version(version)
+    is_given = version is not None
     pinned, pin = _pinned_release(folder) if version is None else (None, ())
     version = version or pinned
     configs: list[Path] = []
@@ -114,7 +123,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
                 configs.append(path)
             elif _is_script(path):
                 scripts.append(path)
-            elif name in MAKEFILES:
+            elif name in MAKEFILES or path.suffix == ".mk":
                 makefiles.append(path)
     return [
         *pin,
@@ -123,7 +132,9 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
         *(
             step
             for path in scripts
-            for step in _script(folder, path, version=version, releases=releases)
+            for step in _script(
+                folder, path, version=version, releases={} if is_given else releases
+            )
         ),
         *(step for path in makefiles for step in _makefile(folder, path)),
         *checkpoints,
@@ -133,9 +144,11 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
 
 
 def _is_script(path: Path) -> bool:
-    """Check for a shell script or job file, by its suffix, or without one by its first line."""
-    if path.suffix:
-        return path.suffix in _SCRIPT_SUFFIXES
+    """Check for a shell script or job file, by its suffix, or by its first line."""
+    if path.suffix in _SCRIPT_SUFFIXES:
+        return True
+    if path.suffix.lower() in _OTHER_SUFFIXES:
+        return False
     try:
         with open(path, "rb") as file:
             return _SHEBANG.match(file.read(64)) is not None
@@ -161,10 +174,12 @@ def _pinned_release(folder: Path) -> tuple[str | None, tuple[Step, ...]]:
 
     for path in sorted(folder.iterdir()):
         text = read_bounded(path) if _WITH_PINS.fullmatch(path.name) else None
-        match = _PINNED.search(text or "")
-        if match is None:
+        # A comment may name an earlier release; # in an address is no comment.
+        code = re.sub(r"(?m)(?:^|\s)#.*", "", text or "")
+        matches = list(_PINNED.finditer(code))
+        if not matches:
             continue
-        release = match[1] or match[2]
+        release = matches[-1][1] or matches[-1][2]
         try:
             return known_version(release), ()
         except UsageError as error:
@@ -332,12 +347,13 @@ def _script(
     try:
         migration = migrate_script(text, folder=path.parent, options=Options(version=version))
         given = _release_next_to(path, releases)
-        if version is None and given is not None and migration.launches:
-            source = f" (inferred from its keys; its checkpoint is of {given})"
-            version = _newest_outside(migration.launches[0].translation.source.version, given)
-            if version is not None:
-                source = f" (as its checkpoint, of {given})"
-                command += _option(version)
+        if given is not None and migration.launches:
+            if version is None:
+                source = f" (inferred from its keys; its checkpoint is of {given})"
+            read_as = migration.launches[0].translation.source.version
+            if (outside := _newest_outside(read_as, given)) is not None:
+                version, source = outside, f" (as its checkpoint, of {given})"
+                command = f"temper-migrate script {shown}{_option(version)}"
                 migration = migrate_script(
                     text, folder=path.parent, options=Options(version=version)
                 )
@@ -371,6 +387,7 @@ def _makefile(folder: Path, path: Path) -> list[Step]:
     from temper_legacy_shim.scripts.unfollowed import find_launching_rules
 
     sentences = find_launching_rules(path)
+    file = "" if path.name in MAKEFILES else f"-f {path.name} "
     if not sentences:
         return []
     shown = path.relative_to(folder)
@@ -381,7 +398,7 @@ def _makefile(folder: Path, path: Path) -> list[Step]:
             what="a makefile that starts an old trainer",
             effort=Effort.REWRITE,
             blockers=tuple(sentences.values()),
-            command=f"make -C {shown.parent} -n {next(iter(sentences))}",
+            command=f"make -C {shown.parent} {file}-n {next(iter(sentences))}",
         )
     ]
 
