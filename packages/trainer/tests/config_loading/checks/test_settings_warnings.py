@@ -130,6 +130,9 @@ def test_schedule_that_does_not_fit_the_run_is_a_warning(
     assert message.startswith("actor.engine.schedule.total_steps is 19, but the run has 20 updates")
     floor = "actor.engine.schedule.min_lr_ratio=0.1"
     assert list_warnings(caplog, [*cosine, f"{total}=19", floor]) == []
+    ratio = "actor.engine.schedule.warmup_ratio=0.5"
+    constant = [*run, "actor.engine.schedule.kind=constant", f"{warmup}=0", f"{total}=19", ratio]
+    assert list_warnings(caplog, constant) == []
 
 
 def test_step_of_more_prompts_than_rows_is_a_warning(

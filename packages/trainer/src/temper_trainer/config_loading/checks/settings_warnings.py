@@ -118,7 +118,9 @@ def _warn_about_schedule(
             length,
             unit,
         )
-    if schedule.total_steps and schedule.total_steps < length and schedule.min_lr_ratio == 0:
+    # With kind=constant total_steps is only the base of warmup_ratio.
+    decays_to_0 = schedule.kind != "constant" and schedule.min_lr_ratio == 0
+    if schedule.total_steps and schedule.total_steps < length and decays_to_0:
         logger.warning(
             "%s.schedule.total_steps is %d, but the run has %d %s, and the rate of the others is "
             "0: set total_steps to 0, which means the length of the run, or set min_lr_ratio",
