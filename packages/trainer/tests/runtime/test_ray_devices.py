@@ -48,5 +48,7 @@ def test_server_gets_the_gpus_of_the_actors_ranks() -> None:
     (bundles,) = runtime.placement.group_bundles("rollout", runtime._nodes())
     # Twice, because a server that is started again gets the same GPUs.
     assert [runtime._reserve_gpus(bundles) for _ in range(2)] == [",".join(gpus)] * 2
+    ray.kill(runtime._holders[bundles[0]])
+    assert runtime._reserve_gpus(bundles) == ",".join(gpus)
     assert ray.available_resources().get("GPU", 0) == 0
     runtime.close()

@@ -219,6 +219,17 @@ class RayRuntime:
         Returns:
             The GPUs in the order of the bundles, for CUDA_VISIBLE_DEVICES.
         """
+        try:
+            return self._list_reserved_gpus(bundles)
+        except ray.exceptions.RayError as error:
+            # The server is often restarted because its node has failed, which ends these actors
+            # too.
+            logger.warning("reserving the GPUs of a server again: %s", error)
+            for bundle in bundles:
+                ray.kill(self._holders.pop(bundle))
+            return self._list_reserved_gpus(bundles)
+
+    def _list_reserved_gpus(self, bundles: tuple[int, ...]) -> str:
         for bundle in bundles:
             if bundle not in self._holders:
                 holder = self._start(DeviceHolder, bundle=bundle, reserves_cpus=False)
