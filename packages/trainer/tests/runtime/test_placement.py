@@ -83,6 +83,17 @@ def make_shared_placement(*, num_ranks: int, num_servers: int, per_server: int) 
     return plan_placement(roles, runtime, cpus=16, gpus=8)
 
 
+@pytest.mark.parametrize("gpus", [0.5, 2.0])
+def test_servers_on_several_workers_gpus_need_one_gpu_of_each(gpus: float) -> None:
+    roles = {
+        "actor": RoleRequest(num_workers=2, pool="train"),
+        "rollout": RoleRequest(num_workers=1, pool="train", devices_per_worker=2),
+    }
+    runtime = RuntimeConfig(kind="ray", gpus_per_worker=gpus)
+    with pytest.raises(ConfigError, match="each server of rollout uses one GPU of each of several"):
+        plan_placement(roles, runtime, cpus=16, gpus=8)
+
+
 def test_servers_with_several_gpus_are_in_the_bundles_of_the_actor() -> None:
     placement = make_shared_placement(num_ranks=4, num_servers=2, per_server=2)
     assert [(each.gpus, each.roles) for each in placement.bundles] == [

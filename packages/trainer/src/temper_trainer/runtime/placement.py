@@ -200,8 +200,17 @@ def plan_bundles(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tu
     Bundle i of a pool has the workers of rank i of all its roles, so colocated roles use the same
     devices. If workers of a pool need different numbers of devices, each bundle has one device: a
     server with 4 GPUs then shares the GPUs of 4 ranks of the actor.
+
+    Raises:
+        ConfigError: If such a server would not get one GPU of each bundle.
     """
     spans = _find_spans(roles)
+    if spans and runtime.gpus_per_worker not in (0, 1):
+        raise ConfigError(
+            f"runtime.gpus_per_worker is {runtime.gpus_per_worker:g}, but each server of "
+            f"{', '.join(spans)} uses one GPU of each of several workers in its pool: set "
+            "gpus_per_worker to 1, or give the servers a pool of their own."
+        )
     return tuple(
         Bundle(
             pool=pool,
