@@ -79,7 +79,12 @@ class AuthenticatingListener:
                 thread = threading.Thread(
                     target=self._authenticate, args=(client, origin), daemon=True
                 )
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    # Otherwise it would wait for an answer until its own timeout.
+                    client.close()
+                    raise
             except (OSError, RuntimeError) as error:
                 # The client disconnected, or a limit of open files or threads was reached. The
                 # listener must survive both, because the clients of this run still need it.
