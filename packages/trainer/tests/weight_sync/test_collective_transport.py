@@ -264,6 +264,25 @@ def test_channel_that_a_server_does_not_join_is_a_problem_of_that_publish() -> N
         socket.create_connection((address, port))
 
 
+def test_channel_that_fails_for_another_reason_stops_listening() -> None:
+    actor: Any = Actor()
+    address, port, token = open_store(actor, "127.0.0.1")
+    # No buffer can have this size.
+    spec = ChannelSpec(
+        backend="gloo",
+        address=address,
+        port=port,
+        token=token,
+        size=1,
+        buffer_bytes=-1,
+        with_digest=False,
+    )
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        open_sender_channel(actor, {0: spec})
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address, port))
+
+
 def test_no_channel_is_open_before_the_first_weights_are_sent() -> None:
     transport = transport_between(Actor(), Server())
     assert not transport._specs

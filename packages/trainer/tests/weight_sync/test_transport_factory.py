@@ -60,6 +60,11 @@ def test_missing_transport_to_all_servers_is_an_error(
         choose_transport([sender], receivers)
 
 
+def test_server_on_the_actors_gpu_in_another_container_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"the actor's GPU GPU-0 in another container .* is b\)"):
+        choose_transport([GPU_0], [DeviceLocation(host="b", gpu="GPU-0")])
+
+
 def test_processes_of_one_host_have_the_same_location() -> None:
     location = locate_device(torch.device("cpu"))
     assert location.gpu is None

@@ -234,8 +234,8 @@ class CollectiveTransport:
             joins.append(replica.call("join_channels", members))
         # Join before waiting for the servers, because each member returns only when all have
         # joined.
-        problems = self._actor.run_on_all(open_sender_channel, specs)
         try:
+            problems = self._actor.run_on_all(open_sender_channel, specs)
             for join in joins:
                 join.result()
             if any(problems):
@@ -329,8 +329,9 @@ def assign_senders(
     if absent := [each for server in workers for each in server if each not in ranks]:
         raise ReplicaError(
             f"a server is on GPU {absent[0].gpu} of host {absent[0].host}, which no rank of the "
-            "actor uses, so weights cannot get there by cuda_ipc: set weight_sync.transport=auto, "
-            "or give rollout.pool the pool of the actor."
+            "actor uses, so weights cannot get there by cuda_ipc. Give rollout.pool the pool of "
+            "the actor, or start servers that listen only on the actor's GPUs. With all servers on "
+            "the actor's host, weight_sync.transport=shared_memory reaches every GPU."
         )
     return [[ranks[worker] for worker in server] for server in workers]
 
@@ -404,9 +405,11 @@ def open_sender_channel(worker: WeightSender, specs: Mapping[int, ChannelSpec]) 
     server = state.stores.pop(address)
     try:
         state.channels[address] = WeightChannel(spec, device=device, server=server)
-    except ChannelError as error:
+    except BaseException as error:
         server.close()
-        return str(error)
+        if isinstance(error, ChannelError):
+            return str(error)
+        raise
     return ""
 
 

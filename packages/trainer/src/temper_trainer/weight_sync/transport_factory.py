@@ -131,7 +131,7 @@ def choose_transport(
         reason = (
             "they are on the CPUs of one host"
             if sender.gpu is None and not any(gpus)
-            else _explain_no_gpu_transport(sender, gpus)
+            else _explain_no_gpu_transport(sender, receivers)
         )
         return TransportChoice(transport="shared_memory", reason=reason)
     if sender.gpu is None and not any(gpus):
@@ -140,14 +140,23 @@ def choose_transport(
         )
     raise ConfigError(
         "weight_sync.transport is auto, but no transport reaches all servers: "
-        f"{_explain_no_gpu_transport(sender, gpus)}, and not all of them are on the actor's host. "
-        "Give the servers GPUs of their own (rollout.pool), or place them on the actor's host."
+        f"{_explain_no_gpu_transport(sender, receivers)}, and not all of them are on the actor's "
+        "host. Give the servers GPUs of their own (rollout.pool), or place them on the actor's "
+        "host."
     )
 
 
-def _explain_no_gpu_transport(sender: DeviceLocation, gpus: Sequence[str | None]) -> str:
+def _explain_no_gpu_transport(sender: DeviceLocation, receivers: Sequence[DeviceLocation]) -> str:
+    gpus = [receiver.gpu for receiver in receivers]
     if sender.gpu is None or None in gpus:
         return "only one side has a GPU"
+    # Containers on one machine have host names of their own.
+    hosts = [each.host for each in receivers if each.gpu == sender.gpu and each.host != sender.host]
+    if hosts:
+        return (
+            f"a server uses the actor's GPU {sender.gpu} in another container (the actor's host "
+            f"name is {sender.host}, the server's is {hosts[0]})"
+        )
     if sender.gpu in gpus:
         return "some workers of servers are on GPUs of the actor and some are not"
     return "several workers of servers share a GPU"
