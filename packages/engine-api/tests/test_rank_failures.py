@@ -7,9 +7,9 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -144,17 +144,24 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """
 
 
+@contextmanager
+def connect_elsewhere() -> Iterator[socket.socket]:
+    """Connect to a process that is no rank and returns the first byte."""
+    with subprocess.Popen([sys.executable, "-c", LISTENER], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0) as connection:
+            yield connection
+
+
 def test_failure_while_building_keeps_connections_to_hosts_without_ranks() -> None:
     store = dist.HashStore()
     failures, other = (RankFailures(store, rank=rank, world_size=2) for rank in range(2))
     other.publish_connections({"10.0.0.9:80 10.0.0.1:70"})
-    with subprocess.Popen([sys.executable, "-c", LISTENER], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        with socket.create_connection(("127.0.0.1", port)) as unrelated:
-            failures.handle(RuntimeError("Connection reset by peer"), where="init_model()")
-            unrelated.sendall(b"x")
-            assert unrelated.recv(1) == b"x"
+    with connect_elsewhere() as unrelated:
+        failures.handle(RuntimeError("Connection reset by peer"), where="init_model()")
+        unrelated.sendall(b"x")
+        assert unrelated.recv(1) == b"x"
 
 
 def test_missing_rank_is_named_when_the_time_is_over() -> None:
@@ -274,17 +281,58 @@ def test_rank_that_arrives_after_the_declaration_learns_of_it() -> None:
 
 
 def fail_in_one_of_two_engines(rank: int, folder: str) -> None:
-    first, second = join(rank, folder), RankFailures.join()
+    first = join(rank, folder)
+    later_group = dist.new_group(timeout=timedelta(seconds=15))
+    second = RankFailures.join()
     assert second is not None
-    with pytest.raises(ValueError if rank else RankFailedError, match="bad sample"):
-        call(first, fails=rank == 1, num_collectives=1 - rank)
-    with pytest.raises(RankFailedError, match="rank 1 raised"):
-        call(second, fails=False)
+    second.engine_built(Topology(world_size=2))
+    released = Path(folder, "released")
+    if rank == 1:
+        with pytest.raises(ValueError, match="bad sample"):
+            call(first, fails=True, num_collectives=0)
+        while not released.exists():  # the end of this process would close its connections
+            time.sleep(0.05)
+    else:
+        begin = time.monotonic()
+        with (
+            pytest.raises(RankFailedError, match=r"rank 1 raised .* bad sample"),
+            second.report_failure("a forward call"),
+        ):
+            dist.all_reduce(torch.zeros(1), group=later_group)
+        released.touch()
+        assert time.monotonic() - begin < 10.0
+    for failures in (first, second):
+        with pytest.raises(RankFailedError, match="rank 1 raised"):
+            call(failures, fails=False)
     dist.destroy_process_group()
 
 
-def test_other_engine_of_the_same_group_learns_of_the_declaration(tmp_path: Path) -> None:
+def test_rank_that_waits_in_another_engine_of_the_group_is_released(tmp_path: Path) -> None:
     run_ranks(fail_in_one_of_two_engines, tmp_path)
+
+
+def test_failure_closes_the_connections_of_an_engine_that_is_being_built() -> None:
+    store = dist.HashStore()
+    first = RankFailures(store, rank=0, world_size=2)
+    first.engine_built(Topology(world_size=2))
+    second = RankFailures(store, rank=0, world_size=2, group=first._group)
+    with connect_elsewhere() as connection:
+        first.handle(RuntimeError("Connection reset by peer"), where="a training call")
+        assert connection.recv(1) == b""
+    with pytest.raises(RankFailedError):
+        second.check()
+
+
+def test_failed_start_that_all_ranks_survive_keeps_later_connections() -> None:
+    store = dist.HashStore()
+    first = RankFailures(store, rank=0, world_size=2)
+    first.engine_built(Topology(world_size=2))
+    second = RankFailures(store, rank=0, world_size=2, group=first._group)
+    second.start_failed()
+    with connect_elsewhere() as connection:
+        first.handle(RuntimeError("Connection reset by peer"), where="a training call")
+        connection.sendall(b"x")
+        assert connection.recv(1) == b"x"
 
 
 def test_exception_object_that_is_raised_again_is_reported_again() -> None:

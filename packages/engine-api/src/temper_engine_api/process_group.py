@@ -97,7 +97,10 @@ def report_failed_start(*, timeout_s: float) -> Iterator[EngineStart]:
             except (dist.DistError, EngineStateError) as store_error:
                 error.add_note(f"The other ranks could not be told: {store_error}")
         if start.failures is not None:
-            start.failures.handle(error, where="init_model()", begin=begin)
+            try:
+                start.failures.handle(error, where="init_model()", begin=begin)
+            finally:
+                start.failures.start_failed()
             if not dist.is_initialized():
                 time.sleep(_NOTICE_S)
         raise

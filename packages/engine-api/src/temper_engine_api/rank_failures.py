@@ -9,10 +9,10 @@ this wait. Ranks exchange nothing as long as calls succeed. After an exception:
    call and after the same collectives, no message is under way: the group survives, and each rank
    raises its own exception.
 3. Otherwise the group is declared broken in the store. The first declaration wins, so that all
-   ranks name the same failure. The rank then closes its connections to the other ranks. A gloo
-   collective in which they wait fails at once, and they raise RankFailedError with the failure
-   from the store. With NCCL a thread on each rank reads the declaration and aborts the collective,
-   and every call looks for a declaration before it returns.
+   ranks name the same failure. The rank then closes its connections to the other ranks, also those
+   of the group's other engines. A gloo collective in which they wait fails at once, and they raise
+   RankFailedError with the failure from the store. With NCCL a thread on each rank reads the
+   declaration and aborts the collective, and every call looks for a declaration before it returns.
    A call that did not wait for its collectives may have returned by then; the next one raises.
 4. Every later call of a rank in a broken group raises the same RankFailedError.
 
@@ -119,6 +119,8 @@ class _GroupFailure:
     broken: str | None = None
     """Message of the failure, if this rank has left the group."""
     breaking: threading.Lock = field(default_factory=threading.Lock)
+    engines: "weakref.WeakSet[RankFailures]" = field(default_factory=weakref.WeakSet)
+    """Engines of the group. Each one knows the connections of its own groups."""
 
     @classmethod
     def make_for_next_group(cls, store: Store, *, rank: int) -> "_GroupFailure":
@@ -169,6 +171,8 @@ class RankFailures:
         self._num_survived = 0
         self._position = ""
         self._may_have_messages = False
+        with self._group.breaking:  # a watching thread may be reading the set
+            self._group.engines.add(self)
 
     @classmethod
     def join(cls) -> "RankFailures | None":
@@ -201,6 +205,10 @@ class RankFailures:
         self._has_stages = topology.pp.size > 1
         self._before_start = None
         self.publish_connections(own_connections())
+
+    def start_failed(self) -> None:
+        """Note that `init_model` raised: later connections are not those of the engine."""
+        self._before_start = None
 
     def publish_connections(self, connections: set[str]) -> None:
         """Tell the other ranks which connections this one has, as `local remote`."""
@@ -426,16 +434,23 @@ class RankFailures:
                 "engine can't be used any more: close() it, destroy the default process group if "
                 "the engine did not create it, and build a new engine on every rank."
             )
+            engines = list(self._group.engines)
         abort_device_collectives()
-        other_ends = self._other_ends()
-        if self._before_start is not None:
-            other_ends |= self._find_new_connections(
-                self._before_start,
-                hosts={each.partition(" ")[0].rpartition(":")[0] for each in other_ends},
-            )
-        close_connections(other_ends)
+        # Another rank may be ahead, and wait in a collective of the group's next engine.
+        close_connections(set[str]().union(*(engine._other_ends() for engine in engines)))
 
     def _other_ends(self) -> set[str]:
+        """Return the other ends of the connections that this engine's groups have."""
+        other_ends = self._published_connections()
+        # A thread that watches another engine may be here while `init_model` ends.
+        before = self._before_start
+        if before is None:
+            return other_ends
+        return other_ends | self._find_new_connections(
+            before, hosts={each.partition(" ")[0].rpartition(":")[0] for each in other_ends}
+        )
+
+    def _published_connections(self) -> set[str]:
         """Return the connections that other ranks had when the engine was built."""
         other_ends: set[str] = set()
         for rank in range(self._world_size):
