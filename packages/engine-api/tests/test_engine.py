@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed import HashStore
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.capabilities import Capability
@@ -22,6 +23,7 @@ from temper_engine_api.errors import (
     BatchError,
     CapabilityError,
     CheckpointError,
+    CollectiveTimeoutError,
     ConfigError,
     EngineStateError,
     WeightError,
@@ -29,6 +31,7 @@ from temper_engine_api.errors import (
 from temper_engine_api.hooks import pack_single_micro_batch
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.padding import to_padded
+from temper_engine_api.rank_failures import RankFailures
 from temper_engine_api.specs import (
     EngineConfig,
     LoraSpec,
@@ -710,6 +713,19 @@ def test_engine_that_was_built_in_inference_mode_can_be_trained(
     batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
     assert update(built, batch) == update(engine, batch)
     assert torch.equal(table_of(built), table_of(engine))
+
+
+def test_engine_is_closed_after_the_report_if_another_rank_is_not_built_in_time(
+    make_engines: Callable[..., list[BaseEngine]],
+) -> None:
+    (built,) = make_engines(collective_timeout_s=1)
+    store = HashStore()
+    failures = RankFailures(store, rank=0, world_size=2)
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not build") as caught:
+        built._meet_other_ranks(failures)
+    assert not hasattr(built, "table")
+    # Its own report has ended before: the error names the broken group, and is not reported again.
+    assert "rank 0 raised in init_model(): CollectiveTimeoutError" in caught.value.__notes__[0]
 
 
 def test_loading_is_strict(engine: BaseEngine) -> None:

@@ -30,7 +30,6 @@ from temper_engine_api.errors import (
     CheckpointError,
     ConfigError,
     EngineStateError,
-    RankFailedError,
     WeightError,
 )
 from temper_engine_api.hooks import (
@@ -147,12 +146,15 @@ class BaseEngine(ABC):
 
     def _meet_other_ranks(self, failures: RankFailures) -> None:
         try:
-            # A rank that waits for another one while they connect can't be told that it failed.
-            failures.wait_for_arrivals("build", timeout_s=self.config.collective_timeout_s)
-        except RankFailedError:
+            # The failure is reported before close() destroys the groups whose collectives it counts
+            # and, with NCCL, aborts.
+            with failures.report_failure("init_model()"):
+                # A rank that waits for another one while they connect can't be told that it failed.
+                failures.wait_for_arrivals("build", timeout_s=self.config.collective_timeout_s)
+                self._connect_ranks()
+        except BaseException:
             self.close()
             raise
-        self._connect_ranks()
 
     @property
     def topology(self) -> Topology:
