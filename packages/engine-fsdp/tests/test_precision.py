@@ -3,13 +3,14 @@
 The conformance kit tests that the loss scale is saved.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.specs import OptimizerSpec, PrecisionSpec
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
+from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.engine import FSDPEngine
 
 ADAMW = OptimizerSpec(lr=1e-2, clip_grad_norm=None)
@@ -78,6 +79,41 @@ def test_bf16_masters_train_and_are_exported(
         assert state.master.dtype == state.first_moment.dtype == torch.float32
         # bf16 keeps 8 bits of a weight, and the first update moves each by up to lr.
         torch.testing.assert_close(state.master, reference.master, rtol=1e-2, atol=2.1e-2)
+
+
+GLM4_MOE: Mapping[str, Scalar] = {
+    "model_type": "glm4_moe",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "pad_token_id": None,
+}
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def test_biases_of_routers_are_exported_without_rounding(
+    start: Callable[..., FSDPEngine],
+) -> None:
+    engine = start(model=ModelSpec(architecture=GLM4_MOE), precision=PrecisionSpec(compute="bf16"))
+    with engine.export_weights() as stream:
+        weights = dict(stream)
+    weights[BIAS] = torch.tensor([0.1234567, -0.25, 0.0, 1.0])
+    engine.load_weights(NamedWeight(name, tensor) for name, tensor in weights.items())
+    with engine.export_weights() as stream:
+        exported = dict(stream)
+    assert exported[BIAS].dtype == torch.float32
+    assert torch.equal(exported[BIAS], weights[BIAS])
+    assert {t.dtype for name, t in exported.items() if name != BIAS} == {torch.bfloat16}
 
 
 def test_memory_is_among_the_metrics(

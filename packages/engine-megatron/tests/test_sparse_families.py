@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from temper_engine_api.errors import CapabilityError
-from temper_engine_api.specs import ModelSpec
+from temper_engine_api.specs import ModelSpec, PrecisionSpec
 from temper_engine_api.weights import NamedWeight
 from temper_engine_megatron.engine import MegatronEngine
 
@@ -45,6 +45,17 @@ def test_checkpoint_has_the_biases_of_routers(start, tmp_path):
     assert torch.equal(export_weights(other)[BIAS], torch.zeros(4))
     other.load_checkpoint(str(tmp_path))
     assert torch.equal(export_weights(other)[BIAS], weights[BIAS])
+
+
+def test_biases_of_routers_are_exported_without_rounding(start):
+    engine = start(model=ModelSpec(architecture=GLM4_MOE), precision=PrecisionSpec(compute="bf16"))
+    weights = export_weights(engine)
+    weights[BIAS] = torch.tensor([0.1234567, -0.25, 0.0, 1.0])
+    engine.load_weights(NamedWeight(name, tensor) for name, tensor in weights.items())
+    exported = export_weights(engine)
+    assert exported[BIAS].dtype == torch.float32
+    assert torch.equal(exported[BIAS], weights[BIAS])
+    assert {t.dtype for name, t in exported.items() if name != BIAS} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

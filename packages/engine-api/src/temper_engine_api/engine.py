@@ -908,9 +908,9 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        """Iterate over full tensors in float32 or the compute dtype. Collective.
+        """Iterate over full tensors in float32 or the compute dtype, buffers in their own.
 
-        The order is the same on all ranks.
+        Collective. The order is the same on all ranks.
         """
 
     @abstractmethod

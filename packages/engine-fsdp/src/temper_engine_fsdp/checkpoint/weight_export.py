@@ -37,23 +37,12 @@ def list_weight_entries(
     parameters: ShardedParameters, buffers: Buffers, *, dtype: torch.dtype, file_names: FileNames
 ) -> list[WeightEntry]:
     """List the entries that `iterate_weights` will yield, without gathering."""
-    shapes = [
-        (weight_name, shape, p.dtype)
-        for name, p in parameters.items()
-        for weight_name, shape in file_names.list_shapes(name, p.shape)
-    ]
-    shapes += [
-        (weight_name, shape, b.dtype)
-        for name, b in buffers.items()
-        for weight_name, shape in file_names.list_shapes(name, b.shape)
-    ]
+    tensors = [(name, p.shape, dtype) for name, p in parameters.items()]
+    tensors += [(name, b.shape, b.dtype) for name, b in buffers.items()]
     return [
-        WeightEntry(
-            name=name,
-            shape=tuple(shape),
-            dtype=dtype if own_dtype.is_floating_point else own_dtype,
-        )
-        for name, shape, own_dtype in shapes
+        WeightEntry(name=weight_name, shape=tuple(shape), dtype=own_dtype)
+        for name, full_shape, own_dtype in tensors
+        for weight_name, shape in file_names.list_shapes(name, full_shape)
     ]
 
 
@@ -72,7 +61,7 @@ def iterate_weights(
     Args:
         parameters: The model's base weights.
         buffers: Persistent buffers.
-        dtype: Dtype of floating-point tensors.
+        dtype: Dtype of the parameters; buffers keep their own.
         file_names: Names and parts of the tensors in files.
         merge: Merges an adapter into each weight; None without an adapter.
     """
@@ -86,9 +75,9 @@ def iterate_weights(
         for weight_name, tensor in file_names.split(name, full):
             yield NamedWeight(weight_name, tensor)
     for name, buffer in buffers.items():
-        # Copy, so that the yielded tensor does not change with the model.
-        copy = buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True)
-        for weight_name, tensor in file_names.split(name, copy):
+        # In its own dtype: rounded biases of routers choose other experts in the rollouts. Copied,
+        # so that the yielded tensor does not change with the model.
+        for weight_name, tensor in file_names.split(name, buffer.detach().clone()):
             yield NamedWeight(weight_name, tensor)
 
 

@@ -44,21 +44,21 @@ class ShardedState:
         """Yield full tensors, gathering one parameter at a time. Collective.
 
         Args:
-            dtype: Dtype of the tensors.
+            dtype: Dtype of the parameters; buffers are float32.
             merge: Merges an adapter into each weight; None without an adapter.
         """
         for entry in self._parameter_map.entries:
             # Gather in the compute dtype. This is half the traffic of master weights, and
-            # parameters are rounded from them anyway.
+            # parameters are rounded from them anyway. Buffers are not: the biases of routers are
+            # float32 in training, and rounded ones choose other experts in the rollouts.
+            is_buffer = entry.info.is_buffer
+            own_dtype = torch.float32 if is_buffer else self._parameter_map.compute_dtype
             local = entry.parameter
             if local is not None:
-                # The biases of routers are float32.
-                local = local.detach().to(self._parameter_map.compute_dtype)
-            for name, tensor in self._parameter_map.gather(
-                entry, local, dtype=self._parameter_map.compute_dtype
-            ).items():
+                local = local.detach().to(own_dtype)
+            for name, tensor in self._parameter_map.gather(entry, local, dtype=own_dtype).items():
                 merged = tensor if merge is None else merge(name, tensor)
-                yield NamedWeight(name, merged.to(dtype, copy=True))
+                yield NamedWeight(name, merged.to(own_dtype if is_buffer else dtype, copy=True))
 
     def iterate_masters(self) -> Iterator[NamedWeight]:
         """Yield full float32 master weights, gathering one parameter at a time. Collective."""
