@@ -705,3 +705,22 @@ def test_makefile_next_to_the_script_comes_before_those_above(tmp_path: Path) ->
     (tmp_path / "sub/Makefile").write_text(f"train:\n\t{TRAINER}\n")
     (tmp_path / "GNUmakefile").write_text("train:\n\techo\n")
     assert persons(migrate_script("make train\n", folder=tmp_path / "sub"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from package import (\n    core,\n)\n",
+        "from verl.trainer.ppo import ray_trainer\n",
+        "from recipe.dapo import main_dapo\n",
+        "import package.sub\n",
+        "PATTERN = '\\d'\nfrom verl.trainer.main_ppo import run_ppo\n",
+    ],
+)
+def test_imports_of_any_form_are_followed(tmp_path: Path, text: str) -> None:
+    (tmp_path / "package/sub").mkdir(parents=True)
+    (tmp_path / "package/core.py").write_text(IMPORT)
+    (tmp_path / "package/sub/__init__.py").write_text(IMPORT)
+    (tmp_path / "train.py").write_text(text)
+    migration = migrate_script("python3 train.py\n", folder=tmp_path)
+    assert persons(migration)[0].startswith("line 1: train.py uses ")

@@ -1,8 +1,10 @@
 """Find the file that a command runs, and the old trainer that a Python file uses."""
 
+import ast
 import os
 import re
 import tomllib
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
@@ -207,7 +209,9 @@ def runs_other_text(event: Event) -> bool:
 
 def trainer_in_text(text: str) -> str:
     """Return the old trainer that Python code or a description of a job names, or empty."""
-    code = (line.partition("#")[0] for line in text.splitlines())
+    # Parts of an import that stand apart: from verl.trainer import main_ppo.
+    joined = re.sub(r"\bfrom\s+((?:verl|recipe)[\w.]*)\s+import\s+\(?\s*(?=\w)", r"\1.", text)
+    code = (line.partition("#")[0] for each in (text, joined) for line in each.splitlines())
     return next((match[0] for line in code if (match := _OLD_TRAINER.search(line))), "")
 
 
@@ -229,23 +233,51 @@ def trainer_in(path: Path) -> str:
     return ""
 
 
+def _imported_names(text: str) -> list[str]:
+    """Return the modules that Python code imports, and names that may be modules."""
+    try:
+        with warnings.catch_warnings():
+            # Odd escapes in strings of the old code are not this reader's concern.
+            warnings.simplefilter("ignore")
+            nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # Such as Python 2, templates and notebooks: imports of one line are enough there.
+        matches = list(filter(None, map(_IMPORT.match, text.splitlines())))
+        imports = [(match[1], re.split(r"[\s,]+", match[2] or match[3])) for match in matches]
+    else:
+        imports = [
+            ("." * node.level + (node.module or ""), [alias.name for alias in node.names])
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+        ]
+        imports += [
+            (None, [alias.name for alias in node.names])
+            for node in nodes
+            if isinstance(node, ast.Import)
+        ]
+    out = list[str]()
+    for module, names in imports:
+        start = module if module is None or module.endswith(".") else f"{module}."
+        out += [] if module is None else [module]
+        out += [f"{start or ''}{name}" for name in names if name]
+    return out
+
+
 def _imported(text: str, path: Path) -> Iterator[Path]:
     """Yield the files next to a module, or around it, that it imports."""
-    for match in filter(None, map(_IMPORT.match, text.splitlines())):
-        names = [match[1]] if match[3] is None else re.split(r"[\s,]+", match[3])
-        if match[3] is None:
-            start = match[1] if match[1].endswith(".") else f"{match[1]}."
-            names += [start + name.strip() for name in match[2].split(",")]
-        for name in names:
-            dots = len(name) - len(name.lstrip("."))
-            parts = name.strip(".").split(".")
-            # The old package itself is known, wherever a copy of it is.
-            if not dots and parts[0] in ("verl", "recipe"):
-                continue
-            bases = [path.parent, *path.parent.parents[:3]]
-            for base in bases[dots - 1 : dots] if dots else bases:
-                files = (base.joinpath(*parts[:-1], f"{parts[-1]}.py"), base.joinpath(*parts))
-                result = next((each for each in files if is_regular(each)), None)
-                if result is not None:
-                    yield result
-                    break
+    for name in _imported_names(text):
+        dots = len(name) - len(name.lstrip("."))
+        parts = name.strip(".").split(".")
+        # The old package itself is known, wherever a copy of it is.
+        if not dots and parts[0] in ("verl", "recipe"):
+            continue
+        bases = [path.parent, *path.parent.parents[:3]]
+        for base in bases[dots - 1 : dots] if dots else bases:
+            files = (
+                base.joinpath(*parts[:-1], f"{parts[-1]}.py"),
+                base.joinpath(*parts, "__init__.py"),
+            )
+            result = next((each for each in files if is_regular(each)), None)
+            if result is not None:
+                yield result
+                break
