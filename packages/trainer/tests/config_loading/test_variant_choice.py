@@ -18,6 +18,7 @@ from temper_trainer.config_loading.resolved_config import LoadedConfig, write_re
 from temper_trainer.settings.variants import Custom, list_variants
 
 LOSS = "algorithm.policy_loss"
+CORRECTION = "algorithm.rollout_correction"
 KIND = "data.train=jsonl"
 BASE = ("experiment=quickstart", "batching.num_mini_batches=2")
 
@@ -206,6 +207,14 @@ def test_custom_loss_is_read_from_its_import_path_and_arguments() -> None:
         ([f"{LOSS}=gpso"], f"{LOSS} is 'gpso', but must be one of ppo, gspo, "),
         ([f"{LOSS}=gpso"], "Did you mean 'gspo'?"),
         ([f"{LOSS}=null"], f"{LOSS} is null, but must be a name, or a block of keys"),
+        (
+            [f"{CORRECTION}.truncate_at=3"],
+            (
+                f"{CORRECTION} has no name: add one of token, sequence, mask, rollout_ratio, such "
+                "as {name: token}."
+            ),
+        ),
+        ([f"{CORRECTION}={{name: mask}}"], f"{CORRECTION} is mask and reject is empty"),
         ([f"{LOSS}.clip_hgih=1"], f"did you mean {LOSS}.clip_high?"),
         ([f"{LOSS}.clip_high=-1"], f"{LOSS}.clip_high is -1.0, but must be at least 0."),
         ([f"{LOSS}=clip_cov", f"{LOSS}.min_covariance=7"], f"{LOSS}: min_covariance is 7.0 and"),
@@ -214,4 +223,6 @@ def test_custom_loss_is_read_from_its_import_path_and_arguments() -> None:
     ],
 )
 def test_wrong_choices_and_settings_are_refused(overrides: list[str], complaint: str) -> None:
-    assert complaint in refusal(*overrides)
+    message = refusal(*overrides)
+    assert complaint in message
+    assert f"{CORRECTION}: {CORRECTION}" not in message

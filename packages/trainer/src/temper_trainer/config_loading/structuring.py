@@ -266,10 +266,12 @@ def _list_problems(error: BaseException, *, path: str) -> list[str]:
     if isinstance(error, _NestedProblems):
         return [_join(path, problem) for problem in error.problems]
     message = str(error)
-    # Messages of a dataclass's checks already name their key. Messages about a type begin with "is"
-    # and get the key in front.
-    if message.startswith(("is ", f"{path}.", f"{path}:")) or not path:
-        return [f"{path} {message}" if message.startswith("is ") else message]
+    # Messages about a type or a missing name get the key in front; those of a dataclass's checks
+    # already name their key.
+    if message.startswith(("is ", "has no name")):
+        return [f"{path} {message}"]
+    if message.startswith((f"{path}.", f"{path}:", f"{path} ")) or not path:
+        return [message]
     return [f"{path}: {message}"]
 
 

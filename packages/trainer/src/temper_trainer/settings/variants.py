@@ -156,6 +156,8 @@ class Choice:
         """Return why a name is refused, to be put after a key."""
         custom = ", or the import path package.module:Name of your own" if self.is_open else ""
         options = f"{', '.join(self.names)}{custom}"
+        if name is None:
+            return f"has no name: add one of {options}, such as {{name: {self.names[0]}}}."
         return f"is {name!r}, but must be one of {options}.{suggest_name(name, self.names)}"
 
 
