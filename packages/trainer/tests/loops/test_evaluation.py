@@ -107,6 +107,7 @@ def test_named_sets_and_categories_are_reported_next_to_the_unnamed_set(
         "data.eval_sets.levels.prompt_key=q",
         "data.eval_sets.levels.answer_key=a",
         "data.eval_sets.levels.category_key=level",
+        "data.eval_sets.levels.reward=exact_match",
     ).evaluation
     means = {name for name in evaluation if name.endswith("reward")}
     assert means == {
@@ -118,8 +119,8 @@ def test_named_sets_and_categories_are_reported_next_to_the_unnamed_set(
     both = [evaluation[f"eval/levels/greedy/{level}/reward"] for level in (0, 1)]
     assert evaluation["eval/levels/greedy/reward"] == pytest.approx(sum(both) / 2)
     out = capsys.readouterr().out
-    assert "after RL, levels: held-out" in out
-    assert "over 4 problems never trained on" in out
+    assert "after RL: held-out temper_trainer_test_rewards:share_of_digits over" in out
+    assert "after RL, levels: held-out exact_match over 4 problems never trained on" in out
 
 
 def test_answers_of_built_in_rewards_are_equal_votes_if_the_numbers_are() -> None:

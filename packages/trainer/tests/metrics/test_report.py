@@ -136,6 +136,40 @@ def test_report_begins_with_result_command_and_duration(page: tuple[Path, str]) 
     assert row("reward", "gsm8k_strict") in summary
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected", "absent"),
+    [
+        (
+            ["reward.components={exact_match: 1.0, math_verify: 0.5}"],
+            [row("reward", "exact_match + 0.5 * math_verify")],
+            "gsm8k_strict",
+        ),
+        (
+            ["data.eval.reward=exact_match"],
+            [row("reward", "gsm8k_strict"), row("reward of data.eval", "exact_match")],
+            "reward of data.train",
+        ),
+        (
+            ["data.train.reward=exact_match", "data.eval.reward=exact_match"],
+            [row("reward of data.train", "exact_match"), row("reward of data.eval", "exact_match")],
+            "gsm8k_strict",
+        ),
+    ],
+)
+def test_report_names_the_rewards_that_are_called(
+    overrides: list[str], expected: list[str], absent: str, tmp_path: Path
+) -> None:
+    write_resolved(load(["experiment=quickstart", *overrides]), tmp_path)
+    console = Console(file=io.StringIO())
+    with RunLog(tmp_path, trackers=("jsonl",), progress=False, console=console) as log:
+        log.log_metrics(1, {"reward/mean": 0.5}, phase="rl")
+        path = log.report()
+    assert path is not None
+    summary = path.read_text(encoding="utf-8").split("<h2>")[1]
+    assert all(line in summary for line in expected)
+    assert absent not in summary
+
+
 def test_report_has_a_dark_mode(page: tuple[Path, str]) -> None:
     _, text = page
     # Without the first, form fields and scroll bars stay white.

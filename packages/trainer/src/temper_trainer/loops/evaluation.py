@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import Row
@@ -20,6 +21,7 @@ from temper_trainer.metrics.evaluation_estimators import (
     group_by_category,
     measure_problems,
 )
+from temper_trainer.metrics.headline import format_reward
 from temper_trainer.metrics.run_log import SampleRow
 from temper_trainer.progress import track_progress
 from temper_trainer.reward.builtin_rewards import ANSWER_EXTRACTORS
@@ -216,7 +218,7 @@ def _evaluate_set(
         if i == 0 and table_step is not None:
             components.log.show_samples(table_step, evaluation.rows, kind="held-out")
     problems_text = _describe_problems(
-        components.config.reward.function,
+        _describe_rewards(components.config.reward, prompts=eval_set.prompts),
         num_problems=len(eval_set.prompts),
         num_trained=eval_set.num_trained,
     )
@@ -246,15 +248,21 @@ def _describe_result(metrics: Mapping[str, float], *, evaluation: Evaluation) ->
     return text
 
 
-def _describe_problems(reward_function: str, *, num_problems: int, num_trained: int | None) -> str:
+def _describe_rewards(config: RewardConfig, *, prompts: Sequence[Prompt]) -> str:
+    """Return the names of the rewards of some prompts; a sum without a name as its parts."""
+    names = dict.fromkeys(prompt.reward for prompt in prompts)
+    return " and ".join(name or format_reward(config.get_parts()) for name in names)
+
+
+def _describe_problems(rewards: str, *, num_problems: int, num_trained: int | None) -> str:
     """Describe what is evaluated; "held-out" only if the training data was compared.
 
     Args:
-        reward_function: Name of the reward function.
+        rewards: Names of the rewards.
         num_problems: Number of held-out prompts.
         num_trained: How many of them are also in the training data; None if nothing is trained.
     """
-    problems = f"{reward_function} over {num_problems} problems"
+    problems = f"{rewards} over {num_problems} problems"
     if num_trained is None:
         return problems
     if num_trained > 0:

@@ -1,7 +1,7 @@
 """The result of a run in one sentence, from its metrics."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from temper_trainer.metrics.evaluation_report import (
     MAIN_METRICS,
@@ -93,3 +93,15 @@ def format_duration(seconds: float) -> str:
         if count or parts:
             parts.append(f"{count} {unit}")
     return " ".join(part for part in parts[:2] if not part.startswith("0 "))
+
+
+def format_reward(parts: Mapping[str, float]) -> str:
+    """Return the weighted sum of a reward's parts as text.
+
+    Example:
+        >>> format_reward({"exact_match": 1.0, "math_verify": 0.5})
+        'exact_match + 0.5 * math_verify'
+    """
+    return " + ".join(
+        name if weight == 1 else f"{weight:g} * {name}" for name, weight in parts.items()
+    )

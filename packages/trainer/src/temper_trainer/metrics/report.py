@@ -22,7 +22,7 @@ from temper_trainer.metrics.evaluation_report import (
     list_evaluations,
     tabulate_evaluations,
 )
-from temper_trainer.metrics.headline import describe_result, format_duration
+from temper_trainer.metrics.headline import describe_result, format_duration, format_reward
 from temper_trainer.metrics.report_views import VIEW_STYLE, draw_rollouts, draw_timeline
 from temper_trainer.metrics.run_files import (
     METRICS_FILE,
@@ -132,13 +132,33 @@ def _summary(directory: Path, rows: Sequence[Row]) -> str:
     if len(starts) > 1:
         resumed = (_format_time(float(str(start["time_s"]))) for start in starts[1:])
         lines.append(("resumed", ", ".join(resumed)))
-    if function := read_settings(directory).get("reward.function"):
-        lines.append(("reward", function))
+    lines += _list_rewards(read_settings(directory))
     if starts:
         lines.append(("command", starts[-1]["command"]))
         if commit := starts[-1].get("commit"):
             lines.append(("commit", commit))
     return _table(("", ""), lines)
+
+
+def _list_rewards(settings: Mapping[str, object]) -> list[Cells]:
+    """Return the main reward if a data source uses it, and those of sources with their own."""
+    prefix = "reward.components."
+    weights = {
+        key.removeprefix(prefix): float(str(value))
+        for key, value in settings.items()
+        if key.startswith(prefix)
+    }
+    main = format_reward(weights) or settings.get("reward.function")
+    rewards = {
+        source[1]: value
+        for key, value in settings.items()
+        if (source := re.fullmatch(r"(data\..+)\.reward", key))
+    }
+    own = {source: name for source, name in rewards.items() if name is not None}
+    # A settings file without sources is damaged or older: the main reward is the best guess.
+    uses_main = main is not None and (not rewards or len(own) < len(rewards))
+    lines: list[Cells] = [("reward", main)] if uses_main else []
+    return lines + [(f"reward of {source}", name) for source, name in own.items()]
 
 
 def _count_steps(rows: Sequence[Row]) -> dict[str, int]:
