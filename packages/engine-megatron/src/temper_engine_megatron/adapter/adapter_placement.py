@@ -21,6 +21,7 @@ from temper_engine_megatron.adapter.linear_adapters import (
     find_linear_layers,
 )
 from temper_engine_megatron.bridge_compat import BridgeTranslation
+from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.huggingface.huggingface_model import list_weight_modules
 from temper_engine_megatron.huggingface.weight_names import (
@@ -36,7 +37,6 @@ from temper_engine_megatron.huggingface.weight_names import (
     hf_experts_module,
     hf_modules,
 )
-from temper_engine_megatron.model.moe_router import find_sparse_layers
 from temper_engine_megatron.runtime.process_groups import Membership
 
 

@@ -242,3 +242,15 @@ def _import_param_mapping() -> Any:
     from megatron.bridge.models.conversion import param_mapping
 
     return param_mapping
+
+
+def find_sparse_layers(transformer_config: Any) -> tuple[int, ...]:
+    """Return the numbers of the layers with experts, counted from 0; none in a dense model."""
+    layers = range(transformer_config.num_layers)
+    if not transformer_config.num_moe_experts:
+        return ()
+    frequency: int | list[int] = transformer_config.moe_layer_freq
+    # Megatron takes the distance of these layers, or a table with 1 for each.
+    if isinstance(frequency, int):
+        return tuple(layers)[::frequency]
+    return tuple(layer for layer in layers if frequency[layer])

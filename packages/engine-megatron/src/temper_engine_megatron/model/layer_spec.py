@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from temper_engine_megatron.bridge_compat import get_expert_submodules, replace_experts
+from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.model.grouped_experts import GroupedExperts
 from temper_engine_megatron.model.latent_attention import LatentAttention
 from temper_engine_megatron.model.moe_router import (
     MoETransformerLayer,
     SequenceLossRouter,
-    find_sparse_layers,
 )
 from temper_engine_megatron.model.packed_attention import (
     PackLayout,

@@ -11,23 +11,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.model.micro_batch_layout import LocalMicroBatch
 from temper_engine_megatron.model.packed_attention import RouterTokens
 
 LOAD_BALANCING_LOSS, Z_LOSS = "load_balancing_loss", "z_loss"
 """Names of the router losses in metrics, after `router/`."""
-
-
-def find_sparse_layers(transformer_config: Any) -> tuple[int, ...]:
-    """Return the numbers of the layers with experts, counted from 0; none in a dense model."""
-    layers = range(transformer_config.num_layers)
-    if not transformer_config.num_moe_experts:
-        return ()
-    frequency: int | list[int] = transformer_config.moe_layer_freq
-    # Megatron takes the distance of these layers, or a table with 1 for each.
-    if isinstance(frequency, int):
-        return tuple(layers)[::frequency]
-    return tuple(layer for layer in layers if frequency[layer])
 
 
 class PrescribedChoice:

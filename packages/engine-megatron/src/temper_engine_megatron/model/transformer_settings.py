@@ -14,9 +14,9 @@ from transformers import PretrainedConfig
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.process_group import choose_device
+from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.model.config_overrides import to_megatron_values
-from temper_engine_megatron.model.moe_router import find_sparse_layers
 from temper_engine_megatron.model.rotary_frequencies import (
     compute_rotary_frequencies,
     list_rotary_kinds,

@@ -21,6 +21,7 @@ from temper_engine_api.batch import PackedBatch
 from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.metrics import Metric, compute_load_metrics
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
+from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.model.gpt_chunks import ModelChunks
 from temper_engine_megatron.model.micro_batch_layout import (
     LocalMicroBatch,
@@ -31,7 +32,6 @@ from temper_engine_megatron.model.moe_router import (
     LOAD_BALANCING_LOSS,
     Z_LOSS,
     discard_router_records,
-    find_sparse_layers,
     pop_choices,
     pop_loads,
     pop_router_losses,
