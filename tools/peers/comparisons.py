@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tools.peers import openrlhf_adapters, slime_adapters, verl_adapters
 from tools.peers.loss_comparisons import list_loss_rows
+from tools.peers.nemo_comparisons import NEMO, list_nemo_rows, load_nemo
 from tools.peers.random_data import Data, Pair, Row, make_data
 from tools.peers.trl_comparisons import TRL, list_trl_rows, load_trl
 from tools.peers.trl_policy_comparisons import list_trl_policy_rows
@@ -299,7 +300,7 @@ def _list_other_rows() -> list[Row]:
     ]
 
 
-PROJECTS = ("verl", "slime", "openrlhf", "trl")
+PROJECTS = ("verl", "slime", "openrlhf", "nemo", "trl")
 """Projects with comparisons, in the order of the table."""
 
 COMPARISONS = sorted(
@@ -309,6 +310,7 @@ COMPARISONS = sorted(
             *_list_verl_rows(),
             *_list_other_rows(),
             *list_loss_rows(),
+            *list_nemo_rows(),
             *list_trl_rows(),
             *list_trl_policy_rows(),
         )
@@ -330,6 +332,8 @@ def compare_all(checkouts: Mapping[str, Path]) -> list[ComparisonResult]:
 def _import(name: str, checkout: Path) -> Any:
     if name == _OPENRLHF:
         return _load_openrlhf(checkout)
+    if name == NEMO:
+        return load_nemo(checkout)
     if name == TRL:
         return load_trl(checkout)
     if str(checkout) not in sys.path:
