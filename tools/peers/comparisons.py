@@ -22,7 +22,7 @@ from torch import Tensor
 from tools.peers import openrlhf_adapters, slime_adapters, verl_adapters
 from tools.peers.loss_comparisons import list_loss_rows
 from tools.peers.nemo_comparisons import NEMO, list_nemo_rows, load_nemo
-from tools.peers.random_data import Data, Pair, Row, make_data
+from tools.peers.random_data import Data, Pair, Row, make_kinds
 from tools.peers.trl_comparisons import TRL, list_trl_rows, load_trl
 from tools.peers.trl_policy_comparisons import list_trl_policy_rows
 
@@ -63,10 +63,10 @@ class ComparisonResult:
 
 
 def measure(comparison: Comparison, module: Any) -> ComparisonResult:
-    """Compare all seeds."""
+    """Compare all kinds of data of all seeds."""
     values, gradients = [], []
-    for seed in range(NUM_SEEDS):
-        local, remote = comparison.compute(module, data := make_data(seed))
+    for data in (kind for seed in range(NUM_SEEDS) for kind in make_kinds(seed)):
+        local, remote = comparison.compute(module, data)
         values.append(_measure_difference(local.detach(), remote.detach()))
         if remote.requires_grad:
             (gradient,) = torch.autograd.grad(local.sum(), data.logprobs, retain_graph=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,20 @@ def make_data(seed: int, *, num_rows: int = 8, length: int = 12) -> Data:
         mask=mask.float(),
         rewards=torch.randint(0, 5, (num_rows,), generator=generator).float(),
         groups=tuple(i // 4 for i in range(num_rows)),
+    )
+
+
+def make_kinds(seed: int) -> tuple[Data, Data, Data]:
+    """Return random data as it is, rounded to bf16, and with one trained token per row."""
+    data = make_data(seed)
+    names = ("logprobs", "old", "rollout", "ref", "advantages", "values")
+    rounded = {name: getattr(data, name).detach().bfloat16().float() for name in names}
+    first_only = torch.zeros_like(data.mask)
+    first_only[:-1, 0] = 1  # the last row stays empty
+    return (
+        data,
+        replace(data, **rounded | {"logprobs": rounded["logprobs"].requires_grad_()}),
+        replace(data, mask=first_only),
     )
 
 
