@@ -23,6 +23,8 @@ from temper_trainer.types import Prompt
 PATIENT = RewardConfig(
     function="functions_for_tests:follow_text", timeout_s=1.0, max_failure_fraction=1.0
 )
+UNHURRIED = replace(PATIENT, timeout_s=60.0)
+"""For calls that do not hang, so that a machine that stalls for a second changes no result."""
 
 OTHER = RewardFunctionConfig(function="gsm8k_strict")
 
@@ -178,7 +180,7 @@ def children(process: int) -> list[int]:
 
 
 def test_more_failures_than_accepted_stop_the_run_with_the_first_traceback() -> None:
-    with Scorer(replace(PATIENT, max_failure_fraction=0.25)) as scorer:
+    with Scorer(replace(UNHURRIED, max_failure_fraction=0.25)) as scorer:
         assert [score.reward for score in scorer.score(items("1", "raise", "1", "1"))] == [
             1.0,
             None,
@@ -305,7 +307,7 @@ def test_calls_run_at_once_if_they_wait(
     is_waiting: bool, num_threads: int | None, most: int
 ) -> None:
     config = replace(
-        PATIENT,
+        UNHURRIED,
         function="functions_for_tests:count_running",
         arguments={"is_waiting": is_waiting},
         num_threads=num_threads,
@@ -356,7 +358,7 @@ def test_math_verify_scores_a_right_answer_in_a_thread_and_in_a_process(num_work
 
 def test_each_component_has_its_arguments_and_its_metrics() -> None:
     config = replace(
-        PATIENT,
+        UNHURRIED,
         functions={
             "low": RewardFunctionConfig(
                 function="functions_for_tests:follow_text", arguments={"bonus": 0.5}
