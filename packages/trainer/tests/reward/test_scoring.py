@@ -24,7 +24,7 @@ PATIENT = RewardConfig(
     function="functions_for_tests:follow_text", timeout_s=1.0, max_failure_fraction=1.0
 )
 UNHURRIED = replace(PATIENT, timeout_s=60.0)
-"""For calls that do not hang, so that a machine that stalls for a second changes no result."""
+"""Settings of calls that do not hang: a machine that stalls for a second changes no result."""
 
 OTHER = RewardFunctionConfig(function="gsm8k_strict")
 
