@@ -246,41 +246,36 @@ def test_server_that_dies_while_weights_are_sent_is_restarted_and_the_others_get
     transport.close()
 
 
-def test_channel_that_a_server_does_not_join_is_a_problem_of_that_publish() -> None:
-    actor: Any = Actor()
+def make_spec(actor: Any, *, size: int, buffer_bytes: int, timeout_s: float = 60.0) -> ChannelSpec:
+    """Open the store of a channel, and return the channel's spec."""
     address, port, token = open_store(actor, "127.0.0.1")
-    spec = ChannelSpec(
+    return ChannelSpec(
         backend="gloo",
         address=address,
         port=port,
         token=token,
-        size=2,
-        buffer_bytes=64,
+        size=size,
+        buffer_bytes=buffer_bytes,
         with_digest=False,
-        timeout_s=0.5,
+        timeout_s=timeout_s,
     )
+
+
+def test_channel_that_a_server_does_not_join_is_a_problem_of_that_publish() -> None:
+    actor: Any = Actor()
+    spec = make_spec(actor, size=2, buffer_bytes=64, timeout_s=0.5)
     assert "a member of the weight channel was lost" in open_sender_channel(actor, {0: spec})
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((address, port))
+        socket.create_connection((spec.address, spec.port))
 
 
 def test_channel_that_fails_for_another_reason_stops_listening() -> None:
     actor: Any = Actor()
-    address, port, token = open_store(actor, "127.0.0.1")
-    # No buffer can have this size.
-    spec = ChannelSpec(
-        backend="gloo",
-        address=address,
-        port=port,
-        token=token,
-        size=1,
-        buffer_bytes=-1,
-        with_digest=False,
-    )
+    spec = make_spec(actor, size=1, buffer_bytes=-1)  # no buffer can have this size
     with pytest.raises(RuntimeError, match="negative dimension"):
         open_sender_channel(actor, {0: spec})
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((address, port))
+        socket.create_connection((spec.address, spec.port))
 
 
 def test_no_channel_is_open_before_the_first_weights_are_sent() -> None:
