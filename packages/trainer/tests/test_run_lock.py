@@ -230,24 +230,33 @@ def test_unreadable_lock_file_with_a_heartbeat_is_kept(tmp_path: Path) -> None:
     path.write_text("record of another version")
     timer = threading.Timer(4.0, os.utime, args=(path,))  # later than filelock would wait
     timer.start()
-    with pytest.raises(ConfigError, match="in use by another process"), RunLock(tmp_path):
+    with (
+        pytest.raises(ConfigError, match="in use by another process"),
+        RunLock(tmp_path, lease_s=12),
+    ):
         pass
     timer.join()
     assert path.read_text() == "record of another version"
 
 
 def test_lock_file_that_gets_its_owner_late_is_kept(tmp_path: Path) -> None:
-    (tmp_path / LOCK_FILE).write_text("")
-    timer = threading.Timer(
-        0.5, write_lock, args=(tmp_path,), kwargs={"host": "node17", "pid": 4711}
-    )
-    timer.start()
+    path = tmp_path / LOCK_FILE
+    path.write_text("")
+
+    def write_in_two_calls() -> None:
+        time.sleep(0.5)
+        os.utime(path)  # as if the file had been opened for writing again
+        time.sleep(1.0)
+        write_lock(tmp_path, host="node17", pid=4711)
+
+    writer = threading.Thread(target=write_in_two_calls)
+    writer.start()
     with (
         pytest.raises(ConfigError, match="in use by process 4711 on host node17"),
         RunLock(tmp_path),
     ):
         pass
-    timer.join()
+    writer.join()
 
 
 def test_lost_lock_error_names_the_new_owner(tmp_path: Path) -> None:

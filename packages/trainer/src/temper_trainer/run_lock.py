@@ -175,7 +175,11 @@ class RunLock:
                 return
             except Timeout:
                 continue
-        raise ConfigError(_describe_refusal(self._folder, self._lease.owner))
+        # The owner may have opened the file a moment ago and not yet written its record.
+        deadline = time.monotonic() + min(HEARTBEAT_S, self._lease.lease_duration / 10)
+        while (owner := self._lease.owner) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        raise ConfigError(_describe_refusal(self._folder, owner))
 
     def _remove_dead_lock(self, last_heartbeat_ns: int | None) -> None:
         """Remove the lock file of a dead owner, unless another process has replaced it."""
