@@ -4,6 +4,7 @@ The descriptions are the docstrings of the dataclass fields, read from the sourc
 """
 
 import ast
+import functools
 import inspect
 import itertools
 import shlex
@@ -245,14 +246,9 @@ def read_field_docstrings(cls: type) -> dict[str, str]:
     return docstrings
 
 
+@functools.cache  # the help text asks once per setting
 def _field_docstrings(cls: type) -> dict[str, str]:
-    # Python drops docstrings below fields, so they are read from the source.
-    tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
-    body = next(
-        node.body
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == cls.__name__
-    )
+    body = _parse_classes(cls.__module__)[cls.__name__]
     docstrings = {}
     for field, following in itertools.pairwise(body):
         is_text = (
@@ -263,3 +259,10 @@ def _field_docstrings(cls: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
             docstrings[field.target.id] = (" ").join(ast.literal_eval(following.value).split())  # type: ignore[attr-defined]
     return docstrings
+
+
+@functools.cache
+def _parse_classes(module: str) -> dict[str, list[ast.stmt]]:
+    # Python drops docstrings below fields, so they are read from the source.
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
