@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -22,8 +23,15 @@ from torch.multiprocessing.spawn import spawn
 from temper_engine_api.errors import CollectiveTimeoutError, ConfigError, RankFailedError
 from temper_engine_api.process_group import join_default_group, report_failed_start
 from temper_engine_api.rank_connections import close_connections, own_connections
-from temper_engine_api.rank_failures import RankFailures, _watch, has_lost_connection
+from temper_engine_api.rank_failures import (
+    BuildStage,
+    RankFailures,
+    _watch,
+    has_lost_connection,
+)
 from temper_engine_api.topology import Axis, Topology
+
+STAGES: tuple[BuildStage, ...] = get_args(BuildStage)
 
 
 def join(rank: int, folder: str, *, num_stages: int = 1) -> RankFailures:
@@ -93,23 +101,42 @@ def test_other_rank_names_the_failed_one(tmp_path: Path) -> None:
     run_ranks(raise_on_one, tmp_path)
 
 
+def start(*, fails: bool = False, timeout_s: float = 60.0) -> None:
+    with report_failed_start(timeout_s=timeout_s):
+        if fails:
+            raise FileNotFoundError("no model folder")
+        join_default_group(device=torch.device("cpu"), timeout_s=timeout_s)
+
+
 def fail_before_joining(rank: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     begin = time.monotonic()
-
-    def start() -> None:
-        with report_failed_start(timeout_s=60.0):
-            if rank == 1:
-                raise FileNotFoundError("no model folder")
-            join_default_group(device=torch.device("cpu"), timeout_s=60.0)
-
     expected = FileNotFoundError if rank else RankFailedError
     with pytest.raises(expected, match="no model folder") as caught:
-        start()
+        start(fails=rank == 1)
     assert time.monotonic() - begin < 10.0
     if rank == 0:
         assert str(caught.value).startswith("rank 1 raised in init_model(): FileNotFoundError:")
     assert not dist.is_initialized()
+    join_after_an_absence(rank, has_left=Path(folder, "left"))
+
+
+def join_after_an_absence(rank: int, *, has_left: Path) -> None:
+    """Let rank 0 wait without success before rank 1 begins, whose group has another number."""
+    if rank == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"\[1\] did not begin to build"):
+            start(timeout_s=0.5)
+        has_left.touch()
+    else:
+        while not has_left.exists():
+            time.sleep(0.05)
+        with pytest.raises(RankFailedError, match=r"\[1\] did not begin to build"):
+            start()
+    start()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 2.0
+    dist.destroy_process_group()
 
 
 def test_rank_that_fails_before_the_group_exists_is_named(
@@ -278,6 +305,30 @@ def test_rank_that_arrives_after_the_declaration_learns_of_it() -> None:
     late = RankFailures(store, rank=1, world_size=2)
     with pytest.raises(RankFailedError, match="rank 0 raised in init_model"):
         late.wait_for_arrivals("begin to build", timeout_s=5.0)
+
+
+def build(store: dist.Store) -> list[RankFailures]:
+    ranks = [RankFailures(store, rank=rank, world_size=2) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for stage in STAGES:
+            waits = [pool.submit(each.wait_for_arrivals, stage, timeout_s=5.0) for each in ranks]
+            for wait in waits:
+                wait.result()
+    return ranks
+
+
+def test_rank_that_was_absent_learns_of_the_failed_start_and_then_meets_the_others() -> None:
+    store = dist.HashStore()
+    waiting = RankFailures(store, rank=0, world_size=2)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        waiting.wait_for_arrivals("begin to build", timeout_s=0.1)
+    waiting.handle(caught.value, where="init_model()")
+    absent = RankFailures(store, rank=1, world_size=2)
+    # Rank 0 was here, but has left: this rank must not go on to create a group with it.
+    with pytest.raises(RankFailedError, match=r"rank 0 raised .* \[1\] did not begin to build"):
+        absent.wait_for_arrivals("begin to build", timeout_s=5.0)
+    for failures in build(store):
+        failures.check()
 
 
 def fail_in_one_of_two_engines(rank: int, folder: str) -> None:

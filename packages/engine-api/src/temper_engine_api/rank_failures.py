@@ -23,6 +23,12 @@ to their end. An exception that a call inside of them has reported is not report
 `process_group.join_default_group`, where they also look for a declaration. After that, the
 connections to close are those opened since `init_model` began.
 
+Ranks number their engines and groups by their own counters. A rank that was absent while the others
+waited for it, because it raised before `init_model`, thus begins with the number of that failed
+start. It then raises RankFailedError with its declaration, and the next engine has the same number
+on all ranks. Default groups that were created elsewhere stay one number apart if their store
+outlives them: build them in new processes.
+
 Pipeline stages also exchange messages outside of collectives, in forward and backward passes. Their
 number does not show which are under way, and a stage that waits for one can leave only by closing
 the connection. With stages a group therefore survives only if no rank raised during its passes.
@@ -228,9 +234,13 @@ class RankFailures:
         keys = [f"{self._prefix}/{stage}/{rank}" for rank in range(self._world_size)]
         self._store.set(keys[self._rank], "")
         deadline = time.monotonic() + timeout_s
-        while not self._store.check(keys):
+        while True:
+            are_here = self._store.check(keys)
+            # Also when all are here: one that waited for this rank may have failed since, and left.
             self._learn_of_declaration()
             self.check()
+            if are_here:
+                return
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 raise CollectiveTimeoutError(
