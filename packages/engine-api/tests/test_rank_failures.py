@@ -331,6 +331,17 @@ def test_rank_that_was_absent_learns_of_the_failed_start_and_then_meets_the_othe
         failures.check()
 
 
+def test_rank_whose_engine_is_built_first_can_close_the_connections_of_the_others() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own = socket.create_connection(server.getsockname(), timeout=5.0)
+        other_end, _ = server.accept()
+    with own, other_end:
+        first, _ = build(dist.HashStore())
+        first.engine_built(Topology(world_size=2))
+        first.handle(RuntimeError("Connection reset by peer"), where="a training call")
+        assert own.recv(1) == b""
+
+
 def fail_in_one_of_two_engines(rank: int, folder: str) -> None:
     first = join(rank, folder)
     later_group = dist.new_group(timeout=timedelta(seconds=15))

@@ -232,6 +232,10 @@ class RankFailures:
             CollectiveTimeoutError: If a rank is neither here nor has failed in time.
         """
         keys = [f"{self._prefix}/{stage}/{rank}" for rank in range(self._world_size)]
+        if stage == "build":
+            # A rank may fail before this one returns from `init_model`, and must be able to close
+            # the connections that this rank waits on.
+            self.publish_connections(own_connections())
         self._store.set(keys[self._rank], "")
         deadline = time.monotonic() + timeout_s
         while True:
