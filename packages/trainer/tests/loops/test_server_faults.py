@@ -43,7 +43,7 @@ NUMBERS = ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens")
 LISTENER = f"""
 import sys
 from temper_trainer.rollout.vllm.listening_server import ListeningServer
-server = ListeningServer("127.0.0.1", int(sys.argv[1]), token="secret", module={MODULE!r})
+server = ListeningServer("127.0.0.1", int(sys.argv[1]), token="secret of a test", module={MODULE!r})
 print(server.port, flush=True)
 server.serve_forever()
 """
@@ -57,7 +57,7 @@ def _use_test_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "SERVER_MODULE", MODULE)
     monkeypatch.setattr(vllm_servers, "WATCH_INTERVAL_S", 0.1)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret of a test")
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_server_accepts_only_runs_with_its_token(
     listen: Callable[..., Listener], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = listen().address
-    monkeypatch.setenv(TOKEN_VARIABLE, "another")
+    monkeypatch.setenv(TOKEN_VARIABLE, "another secret of servers")
     with pytest.raises(
         ConfigError, match=f"server {address} has another token: set {TOKEN_VARIABLE}"
     ):

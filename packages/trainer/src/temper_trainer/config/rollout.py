@@ -72,7 +72,7 @@ class VllmConfig:
     """
     servers: tuple[str, ...] = ()
     """Addresses ``HOST:PORT`` of servers that run already, in place of starting some. Needs the
-    environment variable TEMPER_SERVER_TOKEN.
+    environment variable TEMPER_SERVER_TOKEN, with at least 16 characters.
     """
     servers_file: str | None = None
     """File with such addresses, one a line, which is read again every few seconds: a server joins

@@ -507,7 +507,7 @@ def test_missing_interpreter_of_the_servers_is_refused_before_the_run(
 def test_run_on_servers_that_others_started_needs_no_vllm_here(
     there: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv(TOKEN_VARIABLE, "0123456789abcdef")
     on_servers = ["rollout=vllm", "rollout.vllm.servers=[127.0.0.1:8100]"]
     missing = "runtime.rollout_python=/nowhere/python"
     check_libraries(load([*there, *on_servers, missing]).config)
@@ -515,13 +515,16 @@ def test_run_on_servers_that_others_started_needs_no_vllm_here(
         check_libraries(load([*there, "rollout=vllm", missing]).config)
 
 
-def test_missing_secret_of_servers_is_named_before_the_run(
+def test_missing_or_short_secret_of_servers_is_named_before_the_run(
     there: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     config = load([*there, "rollout=vllm", "rollout.vllm.servers=[127.0.0.1:8100]"]).config
     check_external_objects(config)
     with pytest.raises(ConfigError, match=r"TEMPER_SERVER_TOKEN is not set: set it to the same"):
+        check_libraries(config)
+    monkeypatch.setenv(TOKEN_VARIABLE, "0123456789abcde")
+    with pytest.raises(ConfigError, match=r"_TOKEN has 15 characters, but must have at least 16:"):
         check_libraries(config)
 
 

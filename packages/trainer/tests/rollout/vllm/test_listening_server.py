@@ -42,7 +42,7 @@ import socket, time
 from temper_engine_api.authenticating_listener import authenticate_socket
 from temper_trainer.rollout.vllm.messages import ServerSpec, encode
 client = socket.create_connection(("{address}", {port}))
-connection = authenticate_socket(client, b"secret", is_server=False, timeout_s=20)
+connection = authenticate_socket(client, b"secret of servers", is_server=False, timeout_s=20)
 connection.recv_bytes()
 environment = {{"BEHAVIOUR": "{behaviour}"}}
 spec = ServerSpec(
@@ -65,11 +65,11 @@ def server(
     """A server whose handshakes may take as many seconds as the parameter says, or one."""
     root = str(Path(__file__).parents[5])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret of servers")
     monkeypatch.setattr(listening_server, "HANDSHAKE_S", getattr(request, "param", 1.0))
     monkeypatch.setattr(listening_server, "_EXIT_GRACE_S", 1.0)
     monkeypatch.setattr(authenticating_listener, "MAX_HANDSHAKES", MAX_HANDSHAKES)
-    made = ListeningServer(HOST, 0, token="secret", module=MODULE)
+    made = ListeningServer(HOST, 0, token="secret of servers", module=MODULE)
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
     yield made
@@ -219,7 +219,7 @@ def test_run_whose_host_has_lost_its_network_frees_the_server(
 ) -> None:
     namespace, address = other_host
     monkeypatch.setattr(listening_server, "DEAD_HOST_S", 6)
-    distant = ListeningServer(address, 0, token="secret", module=MODULE)
+    distant = ListeningServer(address, 0, token="secret of servers", module=MODULE)
     threading.Thread(target=distant.serve_forever, daemon=True).start()
     program = CONNECT_AND_SLEEP.format(address=address, port=distant.port, behaviour=behaviour)
     command = ["ip", "netns", "exec", namespace, sys.executable, "-c", program]
@@ -242,7 +242,7 @@ def test_run_whose_host_has_lost_its_network_frees_the_server(
 def test_listening_server_opens_only_the_socket_in_security_md(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "5ec2e7")
+    monkeypatch.setenv(TOKEN_VARIABLE, "5ec2e7 of servers")
     command = [sys.executable, "-m", listening_server.__name__, f"{HOST}:0"]
     with Listeners() as listeners:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -255,3 +255,14 @@ def test_listening_server_opens_only_the_socket_in_security_md(
         assert process.returncode == 129
     listeners.check(rows(run="listening server"))
     assert not [command for command in listeners.commands if b"5ec2e7" in command]
+
+
+def test_server_with_a_short_secret_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "5ec2e7")
+    with pytest.raises(SystemExit, match="2"):
+        listening_server.main([f"{HOST}:0"])
+    message = capsys.readouterr().err
+    assert f"{TOKEN_VARIABLE} has 6 characters, but must have at least 16" in message
+    assert "5ec2e7" not in message

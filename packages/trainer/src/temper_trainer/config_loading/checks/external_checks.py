@@ -161,7 +161,7 @@ def check_libraries(config: TrainerConfig) -> None:
     Raises:
         ConfigError: If Ray, peft, datasets or vLLM is not installed, the vLLM version does not
             work, Ray would start here with fewer CPUs than the workers need, or the secret of
-            rollout servers is not set.
+            rollout servers is not set or too short.
     """
     if config.generates_completions and config.rollout.vllm.has_remote_servers:
         read_token()

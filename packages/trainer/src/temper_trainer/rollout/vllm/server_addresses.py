@@ -8,21 +8,29 @@ from temper_trainer.config.rollout import is_address
 
 TOKEN_VARIABLE = "TEMPER_SERVER_TOKEN"
 """Environment variable with the secret that a run and its servers share."""
+MIN_TOKEN_LENGTH = 16
+"""Minimum number of characters. Someone who has recorded a handshake can try secrets offline, so
+only their number protects this one: 16 random hexadecimal digits have 64 bits.
+"""
 
 
 def read_token() -> str:
     """Return the secret that a run and its servers share.
 
     Raises:
-        ConfigError: If it is not set.
+        ConfigError: If it is not set, or too short.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
-        raise ConfigError(
-            f"{TOKEN_VARIABLE} is not set: set it to the same random text for the run and for its "
-            "servers, such as the output of `openssl rand -hex 32`."
-        )
-    return token
+        problem = "is not set"
+    elif len(token) < MIN_TOKEN_LENGTH:
+        problem = f"has {len(token)} characters, but must have at least {MIN_TOKEN_LENGTH}"
+    else:
+        return token
+    raise ConfigError(
+        f"{TOKEN_VARIABLE} {problem}: set it to the same random text for the run and for its "
+        "servers, such as the output of `openssl rand -hex 32`."
+    )
 
 
 def parse_addresses(text: str) -> list[str]:
