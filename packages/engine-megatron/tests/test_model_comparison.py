@@ -1,14 +1,18 @@
 """Test that models of other families are accepted only if tiny ones compute as in transformers."""
 
+import os
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 from temper_engine_api.errors import CapabilityError
+from temper_engine_api.process_folders import remove_orphans
 from temper_engine_megatron.comparison_process import compare_tensors
 from temper_engine_megatron.huggingface import model_comparison
 from temper_engine_megatron.huggingface.model_comparison import (
@@ -80,6 +84,35 @@ def test_family_of_a_killed_comparison_is_compared_again(monkeypatch, tmp_path):
     with pytest.raises(CapabilityError, match=r"cannot compute .* \(exit status 1: no output\)"):
         check(AutoConfig.for_model("mistral", hidden_act="gelu"))
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose kernel ends the process")
+def test_killed_engine_leaves_no_comparison_and_no_folder(tmp_path):
+    program = (
+        "from temper_engine_megatron.huggingface.model_comparison import _measure\n"
+        "_measure({}, timeout_s=600)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}) as engine:
+        children = Path(f"/proc/{engine.pid}/task/{engine.pid}/children")
+        while not (child := children.read_text().split()):
+            assert engine.poll() is None
+            time.sleep(0.01)
+        engine.kill()
+    deadline = time.monotonic() + 10
+    while is_running(child[0]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert len(remove_orphans(tmp_path)) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_slow_comparison_is_refused_before_other_hosts_time_out(monkeypatch, tmp_path):

@@ -1,10 +1,9 @@
-"""Compare a tiny model with transformers: python -m temper_engine_megatron.comparison_process DIR.
+"""Compare a tiny model with transformers, in a process that `huggingface.model_comparison` starts.
 
-Reads DIR/fields.json and writes DIR/result.json; see `huggingface.model_comparison`.
+Reads fields.json in a folder, and writes result.json there.
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -120,7 +119,3 @@ def main(folder: Path) -> None:
 
 def _write(result: ComparisonResult, *, folder: Path) -> None:
     (folder / "result.json").write_text(json.dumps(asdict(result)))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

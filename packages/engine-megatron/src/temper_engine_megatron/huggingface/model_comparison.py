@@ -14,7 +14,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +25,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from temper_engine_api.errors import CapabilityError
+from temper_engine_api.process_folders import open_temporary_folder
 from temper_engine_megatron.bridge_compat import TESTED_MODEL_TYPES
 
 TOLERANCE = 1e-4
@@ -289,13 +289,26 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+_PROGRAM = """
+import ctypes, os, pathlib, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end if the engine is killed
+    if os.getppid() != int(sys.argv[2]):  # it was killed before that took effect
+        sys.exit(1)
+from temper_engine_megatron.comparison_process import main
+main(pathlib.Path(sys.argv[1]))
+"""
+"""Program of the comparing process. It imports torch, which takes seconds, only after it is tied to
+its parent."""
+
+
 def _measure(fields: Mapping[str, object], *, timeout_s: float) -> ComparisonResult:
     """Compare in a process of its own: Megatron's process groups are global."""
     environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "fields.json").write_text(json.dumps(fields))
-        command = [sys.executable, "-m", "temper_engine_megatron.comparison_process", folder]
+    with open_temporary_folder("comparison") as folder:
+        (folder / "fields.json").write_text(json.dumps(fields))
+        command = [sys.executable, "-c", _PROGRAM, str(folder), str(os.getpid())]
         try:
             finished = subprocess.run(
                 command,
@@ -311,7 +324,7 @@ def _measure(fields: Mapping[str, object], *, timeout_s: float) -> ComparisonRes
                 "so the Megatron engine cannot tell whether it supports the model. Start again on "
                 "a less busy host, raise collective_timeout_s, or use the FSDP engine."
             ) from error
-        result = Path(folder, "result.json")
+        result = folder / "result.json"
         if result.exists():
             return ComparisonResult(**json.loads(result.read_text()))
     # Killed, or without space for the result.
