@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import BinaryIO
 
@@ -70,8 +70,16 @@ def list_package_versions(
 
 @cache
 def _installed() -> tuple[tuple[str, str], ...]:
-    """Return all distributions with versions; cached, because it can take half a second."""
-    return tuple(sorted((str(d.metadata["Name"]), d.version) for d in distributions()))
+    """Return all distributions with versions; cached, because it reads hundreds of files."""
+    return tuple(sorted(map(_read_name_and_version, distributions())))
+
+
+def _read_name_and_version(distribution: Distribution) -> tuple[str, str]:
+    # The standard library parses the full metadata as an e-mail, which takes ten times as long.
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    lines = text.partition("\n\n")[0].splitlines()
+    fields = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return fields.get("Name", ""), fields.get("Version", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
