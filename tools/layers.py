@@ -56,8 +56,6 @@ THIRD_PARTY_RULES = (
             "temper_engine_api.rank_failures",
             "temper_engine_api.rendezvous",
             "temper_trainer.rollout.weight_channel",
-            # Writes the engine's checkpoint format without a process group.
-            "temper_legacy_shim.checkpoints.temper.dcp",
         ),
     ),
     ThirdPartyRule(

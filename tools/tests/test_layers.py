@@ -109,7 +109,9 @@ def test_the_translator_of_the_shim_does_not_import_torch_in_functions(module: s
         "temper_legacy_shim.configs.mapping.rules", f"def late():\n    import {module}"
     )
     assert f"may import {module}" in fault
-    assert check_imports("temper_legacy_shim.checkpoints.temper.dcp", f"import {module}") == []
+    assert (
+        check_imports("temper_legacy_shim.checkpoints.huggingface.logits", f"import {module}") == []
+    )
 
 
 def test_a_module_with_a_similar_name_is_not_allowed() -> None:

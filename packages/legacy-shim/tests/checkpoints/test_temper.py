@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,8 +14,7 @@ from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, Precisio
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_legacy_shim.checkpoints.conversion import convert
-from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.files.lazy import InMemory, as_torch, read_all
+from temper_legacy_shim.checkpoints.files.lazy import as_torch
 from temper_legacy_shim.checkpoints.fsdp_moments import read_trained_leaves
 from temper_legacy_shim.checkpoints.layouts import find_roles
 from temper_legacy_shim.checkpoints.model import Sources, read_model
@@ -24,7 +22,6 @@ from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
 from temper_legacy_shim.checkpoints.rank_files import read_weights
 from temper_legacy_shim.checkpoints.receipt import check_files
 from temper_legacy_shim.checkpoints.temper import step_directory
-from temper_legacy_shim.checkpoints.temper.dcp import write_group
 from temper_legacy_shim.checkpoints.temper.training_state import (
     read_training_state,
     resumable,
@@ -341,20 +338,3 @@ def test_a_stopped_run_leaves_no_step_and_the_next_one_keeps_what_was_finished(
     engine.load_checkpoint(str(tmp_path / "out"))
     assert engine.num_updates == 2
     engine.close()
-
-
-def test_chunks_are_written_before_the_next_is_read_where_torch_has_cuda(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # torch's writer reads ahead on such a host, and would find each chunk overwritten by the next.
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    arrays = {f"t{number}": np.full((3, 2), number, np.float32) for number in range(5)}
-    write_group(
-        tmp_path / "group",
-        {name: InMemory(array) for name, array in arrays.items()},
-        progress=lambda _: None,
-    )
-    result = DistCheckpoint(tmp_path / "group").tensors
-    assert {name: read_all(tensor).tolist() for name, tensor in result.items()} == {
-        name: array.tolist() for name, array in arrays.items()
-    }

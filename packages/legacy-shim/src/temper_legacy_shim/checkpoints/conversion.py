@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from temper_legacy_shim.checkpoints import receipt as receipts
-from temper_legacy_shim.checkpoints.files.safetensors_files import WrittenFile, write
+from temper_legacy_shim.checkpoints.files.hashed_files import WrittenFile
+from temper_legacy_shim.checkpoints.files.safetensors_files import write
 from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck
 from temper_legacy_shim.checkpoints.layouts import Kind, Role
 from temper_legacy_shim.checkpoints.model import OldModel, Sources, read_model
@@ -43,7 +44,8 @@ def convert(
     _check_apart(job)
     model = read_model(job.role, sources)
     if options.target == "temper":
-        from temper_legacy_shim.checkpoints.temper.step_directory import write_temper  # needs torch
+        # Needs temper-engine-api, which the other targets do without.
+        from temper_legacy_shim.checkpoints.temper.step_directory import write_temper
 
         return write_temper(job, model, options, sources, progress=progress or _silent)
     plan = plan_conversion(model, options)

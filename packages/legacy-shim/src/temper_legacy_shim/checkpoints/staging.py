@@ -16,7 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 
-from temper_legacy_shim.checkpoints.files.safetensors_files import (
+from temper_legacy_shim.checkpoints.files.hashed_files import (
     WrittenFile,
     checksum,
     has_checksum,

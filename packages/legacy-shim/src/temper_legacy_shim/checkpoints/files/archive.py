@@ -1,4 +1,4 @@
-"""A file of ``torch.save``: a zip of a pickle and raw storages.
+"""Read and write files of ``torch.save``: zips of a pickle and raw storages.
 
 The pickle is read inertly, storages stay on the disk.
 
@@ -11,12 +11,16 @@ import os
 import struct
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from temper_legacy_shim.checkpoints.files.pickles import MAX_PICKLE_BYTES, load_inert
+from temper_legacy_shim.checkpoints.files.pickles import MAX_PICKLE_BYTES, dump_inert, load_inert
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _PICKLE_MAGIC = b"\x80"
@@ -273,3 +277,43 @@ class Archive:
     def close(self) -> None:
         """Close the file; views on it open it again."""
         self.file.close()
+
+
+class _Sink(io.RawIOBase):
+    """A stream without positions, so that zipfile never returns to an entry that it has written."""
+
+    def __init__(self, put: Callable[[bytes | memoryview], object]) -> None:
+        self._put = put
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: "ReadableBuffer") -> int:
+        view = memoryview(data)
+        self._put(view)
+        return len(view)
+
+
+def write_archive(
+    put: Callable[[bytes | memoryview], object],
+    value: object,
+    storages: Mapping[str, Iterable[memoryview]],
+) -> None:
+    """Write a file of ``torch.save``, which torch.load reads with ``weights_only``.
+
+    Args:
+        put: takes the next bytes of the file.
+        value: content of the pickle, as ``dump_inert`` takes it.
+        storages: blocks of bytes by the keys of the storages.
+    """
+    with zipfile.ZipFile(_Sink(put), "w") as archive:  # type: ignore[arg-type]
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), dump_inert(value))
+        archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
+        for key, blocks in storages.items():
+            # The size is not known before the last block.
+            with archive.open(
+                zipfile.ZipInfo(f"archive/data/{key}"), "w", force_zip64=True
+            ) as entry:
+                for block in blocks:
+                    entry.write(block)
+        archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")

@@ -1,4 +1,4 @@
-"""Reading a pickle without executing it: opcodes in, plain values and inert nodes out.
+"""Reading and writing pickles without executing them, as plain values and inert nodes.
 
 No global is ever imported and no callable ever called. Where a pickle asks for
 ``module.name(*arguments)``, the result is an ``Inert`` node that says so; what the node means is
@@ -138,6 +138,69 @@ def load_inert(data: bytes, *, source: str) -> object:
     raise DamagedFileError(
         f"{source}: the pickle ends before its last opcode: copy the file again."
     )
+
+
+def dump_inert(value: object) -> bytes:
+    """Return the pickle of plain values, ``Inert`` nodes, globals and persistent ids.
+
+    A node with a state is an object without its constructor's call, as pickle makes dataclasses.
+
+    Raises:
+        TypeError: there is a value of another type.
+    """
+    result = bytearray(b"\x80\x02")
+    _dump(value, result, {})
+    return bytes(result + b".")
+
+
+def _dump(value: object, result: bytearray, memo: dict[object, int]) -> None:
+    if isinstance(value, bool | None):
+        result += _WRITTEN_CONSTANTS[value]
+    elif isinstance(value, int):
+        number = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        result += b"\x8a" + bytes((len(number),)) + number
+    elif isinstance(value, str | Global | Inert):
+        # Nodes hash by identity: a node that occurs twice is one object on reading, too.
+        if value in memo:
+            result += b"j" + memo[value].to_bytes(4, "little")
+            return
+        _dump_new(value, result, memo)
+        memo[value] = len(memo)
+        result += b"r" + memo[value].to_bytes(4, "little")
+    elif isinstance(value, tuple | list):
+        result += b"("
+        for element in value:
+            _dump(element, result, memo)
+        result += b"t" if isinstance(value, tuple) else b"l"
+    elif isinstance(value, dict):
+        result += b"}("
+        for key, content in value.items():
+            _dump(key, result, memo)
+            _dump(content, result, memo)
+        result += b"u"
+    elif isinstance(value, Persistent):
+        _dump(value.key, result, memo)
+        result += b"Q"
+    else:
+        raise TypeError(f"a {type(value).__name__} can't be pickled here")
+
+
+_WRITTEN_CONSTANTS = {None: b"N", True: b"\x88", False: b"\x89"}
+
+
+def _dump_new(value: str | Global | Inert, result: bytearray, memo: dict[object, int]) -> None:
+    if isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+        result += b"X" + len(text).to_bytes(4, "little") + text
+    elif isinstance(value, Global):
+        result += f"c{value.module}\n{value.name}\n".encode()
+    else:
+        _dump(value.function, result, memo)
+        _dump(value.arguments, result, memo)
+        result += b"R" if value.state is None else b"\x81"
+        if value.state is not None:
+            _dump(value.state, result, memo)
+            result += b"b"
 
 
 _OPCODES = {

@@ -462,6 +462,22 @@ def sizes_of(node: object) -> Shape:
     return tuple(int(size) for size in node)
 
 
+def describe_tensor(shape: Shape, dtype: Dtype, *, key: str) -> Inert:
+    """Return the node of a contiguous tensor with a storage of its own."""
+    storage = next((name for name, of in BY_STORAGE.items() if of == dtype), None)
+    count = math.prod(shape) * (1 if storage else dtype.num_bytes)
+    kind = Global("torch", storage) if storage else Global("torch.storage", "UntypedStorage")
+    view = (
+        Persistent(("storage", kind, key, "cpu", count)),
+        *(0, shape, _contiguous(shape), False),
+        Inert(Global("collections", "OrderedDict"), ()),
+    )
+    if storage:
+        return Inert(Global("torch._utils", "_rebuild_tensor_v2"), view)
+    # torch has no typed storage for these.
+    return Inert(Global("torch._utils", "_rebuild_tensor_v3"), (*view, Global("torch", dtype.name)))
+
+
 def _contiguous(shape: Shape) -> Shape:
     strides, step = [], 1
     for size in reversed(shape):

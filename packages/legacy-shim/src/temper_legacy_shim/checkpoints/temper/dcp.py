@@ -1,41 +1,42 @@
-"""Write torch's distributed checkpoint format from lazy tensors.
+"""Write torch's distributed checkpoint format from lazy tensors, without torch.
 
-One chunk is in memory at a time, and no process group is needed.
+A block of a tensor is in memory at a time, and no process group is needed.
 
 A large checkpoint is written in groups of tensors, each a small checkpoint that is finished for
 itself; ``join`` makes one of them by moving their data files and writing one description.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 
-from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32, Block
+from temper_legacy_shim.checkpoints.files.archive import write_archive
+from temper_legacy_shim.checkpoints.files.dist_ckpt import DESCRIPTION, DistCheckpoint
+from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32, Block, has_nonfinite
+from temper_legacy_shim.checkpoints.files.hashed_files import HashingWriter, Progress, WrittenFile
 from temper_legacy_shim.checkpoints.files.lazy import (
     LazyTensor,
     Rows,
+    Shape,
     blocks,
     num_bytes,
     spans,
 )
-from temper_legacy_shim.checkpoints.files.safetensors_files import Progress
+from temper_legacy_shim.checkpoints.files.pickles import Global, Inert, dump_inert
+from temper_legacy_shim.checkpoints.files.tensors import describe_tensor
 
 DATA = "__0_0.distcp"
 _CHUNK_BYTES = 1 << 25
-"""Bytes per write, since a layer's joined experts may be large; a row may be larger."""
+"""Bytes per entry of a file, since a layer's joined experts may be large; a row may be larger."""
+_METADATA = "torch.distributed.checkpoint.metadata"
+_STRIDED = Inert(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+_CONTIGUOUS = Inert(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+"""torch.contiguous_format."""
+
+Positions = dict[tuple[str, Shape], tuple[str, int, int]]
+"""File, first byte and number of bytes of each chunk, by name and offset in its tensor."""
 
 
 class Zeros:
@@ -74,39 +75,51 @@ def grouped(tensors: Mapping[str, LazyTensor], *, max_bytes: int) -> list[dict[s
 
 
 def write_group(
-    folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Progress
-) -> tuple[str, ...]:
+    folder: Path,
+    tensors: Mapping[str, LazyTensor],
+    *,
+    relative: str = "",
+    algorithm: str = "blake3",
+    progress: Progress,
+) -> list[WrittenFile]:
     """Write ``DATA`` and its description.
 
     Args:
         folder: to be made.
         tensors: by name.
-        progress: told of every chunk.
+        relative: path of the folder in the output.
+        algorithm: hash function of the checksum of ``DATA``.
+        progress: told of every block.
 
     Returns:
-        Names of tensors that hold NaN or infinity.
+        The records of both files; that of ``DATA`` names the tensors with NaN or infinity.
 
     Raises:
         DamagedFileError: a source file is shorter than it says.
         OSError: the disk is full.
     """
-    with warnings.catch_warnings():
-        # torch tells everyone without a process group that they have none.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        planner = _LazyPlanner(tensors, progress=progress)
-        try:
-            save(
-                _shells(tensors),
-                # Without reading ahead, which torch does where it has CUDA: the planner's memory
-                # holds one chunk.
-                storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=0),
-                planner=planner,
-                no_dist=True,
-            )
-        except CheckpointException as error:
-            # torch wraps the exception, and the archive writer wraps that of the disk again.
-            raise next((_root(failure) for failure, _ in error.failures.values()), error) from None
-    return tuple(planner.with_nan)
+    folder.mkdir()
+    with_nan: dict[str, None] = {}
+    positions: Positions = {}
+
+    def read(name: str, part: LazyTensor) -> Iterator[memoryview]:
+        for block in blocks(part):
+            if has_nonfinite(block, part.dtype):
+                with_nan[name] = None
+            progress(block.nbytes)
+            yield np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+
+    with HashingWriter(folder / DATA, algorithm=algorithm) as writer:
+        for name, tensor in tensors.items():
+            for offset, shape in _chunks(tensor):
+                part = Rows(tensor, ((offset[0], offset[0] + shape[0]),)) if shape else tensor
+                begun, node = writer.num_bytes, describe_tensor(shape, part.dtype, key="0")
+                write_archive(writer.put, node, {"0": read(name, part)})
+                positions[name, offset] = (DATA, begun, writer.num_bytes - begun)
+    return [
+        writer.record(f"{relative}/{DATA}", with_nan=tuple(with_nan)),
+        _write_description(folder, tensors, positions, relative=relative),
+    ]
 
 
 def join(
@@ -127,126 +140,87 @@ def join(
     Returns:
         The new name of each data file; the metadata file is next to them.
     """
-    planner = _ChunkPlanner(tensors)
-    planner.set_up_planner(_shells(tensors), is_coordinator=True)
-    plan = planner.create_local_plan()
-    _, metadata = planner.create_global_plan([plan])
-    positions: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {}
+    written: Positions = {}
     moved: dict[Path, str] = {}
     for number, group in enumerate(groups):
         name = moved[group / DATA] = f"__{number}_0.distcp"
         for (tensor, offset), (_, start, length) in DistCheckpoint(group).positions.items():
-            position = _StorageInfo(relative_path=name, offset=start, length=length)
-            positions[tensor, offset or ()] = position
-    results = []
-    for item in plan.items:
-        tensor, offset = item.index.fqn, tuple(item.index.offset or ())
-        position = positions[copies.get(tensor, tensor), offset]
-        results.append(
-            WriteResult(index=item.index, size_in_bytes=position.length, storage_data=position)
-        )
+            written[tensor, offset or ()] = (name, start, length)
     folder.mkdir()
     for source, name in moved.items():
         source.rename(folder / name)
-    writer = FileSystemWriter(folder)
-    writer.set_up_storage_writer(is_coordinator=True)
-    writer.finish(metadata, [results])
+    positions = {
+        (name, offset): written[copies.get(name, name), offset]
+        for name, tensor in tensors.items()
+        for offset, _ in _chunks(tensor)
+    }
+    _write_description(folder, tensors, positions, relative="")
     return moved
 
 
-def _shells(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    return {
-        name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta")
+def _chunks(tensor: LazyTensor) -> Iterator[tuple[Shape, Shape]]:
+    """Yield (offset, shape) of the parts that are separate entries, large tensors' by rows."""
+    inner = tensor.shape[1:]
+    rows = list(spans(tensor, block_bytes=_CHUNK_BYTES)) if tensor.shape else []
+    if len(rows) < 2:
+        yield (0,) * len(tensor.shape), tensor.shape
+        return
+    for start, stop in rows:
+        yield (start, *(0 for _ in inner)), (stop - start, *inner)
+
+
+def _write_description(
+    folder: Path, tensors: Mapping[str, LazyTensor], positions: Positions, *, relative: str
+) -> WrittenFile:
+    """Write the pickle of torch's ``Metadata``."""
+    chunks = [
+        (name, offset, number)
         for name, tensor in tensors.items()
-    }
-
-
-def _root(error: BaseException) -> BaseException:
-    """Return the first cause of an exception."""
-    while (below := error.__cause__ or error.__context__) is not None:
-        error = below
-    return error
-
-
-class _ChunkPlanner(DefaultSavePlanner):
-    """Plans tensors without content, large ones in chunks of rows."""
-
-    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._tensors = tensors
-
-    def create_local_plan(self) -> SavePlan:
-        """Plan the chunks of every tensor, in order."""
-        plan = super().create_local_plan()
-        self.plan = replace(
-            plan, items=[chunk for item in plan.items for chunk in self._chunks(item)]
-        )
-        return self.plan
-
-    def _chunks(self, item: WriteItem) -> Iterator[WriteItem]:
-        tensor, full = self._tensors[item.index.fqn], item.tensor_data
-        rows = list(spans(tensor, block_bytes=_CHUNK_BYTES)) if tensor.shape else []
-        if len(rows) < 2 or full is None:
-            yield item
-            return
-        inner = tensor.shape[1:]
-        for start, stop in rows:
-            offsets = torch.Size((start, *(0 for _ in inner)))
-            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((stop - start, *inner)))
-            data = TensorWriteData(chunk=chunk, properties=full.properties, size=full.size)
-            yield WriteItem(
-                index=MetadataIndex(item.index.fqn, offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=data,
+        for number, (offset, _) in enumerate(_chunks(tensor))
+    ]
+    metadata = _instance(
+        "Metadata",
+        state_dict_metadata={name: _describe(tensor) for name, tensor in tensors.items()},
+        planner_data=None,
+        storage_data={
+            _instance("MetadataIndex", fqn=name, offset=_size(offset), index=number): _position(
+                *positions[name, offset]
             )
+            for name, offset, number in chunks
+        },
+        storage_meta=None,
+        version="1.0.0",
+    )
+    with HashingWriter(folder / DESCRIPTION) as writer:
+        writer.put(dump_inert(metadata))
+    return writer.record(f"{relative}/{DESCRIPTION}")
 
 
-class _LazyPlanner(_ChunkPlanner):
-    """Reads each chunk when it is its turn to be written."""
-
-    def __init__(self, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> None:
-        super().__init__(tensors)
-        self._progress = progress
-        self._buffer = np.empty(0, np.uint8)
-        self.with_nan: dict[str, None] = {}
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        part = self._tensors[write_item.index.fqn]
-        if write_item.type == WriteItemType.SHARD and write_item.tensor_data is not None:
-            start, count = (
-                write_item.tensor_data.chunk.offsets[0],
-                write_item.tensor_data.chunk.sizes[0],
-            )
-            part = Rows(part, ((start, start + count),))
-        self._progress(num_bytes(part))
-        content = self._load(part)
-        if _is_spoilt(content):
-            self.with_nan[write_item.index.fqn] = None
-        return content
-
-    def _load(self, part: LazyTensor) -> Tensor:
-        """Return the content, in memory that the next chunk overwrites."""
-        # torch's writer keeps the last chunk of every name until its file is complete, for another
-        # format. All of them share this memory: a new allocation for each chunk would leave holes
-        # in the heap, which grew by 150 MB for each GB of the checkpoint.
-        size = num_bytes(part)
-        if size > self._buffer.nbytes:
-            self._buffer = np.empty(max(size, _CHUNK_BYTES), np.uint8)
-        dtype: torch.dtype = getattr(torch, part.dtype.name)
-        if size == 0:
-            return torch.empty(part.shape, dtype=dtype)
-        at = 0
-        for block in blocks(part):
-            target = self._buffer[at : at + block.nbytes].view(block.dtype)
-            np.copyto(target.reshape(block.shape), block)
-            at += block.nbytes
-        return torch.frombuffer(
-            self._buffer, dtype=dtype, count=size // part.dtype.num_bytes
-        ).reshape(part.shape)
+def _describe(tensor: LazyTensor) -> Inert:
+    chunks = [
+        _instance("ChunkStorageMetadata", offsets=_size(offset), sizes=_size(shape))
+        for offset, shape in _chunks(tensor)
+    ]
+    properties = Inert(
+        Global(_METADATA, "TensorProperties"),
+        (),
+        (Global("torch", tensor.dtype.name), _STRIDED, False, _CONTIGUOUS, False),
+    )
+    return _instance(
+        "TensorStorageMetadata", properties=properties, size=_size(tensor.shape), chunks=chunks
+    )
 
 
-def _is_spoilt(content: Tensor) -> bool:
-    """Check if a tensor holds NaN or infinity, by its extremes and without an allocation."""
-    if content.numel() == 0 or not content.is_floating_point():
-        return False
-    return not all(bool(extreme.isfinite()) for extreme in content.aminmax())
+def _position(file: str, start: int, length: int) -> Inert:
+    state = {"relative_path": file, "offset": start, "length": length}
+    return Inert(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), (), state)
+
+
+def _instance(name: str, **attributes: object) -> Inert:
+    return Inert(Global(_METADATA, name), (), attributes)
+
+
+@cache
+def _size(shape: Shape) -> Inert:
+    # Cached, so that a shape that occurs often is written once.
+    return Inert(Global("torch", "Size"), (shape,))

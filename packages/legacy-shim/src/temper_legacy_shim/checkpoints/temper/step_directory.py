@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from temper_engine_api.checkpoint import (
     ENGINE_PART,
@@ -20,9 +20,11 @@ from temper_engine_api.checkpoint import (
 )
 from temper_engine_api.errors import TemperError
 from temper_legacy_shim.checkpoints import receipt as receipts
+from temper_legacy_shim.checkpoints.files.archive import write_archive
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DESCRIPTION, DistCheckpoint
-from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, as_torch, num_bytes
-from temper_legacy_shim.checkpoints.files.safetensors_files import WrittenFile, written_file
+from temper_legacy_shim.checkpoints.files.hashed_files import WrittenFile
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, num_bytes, read_all
+from temper_legacy_shim.checkpoints.files.tensors import describe_tensor
 from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck
 from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.model import OldModel, Sources, described
@@ -194,18 +196,11 @@ def _write_groups(
         def write(
             folder: Path, tensors: Mapping[str, LazyTensor] = tensors, relative: str = relative
         ) -> list[WrittenFile]:
-            with_nan = write_group(folder, tensors, progress=report)
-            return [
-                # The manifest needs SHA-256 of these files. The receipt takes the same checksum:
-                # a second one would read all bytes again.
-                written_file(
-                    folder / DATA,
-                    relative=f"{relative}/{DATA}",
-                    with_nan=with_nan,
-                    algorithm=_ALGORITHM,
-                ),
-                written_file(folder / DESCRIPTION, relative=f"{relative}/{DESCRIPTION}"),
-            ]
+            # The manifest needs SHA-256 of these files. The receipt takes the same checksum: a
+            # second one would read all bytes again.
+            return write_group(
+                folder, tensors, relative=relative, algorithm=_ALGORITHM, progress=report
+            )
 
         before = done
         written[staging.folder / relative] = staging.produce_folder(
@@ -263,7 +258,7 @@ def _join(
 
 
 def _as_record(file: WrittenFile, *, path: str) -> FileRecord:
-    """Return a written file as the manifest names it; torch's writer has flushed it to disk."""
+    """Return a written file as the manifest names it; it is on disk already."""
     sha256 = file.checksum.removeprefix(f"{_ALGORITHM}:")
     return FileRecord(path=path, num_bytes=file.num_bytes, sha256=sha256)
 
@@ -273,10 +268,16 @@ def _write_random(part: Path, extra: OldExtra) -> list[str]:
     written = []
     for rank, states in extra.random_states.items():
         (part / "random").mkdir(exist_ok=True)
-        torch.save(
-            {device: as_torch(tensor) for device, tensor in states.items()},
-            part / "random" / f"rank_{rank}.pt",
-        )
+        nodes = {
+            device: describe_tensor(tensor.shape, tensor.dtype, key=device)
+            for device, tensor in states.items()
+        }
+        blocks = {
+            device: [np.ascontiguousarray(read_all(tensor)).reshape(-1).view(np.uint8).data]
+            for device, tensor in states.items()
+        }
+        with open(part / "random" / f"rank_{rank}.pt", "xb") as file:
+            write_archive(file.write, nodes, blocks)
         written.append(f"random/rank_{rank}.pt")
     return written
 

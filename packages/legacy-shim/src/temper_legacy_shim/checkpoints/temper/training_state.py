@@ -12,12 +12,11 @@ updates and of the schedule. The same tensors, one parameter at a time, are the 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from temper_engine_api.checkpoint import ENGINE_PART, find_step
-from temper_engine_api.weights import TrainingState
 from temper_legacy_shim.checkpoints import rank_files
 from temper_legacy_shim.checkpoints.adapters import PEFT_PREFIX, Adapter, merged
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
@@ -50,6 +49,9 @@ from temper_legacy_shim.checkpoints.rank_files import check_is_next_to_weights
 from temper_legacy_shim.checkpoints.temper.dcp import Zeros
 from temper_legacy_shim.checkpoints.temper.extra_state import OldExtra, read_extra
 from temper_legacy_shim.errors import LayoutError, UsageError
+
+if TYPE_CHECKING:
+    from temper_engine_api.weights import TrainingState
 
 _TRL_HEAD = {"v_head.summary.weight": "score.weight", "v_head.summary.bias": "score.bias"}
 
@@ -292,7 +294,7 @@ def _as_float32(tensor: LazyTensor) -> LazyTensor:
     return Cast(tensor, FLOAT32) if tensor.dtype.is_float and tensor.dtype != FLOAT32 else tensor
 
 
-def training_state(model: OldModel) -> Iterator[TrainingState]:
+def training_state(model: OldModel) -> "Iterator[TrainingState]":
     """Yield the portable training state of an old role, read as it is consumed.
 
     Any engine's ``load_state`` takes it.
@@ -300,6 +302,10 @@ def training_state(model: OldModel) -> Iterator[TrainingState]:
     Raises:
         UsageError: no engine can continue from it, or it has no moments.
     """
+    import torch  # the conversion of a step directory starts without it
+
+    from temper_engine_api.weights import TrainingState
+
     state = resumable(model)
     if not state.moments:
         raise UsageError(
@@ -318,7 +324,7 @@ def training_state(model: OldModel) -> Iterator[TrainingState]:
             )
 
 
-def read_training_state(directory: Path) -> Iterator[TrainingState]:
+def read_training_state(directory: Path) -> "Iterator[TrainingState]":
     """Yield the portable training state of a step directory, without torch.distributed.
 
     The directory is an FSDP engine's or the output of ``--to temper``.
@@ -328,6 +334,8 @@ def read_training_state(directory: Path) -> Iterator[TrainingState]:
     Raises:
         LayoutError: it holds no moments.
     """
+    from temper_engine_api.weights import TrainingState  # imports torch
+
     tensors = DistCheckpoint(find_step(directory) / ENGINE_PART / "dcp").tensors
     if not any(name.startswith("first_moment.") for name in tensors):
         raise LayoutError(
