@@ -280,3 +280,27 @@ def test_checkpoint_next_to_a_script_counts_before_the_pin(project: Path) -> Non
     (project / "requirements.txt").write_text("verl==0.6.1\n")
     steps = {str(step.path): step for step in examine(project)}
     assert "as its checkpoint, of " in steps["scripts/run.sh"].what
+
+
+@pytest.mark.parametrize("name", ["justfile", ".justfile", "Justfile", "Taskfile.yml"])
+def test_file_of_another_runner_is_named_as_not_followed(tmp_path: Path, name: str) -> None:
+    program = "task" if name.startswith("Task") else "just"
+    (tmp_path / name).write_text(f"train:\n  {RUN.splitlines()[0]}\n")
+    (step,) = examine(tmp_path)
+    assert (step.effort, step.what) == (
+        Effort.REWRITE,
+        f"a file of {program}, whose commands are not followed",
+    )
+    assert step.blockers[0].startswith("line 2 starts verl.trainer.main_ppo")
+    (tmp_path / name).write_text("train:\n  bash train.sh\n")
+    assert [step.effort for step in examine(tmp_path)] == [Effort.REVIEW]
+    (tmp_path / name).write_text("build:\n  cargo build\n")
+    assert examine(tmp_path) == []
+
+
+def test_python_file_that_may_not_be_read_is_a_step(project: Path) -> None:
+    (project / "a.py").symlink_to("/proc/self/mem")  # no process may read its first byte
+    (step,) = [step for step in examine(project) if str(step.path) == "a.py"]
+    assert step.blockers == (
+        "line 1: the file can't be read (Input/output error): change it by hand",
+    )

@@ -390,6 +390,98 @@ def test_included_makefile_is_read(tmp_path: Path) -> None:
     assert "which starts verl.trainer.main_ppo" in persons(migration)[0]
 
 
+@pytest.mark.parametrize(
+    ("top", "include"),
+    [
+        ("D = mk", "include $(D)/a.mk"),
+        ("", "include mk/*.mk"),
+        ("PARTS := mk/a.mk", "-include $(PARTS)"),
+    ],
+)
+def test_names_of_included_makefiles_are_evaluated(tmp_path: Path, top: str, include: str) -> None:
+    (tmp_path / "mk").mkdir()
+    (tmp_path / "mk/a.mk").write_text("include mk/b.mk\n")  # make looks in its own folder
+    (tmp_path / "mk/b.mk").write_text(f"CMD = {TRAINER}\n")
+    (tmp_path / "Makefile").write_text(f"{top}\n{include}\ntrain:\n\t$(CMD)\n")
+    assert persons(migrate_script("make train\n", folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "launch = $(1) $(2) x\ntrain:\n\t$(call launch,python3 -m,verl.trainer.main_ppo)",
+        "M = verl.trainer.main_ppo\nlaunch = python3 -m $1\ntrain:\n\t${call launch, $(M)}",
+        f"define launch\ncd $(1)\n{TRAINER} $(2)\nendef\ntrain:\n\t$(call launch,.,$(basename x))",
+        "train:\n\t$(MAKE) -C sub train",
+        "train:\n\tcd sub && ${MAKE} train",
+    ],
+)
+def test_calls_in_rules_of_a_makefile_are_followed(tmp_path: Path, rule: str) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/Makefile").write_text(f"train:\n\t{TRAINER}\n")
+    (tmp_path / "Makefile").write_text(f"{rule}\n")
+    assert persons(migrate_script("make train\n", folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("include absent.mk\ntrain:\n\techo", "Makefile includes absent.mk, which was not found"),
+        ("train: a.bin out/%\n\techo", "needs a.bin out/%, for which no rule or file was found"),
+        (
+            "train:\n\t$(foreach x,a b,bash $(x);) $(shell nproc)",
+            "the rule train of Makefile uses functions of make (foreach, shell), which were not",
+        ),
+        ("$(eval $(call rule,x))\ntrain:\n\techo", "makes rules with a function ($(eval $(call"),
+    ],
+)
+def test_parts_of_a_makefile_that_were_not_read_are_reported(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    (tmp_path / "Makefile").write_text(f"{text}\n")
+    migration = migrate_script("make train\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PINNED
+    assert expected in remarks(migration)[0]
+
+
+def test_call_of_a_variable_that_calls_itself_ends(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(
+        "f = $(call f,$(1)) $(call g,$(1)\ntrain:\n\techo $(call f,x)\n"
+    )
+    assert migrate_script("make train\n", folder=tmp_path).outcome is Outcome.CLEAN
+
+
+def test_script_of_the_same_name_in_another_folder_is_named_with_it(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/run.sh").write_text(f"{TRAINER} {RUN}\n")
+    (tmp_path / "run.sh").write_text("cd sub && bash run.sh\n")
+    migration = migrate_script((tmp_path / "run.sh").read_text(), folder=tmp_path)
+    assert "(temper-migrate script sub/run.sh)" in persons(migration)[0]
+
+
+@pytest.mark.parametrize("command", ["train", "uv run --extra gpu train", "poetry run train x"])
+def test_command_of_a_package_is_followed(tmp_path: Path, command: str) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project.scripts]\ntrain = "package:main"\n')
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("from verl.trainer import main_ppo\n")
+    assert persons(migrate_script(f"{command}\n", folder=tmp_path))
+
+
+def test_program_with_too_many_modules_is_reported(tmp_path: Path) -> None:
+    names = [f"m{number}" for number in range(60)]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("x = 1\n")
+    (tmp_path / "m38.py").write_text("from verl.trainer import main_ppo\n")
+    (tmp_path / "few.py").write_text(f"import {', '.join(names[:39])}\n")
+    (tmp_path / "many.py").write_text(f"import {', '.join(names[39:])}, {', '.join(names[:38])}\n")
+    assert (
+        "few.py uses verl.trainer" in persons(migrate_script("python few.py\n", folder=tmp_path))[0]
+    )
+    migration = migrate_script("python many.py\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PINNED
+    assert "many.py imports many modules of the project" in remarks(migration)[0]
+
+
 def test_variables_of_a_makefile_that_refer_to_themselves_end(tmp_path: Path) -> None:
     doubled = "\n".join(f"V{n} = $(V{n + 1}) $(V{n + 1})" for n in range(40))
     (tmp_path / "Makefile").write_text(f"CMD = $(CMD) x\n{doubled}\ntrain:\n\t$(CMD) $(V0)\n")

@@ -107,10 +107,8 @@ def _print_changes(
             typer.echo(change.diff().encode("utf-8", errors="surrogateescape"), nl=False)
         for remark in change.remarks:
             if remark.what_to_do:
-                new = f" -> {remark.new}" if remark.new else ""
                 typer.echo(
-                    f"{change.path}:{remark.line}: {remark.old}{new}: {remark.what_to_do}",
-                    err=True,
+                    f"{change.path}:{remark.line}: {remark.label}{remark.what_to_do}", err=True
                 )
     for path in copies:
         typer.echo(

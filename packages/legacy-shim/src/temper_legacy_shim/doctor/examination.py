@@ -29,6 +29,8 @@ _OTHER_SUFFIXES = frozenset(
 )
 """Suffixes of files that are not opened to look for a shell in their first line."""
 _SHEBANG = re.compile(rb"#!\s*\S*?(?:/env\s+)?(?:ba|z|k|da)?sh\b")
+_TASK_FILES = re.compile(r"\.?justfile|taskfile(?:\.dist)?\.ya?ml", re.IGNORECASE)
+"""Files of `just` and `task`, whose commands are not followed."""
 _PINNED = re.compile(
     r"\bverl(?:\[[\w, -]+\])?\s*==\s*[\"']?v?(\d[\w.]*)|\bverl(?:\.git)?@v(\d[\w.]*)"
 )
@@ -119,6 +121,8 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
             path = directory / name
             if not is_regular(path):
                 unreadable += _unreadable(folder, path)
+            elif _TASK_FILES.fullmatch(name):
+                unreadable += _task_file(folder, path)
             elif path.suffix in (".yaml", ".yml"):
                 configs.append(path)
             elif _is_script(path):
@@ -403,6 +407,33 @@ def _makefile(folder: Path, path: Path) -> list[Step]:
     ]
 
 
+def _task_file(folder: Path, path: Path) -> list[Step]:
+    """Return a step for a file of another runner that starts a program, which is not followed."""
+    from temper_legacy_shim.scripts.called_files import trainer_in_text
+
+    lines = (read_bounded(path) or "").splitlines()
+    named = [
+        (number, entry) for number, line in enumerate(lines, 1) if (entry := trainer_in_text(line))
+    ]
+    program = "just" if "just" in path.name.lower() else "task"
+    if not named and not any(re.search(r"\bpython|\.(?:sh|py)\b", line) for line in lines):
+        return []
+    blockers = [
+        f"line {number} starts {entry}: save this command as a script, translate that, and call it"
+        for number, entry in named
+    ]
+    return [
+        Step(
+            kind=Kind.SCRIPT,
+            path=path.relative_to(folder),
+            what=f"a file of {program}, whose commands are not followed",
+            effort=Effort.REWRITE if named else Effort.REVIEW,
+            blockers=tuple(blockers),
+            command=f"{program} --list",
+        )
+    ]
+
+
 def _checkpoint(folder: Path, directory: Path, names: list[str], files: list[str]) -> Step | None:
     """Describe a run or step from file names, and from the content if possible."""
     is_run = _TRACKER in files or any(_STEP.fullmatch(name) for name in names)
@@ -458,8 +489,7 @@ def _imports(folder: Path) -> list[Step]:
     out = []
     for change in change_files([folder], keeps_legacy=False):
         left = tuple(
-            f"line {remark.line}: {remark.old}{' -> ' + remark.new if remark.new else ''}: "
-            f"{remark.what_to_do}"
+            f"line {remark.line}: {remark.label}{remark.what_to_do}"
             for remark in change.remarks
             if remark.what_to_do
         )

@@ -39,6 +39,12 @@ class FileRemark:
     new: str
     what_to_do: str
 
+    @property
+    def label(self) -> str:
+        """Names with a colon and a blank, for a message; empty for a skipped file."""
+        new = f" -> {self.new}" if self.new else ""
+        return f"{self.old}{new}: " if self.old else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChange:
@@ -82,15 +88,17 @@ def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChang
         UsageError: a path is not there.
     """
     result = [path for given in paths for path in _python_files(given)]
-    mentioning = [
-        (path, content)
-        for path in dict.fromkeys(result)
-        if PACKAGE.encode() in (content := _content(path))
-    ]
-    if not mentioning:
-        return []
     out = []
-    for path, content in mentioning:
+    for path in dict.fromkeys(result):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            what_to_do = f"the file can't be read ({error.strerror}): change it by hand"
+            remark = FileRemark(line=1, old="", new="", what_to_do=what_to_do)
+            out.append(FileChange(path=path, before=b"", after=b"", remarks=(remark,)))
+            continue
+        if PACKAGE.encode() not in content:
+            continue
         try:
             changed = change_imports(
                 content, keeps_legacy=keeps_legacy, is_package=path.name == "__init__.py"
@@ -174,10 +182,3 @@ def _python_files(path: Path) -> Iterator[Path]:
         # Broken links and pipes have no content to change.
         paths = (Path(folder) / name for name in sorted(files) if name.endswith(".py"))
         yield from (path for path in paths if path.is_file())
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}.") from error

@@ -148,17 +148,21 @@ def reads_stdin(event: Event) -> bool:
 def _console_script(words: list[str], folder: Path | None) -> str:
     """Return the file behind a command that the project's pyproject.toml defines."""
     is_run = words[0] in ("uv", "poetry", "pdm", "hatch", "pixi", "rye") and "run" in words[1:]
-    name = next(iter(words[words.index("run") + 1 :]), "") if is_run else words[0]
     path = find_script("pyproject.toml", folder)
-    if path is None or not re.fullmatch(r"[\w.-]+", name):
+    if path is None:
         return ""
     try:
         changed_ns = path.stat().st_mtime_ns
     except OSError:
         return ""
-    module = _console_scripts(path, changed_ns).get(name, "").partition(":")[0]
-    names = [f"{base}{module.replace('.', '/')}.py" for base in ("", "src/")] if module else []
-    return next((each for each in names if is_regular(path.parent / each)), "")
+    scripts = _console_scripts(path, changed_ns)
+    # Options of a runner may have values: uv run --extra gpu train.
+    candidates = words[words.index("run") + 1 :] if is_run else words[:1]
+    name = next((word for word in candidates if word in scripts), None)
+    module = scripts[name].partition(":")[0].replace(".", "/") if name else ""
+    ends = (".py", "/__init__.py") if module else ()
+    files = (f"{base}{module}{end}" for base in ("", "src/") for end in ends)
+    return next((each for each in files if is_regular(path.parent / each)), "")
 
 
 @lru_cache(maxsize=64)
@@ -215,22 +219,27 @@ def trainer_in_text(text: str) -> str:
     return next((match[0] for line in code if (match := _OLD_TRAINER.search(line))), "")
 
 
-def trainer_in(path: Path) -> str:
-    """Return the old trainer that a file, or a module that it imports, names; empty if none is."""
+def trainer_in(path: Path) -> tuple[str, bool]:
+    """Return the old trainer that a file, or a module that it imports, names; empty if none is.
+
+    The second value is False if there are too many modules to read all of them.
+    """
     waiting, seen = [path], {os.path.realpath(path)}
-    while waiting and len(seen) < _MOST_MODULES:
+    for _ in range(_MOST_MODULES):
+        if not waiting:
+            break
         current = waiting.pop(0)
         if (text := read_bounded(current)) is None:
             continue
         if trainer := trainer_in_text(text):
-            return trainer
+            return trainer, True
         if current.suffix == ".py":
             modules = [
                 each for each in _imported(text, current) if os.path.realpath(each) not in seen
             ]
             seen |= {os.path.realpath(each) for each in modules}
             waiting += modules
-    return ""
+    return "", not waiting
 
 
 def _imported_names(text: str) -> list[str]:

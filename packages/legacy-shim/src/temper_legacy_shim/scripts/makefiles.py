@@ -1,5 +1,6 @@
-"""Read a makefile's rules as bash, in all branches, but without functions."""
+"""Read a makefile's rules as bash, in all branches; of make's functions only `call` is followed."""
 
+import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,9 @@ MAKEFILES = ("GNUmakefile", "makefile", "Makefile")
 _ASSIGNMENT = re.compile(r"(?:(?:export|override|private)\s+)*([\w.-]+)\s*(:{0,3}|\?|\+)=\s*(.*)")
 _OF_TARGET = re.compile(r"[^:=#]+::?\s+([\w.-]+\s*(?:\?|\+|:{0,3})=.*)")
 _DEFINITION = re.compile(r"define\s+([\w.-]+)\s*(:{0,3}|\?|\+)=?")
-_REFERENCE = re.compile(r"\$(?:\(([\w.-]+)\)|\{([\w.-]+)\}|([@<^]|\$))")
+_REFERENCE = re.compile(r"\$(?:\(([\w.-]+)\)|\{([\w.-]+)\}|([@<^0-9]|\$))")
+_FUNCTION = re.compile(r"(?<!\$)\$[({]((?!call\b)[a-z][a-z-]*)[ \t]")
+_CALL = re.compile(r"(?<!\$)\$([({])call[ \t]+")
 _WITH_VALUE = frozenset(("-j", "-l", "-o", "-W", "-I"))
 """Options of make whose value may be the next word."""
 _MOST_CHARACTERS = 100_000
@@ -28,6 +31,7 @@ _MOST_LEVELS = 50
 _MOST_IN_FILE = 500_000
 """Length of a makefile."""
 _MOST_FILES = 100
+_MOST_REMARKS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +64,11 @@ class _Budget:
 class Makefile:
     """Rules by target, and variables as text that is expanded where it is used."""
 
+    path: Path
     rules: dict[str, Rule]
     variables: dict[str, str]
+    remarks: tuple[str, ...] = ()
+    """Sentences about parts that were not read."""
     budget: _Budget = field(default_factory=_Budget)
 
     def default_target(self) -> str:
@@ -88,6 +95,34 @@ class Makefile:
             text = "\n".join(_expand(line, known | own, self.budget) for line in rule.commands)
             lines += [line.lstrip("@-+ \t") for line in text.split("\n")]
         return "\n".join(lines) + "\n"
+
+    def find_gaps(self, target: str, folder: Path) -> list[str]:
+        """Return sentences about parts of a target's commands that are not known.
+
+        Args:
+            target: Name of the target.
+            folder: Folder of the script that calls make.
+        """
+        out = list(self.remarks)
+        folders = (self.path.parent, folder)
+        for name in self._find_needed(target):
+            rule = self.rules[name]
+            missing = [
+                each
+                for each in rule.prerequisites
+                if each not in self.rules and not any(os.path.lexists(f / each) for f in folders)
+            ]
+            if functions := ", ".join(dict.fromkeys(_FUNCTION.findall("\n".join(rule.commands)))):
+                out.append(
+                    f"the rule {name} of {self.path.name} uses functions of make ({functions}), "
+                    "which were not evaluated"
+                )
+            if missing:
+                out.append(
+                    f"the rule {name} of {self.path.name} needs {' '.join(missing)[:80]}, for "
+                    "which no rule or file was found"
+                )
+        return out[:_MOST_REMARKS]
 
     def _find_needed(self, target: str) -> list[str]:
         """Return the targets with rules that make would bring up to date, prerequisites first."""
@@ -136,9 +171,14 @@ def read_makefile(path: Path) -> Makefile:
     needed: dict[str, list[str]] = {}
     commands: dict[str, list[str]] = {}
     variables = _Variables()
+    remarks: dict[str, None] = {}
     current: list[str] = []
-    for number, line in _iterate_lines(path, seen=set()):
+    for number, line in _iterate_lines(path, path.parent, variables, remarks, seen=set()):
         if variables.takes(line):
+            continue
+        if re.match(r"\$[({](?:eval|foreach|call)\s", line):
+            shown = " ".join(line.split()[:2])
+            remarks[f"{path.name} makes rules with a function ({shown} ...): not evaluated"] = None
             continue
         if line.startswith("\t"):
             for target in current:
@@ -155,7 +195,13 @@ def read_makefile(path: Path) -> Makefile:
         )
         for target, number in lines.items()
     }
-    return Makefile(rules=rules, variables=variables.texts, budget=variables.budget)
+    return Makefile(
+        path=path,
+        rules=rules,
+        variables=variables.texts,
+        remarks=tuple(remarks),
+        budget=variables.budget,
+    )
 
 
 def _parse_rule(line: str) -> tuple[str, str, str] | None:
@@ -170,7 +216,7 @@ class _Variables:
     """The variables of a makefile so far."""
 
     def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
+        self.texts = {"MAKE": "make"}
         self.budget = _Budget()
         self._depth = 0
         self._defined: tuple[str, str] | None = None
@@ -219,7 +265,9 @@ class _Variables:
         self.texts[name] = value
 
 
-def _iterate_lines(path: Path, *, seen: set[str]) -> Iterator[tuple[int, str]]:
+def _iterate_lines(
+    path: Path, folder: Path, variables: _Variables, remarks: dict[str, None], *, seen: set[str]
+) -> Iterator[tuple[int, str]]:
     """Yield numbered lines, continued ones joined, without comments outside commands.
 
     Lines of included files that exist take the place of the line that names them. Each file is
@@ -227,6 +275,9 @@ def _iterate_lines(path: Path, *, seen: set[str]) -> Iterator[tuple[int, str]]:
 
     Args:
         path: Path of the makefile.
+        folder: Folder in which make runs.
+        variables: Variables up to the current line, for the names of included files.
+        remarks: Receives a sentence about each file that is not found.
         seen: Real paths of the files read so far.
     """
     seen.add(os.path.realpath(path))
@@ -244,10 +295,22 @@ def _iterate_lines(path: Path, *, seen: set[str]) -> Iterator[tuple[int, str]]:
         if content.split()[:1] not in (["include"], ["-include"], ["sinclude"]) or is_command:
             yield start, content
             continue
-        for name in content.split()[1:]:
-            part = path.parent / name
-            if is_regular(part) and os.path.realpath(part) not in seen and len(seen) < _MOST_FILES:
-                yield from _iterate_lines(part, seen=seen)
+        for name in variables.expand(content).split()[1:]:
+            parts = _find_included(name, (path.parent, folder))
+            if not parts and content.startswith("include"):
+                remarks[f"{path.name} includes {name}, which was not found"] = None
+            for part in parts:
+                if os.path.realpath(part) not in seen and len(seen) < _MOST_FILES:
+                    yield from _iterate_lines(part, folder, variables, remarks, seen=seen)
+
+
+def _find_included(name: str, folders: tuple[Path, Path]) -> list[Path]:
+    """Return the files of a name or pattern in an include line, from the first folder with any."""
+    for folder in folders:
+        names = sorted(glob.glob(name, root_dir=folder)) if glob.has_magic(name) else [name]
+        if parts := [part for each in names if is_regular(part := folder / each)]:
+            return parts
+    return []
 
 
 def _expand(text: str, variables: dict[str, str], budget: _Budget) -> str:
@@ -260,6 +323,7 @@ def _expand(text: str, variables: dict[str, str], budget: _Budget) -> str:
 
 
 def _follow(text: str, variables: dict[str, str], budget: _Budget, active: frozenset[str]) -> str:
+    text = _replace_calls(text, variables, budget, active)
     length = len(text)
 
     def replace(match: re.Match[str]) -> str:
@@ -282,3 +346,35 @@ def _follow(text: str, variables: dict[str, str], budget: _Budget, active: froze
         return value
 
     return _REFERENCE.sub(replace, text)
+
+
+def _replace_calls(
+    text: str, variables: dict[str, str], budget: _Budget, active: frozenset[str]
+) -> str:
+    """Replace ``$(call NAME,ARGUMENTS)`` by the text of a known variable with its arguments."""
+    while (match := _CALL.search(text)) and budget.references > 0:
+        budget.references -= 1
+        opening, closing = match[1], {"(": ")", "{": "}"}[match[1]]
+        parts, depth, at = [""], 1, match.end()
+        while at < len(text):
+            character = text[at]
+            depth += (character == opening) - (character == closing)
+            if depth == 0:
+                break
+            if character == "," and depth == 1:
+                parts.append("")
+            else:
+                parts[-1] += character
+            at += 1
+        name, *arguments = [_follow(part, variables, budget, active) for part in parts]
+        name = name.strip()
+        known = variables | {str(number): each for number, each in enumerate(arguments, 1)}
+        is_usable = name in variables and name not in active and len(active) < _MOST_LEVELS
+        # What is unknown becomes a variable of bash, as other references do.
+        value = (
+            _follow(variables[name], known, budget, active | {name})
+            if is_usable and len(text) < _MOST_CHARACTERS
+            else f"${{{name}}}"
+        )
+        text = f"{text[: match.start()]}{value}{text[at + 1 :]}"
+    return text

@@ -134,6 +134,9 @@ def _question(
     path = find_script(called or program, folder, within)
     behind = _Behind() if path is None else _look_behind(path, chain, is_shell=bool(called))
     entry = behind.entry
+    if path is not None and folder is not None and called and path != folder / called:
+        # The script may change to a folder with a file of the same name as one here.
+        called = os.path.relpath(path, folder) if is_regular(folder / called) else called
     question = _question_of_file(event, called, program, entry)
     return question, () if question else behind.remarks
 
@@ -215,8 +218,8 @@ def _question_of_make(
                 f"starts {behind.entry}: {_HOW_TO_MOVE_RULE.format(target=target)}."
             )
             return question, ()
-        remarks += behind.remarks
-    return "", tuple(remarks)
+        remarks += [*behind.remarks, *makefile.find_gaps(target, folder or path.parent)]
+    return "", tuple(dict.fromkeys(remarks))
 
 
 def find_launching_rules(path: Path) -> dict[str, str]:
@@ -275,7 +278,12 @@ def _look_behind(path: Path, chain: tuple[str, ...], *, is_shell: bool) -> _Behi
         reason = "is too long or not readable"
         return _Behind(remarks=(f"{path.name} {reason}, so what it starts is not known",))
     if not is_shell or path.suffix == ".py" or _PYTHON_SHEBANG.match(text):
-        return _Behind(entry=trainer_in(path))
+        entry, is_complete = trainer_in(path)
+        remark = (
+            f"{path.name} imports many modules of the project, of which some were not read, so "
+            "what it starts is not known"
+        )
+        return _Behind(entry=entry, remarks=() if is_complete else (remark,))
     return _look_into(text, path.parent, chain, path=path, name=path.name)
 
 
