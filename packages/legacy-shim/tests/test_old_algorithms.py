@@ -12,8 +12,7 @@ pytest.importorskip("temper_trainer", reason="needs temper-trainer")
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.objective import HeadOutput, HeadOutputs
-from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
-from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
+from temper_legacy_shim.numerics.policy_losses import PolicyInputs, PolicyLossSettings, policy_loss
 from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
 from temper_trainer.algorithms.objectives.objective_factory import build_policy_objective
 from temper_trainer.config.algorithm import AlgorithmConfig

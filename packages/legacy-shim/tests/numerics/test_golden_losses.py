@@ -16,9 +16,13 @@ from golden_traces import (
 from torch import Tensor
 
 from temper_engine_api.errors import ConfigError
-from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
 from temper_legacy_shim.numerics.masked_losses import aggregate, kl_penalty, value_loss
-from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, policy_loss
+from temper_legacy_shim.numerics.policy_losses import (
+    PolicyInputs,
+    PolicyLossSettings,
+    mismatch,
+    policy_loss,
+)
 from temper_legacy_shim.workers.batches.settings import policy_loss_settings
 
 pytestmark = needs_golden

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.errors import ShimError, UsageError, format_extra_install
 from temper_legacy_shim.imports.source_files import SKIPPED, is_copy
-from temper_legacy_shim.scripts.bounded_files import is_regular, read_bounded, read_start
 from temper_legacy_shim.scripts.makefiles import MAKEFILES
+from temper_legacy_shim.scripts.script_reading import is_regular, read_bounded, read_start
 
 if TYPE_CHECKING:
     from temper_legacy_shim.configs.reading.config_files import OldFile

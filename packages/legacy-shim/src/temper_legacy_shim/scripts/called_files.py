@@ -18,9 +18,8 @@ from temper_legacy_shim.bash.execution.external_commands import (
 )
 from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
-from temper_legacy_shim.scripts.bounded_files import is_regular, read_bounded
 from temper_legacy_shim.scripts.launches import find_program, starts_unknown_program
-from temper_legacy_shim.scripts.script_reading import find_script
+from temper_legacy_shim.scripts.script_reading import find_script, is_regular, read_bounded
 
 _SCRIPT = re.compile(r"[^\s=]*\.(?:sh|bash|slurm|sbatch)")
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh", "source", ".")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from temper_legacy_shim.scripts.bounded_files import is_regular, read_bounded
+from temper_legacy_shim.scripts.script_reading import is_regular, read_bounded
 
 MAKEFILES = ("GNUmakefile", "makefile", "Makefile")
 """Names of the files that make looks for, in its order."""

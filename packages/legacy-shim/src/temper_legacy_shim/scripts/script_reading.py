@@ -18,7 +18,6 @@ from temper_legacy_shim.bash.values.shell_state import (
 )
 from temper_legacy_shim.bash.values.shell_values import MAX_CHARACTERS
 from temper_legacy_shim.errors import ScriptError
-from temper_legacy_shim.scripts.bounded_files import MAX_BYTES, is_regular, read_bounded
 from temper_legacy_shim.scripts.launches import (
     Launch,
     explain_npu_probe,
@@ -26,6 +25,7 @@ from temper_legacy_shim.scripts.launches import (
     is_launch_text,
 )
 
+MAX_BYTES = 2_000_000
 MAX_PASSES = 40
 _MOST_FOLDERS = 20
 _MOST_ABOVE = 6
@@ -70,6 +70,41 @@ class ScriptReading:
 
     def line_of(self, at: int) -> int:
         return self.text.count("\n", 0, at) + 1
+
+
+def is_regular(path: Path) -> bool:
+    """Check for a file that can be read to its end, and not a folder, pipe or broken link."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        # Arguments of commands are looked for too, and few of them are names that a file can have.
+        return False
+
+
+def read_start(path: Path, *, most: int = MAX_BYTES, newline: str | None = None) -> str:
+    """Return the text of a regular file, up to one character more than allowed.
+
+    Args:
+        path: Path of the file.
+        most: Number of characters that are allowed.
+        newline: As in ``open``; an empty string keeps the ends of lines as they are.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    with open(path, encoding="utf-8", errors="surrogateescape", newline=newline) as file:
+        return file.read(most + 1)
+
+
+def read_bounded(path: Path, *, most: int = MAX_BYTES) -> str | None:
+    """Return the text of a file; None if it is no regular file, not readable or too long."""
+    if not is_regular(path):
+        return None
+    try:
+        text = read_start(path, most=most)
+    except OSError:
+        return None
+    return text if len(text) <= most else None
 
 
 def find_script(called: str, folder: Path | None, within: Sequence[str] = ()) -> Path | None:

@@ -13,7 +13,6 @@ from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
 from temper_legacy_shim.configs.reading.trees import known_keys
 from temper_legacy_shim.errors import ScriptError
-from temper_legacy_shim.scripts.bounded_files import is_regular, read_bounded
 from temper_legacy_shim.scripts.called_files import (
     called_program,
     called_script,
@@ -39,7 +38,9 @@ from temper_legacy_shim.scripts.script_reading import (
     ScriptReading,
     find_folders,
     find_script,
+    is_regular,
     known_end,
+    read_bounded,
     read_script,
 )
 

@@ -13,9 +13,13 @@ from temper_engine_api.hooks import Context, Predictions
 from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
-from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
 from temper_legacy_shim.numerics.masked_losses import aggregate, kl_penalty
-from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, policy_loss
+from temper_legacy_shim.numerics.policy_losses import (
+    PolicyInputs,
+    PolicyLossSettings,
+    mismatch,
+    policy_loss,
+)
 from temper_legacy_shim.workers.batches.rows import Rows, read_rows, temperature_of
 from temper_legacy_shim.workers.batches.settings import ActorSettings, known, policy_loss_settings
 from temper_legacy_shim.workers.batches.updates import append_metrics, passes

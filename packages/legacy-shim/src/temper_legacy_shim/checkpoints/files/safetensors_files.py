@@ -23,6 +23,20 @@ Two more threads write and hash: more threads than cores only contend for the in
 """
 
 
+def grouped(tensors: Mapping[str, LazyTensor], *, max_bytes: int) -> list[dict[str, LazyTensor]]:
+    """Group tensors in order, up to a size; a larger tensor forms a group alone."""
+    groups: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        count = num_bytes(tensor)
+        if groups[-1] and size + count > max_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += count
+    return groups
+
+
 def plan_shards(
     tensors: Mapping[str, LazyTensor], *, max_bytes: int, stem: str
 ) -> dict[str, dict[str, LazyTensor]]:
@@ -33,15 +47,7 @@ def plan_shards(
         max_bytes: maximum size of a file; a larger tensor gets a separate file.
         stem: ``model`` or ``adapter_model``.
     """
-    groups: list[dict[str, LazyTensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        count = num_bytes(tensor)
-        if groups[-1] and size + count > max_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = tensor
-        size += count
+    groups = grouped(tensors, max_bytes=max_bytes)
     if len(groups) == 1:
         return {f"{stem}.safetensors": groups[0]}
     return {

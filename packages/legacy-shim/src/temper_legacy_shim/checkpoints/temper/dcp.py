@@ -21,7 +21,6 @@ from temper_legacy_shim.checkpoints.files.lazy import (
     Rows,
     Shape,
     blocks,
-    num_bytes,
     spans,
 )
 from temper_legacy_shim.checkpoints.files.pickles import Global, Inert, dump_inert
@@ -58,20 +57,6 @@ def find_copies(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
     zeros = {name: tensor.shape for name, tensor in tensors.items() if isinstance(tensor, Zeros)}
     originals = {name: names.setdefault(shape, name) for name, shape in zeros.items()}
     return {name: original for name, original in originals.items() if name != original}
-
-
-def grouped(tensors: Mapping[str, LazyTensor], *, max_bytes: int) -> list[dict[str, LazyTensor]]:
-    """Group tensors in order, up to a size; a larger tensor forms a group alone."""
-    groups: list[dict[str, LazyTensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        count = num_bytes(tensor)
-        if groups[-1] and size + count > max_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = tensor
-        size += count
-    return groups
 
 
 def write_group(

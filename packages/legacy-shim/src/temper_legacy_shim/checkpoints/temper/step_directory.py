@@ -24,6 +24,7 @@ from temper_legacy_shim.checkpoints.files.archive import write_archive
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DESCRIPTION, DistCheckpoint
 from temper_legacy_shim.checkpoints.files.hashed_files import WrittenFile
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, num_bytes, read_all
+from temper_legacy_shim.checkpoints.files.safetensors_files import grouped
 from temper_legacy_shim.checkpoints.files.tensors import describe_tensor
 from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck
 from temper_legacy_shim.checkpoints.layouts import Role
@@ -43,7 +44,7 @@ from temper_legacy_shim.checkpoints.receipt import (
     tool_version,
 )
 from temper_legacy_shim.checkpoints.staging import Staging, check_space, fingerprint
-from temper_legacy_shim.checkpoints.temper.dcp import DATA, find_copies, grouped, join, write_group
+from temper_legacy_shim.checkpoints.temper.dcp import DATA, find_copies, join, write_group
 from temper_legacy_shim.checkpoints.temper.extra_state import OldExtra
 from temper_legacy_shim.checkpoints.temper.training_state import ResumableState, resumable
 from temper_legacy_shim.errors import OutputError, UsageError, VerificationError

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 from temper_engine_api.errors import ConfigError
-from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings, RolloutCorrectionSettings
+from temper_legacy_shim.numerics.policy_losses import PolicyLossSettings, RolloutCorrectionSettings
 
 SettingsT = TypeVar("SettingsT")
 
