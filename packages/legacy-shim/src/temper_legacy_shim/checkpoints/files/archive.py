@@ -306,7 +306,7 @@ def write_archive(
         value: content of the pickle, as ``dump_inert`` takes it.
         storages: blocks of bytes by the keys of the storages.
     """
-    with zipfile.ZipFile(_Sink(put), "w") as archive:  # type: ignore[arg-type]
+    with zipfile.ZipFile(_Sink(put), "w") as archive:
         archive.writestr(zipfile.ZipInfo("archive/data.pkl"), dump_inert(value))
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
         for key, blocks in storages.items():

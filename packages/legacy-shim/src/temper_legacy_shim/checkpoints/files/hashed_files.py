@@ -214,7 +214,7 @@ class HashingWriter:
                 self._again = bytearray(len(data))
             count = os.preadv(self._descriptor, [self._again], begun)
             # A comparison of two memoryviews goes byte by byte, this one is memcmp.
-            if count != len(data) or self._again != data:  # type: ignore[comparison-overlap]
+            if count != len(data) or self._again != data:
                 raise VerificationError(
                     f"{self._path}: bytes from {begun} on are others than were written: check the "
                     "disk, and convert again."
