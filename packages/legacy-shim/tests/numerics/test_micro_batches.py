@@ -6,7 +6,7 @@ from golden_traces import GOLDEN, json_of, needs_golden, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from temper_legacy_shim.numerics.micro_batches import rows_by_count, rows_by_tokens
+from temper_legacy_shim.workers.batches.updates import rows_by_count, rows_by_tokens
 
 # Traces that only read log-probs made no update whose split could be compared.
 DYNAMIC = (

@@ -26,7 +26,6 @@ from temper_engine_api.specs import ModelType
 from temper_engine_fsdp.config import FSDPConfig
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.masked_losses import OLD_KL_CLAMP
-from temper_legacy_shim.numerics.micro_batches import rows_by_count, rows_by_tokens
 from temper_legacy_shim.numerics.policy_losses import PolicyLossSettings
 from temper_legacy_shim.workers.batches.rows import read_rows, row_lengths, temperature_of
 from temper_legacy_shim.workers.batches.settings import ActorSettings, CriticSettings, known, plain
@@ -34,6 +33,8 @@ from temper_legacy_shim.workers.batches.updates import (
     SplitSettings,
     append_metrics,
     matched,
+    rows_by_count,
+    rows_by_tokens,
     scheduled,
 )
 from temper_legacy_shim.workers.engine.adopted_models import Adopted, adopt
