@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from temper_engine_api import process_group
 from temper_engine_api.errors import MessageError
 from temper_engine_api.process_group import ThreadGroup, gather_objects
+
+from .rank_processes import run_ranks
 
 
 class Evil:
@@ -103,23 +104,23 @@ def _send_a_value_above_the_limit(rank: int, folder: str) -> None:
 def test_a_length_that_no_message_has_is_refused_before_memory_is_allocated(
     tmp_path: Path,
 ) -> None:
-    spawn(_claim_lengths, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_claim_lengths, str(tmp_path))
 
 
 def test_all_ranks_raise_if_the_value_of_one_is_too_large(tmp_path: Path) -> None:
-    spawn(_send_a_value_above_the_limit, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_send_a_value_above_the_limit, str(tmp_path))
 
 
 def test_ranks_gather_values_of_different_lengths_in_rank_order(tmp_path: Path) -> None:
-    spawn(_gather_values, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_gather_values, str(tmp_path))
 
 
 def test_all_ranks_raise_if_one_cannot_encode_its_value(tmp_path: Path) -> None:
-    spawn(_send_an_unsupported_value, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_send_an_unsupported_value, str(tmp_path))
 
 
 def test_a_pickle_from_another_rank_is_not_executed(tmp_path: Path) -> None:
-    spawn(_send_a_pickle, args=(str(tmp_path),), nprocs=2)
+    run_ranks(_send_a_pickle, str(tmp_path))
     assert not (tmp_path / "executed").exists()
     pickle.loads(pickle.dumps(Evil(tmp_path / "executed")))
     assert (tmp_path / "executed").exists(), "the pickle would have done it"

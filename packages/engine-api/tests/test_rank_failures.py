@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.multiprocessing.spawn import spawn
 
 from temper_engine_api.errors import CollectiveTimeoutError, ConfigError, RankFailedError
 from temper_engine_api.process_group import join_default_group, report_failed_start
@@ -30,6 +29,8 @@ from temper_engine_api.rank_failures import (
     has_lost_connection,
 )
 from temper_engine_api.topology import Axis, Topology
+
+from .rank_processes import run_ranks
 
 STAGES: tuple[BuildStage, ...] = get_args(BuildStage)
 
@@ -47,10 +48,6 @@ def join(rank: int, folder: str, *, num_stages: int = 1) -> RankFailures:
     assert failures is not None
     failures.engine_built(Topology(world_size=2, pp=Axis(size=num_stages)))
     return failures
-
-
-def run_ranks(job: Callable[[int, str], None], folder: Path) -> None:
-    spawn(job, args=(str(folder),), nprocs=2)
 
 
 def call(
@@ -78,7 +75,7 @@ def raise_on_both(rank: int, folder: str) -> None:
 
 
 def test_group_survives_if_all_ranks_raise_after_the_same_collectives(tmp_path: Path) -> None:
-    run_ranks(raise_on_both, tmp_path)
+    run_ranks(raise_on_both, str(tmp_path))
 
 
 def raise_on_one(rank: int, folder: str) -> None:
@@ -98,7 +95,7 @@ def raise_on_one(rank: int, folder: str) -> None:
 
 
 def test_other_rank_names_the_failed_one(tmp_path: Path) -> None:
-    run_ranks(raise_on_one, tmp_path)
+    run_ranks(raise_on_one, str(tmp_path))
 
 
 def start(*, fails: bool = False, timeout_s: float = 60.0) -> None:
@@ -108,8 +105,14 @@ def start(*, fails: bool = False, timeout_s: float = 60.0) -> None:
         join_default_group(device=torch.device("cpu"), timeout_s=timeout_s)
 
 
-def fail_before_joining(rank: int, folder: str) -> None:
-    os.environ |= {"RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+def fail_before_joining(rank: int, folder: str, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     begin = time.monotonic()
     expected = FileNotFoundError if rank else RankFailedError
     with pytest.raises(expected, match="no model folder") as caught:
@@ -139,15 +142,10 @@ def join_after_an_absence(rank: int, *, has_left: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_rank_that_fails_before_the_group_exists_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_fails_before_the_group_exists_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    run_ranks(fail_before_joining, tmp_path)
+    run_ranks(fail_before_joining, str(tmp_path), port)
 
 
 def test_all_ranks_that_fail_to_build_raise_their_own_errors() -> None:
@@ -230,7 +228,7 @@ def raise_after_other_collectives(rank: int, folder: str) -> None:
 
 
 def test_group_breaks_if_ranks_have_started_different_collectives(tmp_path: Path) -> None:
-    run_ranks(raise_after_other_collectives, tmp_path)
+    run_ranks(raise_after_other_collectives, str(tmp_path))
 
 
 def call_stages(failures: RankFailures, *, fails: bool) -> None:
@@ -249,7 +247,7 @@ def raise_in_stages(rank: int, folder: str) -> None:
 
 
 def test_group_of_pipeline_stages_breaks_during_a_pass(tmp_path: Path) -> None:
-    run_ranks(raise_in_stages, tmp_path)
+    run_ranks(raise_in_stages, str(tmp_path))
 
 
 def raise_between_stages(rank: int, folder: str) -> None:
@@ -263,7 +261,7 @@ def raise_between_stages(rank: int, folder: str) -> None:
 
 
 def test_group_of_pipeline_stages_survives_outside_of_a_pass(tmp_path: Path) -> None:
-    run_ranks(raise_between_stages, tmp_path)
+    run_ranks(raise_between_stages, str(tmp_path))
 
 
 def build_after_a_failure(rank: int, folder: str) -> None:
@@ -273,7 +271,7 @@ def build_after_a_failure(rank: int, folder: str) -> None:
 
 def test_new_group_is_usable_after_a_broken_one(tmp_path: Path) -> None:
     (tmp_path / "next").mkdir()
-    run_ranks(build_after_a_failure, tmp_path)
+    run_ranks(build_after_a_failure, str(tmp_path))
 
 
 def test_call_that_ends_after_a_declaration_raises() -> None:
@@ -370,7 +368,7 @@ def fail_in_one_of_two_engines(rank: int, folder: str) -> None:
 
 
 def test_rank_that_waits_in_another_engine_of_the_group_is_released(tmp_path: Path) -> None:
-    run_ranks(fail_in_one_of_two_engines, tmp_path)
+    run_ranks(fail_in_one_of_two_engines, str(tmp_path))
 
 
 def test_failure_closes_the_connections_of_an_engine_that_is_being_built() -> None:
@@ -471,7 +469,7 @@ def interrupt_batch(rank: int, folder: str) -> None:
 
 def test_batch_of_collectives_that_was_interrupted_is_ended(tmp_path: Path) -> None:
     # Otherwise later collectives of the same thread would wait for the end of this batch.
-    run_ranks(interrupt_batch, tmp_path)
+    run_ranks(interrupt_batch, str(tmp_path))
 
 
 def test_single_process_needs_no_agreement() -> None:

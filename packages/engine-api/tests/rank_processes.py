@@ -1,0 +1,23 @@
+"""Start a process per rank without importing torch again in each of them."""
+
+import multiprocessing
+from collections.abc import Callable
+
+from torch.multiprocessing.spawn import start_processes
+
+# Fork from a server that has imported torch once: an import takes seconds in each spawned process.
+# The server has no threads, which a fork would lose.
+multiprocessing.set_forkserver_preload(
+    ["pytest", "torch.distributed", "temper_engine_api.rank_failures"]
+)
+
+
+def run_ranks(job: Callable[..., None], *arguments: object, num_ranks: int = 2) -> None:
+    """Call `job(rank, *arguments)` in a new process per rank.
+
+    The processes do not see changes to the environment of the test.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: A rank raised; the other one is stopped.
+    """
+    start_processes(job, args=arguments, nprocs=num_ranks, start_method="forkserver")
