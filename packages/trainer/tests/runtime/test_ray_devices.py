@@ -28,7 +28,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.ray
 @pytest.mark.usefixtures("cluster")
 def test_server_gets_the_gpus_of_the_actors_ranks() -> None:
-    from temper_trainer.runtime.ray.ray_replica import DeviceHolder
+    from temper_trainer.runtime.ray.device_holder import DeviceHolder
     from temper_trainer.runtime.ray.ray_runtime import RayRuntime
 
     roles = {

@@ -33,21 +33,6 @@ class ReplicaHandle(Protocol):
     call: RemoteMethod
 
 
-class HolderHandle(Protocol):
-    """Methods of a Ray handle to a DeviceHolder."""
-
-    list_gpus: RemoteMethod
-
-
-class DeviceHolder:
-    """Reserves a server's share of the GPUs of one bundle, which the server's own actor cannot."""
-
-    def list_gpus(self) -> list[str]:
-        """Return the reserved GPUs, as in CUDA_VISIBLE_DEVICES on this node."""
-        gpus: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        return gpus
-
-
 class ReplicaActor:
     """Owns one server process; Ray reserves the server's resources for it."""
 

@@ -30,11 +30,10 @@ from temper_trainer.runtime.placement import (
     format_teacher_role,
     plan_placement,
 )
+from temper_trainer.runtime.ray.device_holder import DeviceHolder, HolderHandle
 from temper_trainer.runtime.ray.ray_guard import RayGuard
 from temper_trainer.runtime.ray.ray_replica import (
     MAX_CONCURRENT_CALLS,
-    DeviceHolder,
-    HolderHandle,
     RayReplica,
     ReplicaActor,
     ReplicaHandle,
