@@ -1,5 +1,7 @@
 """Settings of all tests of this repository, and of conformance kits that run in it."""
 
+import atexit
+import gc
 import os
 import signal
 import tempfile
@@ -13,6 +15,11 @@ from tools.environment import DEFAULT_TEST_DATA, TEST_DATA
 # At import, because pytest loads the conftest.py files of subfolders before it configures, and
 # these read the variable.
 os.environ.setdefault(TEST_DATA, str(DEFAULT_TEST_DATA))
+
+# Imports make a million objects that live as long as the session: looking for garbage among them
+# takes seconds, while they are imported, whenever an engine is closed, and at exit.
+gc.disable()
+atexit.register(gc.freeze)
 
 _HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 _POINT_INTO_HOME = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
@@ -53,6 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HOME"] = config.stash[_HOME].name
     for name in _POINT_INTO_HOME:
         os.environ.pop(name, None)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, but not among the modules that tests have imported."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,6 +1,5 @@
 """Fixtures: a tiny seeded model config, engines that are closed after each test, and a batch."""
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -31,14 +30,6 @@ ARCHITECTURE: Mapping[str, Scalar] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-
-
-def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection.
-
-    Every engine runs a full collection when it is closed, and modules live as long as the session.
-    """
-    gc.freeze()
 
 
 @pytest.fixture

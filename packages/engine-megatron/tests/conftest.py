@@ -1,6 +1,5 @@
 """Fixtures: a tiny seeded model, engines closed after each test, and rank processes."""
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +28,6 @@ ARCHITECTURE: Mapping[str, Scalar] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-
-
-def pytest_collection_finish() -> None:
-    """Keep imported modules out of the full collections that closing an engine makes."""
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """Real old checkpoints and traces, where this machine has them."""
 
-import gc
 import os
 import sys
 from pathlib import Path
@@ -26,11 +25,6 @@ settings.register_profile(
     phases=[phase for phase in Phase if phase is not Phase.explain],
 )
 settings.load_profile("shim")
-
-
-def pytest_collection_finish() -> None:
-    """Freeze modules, which stay for the session, so that full collections skip them."""
-    gc.freeze()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Settings of every test of the trainer."""
 
-import gc
 import os
 import shutil
 
@@ -14,11 +13,6 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Shared machines make wall time noise, and a pull request's result must depend on its code alone.
 settings.register_profile("trainer", deadline=None, derandomize=True)
 settings.load_profile("trainer")
-
-
-def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, which every closed engine runs."""
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -163,10 +163,14 @@ class _RankServer:
 
     def _rank(self, request: JobRequest) -> Rank:
         if request.engine not in self._ranks:
-            engine = load_engine_class(request.engine)
-            # Imported modules live as long as the process. Freezing them makes the full garbage
-            # collection of each engine's close() faster.
-            gc.freeze()
+            # Imported modules live as long as the process, so no garbage is looked for meanwhile,
+            # nor among them in the full collection of each engine's close().
+            gc.disable()
+            try:
+                engine = load_engine_class(request.engine)
+            finally:
+                gc.freeze()
+                gc.enable()
             self._ranks[request.engine] = Rank(
                 engine,
                 index=self._index,
