@@ -228,7 +228,7 @@ def read_durations(root: Path, tests: Iterable[str]) -> dict[str, dict[str, floa
     by_module = {str(PurePosixPath(path).with_suffix("")).replace("/", "."): path for path in tests}
     durations: dict[str, dict[str, float]] = {}
     for step in STEPS:
-        for report in sorted((root / REPORTS).glob(f"{step.name}-*.xml")):
+        for report in sorted((root / REPORTS).glob(f"{step.name}-[0-9]*.xml")):
             try:
                 cases = list(ElementTree.parse(report).iter("testcase"))
             except ElementTree.ParseError:

@@ -196,8 +196,18 @@ STEPS = (
         commands=_pytest("packages/engine-megatron/tests"),
         is_pytest=True,
     ),
+    # Runs of the training loops take as long as all other tests of the trainer.
     Step(
-        name="trainer", budget_s=11 * 60, commands=_pytest("packages/trainer/tests"), is_pytest=True
+        name="trainer",
+        budget_s=330,
+        commands=_pytest("packages/trainer/tests", "--ignore=packages/trainer/tests/loops"),
+        is_pytest=True,
+    ),
+    Step(
+        name="trainer-loops",
+        budget_s=330,
+        commands=_pytest("packages/trainer/tests/loops"),
+        is_pytest=True,
     ),
     Step(
         name="shim",

@@ -232,6 +232,17 @@ def test_durations_are_read_from_the_reports_of_steps(tmp_path: Path) -> None:
     assert read_durations(tmp_path, [path]) == {path: {"test_x": 3.5, "TestB::test_y": 4.0}}
 
 
+def test_durations_of_a_step_whose_name_begins_like_another_are_counted_once(
+    tmp_path: Path,
+) -> None:
+    reports = tmp_path / ".temper" / "reports"
+    reports.mkdir(parents=True)
+    name = 'classname="packages.trainer.tests.loops.test_a" name="test_x"'
+    (reports / "trainer-loops-0.xml").write_text(f'<s><testcase {name} time="1.5"/></s>')
+    path = "packages/trainer/tests/loops/test_a.py"
+    assert read_durations(tmp_path, [path]) == {path: {"test_x": 1.5}}
+
+
 def test_durations_of_a_loaded_host_are_scaled_to_the_budget_of_the_step(tmp_path: Path) -> None:
     (budget_s,) = (step.budget_s for step in STEPS if step.name == "trainer")
     reports = tmp_path / ".temper" / "reports"
