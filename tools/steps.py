@@ -148,9 +148,10 @@ STEPS = (
             *("--families", "gpt_oss,gemma2,deepseek_v3,qwen3_5_text,nemotron_h"),
             expressions={
                 "[2-ranks": "test_",
-                "[1-rank": "test_gradient.py or test_rfc_loop.py or test_checkpoint.py "
-                "or test_settings.py",
-                "[fsdp1.2": "test_update.py or test_optimizer.py or test_checkpoint.py",
+                "[1-rank": "test_gradient.py or test_rfc_loop.py or test_settings.py "
+                "or test_checkpoint.py and not failed_background_save",
+                "[fsdp1.2": "(test_update.py or test_optimizer.py or test_checkpoint.py) "
+                "and not follows_the_schedule and not failed_background_save",
                 "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) "
                 "and (data_parallel_size or value or entropy)",
                 "[head-chunks.1": "test_sizes.py or test_logprob.py",
