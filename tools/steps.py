@@ -241,6 +241,10 @@ def run_steps(root: Path, *, only: Sequence[str] | None = None, with_coverage: b
     results = [_run_environment_step(root)]
     if not results[0].failures:
         python = ensure_environment(root)
+        # Otherwise each of hundreds of processes compiles our modules where
+        # PYTHONDONTWRITEBYTECODE is set. The step `lint` reports a module that does not compile.
+        compile_all = [str(python), "-m", "compileall", "-qq", "packages", "tools"]
+        subprocess.run(compile_all, cwd=root, check=False)
         chosen = [step for step in STEPS if only is None or step.name in only]
         if with_coverage:
             clear_coverage(root)
