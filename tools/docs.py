@@ -121,7 +121,7 @@ def run_blocks(page: Path, code: str, *, work: Path | None = None) -> list[str]:
                 text=True,
                 timeout=LIMIT_S,
                 check=False,
-                # One thread by default, because the steps of `dev.py test` run two at a time.
+                # One thread by default, because other steps of `dev.py test` run meanwhile.
                 env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
         except subprocess.TimeoutExpired:

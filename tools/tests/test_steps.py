@@ -10,6 +10,7 @@ import pytest
 
 from tools.steps import (
     ENVIRONMENT,
+    NUM_PARALLEL_STEPS,
     STEPS,
     Counts,
     Step,
@@ -123,27 +124,26 @@ def test_step_past_four_budgets_is_killed_with_its_child_processes(tmp_path: Pat
     assert _is_gone(int(result.tail[0]))
 
 
-def test_steps_run_two_at_a_time_and_results_keep_their_order(
+def test_steps_run_in_parallel_and_results_keep_their_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Each step waits for a file that the other one writes: in sequence the first would never end.
+    names = [f"step-{number}" for number in range(NUM_PARALLEL_STEPS)]
+    # Each step waits for files that the others write: in sequence the first would never end.
     program = (
         "import pathlib, sys, time\n"
-        "own_file, other_file = map(pathlib.Path, {names})\n"
-        "own_file.touch()\n"
-        "while not other_file.exists(): time.sleep(0.01)\n"
+        "pathlib.Path({name!r}).touch()\n"
+        f"while not all(pathlib.Path(name).exists() for name in {names}): time.sleep(0.01)\n"
         "print('met')\n"
     )
     steps = [
-        Step(name=name, budget_s=budget, commands=(("-c", program.format(names=[name, other])),))
-        for name, other, budget in (("short", "long", 6), ("long", "short", 8))
+        Step(name=name, budget_s=6 + number, commands=(("-c", program.format(name=name)),))
+        for number, name in enumerate(names)
     ]
     results = run_in_parallel(steps, python=PYTHON, root=tmp_path)
     assert [(result.step.name, result.failures, result.tail) for result in results] == [
-        ("short", (), ("met",)),
-        ("long", (), ("met",)),
+        (name, (), ("met",)) for name in names
     ]
-    assert {"short | met", "long | met"} <= set(capsys.readouterr().out.splitlines())
+    assert {f"{name} | met" for name in names} <= set(capsys.readouterr().out.splitlines())
 
 
 def test_interrupted_run_kills_the_processes_of_its_steps(tmp_path: Path) -> None:
