@@ -23,21 +23,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_trainer.checkpoint.checkpoint_messages import NOTHING_SAVED, find_last_save
 from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config_loading import LoadedConfig, format_config, load, write_resolved
-from temper_trainer.config_loading.checks.external_checks import (
-    check_external_objects,
-    check_libraries,
-    check_models,
-)
-from temper_trainer.config_loading.checks.first_rows import check_first_rows
-from temper_trainer.config_loading.checks.reward_calls_check import check_reward_calls
-from temper_trainer.config_loading.checks.settings_warnings import (
-    warn_about_aggregation,
-    warn_about_judges,
-    warn_about_settings,
-)
 from temper_trainer.config_loading.composition import DEFAULT_CONFIG_NAME
 from temper_trainer.config_loading.help_text import USAGE, build_help_text
 from temper_trainer.config_loading.hub_models import load_hub_models
@@ -227,6 +214,16 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
     if options.print:
         print(format_config(loaded), end="")
         return 0
+    # --help and --print, which need no check, start in half the time without these imports.
+    from temper_trainer.config_loading.checks.external_checks import (
+        check_external_objects,
+        check_libraries,
+    )
+    from temper_trainer.config_loading.checks.settings_warnings import (
+        warn_about_aggregation,
+        warn_about_settings,
+    )
+
     # Importing modules of the user and torch may take ten seconds and more. Not to the standard
     # output, which is the result of --check.
     print(f"temper-train {version('temper-trainer')}: checking", file=sys.stderr, flush=True)
@@ -236,23 +233,7 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
         warn_about_aggregation(loaded.config.algorithm)
     warn_about_settings(loaded.config)
     if options.check:
-        check_models(loaded)
-        check_first_rows(loaded.config)
-        check_reward_calls(loaded.config)
-        warn_about_judges(loaded.config)
-        placement = [f"  {line}" for line in describe_plan(loaded.config)]
-        print(
-            "\n  ".join(
-                [
-                    "OK",
-                    *describe_sizes(loaded.config),
-                    "placement:",
-                    *placement,
-                    f"digest: {loaded.digest}",
-                ]
-            )
-        )
-        _print_missing_libraries(loaded)
+        _check_without_run(loaded)
         return 0
     # A missing vLLM would otherwise be noticed only after the warm start.
     check_libraries(loaded.config)
@@ -275,23 +256,48 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
             )
         except OSError as error:
             if error.errno in NO_SPACE and not getattr(error, "__notes__", []):
+                from temper_trainer.checkpoint.checkpoint_messages import NOTHING_SAVED
+
                 error.add_note(_find_last_save(loaded) or NOTHING_SAVED)
             raise
         finally:
             early_stop.lock = None
 
 
-def _find_last_save(loaded: LoadedConfig) -> str | None:
-    root = Path(loaded.config.run.dir)
-    return find_last_save(root / "checkpoints", warm_start=root / "warm_start" / "checkpoints")
+def _check_without_run(loaded: LoadedConfig) -> None:
+    """Make the checks that only --check makes, and print the plan of the run."""
+    from temper_trainer.config_loading.checks.external_checks import check_libraries, check_models
+    from temper_trainer.config_loading.checks.first_rows import check_first_rows
+    from temper_trainer.config_loading.checks.reward_calls_check import check_reward_calls
+    from temper_trainer.config_loading.checks.settings_warnings import warn_about_judges
 
-
-def _print_missing_libraries(loaded: LoadedConfig) -> None:
-    """Print which libraries are missing; not an error, because the run may use another host."""
+    check_models(loaded)
+    check_first_rows(loaded.config)
+    check_reward_calls(loaded.config)
+    warn_about_judges(loaded.config)
+    placement = [f"  {line}" for line in describe_plan(loaded.config)]
+    print(
+        "\n  ".join(
+            [
+                "OK",
+                *describe_sizes(loaded.config),
+                "placement:",
+                *placement,
+                f"digest: {loaded.digest}",
+            ]
+        )
+    )
     try:
         check_libraries(loaded.config)
-    except ConfigError as error:
+    except ConfigError as error:  # no error here, because the run may use another host
         print(f"  not on this machine: {error}")
+
+
+def _find_last_save(loaded: LoadedConfig) -> str | None:
+    from temper_trainer.checkpoint.checkpoint_messages import find_last_save
+
+    root = Path(loaded.config.run.dir)
+    return find_last_save(root / "checkpoints", warm_start=root / "warm_start" / "checkpoints")
 
 
 def _train(

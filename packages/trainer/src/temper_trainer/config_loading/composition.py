@@ -127,9 +127,12 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
     return Composition(values=values, layers=layers)
 
 
-def list_group_choices(group: str, *, config_dir: str | None = None) -> list[str]:
-    """Return the choices of a config group, the user's own included."""
-    return list(_repository(config_dir).get_group_options(group))
+def list_group_choices(
+    groups: Sequence[str], *, config_dir: str | None = None
+) -> dict[str, list[str]]:
+    """Return the choices of each config group, the user's own included."""
+    repository = _repository(config_dir)
+    return {group: list(repository.get_group_options(group)) for group in groups}
 
 
 def to_plain_tree(config: DictConfig, *, resolve: bool = False) -> dict[str, Plain]:

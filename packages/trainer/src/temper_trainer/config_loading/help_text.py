@@ -95,7 +95,9 @@ def _build_section(name: str, *, engine_class: type[EngineConfig], config_dir: s
         )
     parts = []
     if name in GROUPS:
-        choices = "\n".join(_choice_lines(name, config_dir=config_dir))
+        choices = "\n".join(
+            _choice_lines(name, list_group_choices([name], config_dir=config_dir)[name])
+        )
         parts.append(f"{name} (GROUP=CHOICE):\n\n{choices}")
     if entry is not None:
         lines = _entry_lines(
@@ -122,13 +124,13 @@ def _engine_class(overrides: Sequence[str]) -> type[EngineConfig]:
 
 
 def _group_lines(config_dir: str | None) -> Iterator[str]:
-    for group in GROUPS:
+    for group, choices in list_group_choices(GROUPS, config_dir=config_dir).items():
         yield f"  {group}"
-        yield from _choice_lines(group, config_dir=config_dir)
+        yield from _choice_lines(group, choices)
 
 
-def _choice_lines(group: str, *, config_dir: str | None) -> Iterator[str]:
-    for choice in list_group_choices(group, config_dir=config_dir):
+def _choice_lines(group: str, choices: Sequence[str]) -> Iterator[str]:
+    for choice in choices:
         yield from _wrapped(f"{choice}: {_first_comment(group, choice)}")
 
 

@@ -1,4 +1,8 @@
-"""Read rows from files or the Hugging Face ``datasets`` library, or generate them."""
+"""Read rows from files or the Hugging Face ``datasets`` library, or generate them.
+
+fsspec, pyarrow and datasets are imported where a kind of source needs them, because they take up to
+half as long as the rest of ``temper-train --check``.
+"""
 
 import functools
 import itertools
@@ -6,10 +10,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import fsspec
-import pyarrow as pa
-from pyarrow import parquet
 
 from temper_engine_api.errors import ConfigError, format_install
 from temper_trainer.config.data import (
@@ -167,6 +167,8 @@ def count_rows(source: FileSource, *, limit: int) -> int:
     """
     limit = limit if source.max_rows is None else min(limit, source.max_rows)
     if isinstance(source, ParquetSource):
+        from pyarrow import parquet
+
         num_rows: int = sum(parquet.read_metadata(path).num_rows for path in source.paths)
         return min(limit, num_rows)
     num_rows = 0
@@ -196,6 +198,8 @@ def _suggest_remedy(path: str, line: str) -> str:
 
 def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
     """Yield (file:line, record) for every line that is not blank."""
+    import fsspec
+
     try:
         # utf-8-sig skips the byte order mark that programs on Windows put at the start.
         with fsspec.open(path, "rt", encoding="utf-8-sig") as lines:
@@ -225,6 +229,10 @@ def _parquet_records(
 
     The columns of ``extra_keys`` may be absent.
     """
+    import fsspec
+    import pyarrow as pa
+    from pyarrow import parquet
+
     try:
         with fsspec.open(path, "rb") as stream:
             # Read in batches, because a decoded file may be many times larger than the file.
@@ -264,8 +272,7 @@ def _datasets_records(
     A local directory may be one that save_to_disk wrote.
     """
     try:
-        # Imported late, because the library is an extra.
-        import datasets
+        import datasets  # an extra
     except ImportError as error:
         raise ConfigError(
             "a source datasets needs the Hugging Face datasets library: run "

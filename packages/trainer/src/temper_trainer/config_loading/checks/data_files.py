@@ -1,5 +1,6 @@
 """Check that the data files of a configuration exist and that their first rows are usable."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,8 +20,10 @@ from temper_trainer.config.run import INFERENCE_TASKS, RunConfig
 from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.checks.model_folders import has_chat_template
+from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from temper_trainer.data.loss_weights import describe_missing_weights
 from temper_trainer.data.rows import PreferenceRow, Row, describe_missing_label
+from temper_trainer.data.sources import count_rows, iterate_preferences, iterate_rows
 from temper_trainer.reward.row_rewards import find_unknown_rewards
 
 NUM_CHECKED_ROWS = 100
@@ -56,7 +59,8 @@ def find_data_problems(config: TrainerConfig) -> Iterator[str]:
         if isinstance(source, FileSource):
             yield from _source_problems(name, source, config=config)
         elif isinstance(source, ArithmeticSource):
-            yield from _tokenizer_problems(name, _generate_first_rows(source), config=config)
+            first = read_first_rows(source, kind=None)
+            yield from _tokenizer_problems(name, first.rows, config=config)
     if config.data.string_prompts == "user_message" and not has_chat_template(
         config.data, model_path=config.actor.engine.model.path
     ):
@@ -84,8 +88,6 @@ def count_training_rows(config: TrainerConfig) -> int | None:
         if isinstance(source, ArithmeticSource):
             num_rows += source.max_rows
         elif isinstance(source, FileSource) and all(Path(path).is_file() for path in source.paths):
-            from temper_trainer.data.sources import count_rows  # 0.2 s: pyarrow and fsspec
-
             num_rows += count_rows(source, limit=limit)
         else:
             return None
@@ -143,11 +145,9 @@ def _source_problems(name: str, source: FileSource, *, config: TrainerConfig) ->
         yield from _tokenizer_problems(name, first.rows, config=config)
 
 
-def _generate_first_rows(source: ArithmeticSource) -> tuple[Row, ...]:
-    from temper_trainer.data.arithmetic import generate_arithmetic_rows
-
-    first = replace(source, max_rows=min(source.max_rows, NUM_CHECKED_ROWS))
-    return tuple(generate_arithmetic_rows(first))
+@functools.cache  # several checks read the rows of the same sources
+def _generate_rows(source: ArithmeticSource) -> tuple[Row, ...]:
+    return tuple(generate_arithmetic_rows(source))
 
 
 def _suggest_path(path: str) -> str:
@@ -168,10 +168,6 @@ def read_first_rows(source: DataSource, *, kind: PreferenceKind | None) -> First
     Raises:
         DataError: If a row cannot be read; the message is the run's.
     """
-    # Imported here, because importing pyarrow and fsspec takes 0.2 s, and a source without files
-    # does not need them.
-    from temper_trainer.data.sources import iterate_preferences, iterate_rows
-
     rows: list[Row] = []
     preferences: list[PreferenceRow] = []
     left, is_complete = source.max_rows, True
@@ -189,6 +185,8 @@ def read_first_rows(source: DataSource, *, kind: PreferenceKind | None) -> First
         if kind is not None and isinstance(part, RecordSource):
             preferences += iterate_preferences(part, kind=kind)
             rows = [each.rows[0] for each in preferences]
+        elif isinstance(part, ArithmeticSource):
+            rows += _generate_rows(part)
         else:
             rows += iterate_rows(part)
         num_read = len(rows) - num_before
