@@ -95,8 +95,8 @@ class BaseEngine(ABC):
         self._is_adapter_disabled = False
         self._update_cycle = UpdateCycle(config.precision)
         self._rank_failures: RankFailures | None = None
-        self._background_save = checkpoint.BackgroundSave[str]()
-        self._background_part = checkpoint.BackgroundSave[checkpoint.PartReport]()
+        self._background_save: checkpoint.BackgroundSave[str] | None = None
+        self._background_part: checkpoint.BackgroundSave[checkpoint.PartReport] | None = None
 
     @classmethod
     def check_model(cls, config: EngineConfig) -> None:
@@ -691,7 +691,7 @@ class BaseEngine(ABC):
             EngineStateError: If the previous `stage_part` was not finished.
         """
         self.require(Capability.BACKGROUND_SAVE)
-        if self._background_part.is_pending:
+        if self._background_part is not None:
             raise EngineStateError(
                 f"can't stage a part in {directory}: the previous one is still being written: call "
                 "finish_part() first."
@@ -699,12 +699,14 @@ class BaseEngine(ABC):
         self.finish_saving()
         with self._load("update"):
             staged = self._stage(self._stage_state())
-        self._background_part.start(lambda: staged.write_part(directory), path=Path(directory))
+        self._background_part = checkpoint.BackgroundSave(
+            lambda: staged.write_part(directory), path=Path(directory)
+        )
 
     @property
     def has_written_part(self) -> bool:
         """True if `finish_part` would not block on this rank."""
-        return not self._background_part.is_pending or self._background_part.is_done
+        return self._background_part is None or self._background_part.is_done
 
     def finish_part(self) -> checkpoint.PartReport:
         """Wait for `stage_part` and return its report of this rank's files. Collective.
@@ -712,12 +714,12 @@ class BaseEngine(ABC):
         Raises:
             EngineStateError: If no part was staged.
         """
-        report = self._background_part.finish()
-        if report is None:
+        save, self._background_part = self._background_part, None
+        if save is None:
             raise EngineStateError(
                 "no part is being written: call stage_part() before finish_part()."
             )
-        return report
+        return save.finish()
 
     def read_part(self, directory: str) -> None:
         """Load the files of `write_part` or `stage_part`, and reset gradients. Collective."""
@@ -777,7 +779,7 @@ class BaseEngine(ABC):
         path = checkpoint.step_directory(local_path, global_step)
         with self._load("update"):
             staged = self._stage(self._stage_state())
-        self._background_save.start(
+        self._background_save = checkpoint.BackgroundSave(
             lambda: save(staged, gather=self._gather_in_background), path=path
         )
         return str(path)
@@ -815,8 +817,11 @@ class BaseEngine(ABC):
         Raises:
             CheckpointError: If the save failed; earlier steps are unchanged.
         """
-        self._background_part.wait()
-        self._background_save.finish()
+        if self._background_part is not None:
+            self._background_part.wait()
+        save, self._background_save = self._background_save, None
+        if save is not None:
+            save.finish()
 
     # Methods that an engine implements.
 
@@ -1124,10 +1129,10 @@ class BaseEngine(ABC):
     def _raise_background_error(self) -> None:
         # All ranks must agree that the save has ended. If `finish` raised on one rank only, the
         # others would wait for the gradients of that rank.
-        if self._background_save.is_pending and all(
-            self.gather_objects(self._background_save.is_done)
-        ):
-            self._background_save.finish()
+        save = self._background_save
+        if save is not None and all(self.gather_objects(save.is_done)):
+            self._background_save = None
+            save.finish()
 
     @contextmanager
     def _enter_mode(self, mode: Literal["train", "eval"]) -> Iterator[None]:

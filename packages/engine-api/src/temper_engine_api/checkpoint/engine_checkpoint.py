@@ -103,34 +103,21 @@ class StagedEngine:
 
 
 class BackgroundSave(Generic[T]):
-    """Runs one save at a time in a thread, and keeps its result or error until `finish`.
+    """One save in a thread; its result or error is kept until `finish`.
 
     The thread is not a daemon, so the process does not exit before the save has ended.
     """
 
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._result: T | None = None
-        self._error: BaseException | None = None
+    _result: T
 
-    @property
-    def is_pending(self) -> bool:
-        """True if a save was started and not finished with `finish`."""
-        return self._thread is not None
-
-    @property
-    def is_done(self) -> bool:
-        """True if the save has ended, with or without an error."""
-        return self._thread is not None and not self._thread.is_alive()
-
-    def start(self, action: Callable[[], T], *, path: Path) -> None:
-        """Start a save; the previous one must have been finished.
+    def __init__(self, action: Callable[[], T], *, path: Path) -> None:
+        """Start the thread.
 
         Args:
             action: Function that saves.
             path: Checkpoint path, used in the log and for the thread name.
         """
-        assert self._thread is None, "the previous save was not finished"
+        self._error: BaseException | None = None
 
         def run() -> None:
             try:
@@ -139,23 +126,24 @@ class BackgroundSave(Generic[T]):
                 logger.error("saving %s in the background failed: %s", path, error)
                 self._error = error
 
-        self._result = self._error = None
         self._thread = threading.Thread(target=run, name=f"saving {path.name}")
         self._thread.start()
 
+    @property
+    def is_done(self) -> bool:
+        """True if the save has ended, with or without an error."""
+        return not self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait until the save has ended; keep its result or error for `finish`."""
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
-    def finish(self) -> T | None:
-        """Wait for the save and return its result, or raise its error; None if none was started."""
+    def finish(self) -> T:
+        """Wait for the save and return its result, or raise its error."""
         self.wait()
-        result, error = self._result, self._error
-        self._thread = self._result = self._error = None
-        if error is not None:
-            raise error
-        return result
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 @gatherable
