@@ -17,11 +17,10 @@ from packages.trainer.tests.loops.test_batch_pipeline import (
     make_requests,
     script,
 )
-from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule
+from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, Credits
 from temper_trainer.loops.rollouts.group_pipeline import GroupPipeline, GroupSink
 from temper_trainer.loops.rollouts.ready_groups import ReadyGroups
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
-from temper_trainer.loops.rollouts.staleness import Credits
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.scripted_sampler import ScriptedServer
 from temper_trainer.types import Completion

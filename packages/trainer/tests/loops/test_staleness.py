@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.loops.rollouts.staleness import Credits
+from temper_trainer.loops.rollouts.batch_pipeline import Credits
 
 NUM_BATCHES = 40
 

@@ -14,23 +14,28 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, field, replace
 
 from temper_engine_api.objective import Objective
+from temper_trainer.data.streams import FeedMark
 from temper_trainer.loops.rl_step import Controllers, StepResult, train_on_rollouts
-from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, BatchPipeline
+from temper_trainer.loops.rollouts.batch_pipeline import (
+    AdmissionRule,
+    BatchPipeline,
+    check_staleness,
+    count_tokens_by_staleness,
+    measure_staleness,
+)
 from temper_trainer.loops.rollouts.group_pipeline import GroupPipeline, GroupSink
-from temper_trainer.loops.rollouts.prompt_feed import FeedMark
 from temper_trainer.loops.rollouts.sampled_groups import (
     NumberedPrompt,
     SampledGroup,
     form_rollouts,
     sample_groups,
+    time_groups,
 )
 from temper_trainer.loops.rollouts.sampling import (
     SampledStep,
     measure_reward_seconds,
     sample_step,
 )
-from temper_trainer.loops.rollouts.staleness import check_staleness, measure_staleness
-from temper_trainer.loops.rollouts.timed_rollouts import count_tokens_by_staleness, time_groups
 from temper_trainer.loops.run.interrupts import allow_stop_after_half_grace
 from temper_trainer.loops.run.run_components import RunComponents
 from temper_trainer.loops.run.seeds import derive_seed

@@ -10,10 +10,9 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule
+from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, Credits
 from temper_trainer.loops.rollouts.ready_groups import ReadyGroups
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
-from temper_trainer.loops.rollouts.staleness import Credits
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 
 T = TypeVar("T")

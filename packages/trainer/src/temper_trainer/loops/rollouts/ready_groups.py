@@ -10,8 +10,8 @@ S - 1, at most j * P of them may have a deadline of v + j or earlier, because j 
 groups.
 
 No group is dropped, and no step waits forever: at most (S + 1) * P groups are admitted and not
-trained (`temper_trainer.loops.rollouts.staleness.Credits`), so a valid batch exists at the latest
-when the groups with the earliest deadlines are ready.
+trained (`temper_trainer.loops.rollouts.batch_pipeline.Credits`), so a valid batch exists at the
+latest when the groups with the earliest deadlines are ready.
 """
 
 from collections import Counter

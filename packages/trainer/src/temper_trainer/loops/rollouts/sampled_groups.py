@@ -20,6 +20,7 @@ from temper_trainer.loops.rollouts.scored_rollouts import (
 )
 from temper_trainer.loops.run.run_components import RunComponents
 from temper_trainer.loops.run.seeds import derive_seed
+from temper_trainer.metrics.timeline import Span, TimedRollout
 from temper_trainer.types import Completion, FinishReason, Prompt, Rollout, SamplingRequest
 
 
@@ -307,6 +308,37 @@ def measure_round(
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated_fraction": num_truncated / len(completions),
     }
+
+
+def time_groups(groups: Sequence[SampledGroup], *, first_group: int = 0) -> list[TimedRollout]:
+    """Return the times of all sampled rollouts of some groups.
+
+    Args:
+        groups: Sampled groups.
+        first_group: Number of groups in earlier rounds of the step; numbers continue from it.
+    """
+    return [
+        _time_rollout(each, group=first_group + i, member=-1 if each is group.baseline else j)
+        for i, group in enumerate(groups)
+        if not group.is_given
+        for j, each in enumerate(group.members)
+    ]
+
+
+def _time_rollout(scored: ScoredRollout, *, group: int, member: int) -> TimedRollout:
+    conversation = scored.conversation
+    completions = conversation.completions
+    return TimedRollout(
+        group=group,
+        member=member,
+        num_turns=len(completions),
+        num_tokens=sum(len(each.tokens) for each in completions),
+        reward=scored.reward,
+        weight_version=min((each.weight_version for each in completions), default=0),
+        spans=[*conversation.trace.spans, Span("scoring", scored.ended_at, scored.scored_at)],
+        requested_at=conversation.trace.requested_at,
+        scored_at=scored.scored_at,
+    )
 
 
 def _check_environment_rewards(

@@ -16,8 +16,8 @@ from temper_trainer.loops.rollouts.sampled_groups import (
     SampledGroup,
     form_rollouts,
     sample_groups,
+    time_groups,
 )
-from temper_trainer.loops.rollouts.timed_rollouts import time_groups
 from temper_trainer.loops.run.run_components import RunComponents
 from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.metrics.timeline import TimedRollout

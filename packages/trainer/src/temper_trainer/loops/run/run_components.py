@@ -21,10 +21,15 @@ from temper_trainer.config.data import DataConfig
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.data.streams import Curriculum, InMemoryStream, MixedStream, get_difficulty
+from temper_trainer.data.streams import (
+    Curriculum,
+    InMemoryStream,
+    MixedStream,
+    PromptFeed,
+    get_difficulty,
+)
 from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.environment.tool_environment import make_environment_factory
-from temper_trainer.loops.rollouts.prompt_feed import PromptFeed
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.scoring import Scorer

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.data.streams import InMemoryStream
-from temper_trainer.loops.rollouts.prompt_feed import PromptFeed
+from temper_trainer.data.streams import InMemoryStream, PromptFeed
 from temper_trainer.types import Prompt
 
 PROMPTS = [Prompt(prompt_id=i, text="", tokens=(i,), answer="") for i in range(7)]
