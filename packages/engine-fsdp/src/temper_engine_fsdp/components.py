@@ -91,6 +91,8 @@ class EngineComponents:
     """This process's rank, world size and device."""
     hf_config: PretrainedConfig
     """The model's Hugging Face config."""
+    compute_dtype: torch.dtype
+    """Dtype of forward and backward passes, and of exported weights."""
     sharded: ShardedModule
     """The model with its head."""
     parameters: ShardedParameters
@@ -129,15 +131,6 @@ class EngineComponents:
         """Yield the local shards of parameters and existing gradients."""
         yield from _iterate_parameter_tensors({**self.parameters, **self.trainable})
         yield from _iterate_gradient_tensors(self.trainable)
-
-    @property
-    def checkpoint_parameters(self) -> ShardedParameters:
-        """Parameters to save: the adapter alone, unless its base weights were replaced."""
-        return (
-            self.trainable
-            if self.adapter is not None and not self.adapter.has_replaced_base
-            else {**self.parameters, **self.trainable}
-        )
 
     def iterate_optimizer_tensors(self) -> Iterator[Tensor]:
         """Yield the optimizer's offloadable state."""
@@ -215,6 +208,7 @@ def _build(
         tracer=tracer,
         profiler=UpdateProfiler(config, membership=membership),
         hf_config=hf.config,
+        compute_dtype=torch_dtype(config.precision.compute),
         sharded=sharded,
         parameters=parameters,
         trainable=trainable,

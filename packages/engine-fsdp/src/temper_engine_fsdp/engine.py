@@ -29,7 +29,6 @@ from temper_engine_fsdp.checkpoint.weight_export import open_portable_state
 from temper_engine_fsdp.components import EngineComponents, build_components, check_model
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.runtime import numerics, process_group
-from temper_engine_fsdp.runtime.numerics import torch_dtype
 from temper_engine_fsdp.runtime.performance import measure_memory
 from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
@@ -221,7 +220,7 @@ class FSDPEngine(BaseEngine):
             parameter.tensor.grad = None
 
     def _export_dtype(self) -> torch.dtype:
-        return torch_dtype(self.config.precision.compute)
+        return self._components.compute_dtype
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         components = self._components
@@ -331,7 +330,7 @@ class FSDPEngine(BaseEngine):
                 )
             with components.tracer.stage("loading a checkpoint"):
                 training_checkpoint.load_training_state(
-                    components.checkpoint_parameters,
+                    training_checkpoint.select_parameters(components),
                     components.buffers,
                     components.optimizer,
                     directory=directory,
@@ -348,7 +347,7 @@ class FSDPEngine(BaseEngine):
                 bool(components.parameters.keys() & saved.weights.keys()), directory=saved.directory
             )
         expected = weight_export.list_weight_entries(
-            components.checkpoint_parameters,
+            training_checkpoint.select_parameters(components),
             {},
             dtype=torch.float32,
             file_names=components.file_names,
@@ -363,7 +362,7 @@ class FSDPEngine(BaseEngine):
                 for named in components.file_names.split(*buffer)
             )
             weight_export.load_weights(
-                components.checkpoint_parameters,
+                training_checkpoint.select_parameters(components),
                 components.buffers,
                 chain(saved.iterate_weights(), own),
                 file_names=components.file_names,

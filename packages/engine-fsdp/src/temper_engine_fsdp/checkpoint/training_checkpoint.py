@@ -30,7 +30,6 @@ from temper_engine_fsdp.checkpoint import huggingface_files
 from temper_engine_fsdp.checkpoint.weight_export import list_weight_entries
 from temper_engine_fsdp.components import EngineComponents
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.runtime.numerics import torch_dtype
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.sharded_optimizer import ShardedOptimizer, StateTensor
 
@@ -241,6 +240,14 @@ class _CheckpointContent:
     """Contents of PEFT's two files; None without an adapter."""
 
 
+def select_parameters(components: EngineComponents) -> ShardedParameters:
+    """Return the parameters to save: the adapter alone, unless its base weights were replaced."""
+    adapter = components.adapter
+    if adapter is not None and not adapter.has_replaced_base:
+        return components.trainable
+    return {**components.parameters, **components.trainable}
+
+
 def write_checkpoint(
     components: EngineComponents,
     *,
@@ -260,7 +267,7 @@ def write_checkpoint(
         Relative paths of this rank's files.
     """
     state_tensors = collect_state_tensors(
-        components.checkpoint_parameters, components.buffers, components.optimizer
+        select_parameters(components), components.buffers, components.optimizer
     )
     content = _collect_content(components, to_row_dtensors(state_tensors))
     return _write_content(
@@ -300,7 +307,7 @@ def stage_checkpoint(
         among the background threads.
     """
     state_tensors = collect_state_tensors(
-        components.checkpoint_parameters, components.buffers, components.optimizer
+        select_parameters(components), components.buffers, components.optimizer
     )
     # Copy first: rows may share memory with the tensors that they are converted from.
     copies, wait = copy_to_host(state_tensors, device=components.membership.device)
@@ -321,7 +328,7 @@ def stage_checkpoint(
         saved = (
             iter(merged)
             if components.adapter is not None
-            else read_dcp_weights(_export_entries(components, config), directory=directory)
+            else read_dcp_weights(_export_entries(components), directory=directory)
         )
         return _write_content(
             content,
@@ -351,27 +358,29 @@ def _write_content(
     if config.save_huggingface_weights and (rank == 0 or group is None):
         files += huggingface_files.write_weights(
             weights(),
-            _export_entries(components, config),
+            _export_entries(components),
             directory=directory,
             is_writer=rank == 0,
             shard_bytes=config.huggingface_shard_bytes,
         )
     files.append(write_rng_states(content.rng_states, directory=directory, rank=rank))
     if rank == 0:
-        dtype = torch_dtype(config.precision.compute)
         files += huggingface_files.write_model_config(
-            components.hf_config, directory=directory, source=config.model.path, dtype=dtype
+            components.hf_config,
+            directory=directory,
+            source=config.model.path,
+            dtype=components.compute_dtype,
         )
     if rank == 0 and content.adapter is not None:
         files += huggingface_files.write_adapter(*content.adapter, directory=directory)
     return files
 
 
-def _export_entries(components: EngineComponents, config: FSDPConfig) -> list[WeightEntry]:
+def _export_entries(components: EngineComponents) -> list[WeightEntry]:
     return list_weight_entries(
         components.parameters,
         components.buffers,
-        dtype=torch_dtype(config.precision.compute),
+        dtype=components.compute_dtype,
         file_names=components.file_names,
     )
 
