@@ -144,12 +144,6 @@ class RunConfig:
     prometheus_address: str = LOOPBACK
     """IP address of the driver's host on which the port is opened."""
 
-    def is_table_due(self, step: int) -> bool:
-        """Return True if some completions of a step are printed and recorded."""
-        if not self.table_every:
-            return False
-        return step in (1, self.total_steps) or step % self.table_every == 0
-
     def __post_init__(self) -> None:
         if "://" in self.dir:
             raise ConfigError(

@@ -132,6 +132,8 @@ class TrainerConfig:
 
     def max_rollout_tokens(self, length: int) -> int:
         """Return the maximum number of tokens after a prompt, given the maximum per completion."""
+        if not self.all_environments:
+            return length
         environments = [
             self.environment
             if source.environment is None

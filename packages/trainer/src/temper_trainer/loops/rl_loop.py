@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass, field, replace
 
 from temper_engine_api.objective import Objective
+from temper_trainer.config.run import RunConfig
 from temper_trainer.data.streams import FeedMark
 from temper_trainer.loops.rl_step import Controllers, StepResult, train_on_rollouts
 from temper_trainer.loops.rollouts.batch_pipeline import (
@@ -144,7 +145,7 @@ class StepLoop:
             tokens_by_staleness=count_tokens_by_staleness(sampled.rollouts, version=version),
         )
         components.log.add_timeline(timeline)
-        if components.config.run.is_table_due(step):
+        if is_table_due(step, run=components.config.run):
             self._record_rollouts(step, sampled.rollouts)
         seconds = timer.seconds | self._end_sampling(step, groups)
         metrics = {
@@ -311,3 +312,10 @@ def open_step_loop(components: RunComponents, *, first_step: int) -> Iterator[St
     """
     with closing(StepLoop(components, first_step=first_step)) as loop:
         yield loop
+
+
+def is_table_due(step: int, *, run: RunConfig) -> bool:
+    """Return True if some completions of a step are printed and recorded."""
+    if not run.table_every:
+        return False
+    return step in (1, run.total_steps) or step % run.table_every == 0

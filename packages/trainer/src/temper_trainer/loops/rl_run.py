@@ -28,7 +28,7 @@ from temper_trainer.config.run import RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.tokenizer import compute_tokenizer_digest
 from temper_trainer.loops.evaluation import evaluate_all
-from temper_trainer.loops.rl_loop import open_step_loop
+from temper_trainer.loops.rl_loop import is_table_due, open_step_loop
 from temper_trainer.loops.rl_step import Controllers, StepResult, needs_old_logprob_pass
 from temper_trainer.loops.run.interrupts import StopRequest, WorkAbandoned
 from temper_trainer.loops.run.run_components import EvalSet, RunComponents, build_components
@@ -263,7 +263,7 @@ def _log_step(
     if warning := watch.observe(step, result.metrics):
         log.print_line(warning)
     # Before the report of the first step, which shows them.
-    if run.is_table_due(step):
+    if is_table_due(step, run=run):
         rows = _pick_samples(result, count=run.num_table_rows)
         log.show_samples(step, rows, kind="training")
 

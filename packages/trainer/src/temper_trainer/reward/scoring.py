@@ -26,6 +26,7 @@ from temper_trainer.reward.reward_threads import ThreadScoring
 from temper_trainer.reward.scoring_round import (
     ModelScoring,
     RewardModel,
+    RewardParts,
     ScoredItem,
     ScoringRound,
     list_usages,
@@ -59,9 +60,15 @@ class Scorer:
         """
         self._config = config
         self._model = model
-        self._names = find_rewards(config, ["", *selected])
+        # Listed first: it may be an iterator.
+        names = ["", *selected]
+        self._names = find_rewards(config, names)
         self._description = self._describe()
-        check_rewards(config, ["", *selected])
+        check_rewards(config, names)
+        self._rewards = {
+            name: RewardParts(weights=config.get_parts(name), is_sum=config.is_sum(name))
+            for name in names
+        }
         self._parts: dict[str, PartScoring | ModelScoring] = {}
         self._judges: dict[str, JudgeScoring] = {}
         self._metrics: dict[str, float] = {}
@@ -122,6 +129,7 @@ class Scorer:
         return ScoringRound(
             self._config,
             prompts=prompts,
+            rewards=self._rewards,
             parts=self._parts,
             name=self._description,
             priority=priority,

@@ -131,6 +131,16 @@ class ModelScoring:
                 future.set_result(outcome)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardParts:
+    """The parts of a reward that prompts select."""
+
+    weights: Mapping[str, float]
+    """Weights of the parts by name."""
+    is_sum: bool
+    """False if the only part is the reward itself."""
+
+
 class ScoringRound:
     """Scores the completions of rollouts that were requested together. Use in one event loop."""
 
@@ -139,6 +149,7 @@ class ScoringRound:
         config: RewardConfig,
         *,
         prompts: Sequence[Prompt],
+        rewards: Mapping[str, RewardParts],
         parts: Mapping[str, PartScoring | ModelScoring],
         name: str,
         priority: int,
@@ -148,6 +159,7 @@ class ScoringRound:
         Args:
             config: The run's reward configuration.
             prompts: One prompt per rollout.
+            rewards: The rewards that prompts select, by name.
             parts: What scores each part of the rewards, by name.
             name: Name of the reward in messages.
             priority: Completions of rounds with a smaller number are scored first.
@@ -157,7 +169,7 @@ class ScoringRound:
         self._parts = parts
         self._name = name
         self._priority = priority
-        self._weights = [config.get_parts(prompt.reward) for prompt in prompts]
+        self._rewards = [rewards[prompt.reward] for prompt in prompts]
         self._calls = {
             part: CallRound(
                 num_items=len(prompts),
@@ -166,7 +178,9 @@ class ScoringRound:
             )
             for part in parts
         }
-        self._cohort = ModelCohort(num_open=sum(REWARD_MODEL in each for each in self._weights))
+        self._cohort = ModelCohort(
+            num_open=sum(REWARD_MODEL in each.weights for each in self._rewards)
+        )
         self.failures: Counter[FailureKind] = Counter()
         """Failed completions by the kind of their first failure."""
         self._first_failure: Outcome | None = None
@@ -184,17 +198,15 @@ class ScoringRound:
             RewardFailureError: If a larger fraction of the round has failed than
                 reward.max_failure_fraction.
         """
-        prompt = self._prompts[index]
-        names = list(self._weights[index])
+        prompt, reward = self._prompts[index], self._rewards[index]
+        names = list(reward.weights)
         outcomes = await asyncio.gather(
             *(self._score_part(name, (prompt, text), index=index, tokens=tokens) for name in names)
         )
         by_part = dict(zip(names, outcomes, strict=True))
         scored = ScoredItem(
             prompt=prompt,
-            score=_combine(
-                by_part, self._weights[index], is_sum=self._config.is_sum(prompt.reward)
-            ),
+            score=_combine(by_part, reward),
             outcomes=by_part,
         )
         self._count(scored.failure)
@@ -202,7 +214,7 @@ class ScoringRound:
 
     def leave(self, index: int) -> None:
         """Record that a rollout ended without a completion to score."""
-        if REWARD_MODEL in self._weights[index]:
+        if REWARD_MODEL in self._rewards[index].weights:
             self._cohort.num_open -= 1
             model = self._parts[REWARD_MODEL]
             assert isinstance(model, ModelScoring)
@@ -253,16 +265,14 @@ def score_with_model(
     return outcomes
 
 
-def _combine(
-    outcomes: Mapping[str, Outcome], weights: Mapping[str, float], *, is_sum: bool
-) -> Score:
+def _combine(outcomes: Mapping[str, Outcome], parts: RewardParts) -> Score:
     """Return an item's reward or, if none of its parts failed, their weighted sum."""
     failed = next((each for each in outcomes.values() if each.kind is not None), None)
-    if failed is not None or not is_sum:
+    if failed is not None or not parts.is_sum:
         return (failed or next(iter(outcomes.values()))).redacted().to_score()
-    rewards = [reward for name in weights if (reward := outcomes[name].reward) is not None]
+    rewards = [reward for name in parts.weights if (reward := outcomes[name].reward) is not None]
     return Score(
-        reward=sum(w * each for w, each in zip(weights.values(), rewards, strict=True)),
+        reward=sum(w * each for w, each in zip(parts.weights.values(), rewards, strict=True)),
         components=tuple(rewards),
     )
 
