@@ -1,6 +1,7 @@
 """Test offloading tensors to host memory and loading them again."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -50,6 +51,18 @@ def test_offloaded_tensor_has_no_device_memory_and_loads_completely(
     offloader.load("model")
     assert weight.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert view.tolist() == [2.0, 3.0]
+
+
+def test_move_takes_only_the_named_groups() -> None:
+    tensors = {name: torch.ones(3) for name in (PARAMETERS, GRADIENTS, OPTIMIZER)}
+    offloader = Offloader(
+        {name: partial(list, [each]) for name, each in tensors.items()}, device=torch.device("cpu")
+    )
+    offloader.move("cpu", model=True, optimizer=False)
+    assert [each.untyped_storage().nbytes() for each in tensors.values()] == [0, 0, 12]
+    offloader.move("device", model=True, optimizer=False)
+    offloader.move("cpu", model=False, optimizer=True)
+    assert [each.untyped_storage().nbytes() for each in tensors.values()] == [12, 12, 0]
 
 
 def test_changes_inside_a_context_survive_offloading(offloader: Offloader, weight: Tensor) -> None:

@@ -983,7 +983,20 @@ class BaseEngine(ABC):
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
     ) -> None:
-        """Move parameters and gradients, or optimizer states, to the device or the host."""
+        """Offload parameters and gradients, or optimizer states, or load them, until the next call.
+
+        Modes load what they need and restore the placement afterwards. An engine calls
+        `_check_can_move` first.
+
+        Args:
+            device: "cpu" offloads, "device" loads.
+            model: Move parameters and gradients.
+            optimizer: Move optimizer states.
+
+        Raises:
+            ConfigError: If the device is not one of the two names.
+            EngineStateError: If called inside a mode.
+        """
 
     @abstractmethod
     def close(self) -> None:

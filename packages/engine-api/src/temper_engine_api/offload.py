@@ -76,6 +76,13 @@ class Offloader:
             for name in loaded_here:
                 self.offload(name)
 
+    def move(self, device: Literal["cpu", "device"], *, model: bool, optimizer: bool) -> None:
+        """Offload or load the groups that `BaseEngine.to` names."""
+        move = self.offload if device == "cpu" else self.load
+        for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
+            if is_meant:
+                move(name)
+
     def offload(self, name: str) -> None:
         """Move a group to host memory and free its device memory; no-op if it is offloaded."""
         group = self._groups[name]

@@ -19,7 +19,6 @@ from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import LazyMetrics, Metric
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
-from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS
 from temper_engine_api.process_group import gather_objects
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
@@ -111,29 +110,11 @@ class FSDPEngine(BaseEngine):
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
     ) -> None:
-        """Offload parameters and gradients, or optimizer states, or load them, until the next call.
-
-        Modes load what they need and restore the placement afterwards. Gradients of calls with
-        `final=False` stay on the device until they are reduced.
-
-        Args:
-            device: "cpu" offloads, "device" loads.
-            model: Move parameters and gradients.
-            optimizer: Move optimizer states.
-
-        Raises:
-            ConfigError: If the device is not one of the two names.
-            EngineStateError: If called inside a mode.
-        """
+        """Offload or load tensors; gradients of calls with `final=False` stay until reduced."""
         self._check_can_move(device)
         # Gathered copies would keep the device memory that offloading frees.
         self._components.sharded.reshard()
-        offloader = self._components.offloader
-        for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
-            if is_meant and device == "cpu":
-                offloader.offload(name)
-            elif is_meant:
-                offloader.load(name)
+        self._components.offloader.move(device, model=model, optimizer=optimizer)
 
     @contextmanager
     def _numerics(self) -> Iterator[None]:

@@ -101,26 +101,8 @@ class MegatronEngine(BaseEngine):
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
     ) -> None:
-        """Offload parameters and gradients, or optimizer states, or load them, until the next call.
-
-        Modes load what they need and restore the placement afterwards.
-
-        Args:
-            device: "cpu" offloads, "device" loads.
-            model: Move parameters and gradients.
-            optimizer: Move optimizer states.
-
-        Raises:
-            ConfigError: If the device is not one of the two names.
-            EngineStateError: If called inside a mode.
-        """
         self._check_can_move(device)
-        offloader = self._components.offloader
-        for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
-            if is_meant and device == "cpu":
-                offloader.offload(name)
-            elif is_meant:
-                offloader.load(name)
+        self._components.offloader.move(device, model=model, optimizer=optimizer)
 
     def _numerics(self) -> AbstractContextManager[None]:
         return use_deterministic_algorithms() if self.config.deterministic else nullcontext()
