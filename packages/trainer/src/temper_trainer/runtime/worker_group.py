@@ -114,8 +114,6 @@ class TrainingWorker:
     def release_cache(self) -> None:
         """Empty the CUDA cache, so that another process on the GPU can allocate the memory."""
         if torch.cuda.is_initialized():
-            # Otherwise the caching allocator keeps freed memory, which other processes then cannot
-            # use.
             torch.cuda.empty_cache()
 
     def export_weights(self) -> WeightStream:
@@ -206,10 +204,6 @@ def call_worker(worker: TrainingWorker, call: Callable[..., T], arguments: tuple
         method: Callable[..., T] = getattr(worker, call.__name__)
         return method(*arguments)
     return call(worker, *arguments)
-
-
-class CriticWorker(TrainingWorker):
-    """A TrainingWorker whose engine is configured with a value head."""
 
 
 class WorkerError(TemperError, RuntimeError):
