@@ -33,13 +33,13 @@ from temper_trainer.config_loading.sizes import describe_sizes
 from temper_trainer.metrics.run_files import METRICS_FILE, read_latest_rows, record_start
 from temper_trainer.redaction import (
     configure_logging,
+    escape_control_characters,
     print_redacted_traceback,
     redact_secrets,
     redact_standard_streams,
 )
 from temper_trainer.run_lock import NO_SPACE, RunLock
 from temper_trainer.runtime.placement import describe_plan
-from temper_trainer.terminal_text import escape_control_characters
 from temper_trainer.versions import format_versions
 
 EXIT_FAILED = 1

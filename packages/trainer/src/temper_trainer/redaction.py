@@ -1,7 +1,8 @@
 """Hide the values of secrets in messages: exceptions of user code may quote what they were given.
 
 A value is a secret if an environment variable with a secret's name has it, or a setting that was
-passed to `register_secrets`. Standard library only.
+passed to `register_secrets`. Control characters of such texts are escaped: printed as they are,
+they could clear the screen, change the window's title, or hide lines. Standard library only.
 """
 
 import html
@@ -18,8 +19,6 @@ from functools import lru_cache
 from types import TracebackType
 from typing import TextIO
 from urllib.parse import quote, unquote
-
-from temper_trainer.terminal_text import escape_control_characters
 
 HIDDEN = "<hidden>"
 MIN_SECRET_CHARS = 8
@@ -257,3 +256,25 @@ def print_redacted_traceback(
     """Print an uncaught exception as the interpreter does; for `sys.excepthook`."""
     lines = traceback.format_exception(kind, error, trace)
     sys.stderr.write(escape_control_characters(redact_secrets("".join(lines))))
+
+
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    # Marks that change the direction of the text that follows.
+    "\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
+"""Control characters other than line break and tab."""
+
+
+def escape_control_characters(text: str) -> str:
+    r"""Return the text with control characters as Python writes them; keeps line breaks and tabs.
+
+    Example:
+        >>> print(escape_control_characters("a\x1b[2Jb"))
+        a\x1b[2Jb
+    """
+    return _CONTROL.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii").replace(r"\r", r"\x0d")

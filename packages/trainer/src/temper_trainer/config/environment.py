@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from temper_engine_api.errors import ConfigError, format_install
-from temper_trainer.settings.import_path import import_object, is_import_path
+from temper_trainer.settings.names import import_object, is_import_path
 from temper_trainer.settings.ranges import (
     NonNegativeInt,
     PositiveFloat,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import RecordSource
-from temper_trainer.settings.import_path import is_import_path
+from temper_trainer.settings.names import is_import_path
 
 
 class DataError(TemperError, ValueError):

@@ -21,7 +21,7 @@ from temper_trainer.environment.gateway.responses import MODEL
 from temper_trainer.environment.protocol import AgentOutcome, SampleFunction
 from temper_trainer.environment.python_process import kill_group, kill_group_on_exit
 from temper_trainer.environment.tool_calls import CallMarkers
-from temper_trainer.settings.import_path import import_object
+from temper_trainer.settings.names import import_object
 from temper_trainer.types import Prompt
 
 INHERITED_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR")

@@ -39,8 +39,7 @@ from temper_trainer.metrics.timeline import (
     to_timeline_row,
 )
 from temper_trainer.metrics.trackers import Tracker, open_tracker
-from temper_trainer.redaction import redact_secrets
-from temper_trainer.terminal_text import escape_control_characters
+from temper_trainer.redaction import escape_control_characters, redact_secrets
 from temper_trainer.types import Rollout
 
 REPORT_INTERVAL_S = 60.0

@@ -1,12 +1,13 @@
-"""Reward functions by registered name or import path."""
+"""Reward functions by registered name or import path, and the names that data selects."""
 
 import difflib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from temper_engine_api.errors import ConfigError, format_install
+from temper_trainer.config.data import DataConfig
 from temper_trainer.config.reward import REWARD_MODEL, Argument, RewardConfig, RewardFunctionConfig
 from temper_trainer.reward.builtin_rewards import (
     exact_match,
@@ -15,7 +16,7 @@ from temper_trainer.reward.builtin_rewards import (
     math_verify,
 )
 from temper_trainer.reward.judge_endpoint import check_judge
-from temper_trainer.settings.import_path import import_object, is_import_path
+from temper_trainer.settings.names import import_object, is_import_path
 from temper_trainer.types import Prompt
 
 
@@ -138,3 +139,33 @@ def resolve_reward(config: RewardConfig | RewardFunctionConfig) -> RewardFunctio
             f"reward.arguments {dict(config.arguments)}: {error}."
         ) from error
     return function
+
+
+def find_unknown_rewards(config: RewardConfig, rewards: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a sentence for each row that selects an unknown reward.
+
+    An import path comes from its source, which is checked with the configuration.
+
+    Args:
+        config: The run's reward configuration.
+        rewards: Location and selected reward per row.
+    """
+    known = {"", *config.defined_names, *list_registered_names()}
+    if config.model is not None:
+        known.add(REWARD_MODEL)
+    for location, reward in rewards:
+        if reward not in known and not is_import_path(reward):
+            yield (
+                f"{location}: the row's reward is {reward!r}, which is not a reward: correct the "
+                f"row, or define it. There are {', '.join(sorted(known - {''}))}."
+            )
+
+
+def iterate_selected_rewards(data: DataConfig, reward: RewardConfig) -> Iterator[str]:
+    """Yield the configured reward names. Rows of data may select others."""
+    yield ""
+    for source in (*data.train_sources.values(), *data.eval_sources.values()):
+        if source.reward is not None:
+            yield source.reward
+        if source.reward_key is not None:
+            yield from reward.defined_names

@@ -1,9 +1,9 @@
-"""The transformers model of the `hf` sampler: build it, load weights, and run full passes.
+"""The transformers model of the `hf` sampler: build it, load weights, run and record full passes.
 
 A full pass has no KV cache. `kv_cache` has the attention that continues from earlier keys.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -311,3 +311,52 @@ class _CountedAttention(CausalAttention):
         """Count the call; see Attention."""
         self.num_calls += 1
         return super().attend(layer, query, key, value, rule=rule)
+
+
+class ExpertRecorder:
+    """Records the experts that all routers of a model choose in a pass, for routing replay."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the routers, which return logits, gate weights and experts [rows, K].
+
+        Raises:
+            ConfigError: If the model has no such routers.
+        """
+        routers = [
+            router
+            for module in model.modules()
+            if isinstance(getattr(module, "experts", None), nn.Module)
+            for name in ("gate", "router")
+            if isinstance(router := getattr(module, name, None), nn.Module)
+            and type(router).__name__.lower().endswith("router")
+        ]
+        if not routers:
+            raise ConfigError(
+                f"rollout.routing_replay is sampler, but {type(model).__name__} has no routers of "
+                "experts: set it to none."
+            )
+        self._choices: list[Tensor | None] = [None] * len(routers)
+        for index, router in enumerate(routers):
+            router.register_forward_hook(self._make_hook(index))
+
+    def _make_hook(
+        self, index: int
+    ) -> Callable[[nn.Module, tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]], None]:
+        def record(
+            _: nn.Module, __: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+        ) -> None:
+            self._choices[index] = output[2].to(torch.int16)
+
+        return record
+
+    def take(self, num_rows: int) -> Tensor:
+        """Return the choices from the last pass over `num_rows` sequences padded to equal length.
+
+        Returns:
+            [num_rows, padded length, layers, K] int16 on the CPU.
+        """
+        choices = [layer for layer in self._choices if layer is not None]
+        assert len(choices) == len(self._choices), "every router runs in every pass"
+        self._choices = [None] * len(choices)
+        by_row: Tensor = torch.stack(choices, dim=1).cpu().unflatten(0, (num_rows, -1))
+        return by_row

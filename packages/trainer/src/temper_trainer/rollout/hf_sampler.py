@@ -23,8 +23,8 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.progress import advance_progress
-from temper_trainer.rollout.expert_recorder import ExpertRecorder
 from temper_trainer.rollout.hf_model import (
+    ExpertRecorder,
     WeightTargets,
     build_model,
     check_layers,

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, Union, cast, dataclass_transform, get_args, get_origin
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.settings.import_path import import_object
-from temper_trainer.settings.names import suggest_name
+from temper_trainer.settings.names import import_object, suggest_name
 from temper_trainer.settings.ranges import check_ranges
 
 ClassT = TypeVar("ClassT", bound=type)

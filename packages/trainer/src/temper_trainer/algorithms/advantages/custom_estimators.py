@@ -7,7 +7,7 @@ from torch import Tensor
 
 from temper_engine_api.errors import BatchError, ConfigError
 from temper_trainer.algorithms.advantages.estimators.estimator import StepRewards
-from temper_trainer.settings.import_path import import_object
+from temper_trainer.settings.names import import_object
 from temper_trainer.settings.variants import Custom
 
 

@@ -24,7 +24,7 @@ from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from temper_trainer.data.loss_weights import describe_missing_weights
 from temper_trainer.data.rows import PreferenceRow, Row, describe_missing_label
 from temper_trainer.data.sources import count_rows, iterate_preferences, iterate_rows
-from temper_trainer.reward.row_rewards import find_unknown_rewards
+from temper_trainer.reward.registry import find_unknown_rewards
 
 NUM_CHECKED_ROWS = 100
 """Rows to check per file. The run checks all rows; these find a wrong key or format in

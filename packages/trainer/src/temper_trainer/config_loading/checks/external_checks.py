@@ -47,15 +47,14 @@ from temper_trainer.config_loading.checks.resumed_models import (
 from temper_trainer.config_loading.loading import is_set_by_user
 from temper_trainer.config_loading.resolved_config import LoadedConfig
 from temper_trainer.environment.sandbox import open_sandbox
-from temper_trainer.reward.registry import check_rewards
-from temper_trainer.reward.row_rewards import iterate_selected_rewards
+from temper_trainer.reward.registry import check_rewards, iterate_selected_rewards
 from temper_trainer.rollout.completion_record import CompletionReplay
 from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.rollout.vllm.server_addresses import read_addresses, read_token
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
 from temper_trainer.runtime.placement import find_missing_cpus
-from temper_trainer.settings.import_path import import_object
+from temper_trainer.settings.names import import_object
 from temper_trainer.settings.variants import Custom
 
 logger = logging.getLogger(__name__)

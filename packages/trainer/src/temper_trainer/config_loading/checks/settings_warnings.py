@@ -11,8 +11,7 @@ from temper_trainer.config.run import INFERENCE_TASKS, describe_short_epoch
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.checks.data_files import count_training_rows
 from temper_trainer.reward.judge_endpoint import warn_if_unreachable
-from temper_trainer.reward.registry import find_rewards
-from temper_trainer.reward.row_rewards import iterate_selected_rewards
+from temper_trainer.reward.registry import find_rewards, iterate_selected_rewards
 from temper_trainer.settings.variants import Custom
 
 logger = logging.getLogger(__name__)

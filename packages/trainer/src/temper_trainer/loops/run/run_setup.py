@@ -17,7 +17,7 @@ from temper_trainer.data.sources import load_preferences, load_rows
 from temper_trainer.loops.run.run_folder import RunFolder
 from temper_trainer.loops.run.run_tokenizer import load_or_train_tokenizer, uses_saved_tokenizer
 from temper_trainer.metrics.run_log import RunLog
-from temper_trainer.reward.row_rewards import find_unknown_rewards
+from temper_trainer.reward.registry import find_unknown_rewards
 from temper_trainer.runtime.checkpoint_verification import make_checkpoint_verifier
 
 
