@@ -168,17 +168,7 @@ def _list_rules() -> Iterator[tuple[int, str, tuple[tuple[int, int, int, int], .
     thread_flags = (0, _MASKED_EQUAL, _CLONE_THREAD | _NEW_NAMESPACES, _CLONE_THREAD)
     yield _ALLOW, "clone", (thread_flags,)
     yield _ERRNO | errno.EPERM, "clone", ((0, _MASKED_EQUAL, _CLONE_THREAD, 0),)
-    for name in [
-        "fork",
-        "vfork",
-        "socket",
-        "ptrace",
-        "unshare",
-        "setns",
-        "mount",
-        "umount2",
-        "chroot",
-    ]:
+    for name in _FORBIDDEN_CALLS:
         yield _ERRNO | errno.EPERM, name, ()
     yield _ALLOW, "socketpair", ((0, _EQUAL, _AF_UNIX, 0),)
     for request in _TERMINAL_QUERIES:
