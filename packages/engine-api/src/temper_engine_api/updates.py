@@ -292,7 +292,8 @@ class UpdateCycle:
             return ""
         return (
             f" The fp16 loss scale has dropped to {self.loss_scale.value}: if it started too high, "
-            "lower precision.initial_loss_scale; otherwise use precision.compute bf16."
+            "lower precision.initial_loss_scale, without a checkpoint, which restores its own "
+            "scale; otherwise use precision.compute bf16."
         )
 
     def state_dict(self) -> dict[str, object]:

@@ -51,6 +51,17 @@ def test_scale_of_new_weights_has_no_effect_with_a_checkpoint() -> None:
     assert not list_warned_keys(key, has_checkpoint=False, has_warm_start=False)
 
 
+def test_initial_loss_scale_has_no_effect_with_a_checkpoint_that_has_one() -> None:
+    key, compute = (f"actor.engine.precision.{n}" for n in ("initial_loss_scale", "compute"))
+    before: dict[str, object] = {key: 1024.0, compute: "fp16"}
+    after = before | {key: 64.0}
+    parts = ("actor", "trainer")
+    assert list_warnings(before, after, restored_parts=parts) == [key]
+    assert not list_warnings(before, after)
+    # A checkpoint of bf16 has no scale.
+    assert not list_warnings({compute: "bf16"}, after, restored_parts=parts)
+
+
 def test_finished_warm_start_is_not_repeated_even_without_a_checkpoint() -> None:
     keys = ("actor.engine.model.seed", "algorithm.entropy_coef", "warm_start.total_steps")
     assert list_warned_keys(*keys, has_checkpoint=False, has_warm_start=True) == [

@@ -84,6 +84,7 @@ def describe_changes(
         yield f"  {key}: {_format_value(before, key)} -> {_format_value(after, key)}"
     fixed_settings = [
         *_list_restored_settings(restored_parts),
+        _find_restored_loss_scales(before, after, parts=restored_parts),
         *([TOKENIZER] if has_saved_tokenizer else ()),
         *([WARM_START] if restored_parts or has_warm_start_model else ()),
         *([_find_replaced_models(before, after)] if has_warm_start_model else ()),
@@ -129,6 +130,21 @@ def _list_restored_settings(parts: Collection[str]) -> Iterator[FixedSetting]:
         )
     if parts:
         yield WRITES_NO_COMPLETIONS
+
+
+def _find_restored_loss_scales(
+    before: Mapping[str, object], after: Mapping[str, object], *, parts: Collection[str]
+) -> FixedSetting:
+    """Return the loss scales that are loaded: only a role with fp16 saves and loads one."""
+    precisions = [f"{role}.engine.precision" for role in ROLES if role in parts]
+    return FixedSetting(
+        keys=tuple(
+            f"{precision}.initial_loss_scale"
+            for precision in precisions
+            if before.get(f"{precision}.compute") == after.get(f"{precision}.compute") == "fp16"
+        ),
+        source="the checkpoint contains the current scale",
+    )
 
 
 def _find_replaced_models(
