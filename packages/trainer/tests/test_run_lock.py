@@ -14,6 +14,7 @@ import pytest
 from filelock._util import exchange_names
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.run_folder_checks import find_wrong_entries
 from temper_trainer.run_lock import LOCK_FILE, RunLock, RunLockLostError, find_lock_refusal
 
 HOLDER = """
@@ -312,6 +313,15 @@ def test_file_instead_of_the_run_folder_is_refused(tmp_path: Path) -> None:
         RunLock(tmp_path / "file"),
     ):
         pass
+
+
+def test_folder_instead_of_the_lock_file_is_refused_in_the_words_of_the_check(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / LOCK_FILE).mkdir()
+    with pytest.raises(ConfigError) as refusal, RunLock(tmp_path):
+        pass
+    assert [str(refusal.value)] == list(find_wrong_entries(tmp_path))
 
 
 @pytest.mark.skipif(

@@ -20,6 +20,7 @@ from filelock import OwnerRecord, SoftFileLease, Timeout
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_engine_api.process_folders import open_temporary_folder
+from temper_trainer.config.run_folder_checks import describe_folder_in_place_of_file
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class RunLock:
             self._has_made_folder = not self._folder.exists()
             self._folder.mkdir(parents=True, exist_ok=True)
             self._acquire()
+        except IsADirectoryError as error:
+            raise ConfigError(describe_folder_in_place_of_file(self._folder / LOCK_FILE)) from error
         except OSError as error:
             raise ConfigError(describe_write_error(self._folder, error)) from error
         return self

@@ -33,7 +33,8 @@ _FOLDERS = (
 )
 _FILES = (
     *("config.yaml", "config_origins.yaml", ".trained_config.yaml", UNTRAINED),
-    *("metrics.jsonl", "samples.jsonl", "run_id", "starts.jsonl"),
+    *("metrics.jsonl", "samples.jsonl", "timeline.jsonl", "rollouts.jsonl"),
+    *("run.lock", "run_id", "starts.jsonl"),
     *("report.html", ".report.html.partial", "curves.png", ".curves.partial.png"),
     *("wandb_id.txt", "trackio_run.txt", "mlflow_run.txt", "mlflow.db", "prometheus_token"),
 )
@@ -61,7 +62,12 @@ def find_wrong_entries(folder: Path) -> Iterator[str]:
     for name in _FILES:
         path = folder / name
         if path.is_dir():
-            yield f"{path} is a folder, but must be a file: rename or remove it."
+            yield describe_folder_in_place_of_file(path)
+
+
+def describe_folder_in_place_of_file(path: Path) -> str:
+    """Return the error message for a folder with the name of a file that the run writes."""
+    return f"{path} is a folder, but must be a file: rename or remove it."
 
 
 def find_inputs_in_run_folder(config: object, folder: Path) -> Iterator[str]:
