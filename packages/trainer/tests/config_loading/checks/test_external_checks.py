@@ -581,8 +581,31 @@ def test_agent_that_cannot_be_started_is_refused_before_the_run(there: list[str]
     assert "environment.arguments.function names 'missing' in json" in refusal(
         [*agent, "+environment.arguments={function: 'json:missing'}"]
     )
-    assert "address" in refusal([*agent, "+environment.arguments={command: a, address: '0.0.0.0'}"])
-    check_external_objects(load([*agent, "+environment.arguments={command: a}"]).config)
+    assert "address" in refusal(
+        [*agent, "+environment.arguments={command: sh, address: '0.0.0.0'}"]
+    )
+    check_external_objects(load([*agent, "+environment.arguments={command: 'sh agent.sh'}"]).config)
+
+
+@pytest.mark.parametrize("name", ["agent", "mcp"])
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("no-such-program --stdio", "but there is no program no-such-program: install it"),
+        ("{folder}/train.jsonl", "but there is no program {folder}/train.jsonl: install it"),
+        ("sh -c 'exit", "which cannot be split into words (No closing quotation)"),
+        ("''", "but there is no program '': install it"),
+        ("", "environment.arguments.command is empty: give a program"),
+    ],
+)
+def test_command_that_is_no_program_is_refused_before_the_run(
+    there: list[str], tmp_path: Path, name: str, command: str, problem: str
+) -> None:
+    value = json.dumps(command.format(folder=tmp_path))
+    message = refusal(
+        [*there, f"+environment.name={name}", f"+environment.arguments={{command: {value}}}"]
+    )
+    assert problem.format(folder=tmp_path) in message
 
 
 def test_python_tool_without_its_sandbox_is_refused_before_the_run(

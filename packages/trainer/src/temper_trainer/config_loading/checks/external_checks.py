@@ -8,6 +8,7 @@ import inspect
 import ipaddress
 import json
 import logging
+import shlex
 import shutil
 import socket
 import subprocess
@@ -83,7 +84,8 @@ def check_external_objects(config: TrainerConfig) -> None:
         raise ConfigError("\n".join(problems))
     if config.generates_completions:
         check_rewards(config.reward, iterate_selected_rewards(config.data, config.reward))
-    for environment in config.all_environments.values():
+    for key, environment in config.all_environments.items():
+        _check_command(environment, key=key)
         if environment.name not in BUILT_IN_ENVIRONMENTS:
             _check_custom_environment(environment)
         elif environment.name == "python":
@@ -267,6 +269,30 @@ def _list_versions(python: str) -> dict[str, str] | None:
         )
     answer: dict[str, str] = json.loads(done.stdout)
     return answer
+
+
+def _check_command(config: EnvironmentConfig, *, key: str) -> None:
+    """Raise if the command of an agent or an MCP server is no program of this host.
+
+    Environments run where the run starts, also with Ray.
+    """
+    command = config.arguments.get("command")
+    if config.name not in ("agent", "mcp") or not isinstance(command, str):
+        return
+    setting = f"{key}.arguments.command is {command or 'empty'}"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(
+            f"{setting}, which cannot be split into words ({error}): quote it as for a shell."
+        ) from error
+    if not words:
+        raise ConfigError(f"{setting}: give a program and its arguments.")
+    if shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"{setting}, but there is no program {words[0] or repr('')}: install it, or give its "
+            "path."
+        )
 
 
 def _check_custom_environment(config: EnvironmentConfig) -> None:
