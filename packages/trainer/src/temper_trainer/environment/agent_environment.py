@@ -19,8 +19,8 @@ from temper_trainer.config.run import LOOPBACK
 from temper_trainer.environment.gateway.gateway_server import GatewayServer, GatewaySession
 from temper_trainer.environment.gateway.responses import MODEL
 from temper_trainer.environment.protocol import AgentOutcome, SampleFunction
-from temper_trainer.environment.python_process import kill_group, kill_group_on_exit
 from temper_trainer.environment.tool_calls import CallMarkers
+from temper_trainer.process_groups import kill_group, kill_group_on_exit
 from temper_trainer.settings.names import import_object
 from temper_trainer.types import Prompt
 

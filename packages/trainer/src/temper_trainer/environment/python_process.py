@@ -2,14 +2,15 @@
 
 import os
 import selectors
-import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from temper_trainer.process_groups import kill_group, kill_group_on_exit
 
 MAX_OUTPUT_BYTES = 1 << 16
 """Bytes of stdout, and of stderr, after which a program is killed."""
@@ -31,9 +32,6 @@ code = sys.stdin.buffer.read().decode()
 exec(compile(code, "<tool>", "exec"), {"__name__": "__main__"})
 """
 """Lowers the limits NAME=VALUE in its arguments, then runs the program that it reads from stdin."""
-
-_WATCHER = 'read -r _; kill -s KILL -- "-$0"'
-"""Shell program that kills a process group when its standard input is closed."""
 
 _POLL_S = 0.02
 """Longest time between two checks of a process without output."""
@@ -247,34 +245,3 @@ class _Pipes:
         if not self._input:
             self._selector.unregister(self._stdin.fileno())
             self._stdin.close()
-
-
-@contextmanager
-def kill_group_on_exit(group_id: int) -> Iterator[None]:
-    """Kill a process group if this process dies in the body, even by SIGKILL.
-
-    PR_SET_PDEATHSIG would end only the first process of the group, and exists only on Linux.
-    """
-    # In a session of its own, so that Ctrl-C in the terminal does not end it before this process.
-    watcher = subprocess.Popen(
-        ["/bin/sh", "-c", _WATCHER, str(group_id)],
-        stdin=subprocess.PIPE,
-        env={},
-        start_new_session=True,
-    )
-    with watcher:
-        try:
-            yield
-        finally:
-            # Kill the watcher before its stdin closes: it would kill the group id, which may by now
-            # belong to other processes.
-            watcher.kill()
-
-
-def kill_group(group_id: int) -> None:
-    try:
-        os.killpg(group_id, signal.SIGKILL)
-    except ProcessLookupError:  # the usual case: nothing of the group is left
-        pass
-    except PermissionError:  # macOS: only zombies are left
-        pass

@@ -1,0 +1,42 @@
+"""End the processes that this one has started, with their children, also after a SIGKILL."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_WATCHER = 'read -r _; kill -s KILL -- "-$0"'
+"""Shell program that kills a process group when its standard input is closed."""
+
+
+@contextmanager
+def kill_group_on_exit(group_id: int) -> Iterator[None]:
+    """Kill a process group if this process dies in the body, even by SIGKILL.
+
+    PR_SET_PDEATHSIG would end only the first process of the group, and exists only on Linux.
+    """
+    # In a session of its own, so that Ctrl-C in the terminal does not end it before this process.
+    watcher = subprocess.Popen(
+        ["/bin/sh", "-c", _WATCHER, str(group_id)],
+        stdin=subprocess.PIPE,
+        env={},
+        start_new_session=True,
+    )
+    with watcher:
+        try:
+            yield
+        finally:
+            # Kill the watcher before its stdin closes: it would kill the group id, which may by now
+            # belong to other processes.
+            watcher.kill()
+
+
+def kill_group(group_id: int) -> None:
+    """Kill a process group, if it exists."""
+    try:
+        os.killpg(group_id, signal.SIGKILL)
+    except ProcessLookupError:  # the usual case: nothing of the group is left
+        pass
+    except PermissionError:  # macOS: only zombies are left
+        pass
