@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from packages.trainer.tests.rollout.models_for_tests import make_requests
+from packages.trainer.tests.rollout.models_for_tests import make_requests, make_tokenizer
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.process_folders import remove_orphans
+from temper_trainer import redaction
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.config_loading import load
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm import server_process
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.server_process import ServerProcess
+from temper_trainer.rollout.vllm.server_spec import build_server_spec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import DeviceLocation
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
@@ -113,6 +116,43 @@ def test_server_without_vllm_names_the_package_to_install(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=sentence):
             server.start()
     assert server.process_id is None
+
+
+def test_server_gets_only_the_secrets_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_registered", {"the key of a judge"})
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    token = "+rollout.vllm.engine_kwargs.hf_token=${oc.env:HF_TOKEN}"
+    config = load(["experiment=quickstart", "rollout=vllm", token]).config
+    spec = build_server_spec(config, tokenizer=make_tokenizer())
+    assert spec.arguments["hf_token"] == "hf_abcdefgh"
+    assert spec.secrets == ("hf_abcdefgh",)
+
+
+def test_log_of_a_server_hides_the_secrets_of_its_arguments(tmp_path: Path) -> None:
+    secret = "given to the engine"
+    package = tmp_path / "vllm"
+    package.mkdir()
+    # LLM.__init__ logs its arguments, and errors quote them.
+    (package / "__init__.py").write_text(
+        "import os\nprint('non-default args:', os.environ['GIVEN'], flush=True)\n"
+        "raise RuntimeError('no access with ' + os.environ['GIVEN'])\n"
+    )
+    server = ServerProcess(
+        replace(SPEC, environment={"GIVEN": secret}, secrets=(secret,)),
+        name="r",
+        python=sys.executable,
+        log_file=tmp_path / "replica.log",
+        start_timeout_s=240,
+        stall_timeout_s=60,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+        with pytest.raises(ReplicaError, match="ended while it built its model"):
+            server.start()
+    log = (tmp_path / "replica.log").read_text()
+    assert secret not in log
+    assert "non-default args: <hidden>" in log
+    assert "RuntimeError: no access with <hidden>" in log
 
 
 def test_missing_interpreter_is_named(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class ServerSpec:
     """A temporary directory of this server, which the trainer creates and removes."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that the server sets before it imports vLLM."""
+    secrets: tuple[str, ...] = ()
+    """Parts of `arguments` that the server hides in its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,11 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from temper_trainer.redaction import (
+    print_redacted_traceback,
+    redact_standard_streams,
+    register_secrets,
+)
 from temper_trainer.rollout.vllm.messages import (
     Call,
     CallError,
@@ -156,6 +161,9 @@ def kill_process_group() -> None:
 
 def main(descriptor: int) -> None:
     """Build the engine and serve the trainer at the other end of the socket pair."""
+    # Before vLLM is imported, whose log handlers keep the stream that they find.
+    redact_standard_streams()
+    sys.excepthook = print_redacted_traceback
     # vLLM's workers must not inherit the socket. Otherwise it stays open when this process ends,
     # and the trainer does not notice.
     os.set_inheritable(descriptor, False)
@@ -168,6 +176,7 @@ def main(descriptor: int) -> None:
         sys.exit(problem)
     spec = decode(connection.recv_bytes())
     assert isinstance(spec, ServerSpec)
+    register_secrets(spec.secrets)
     inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(connection, inbox), daemon=True).start()
     if not spec.directory:

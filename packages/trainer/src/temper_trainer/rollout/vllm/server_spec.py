@@ -1,5 +1,6 @@
 """Build the ServerSpec for a run or a teacher from the configuration."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -9,6 +10,7 @@ from temper_engine_api.process_folders import open_temporary_folder
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import INFERENCE_TASKS, LOOPBACK
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.redaction import list_registered_secrets
 from temper_trainer.rollout.hf_model import read_end_token_ids
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
 from temper_trainer.rollout.vllm.served_adapters import ServedAdapter
@@ -65,8 +67,9 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
             AutoModelForCausalLM._model_mapping[type(text_config)].__name__
         ]
         files = _make_config_files(text_config, tokenizer)
+    arguments |= vllm.engine_kwargs
     return ServerSpec(
-        arguments=arguments | dict(vllm.engine_kwargs),
+        arguments=arguments,
         files=files,
         end_token_ids=tuple(
             sorted(read_end_token_ids(model, tokenizer_end=tokenizer.eos_token_id))
@@ -76,6 +79,7 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
         sleep_level=vllm.sleep_level,
         has_expert_choices=replays_sampler,
         environment=_make_environment(eager=vllm.enforce_eager),
+        secrets=_find_secrets(arguments),
     )
 
 
@@ -166,6 +170,14 @@ def _build_arguments(
             "max_lora_rank": adapter.server_rank,
         }
     return arguments | {name: value for name, value in optional.items() if value is not None}
+
+
+def _find_secrets(arguments: Mapping[str, Argument]) -> tuple[str, ...]:
+    """Return the secrets of this process that are in arguments; servers need no others."""
+    texts = [value for value in arguments.values() if isinstance(value, str)]
+    return tuple(
+        secret for secret in list_registered_secrets() if any(secret in text for text in texts)
+    )
 
 
 def _count_max_tokens(config: TrainerConfig) -> int:
