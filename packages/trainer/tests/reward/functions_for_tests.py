@@ -4,9 +4,11 @@ import ctypes
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from temper_trainer.types import Prompt
 
@@ -33,6 +35,15 @@ def follow_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> 
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
     return 1.0 if completion_text == "seize" else float(completion_text) + bonus
+
+
+def run_program(prompt: Prompt, completion_text: str) -> float:
+    """Run a program without end, whose process id is written into a file."""
+    with subprocess.Popen(["sleep", "600"]) as program:
+        written = Path(f"{completion_text}.partial")
+        written.write_text(str(program.pid))
+        written.rename(completion_text)
+    return 1.0
 
 
 def log_text(prompt: Prompt, completion_text: str) -> float:

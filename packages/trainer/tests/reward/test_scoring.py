@@ -139,21 +139,22 @@ from temper_trainer.reward.scoring import Scorer
 from temper_trainer.types import Prompt
 prompt = Prompt(prompt_id=0, text="?", tokens=(1,), answer="", location="")
 if __name__ == "__main__":
-    with Scorer(RewardConfig(function="functions_for_tests:follow_text", num_workers=1)) as scorer:
-        scorer.score([(prompt, "1")])
-        print("ready", flush=True)
-        scorer.score([(prompt, "hang")])
+    with Scorer(RewardConfig(function="functions_for_tests:run_program", num_workers=1)) as scorer:
+        scorer.score([(prompt, "program")])
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc (Linux)")
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["hangs", "stopped"])
-def test_busy_worker_does_not_outlive_a_killed_driver(tmp_path: Path, is_stopped: bool) -> None:
+def test_busy_worker_and_its_program_do_not_outlive_a_killed_driver(
+    tmp_path: Path, is_stopped: bool
+) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)
     command = [sys.executable, str(tmp_path / "driver.py"), str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        assert driver.stdout.readline() == "ready\n"
+    with subprocess.Popen(command, cwd=tmp_path) as driver:
+        while not (tmp_path / "program").exists():
+            assert driver.poll() is None
+            time.sleep(0.05)
         workers = [
             pid
             for pid in children(driver.pid)
@@ -163,12 +164,31 @@ def test_busy_worker_does_not_outlive_a_killed_driver(tmp_path: Path, is_stopped
         if is_stopped:
             os.kill(workers[0], signal.SIGSTOP)
         driver.kill()
+    assert find_left([*workers, int((tmp_path / "program").read_text())]) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc (Linux)")
+def test_program_that_a_call_has_started_ends_with_its_time_limit(tmp_path: Path) -> None:
+    config = replace(
+        PATIENT, num_workers=1, timeout_s=3.0, function="functions_for_tests:run_program"
+    )
+    with Scorer(config) as scorer:
+        (score,) = scorer.score(items(str(tmp_path / "program")))
+        assert score.failure is not None
+        assert score.failure.startswith("timeout")
+        assert find_left([int((tmp_path / "program").read_text())]) == []
+
+
+def find_left(processes: list[int]) -> list[int]:
+    """Return which processes have not ended after 10 s, and end them."""
     deadline = time.monotonic() + 10
-    while (is_left := Path(f"/proc/{workers[0]}/exe").exists()) and time.monotonic() < deadline:
+    while (
+        left := [each for each in processes if Path(f"/proc/{each}/exe").exists()]
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
-    if is_left:
-        os.kill(workers[0], signal.SIGKILL)
-    assert not is_left
+    for each in left:
+        os.kill(each, signal.SIGKILL)
+    return left
 
 
 def children(process: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Call reward functions with a time limit in worker processes (reward.num_workers above 0).
 
-A process whose call hangs or crashes is killed and replaced. `reward_threads` makes calls in
-threads of the driver instead.
+A process whose call hangs or crashes is killed and replaced, with the programs that it has started.
+`reward_threads` makes calls in threads of the driver instead.
 """
 
 import ctypes
@@ -14,11 +14,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
+from temper_trainer.process_groups import kill_group, kill_group_on_exit
 from temper_trainer.redaction import (
     configure_logging,
     list_registered_secrets,
@@ -203,6 +205,10 @@ class _Worker:
             daemon=True,
         )
         self.process.start()
+        assert self.process.pid is not None
+        self._group = self.process.pid
+        self._watch = ExitStack()
+        self._watch.enter_context(kill_group_on_exit(self._group))
         # The process must be the only one with that end: otherwise its death would not close the
         # connection.
         child_connection.close()
@@ -236,9 +242,11 @@ class _Worker:
         return outcome
 
     def kill(self) -> None:
-        """Kill the process and wait for its end."""
-        self.process.kill()
+        """Kill the process and the programs that it has started, and wait for its end."""
+        kill_group(self._group)
+        self.process.kill()  # while it starts, it is not yet in a group of its own
         self.process.join()
+        self._watch.close()
         self.connection.close()
 
 
@@ -246,6 +254,8 @@ def _serve(connection: Connection, pickled_call: bytes, secrets: Sequence[str]) 
     """Receive items and send their outcomes, until the driver is gone."""
     try:
         _die_with_driver()
+        # A group of its own, with which the programs end that the function starts.
+        os.setsid()
         # What the function prints must hide the same values as the driver's output.
         register_secrets(secrets)
         redact_standard_streams()
@@ -261,7 +271,8 @@ def _serve(connection: Connection, pickled_call: bytes, secrets: Sequence[str]) 
 def _die_with_driver() -> None:
     """Have the kernel kill this process when the driver dies.
 
-    A function that hangs, or a process that is stopped, would not notice the closed connection.
+    A function that hangs, or a process that is stopped, would not notice the closed connection. The
+    watcher of its group kills it too, but not before this process has made that group.
     """
     if sys.platform != "linux":
         return
