@@ -1,6 +1,9 @@
 """An MCP server over its standard input and output, made with the package's own classes."""
 
 import os
+import subprocess
+import time
+from pathlib import Path
 
 from mcp.server import MCPServer
 
@@ -26,6 +29,16 @@ def count() -> str:
 def measure(text: str) -> str:
     """Return the number of characters of a text."""
     return str(len(text))
+
+
+@server.tool()
+def hang(file: str) -> str:
+    """Start a program, write the ids of both processes into a file, and never return."""
+    program = subprocess.Popen(["sleep", "600"])
+    Path(f"{file}.partial").write_text(f"{os.getpid()} {program.pid}")
+    Path(f"{file}.partial").rename(file)
+    time.sleep(600)
+    return ""
 
 
 @server.tool()

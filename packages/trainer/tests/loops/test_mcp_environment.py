@@ -1,8 +1,12 @@
 """Tools of a real MCP server over stdio, in rollouts and in a run."""
 
 import asyncio
+import os
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -105,6 +109,32 @@ def test_server_that_does_not_start_is_named() -> None:
             await call('<tool>{"name": "add", "arguments": {}}</tool>')
 
     use_tools(use, command="no-such-program --stdio")
+
+
+DRIVER = """
+import asyncio, sys
+from temper_trainer.environment.mcp_environment import McpServer
+asyncio.run(McpServer(sys.argv[1]).call("hang", {"file": sys.argv[2]}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc (Linux)")
+def test_server_in_a_call_and_its_program_do_not_outlive_a_killed_driver(tmp_path: Path) -> None:
+    file = tmp_path / "processes"
+    with subprocess.Popen([sys.executable, "-c", DRIVER, COMMAND, str(file)]) as driver:
+        while not file.exists():
+            assert driver.poll() is None
+            time.sleep(0.05)
+        driver.kill()
+    processes = file.read_text().split()
+    deadline = time.monotonic() + 10
+    while (
+        left := [each for each in processes if Path(f"/proc/{each}/exe").exists()]
+    ) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for each in left:
+        os.kill(int(each), signal.SIGKILL)
+    assert left == []
 
 
 def test_policy_is_trained_with_a_tool_of_a_server(

@@ -2,17 +2,27 @@
 
 import asyncio
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CallToolResult, TextContent
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import TemperError
+from temper_engine_api.process_folders import open_temporary_folder
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.text_environment import TextEnvironment, TextObservation
 from temper_trainer.environment.tool_calls import parse_call
+from temper_trainer.process_groups import kill_group, kill_group_on_exit
 from temper_trainer.types import Prompt
+
+_START = 'echo $$ >"$0" && exec "$@"'
+"""Shell program that writes its process id into a file and becomes the server."""
+_START_TIMEOUT_S = 60.0
+"""Maximum time for the shell to start, on a busy machine."""
 
 
 class McpServerError(TemperError, RuntimeError):
@@ -80,10 +90,8 @@ class McpServer:
 
     async def _serve(self, opened: "asyncio.Future[Client]", closing: asyncio.Event) -> None:
         """Keep the connection open until it is closed."""
-        command, *arguments = self._command
         try:
-            transport = stdio_client(StdioServerParameters(command=command, args=arguments))
-            async with Client(transport) as client:
+            async with Client(_open_streams(self._command)) as client:
                 opened.set_result(client)
                 try:
                     await closing.wait()
@@ -219,6 +227,31 @@ class McpFactory:
         """End the shared server."""
         if self._shared is not None:
             await self._shared.close()
+
+
+@asynccontextmanager
+async def _open_streams(command: Sequence[str]) -> AsyncIterator[tuple[Any, Any]]:
+    """Start a server and yield its streams. Its group is killed afterwards, or with this process.
+
+    A server in a call that blocks does not notice the end of its standard input.
+    """
+    with open_temporary_folder("mcp") as folder, ExitStack() as ending:
+        # The library makes a process group for the server, but keeps its id to itself.
+        file = folder / "process"
+        arguments = ["-c", _START, str(file), *command]
+        server = StdioServerParameters(command="/bin/sh", args=arguments)
+        async with stdio_client(server) as streams:
+            group = await _read_process_id(file)
+            ending.enter_context(kill_group_on_exit(group))
+            ending.callback(kill_group, group)
+            yield streams
+
+
+async def _read_process_id(file: Path) -> int:
+    async with asyncio.timeout(_START_TIMEOUT_S):
+        while not (file.exists() and file.read_text().endswith("\n")):
+            await asyncio.sleep(0.01)
+    return int(file.read_text())
 
 
 def _report(text: str, *, is_failed: bool) -> TextObservation:
