@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 from temper_engine_api.checkpoint import (
-    ENGINE_PART,
     CheckpointTransaction,
     ManifestInfo,
     PartReport,
@@ -51,6 +50,7 @@ from temper_trainer.checkpoint.step_contents import (
     check_step,
     check_trainer_state,
     find_engine_checkpoints,
+    find_role_parts,
     read_common_step,
 )
 from temper_trainer.checkpoint.trainer_state import TrainerState
@@ -428,25 +428,10 @@ class Checkpointer:
         Raises:
             CheckpointError: If the checkpoint lacks a role that this run has.
         """
-        engine_checkpoints = find_engine_checkpoints(directory)
-        for name, read in roles.items():
-            # Engine-only checkpoints have no reference: it is not trained, so its initial weights
-            # are already the right ones.
-            if engine_checkpoints and name == "ref":
-                continue
-            part = (
-                engine_checkpoints[name] / ENGINE_PART
-                if name in engine_checkpoints
-                else directory / name
-            )
-            if not part.is_dir():
-                raise CheckpointError(
-                    f"{directory} has no part for {name}, which this configuration has: resume "
-                    "with the configuration of the run that wrote it."
-                )
+        for name, part in find_role_parts(directory, roles).items():
             # Retention in another process must not delete the step while it is read.
             with lock_for_reading(part.parent):
-                read(str(part))
+                roles[name](str(part))
 
 
 def check_resume_step(step: int, *, total_steps: int, checkpoint: Path | None) -> None:

@@ -1,7 +1,7 @@
 """Read what a step directory contains: its parts, its step and the trainer's state."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from temper_engine_api.checkpoint import ENGINE_PART, find_step, list_complete_steps
@@ -35,6 +35,36 @@ def find_engine_checkpoints(path: Path) -> dict[str, Path]:
     return steps if all((step / ENGINE_PART).is_dir() for step in steps.values()) else {}
 
 
+def find_role_parts(checkpoint: Path, roles: Iterable[str]) -> dict[str, Path]:
+    """Return the directories from which a resumed run reads its roles.
+
+    Args:
+        checkpoint: A step directory, or an engine-only checkpoint.
+        roles: Roles of the run.
+
+    Raises:
+        CheckpointError: If the checkpoint lacks one of them.
+    """
+    engine_checkpoints = find_engine_checkpoints(checkpoint)
+    parts = {}
+    for name in roles:
+        # Engine-only checkpoints have no reference: it is not trained, so its initial weights are
+        # already the right ones.
+        if engine_checkpoints and name == "ref":
+            continue
+        parts[name] = (
+            engine_checkpoints[name] / ENGINE_PART
+            if name in engine_checkpoints
+            else checkpoint / name
+        )
+        if not parts[name].is_dir():
+            raise CheckpointError(
+                f"{checkpoint} has no part for {name}, which this configuration has: resume with "
+                "the configuration of the run that wrote it."
+            )
+    return parts
+
+
 def read_common_step(checkpoints: Mapping[str, Path]) -> int:
     """Return the step of an engine-only checkpoint.
 
@@ -57,7 +87,7 @@ def read_common_step(checkpoints: Mapping[str, Path]) -> int:
 def list_restored_parts(checkpoint: Path) -> set[str]:
     """Return the parts of a checkpoint that a resume reads: roles, and the trainer's part."""
     if engine_checkpoints := find_engine_checkpoints(checkpoint):
-        # See `Checkpointer.read_roles`.
+        # See `find_role_parts`.
         return engine_checkpoints.keys() - {"ref"}
     return {path.name for path in checkpoint.iterdir() if path.is_dir()}
 

@@ -314,6 +314,15 @@ def test_checkpoint_after_the_end_of_the_run_is_refused(there: list[str], tmp_pa
     check_external_objects(load([*resumed, "run.total_steps=5"]).config)
 
 
+def test_checkpoint_without_a_role_of_the_run_is_refused(there: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (step,) = save_steps(run, 2)
+    assert refusal([*there, f"run.dir={run}", "run.resume=auto", "algorithm=ppo"]) == (
+        f"{step} has no part for critic, which this configuration has: resume with the "
+        "configuration of the run that wrote it."
+    )
+
+
 def test_damaged_checkpoint_after_the_end_of_the_run_is_skipped_as_in_the_run(
     there: list[str], tmp_path: Path
 ) -> None:

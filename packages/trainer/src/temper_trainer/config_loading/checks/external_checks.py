@@ -25,6 +25,7 @@ from temper_engine_api.settings_check import find_write_error
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
+from temper_trainer.checkpoint.step_contents import find_role_parts
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.data import DatasetsSource
 from temper_trainer.config.environment import (
@@ -54,7 +55,7 @@ from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.rollout.vllm.server_addresses import read_addresses, read_token
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
-from temper_trainer.runtime.placement import find_missing_cpus
+from temper_trainer.runtime.placement import AVERAGED_ROLE, find_missing_cpus
 from temper_trainer.settings.names import import_object
 from temper_trainer.settings.variants import Custom
 
@@ -370,6 +371,9 @@ def _find_resume_problems(config: TrainerConfig) -> Iterator[str]:
             step = checkpointer.read_completed_steps(checkpoint, phase=config.phase)
             if run.total_epochs is None:
                 check_resume_step(step, total_steps=run.total_steps, checkpoint=checkpoint)
+            if config.phase == "rl":
+                averaged = () if config.averaged_engine is None else (AVERAGED_ROLE,)
+                find_role_parts(checkpoint, (*config.roles, *averaged))
             yield from find_resumed_model_problems(config, checkpoint)
     except CheckpointError as error:
         yield str(error)
