@@ -92,7 +92,8 @@ _MORE = {
     "messages": _MESSAGES,
     "reward_model": {"ground_truth": "1"},
 }
-_ROW = json.dumps(dict.fromkeys(_TEXTS, "1") | _MORE)
+_ROWS = f"{json.dumps(dict.fromkeys(_TEXTS, '1') | _MORE)}\n" * 64
+"""Rows of a data file; a run of epochs needs those of a step."""
 _TINY_CONFIG = {
     "model_type": "qwen2",
     "vocab_size": 64,
@@ -137,13 +138,13 @@ _RESULTS = ("runs/gsm8k_sft/huggingface", "runs/judge/huggingface", "warm/warm_s
 
 INPUTS = {
     **dict.fromkeys(
-        ("train.jsonl", "test.jsonl", "mine.jsonl", "pairs.jsonl", "test_pairs.jsonl"), _ROW
+        ("train.jsonl", "test.jsonl", "mine.jsonl", "pairs.jsonl", "test_pairs.jsonl"), _ROWS
     ),
     "labeled.jsonl": "".join(
         json.dumps({"prompt": "1", "completion": "2", "label": label}) + "\n"
         for label in (True, False)
     ),
-    **dict.fromkeys(("train.parquet", "test.parquet"), _ROW),
+    **dict.fromkeys(("train.parquet", "test.parquet"), _ROWS),
     **{
         f"{folder}/{name}": text
         for folder in (*_MODELS, *_RESULTS)
@@ -283,7 +284,8 @@ def write_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
     for name, text in inputs.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".parquet"):
-            parquet.write_table(pa.Table.from_pylist([json.loads(text)]), folder / name)
+            rows = [json.loads(line) for line in text.splitlines()]
+            parquet.write_table(pa.Table.from_pylist(rows), folder / name)
         else:
             (folder / name).write_text(text)
 

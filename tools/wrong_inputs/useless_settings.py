@@ -42,8 +42,7 @@ USELESS_SETTINGS = (
             *("data.train.prompt_key=problem", "data.train.answer_key=solution"),
             *("sampling.max_tokens=8", "run.total_epochs=1"),
         ),
-        exit_code=0,
-        expects="stop when it has read its data: run.total_epochs is 1, but the data has 4 problem",
+        expects="run.total_epochs is 1, but the data has 4 problems, less than a step",
         before=TOO_LATE,
     ),
     Case(

@@ -153,7 +153,10 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
 
 
 def _data(values: dict[str, Plain], *, is_parquet: bool) -> bytes:
-    """Return a file of one row with every field that any source of the configuration names."""
+    """Return a file of rows with every field that any source of the configuration names.
+
+    It has one row, or those of a step, which a run of epochs needs.
+    """
     row: dict[str, object] = {
         "question": "1",
         "answer": "1",
@@ -175,10 +178,12 @@ def _data(values: dict[str, Plain], *, is_parquet: bool) -> bytes:
         ):  # tools are only for prompts that are chat messages, as in the old files
             texts["prompt_key"] = MESSAGES[:1]
         _set(row, field, texts.get(key.rpartition(".")[2], "1"))
+    size = values.get("batching.prompts_per_step", 64) if values.get("run.total_epochs") else 1
+    rows = [row] * (size if isinstance(size, int) else 1)
     if not is_parquet:
-        return json.dumps(row).encode()
+        return "\n".join(map(json.dumps, rows)).encode()
     sink = io.BytesIO()
-    parquet.write_table(pa.Table.from_pylist([row]), sink)
+    parquet.write_table(pa.Table.from_pylist(rows), sink)
     return sink.getvalue()
 
 

@@ -7,7 +7,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
+from temper_trainer.config_loading.checks.external_checks import check_external_objects
 from temper_trainer.config_loading.checks.settings_warnings import (
     warn_about_aggregation,
     warn_about_settings,
@@ -168,12 +170,11 @@ def test_evaluation_on_training_data_is_a_warning(
     assert message.startswith(f"data.eval reads {tmp_path}/x/../rows.jsonl, which data.train train")
 
 
-def test_epoch_of_less_than_a_step_is_a_warning_in_the_words_of_the_run(
-    settings: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    overrides = [*settings, "run.total_epochs=3", "batching.prompts_per_step=32"]
-    (message,) = list_warnings(caplog, overrides)
+def test_epoch_of_less_than_a_step_is_refused_in_the_words_of_the_run(settings: list[str]) -> None:
+    config = load([*settings, "run.total_epochs=3", "batching.prompts_per_step=32"]).config
+    with pytest.raises(ConfigError) as of_check:
+        check_external_objects(config)
     with pytest.raises(DataError) as of_run:
-        with_run_length(load(overrides).config, num_problems=20)
-    assert message == f"the run will stop when it has read its data: {of_run.value}"
-    assert "run.total_epochs is 3, but the data has 20 problems" in message
+        with_run_length(config, num_problems=20)
+    assert str(of_check.value) == str(of_run.value)
+    assert "run.total_epochs is 3, but the data has 20 problems" in str(of_run.value)

@@ -16,7 +16,7 @@ from temper_trainer.config.data import (
     TokenizerConfig,
 )
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.run import INFERENCE_TASKS, RunConfig
+from temper_trainer.config.run import INFERENCE_TASKS, RunConfig, describe_short_epoch
 from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.checks.model_folders import has_chat_template
@@ -55,12 +55,12 @@ class FirstRows:
 
 def find_data_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield problems with local data files; remote paths are left to the run."""
-    for name, source in config.sources.items():
-        if isinstance(source, FileSource):
-            yield from _source_problems(name, source, config=config)
-        elif isinstance(source, ArithmeticSource):
-            first = read_first_rows(source, kind=None)
-            yield from _tokenizer_problems(name, first.rows, config=config)
+    problems = list(_find_source_problems(config))
+    yield from problems
+    if config.run.total_epochs is not None and not problems:
+        num_rows, size = count_training_rows(config), config.batching.prompts_per_step
+        if num_rows is not None and num_rows < size:
+            yield describe_short_epoch(config.run, num_problems=num_rows, prompts_per_step=size)
     if config.data.string_prompts == "user_message" and not has_chat_template(
         config.data, model_path=config.actor.engine.model.path
     ):
@@ -71,6 +71,15 @@ def find_data_problems(config: TrainerConfig) -> Iterator[str]:
             f"data.tools_path is {tools}, which is not a file (relative to {Path.cwd()}): correct "
             "the path."
         )
+
+
+def _find_source_problems(config: TrainerConfig) -> Iterator[str]:
+    for name, source in config.sources.items():
+        if isinstance(source, FileSource):
+            yield from _source_problems(name, source, config=config)
+        elif isinstance(source, ArithmeticSource):
+            first = read_first_rows(source, kind=None)
+            yield from _tokenizer_problems(name, first.rows, config=config)
 
 
 def count_training_rows(config: TrainerConfig) -> int | None:

@@ -7,7 +7,7 @@ from temper_engine_api.specs import OptimizerSpec, ScheduleSpec
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.data import FileSource
 from temper_trainer.config.environment import BUILT_IN_ENVIRONMENTS, load_environment_class
-from temper_trainer.config.run import INFERENCE_TASKS, describe_short_epoch
+from temper_trainer.config.run import INFERENCE_TASKS
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.checks.data_files import count_training_rows
 from temper_trainer.reward.judge_endpoint import warn_if_unreachable
@@ -133,10 +133,7 @@ def _warn_about_schedule(
 def _warn_about_data(config: TrainerConfig) -> None:
     """Log a warning for steps that repeat prompts, and for evaluations on training data."""
     size, num_rows = config.batching.prompts_per_step, count_training_rows(config)
-    if num_rows is not None and num_rows < size and config.run.total_epochs is not None:
-        problem = describe_short_epoch(config.run, num_problems=num_rows, prompts_per_step=size)
-        logger.warning("the run will stop when it has read its data: %s", problem)
-    elif num_rows is not None and num_rows < size:
+    if num_rows is not None and num_rows < size:
         logger.warning(
             "batching.prompts_per_step is %d, but the training data has %d rows, so every step "
             "has rows several times: lower it, or add rows",
