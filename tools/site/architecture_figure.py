@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIGURE = Path("docs") / "architecture.svg"
 
 WIDTH, ROW, GAP, MARGIN = 880, 44, 12, 24
+PADDING, MAX_FONT_SIZE = 8, 14.0
 INK, PAPER, FILLS = "#1f2937", "#ffffff", ("#dbeafe", "#dcfce7", "#fef3c7")
 
 
@@ -72,9 +73,10 @@ def _column(
     yield f'<text x="{left}" y="{MARGIN}" font-size="15" font-weight="bold">{escape(title)}</text>'
     for number, row in enumerate(rows):
         top = MARGIN + 14 + number * (ROW + GAP)
-        box_width = (width - GAP * (len(row) - 1)) / len(row)
-        for index, component in enumerate(row):
-            x = left + index * (box_width + GAP)
+        widths = _divide_width(row, width=width)
+        font_size = min(map(_fit_font_size, row, widths))
+        x = left
+        for component, box_width in zip(row, widths, strict=True):
             yield (
                 f'<rect x="{x:.1f}" y="{top}" width="{box_width:.1f}" height="{ROW}" rx="6" '
                 f'fill="{FILLS[number % 3]}" stroke="{INK}"/>'
@@ -82,13 +84,24 @@ def _column(
             center, baseline = x + box_width / 2, top + ROW / 2 + 5
             yield (
                 f'<text x="{center:.1f}" y="{baseline}" text-anchor="middle" '
-                f'font-size="{_fit_font_size(component, box_width)}">{escape(component)}</text>'
+                f'font-size="{font_size}">{escape(component)}</text>'
             )
+            x += box_width + GAP
+
+
+def _divide_width(row: Sequence[str], *, width: float) -> list[float]:
+    """Return equal widths of boxes, or widths by the number of letters if one would be too long."""
+    rest = width - GAP * (len(row) - 1)
+    equal = rest / len(row)
+    if all(_fit_font_size(text, equal) == MAX_FONT_SIZE for text in row):
+        return [equal] * len(row)
+    num_letters = sum(map(len, row))
+    return [PADDING + (rest - PADDING * len(row)) * len(text) / num_letters for text in row]
 
 
 def _fit_font_size(text: str, width: float) -> float:
     """Return the font size at which a text fits, if a letter is 0.6 times as wide as it is high."""
-    return round(min(14.0, (width - 8) / (0.6 * len(text))), 1)
+    return round(min(MAX_FONT_SIZE, (width - PADDING) / (0.6 * len(text))), 1)
 
 
 if __name__ == "__main__":
