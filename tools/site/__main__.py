@@ -31,6 +31,18 @@ ROOT = Path(__file__).resolve().parents[2]
 LANDING = Path("docs") / "index.md"
 """The page that becomes the site's landing page."""
 
+RARELY_SOUGHT = (
+    "docs/benchmarks/*.md",
+    "docs/decisions/*.md",
+    "docs/migration/config-rules.md",
+    "docs/records/*.md",
+    *(f"reference/{package}/*.md" for package in PACKAGES),
+)
+"""Pages that the search lists after all others.
+
+A user who searches for a setting finds guides and configuration before modules and decisions.
+"""
+
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -50,6 +62,10 @@ def gather_pages(root: Path, folder: Path) -> None:
     for package in PACKAGES:
         for name, text in _build_reference_pages(root, package).items():
             _write(pages / "reference" / package / name, text)
+    for pattern in RARELY_SOUGHT:
+        for page in pages.glob(pattern):
+            # A title counts 1000 times as much as text, so a factor such as 0.5 changes nothing.
+            page.write_text(f"---\nsearch: {{boost: 0.0001}}\n---\n{page.read_text()}")
     shutil.copy(Path(__file__).with_name("stylesheet.css"), pages)
     repository = f"repo_url: {REPOSITORY_URL}\n" if REPOSITORY_URL else ""
     _write(
@@ -129,10 +145,12 @@ def _read_summary(module: griffe.Module) -> str:
 
 def _format_plugins(root: Path) -> str:
     sources = ", ".join(str(root / "packages" / package / "src") for package in PACKAGES)
-    # The page's own heading is the module's name.
+    # The page's own heading is the module's name. Keys such as algorithm.group_size are found by
+    # their parts.
     return f"""\
 plugins:
-  - search
+  - search:
+      separator: '[\\s\\-,:!=\\[\\]()"`/.|<>]+'
   - mkdocstrings:
       handlers:
         python:

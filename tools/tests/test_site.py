@@ -77,9 +77,16 @@ def test_navigation_follows_a_users_work(site: Path) -> None:
 
 def test_every_module_has_a_page(site: Path) -> None:
     page = (site / "pages/reference/engine-api/temper_engine_api.batch.md").read_text()
-    assert page == "# batch\n\n::: temper_engine_api.batch\n"
+    head = "---\nsearch: {boost: 0.0001}\n---\n"
+    assert page == f"{head}# batch\n\n::: temper_engine_api.batch\n"
     index = (site / "pages/reference/engine-api/index.md").read_text()
     assert "| [temper_engine_api.batch](temper_engine_api.batch.md) | " in index
+
+
+def test_guides_are_found_before_modules_decisions_and_records(site: Path) -> None:
+    assert not (site / "pages/docs/how-to/data.md").read_text().startswith("---")
+    for page in ("reference/trainer/index.md", "docs/records/first_hour.md"):
+        assert (site / "pages" / page).read_text().startswith("---\nsearch: {boost: 0.")
 
 
 def test_repository_link_needs_an_address(
@@ -138,6 +145,8 @@ def test_figure_shows_the_components_of_the_contracts(tmp_path: Path) -> None:
     assert (ROOT / FIGURE).read_text() == draw_architecture(ROOT), (
         "draw it again: python -m tools.site.architecture_figure"
     )
+    sizes = [float(size) for size in re.findall(r'font-size="([^"]+)"', draw_architecture(ROOT))]
+    assert min(sizes) >= 11, "labels are too small to read"
     drawn = re.findall(r">([^<>]+)</text>", draw_architecture(ROOT))
     for row in contract_layers(ROOT, name="Folders of the trainer"):
         assert {component.strip("_") for component in row} <= set(drawn)
