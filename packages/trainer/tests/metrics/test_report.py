@@ -177,6 +177,13 @@ def test_report_has_a_dark_mode(page: tuple[Path, str]) -> None:
     assert "@media (prefers-color-scheme: dark)" in text
 
 
+def test_report_fits_the_screen_of_a_phone(page: tuple[Path, str]) -> None:
+    _, text = page
+    # Without it a phone shows the page in the width of a desktop.
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in text
+    assert "@media (max-width: 700px)" in text
+
+
 def test_long_completions_are_shortened_and_name_the_file(tmp_path: Path) -> None:
     with RunLog(
         tmp_path, trackers=("jsonl",), progress=False, console=Console(file=io.StringIO())

@@ -53,6 +53,11 @@ th, td { border-bottom: 1px solid #eceef1; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 td.text { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 30em; }
 td { font-family: ui-monospace, monospace; font-size: 12.5px; }
+td.text:first-child { min-width: 6em; }
+@media (max-width: 700px) {
+  table { display: block; overflow-x: auto; }
+  #samples td.text { min-width: 8em; }
+}
 img { max-width: 100%; }
 .result { font-size: 1.35em; font-weight: 600; margin: 0.2em 0 1em; }
 code { font-size: 12.5px; overflow-wrap: anywhere; }
@@ -105,7 +110,9 @@ def write_report(directory: Path) -> Path | None:
     }
     body = "".join(f"<h2>{title}</h2>{text}" for title, text in sections.items() if text)
     title = escape(directory.resolve().name)
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}{VIEW_STYLE}</style>'
+    viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    style = f"<style>{STYLE}{VIEW_STYLE}</style>"
+    head = f'<meta charset="utf-8">{viewport}<title>{title}</title>{style}'
     headline = f'<p class="result">{escape(result)}</p>' if result else ""
     page = f'<!doctype html><html lang="en">{head}<h1>{title}</h1>{headline}{body}</html>'
     path = directory / REPORT_FILE
