@@ -127,26 +127,3 @@ def test_path_has_no_effect_after_a_warm_start_for_copies_of_the_actors_model() 
 def test_settings_of_the_tokenizer_have_no_effect_once_weights_were_trained(key: str) -> None:
     assert list_warnings({key: 1}, {key: 2}) == []
     assert list_warnings({key: 1}, {key: 2}, has_saved_tokenizer=True) == [key]
-
-
-def test_setting_that_was_renamed_since_the_last_start_is_compared_under_its_new_name() -> None:
-    before: dict[str, object] = {
-        "algorithm.policy_loss": "clip_cov",
-        "algorithm.cov_share": 0.1,
-        "algorithm.kl_cov_coef": 1.0,
-        "actor.engine.residency.offload_optimizer": True,
-        "critic.engine.residency.offload_optimizer": True,
-    }
-    after: dict[str, object] = {
-        "algorithm.policy_loss.name": "clip_cov",
-        "algorithm.policy_loss.fraction": 0.2,
-        "actor.engine.offload.optimizer": True,
-        "critic.engine.offload.optimizer": False,
-    }
-    _, *lines = describe_changes(
-        before, after, restored_parts=(), has_warm_start_model=False, has_saved_tokenizer=False
-    )
-    assert lines == [
-        "  algorithm.policy_loss.fraction: 0.1 -> 0.2",
-        "  critic.engine.offload.optimizer: True -> False",
-    ]

@@ -87,10 +87,21 @@ def test_unknown_keys_of_an_old_configuration_are_not_all_listed(tmp_path: Path)
     assert (len(lines), lines[-1]) == (26, "and 5 more.")  # 25 shown, 30 - 25 = 5
 
 
+def test_file_that_another_version_wrote_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    text = "# digest 1\ndefaults: [temper, _self_]\nalgorithm:\n  gamma: 0.9\n"
+    (tmp_path / "config.yaml").write_text(text)
+    first, last = refusal(config_dir=tmp_path, config_name="config").splitlines()
+    assert first.startswith("there is no key algorithm.gamma: did you mean ")
+    assert last == (
+        "Another version of Temper wrote this config.yaml, with keys that are gone: start from "
+        "your own overrides or file."
+    )
+
+
 def test_removed_key_names_its_replacement() -> None:
     text = refusal("actor_rollout_ref.rollout.n=5")
     assert text.startswith(
-        "actor_rollout_ref.rollout.n was removed in 0.1; use: algorithm.group_size. "
+        "actor_rollout_ref.rollout.n is a key of the older generation; use: algorithm.group_size. "
     )
     assert "`temper-migrate explain actor_rollout_ref.rollout.n`" in text
 

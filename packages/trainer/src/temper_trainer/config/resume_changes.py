@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from temper_trainer.config.removed_keys import rename_settings
 from temper_trainer.config.run import ROLES
 from temper_trainer.settings.names import is_within
 
@@ -61,14 +60,12 @@ def describe_changes(
 
     Args:
         before: Settings of the last start that completed a step, by dotted key; empty without one.
-            Keys that have been renamed since are compared under their present names.
         after: Settings of this start.
         restored_parts: Parts of the checkpoint from which this start continues: roles, and
             ``trainer``; empty without a checkpoint.
         has_warm_start_model: True if this start uses the model of a warm start that is done.
         has_saved_tokenizer: True if this start uses the tokenizer of existing weights.
     """
-    before = rename_settings(before)
     changed = [
         key
         for key in sorted(before.keys() | after.keys())

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.removed_keys import OLD_CONFIG_HINT, OLD_CONFIG_NAMES
+from temper_trainer.config.removed_keys import describe_old_config
 from temper_trainer.config_loading.schema import Entry, Plain, flatten, to_plain
 from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.variant_choice import (
@@ -317,8 +317,10 @@ def _translate_hydra_error(error: Exception, *, repository: CachingConfigReposit
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         if not group:
-            sentence = f"there is no file {choice}.yaml: check --config-name and --config-dir."
-            return f"{sentence} {OLD_CONFIG_HINT}" if choice in OLD_CONFIG_NAMES else sentence
+            return (
+                f"there is no file {choice}.yaml: check --config-name and --config-dir."
+                f"{describe_old_config(choice)}"
+            )
         choices = ", ".join(repository.get_group_options(group))
         return f"there is no choice {choice} of the group {group}: " + (
             f"choose one of {choices}." if choices else "there is no such group."

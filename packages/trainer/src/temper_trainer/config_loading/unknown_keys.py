@@ -9,9 +9,8 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.removed_keys import (
     describe_refused_teacher_key,
     describe_removed_key,
-    describe_renamed_key,
 )
-from temper_trainer.config_loading.composition import ENGINE_GROUP, Layer
+from temper_trainer.config_loading.composition import ENGINE_GROUP, RUN_PREFIX, Layer
 from temper_trainer.config_loading.schema import ANY_NAME, Entry, Plain, collect_keys
 from temper_trainer.config_loading.variant_choice import TYPO_SIMILARITY, describe_foreign_key
 
@@ -45,6 +44,12 @@ def check_keys(
     ]
     if len(problems) > MAX_LISTED_PROBLEMS:
         problems[MAX_LISTED_PROBLEMS:] = [f"and {len(problems) - MAX_LISTED_PROBLEMS} more."]
+    unknown = [key for key in origins if not is_known_key(key, known=known)]
+    if any(origins[key].startswith(RUN_PREFIX) for key in unknown):
+        problems.append(
+            "Another version of Temper wrote this config.yaml, with keys that are gone: start from "
+            "your own overrides or file."
+        )
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -52,7 +57,6 @@ def check_keys(
 def _describe_problem(key: str, *, known: Mapping[str, Entry], engine: str) -> str:
     return (
         describe_removed_key(key)
-        or describe_renamed_key(key)
         or describe_refused_teacher_key(key)
         or _describe_key_of_other_engine(key, known=known, engine=engine)
         or f"there is no key {key}: {suggest_keys(key, known=known)}"
