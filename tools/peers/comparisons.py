@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tools.peers import openrlhf_adapters, slime_adapters, verl_adapters
+from tools.peers.correction_comparisons import list_correction_rows
 from tools.peers.loss_comparisons import list_loss_rows
 from tools.peers.nemo_comparisons import NEMO, list_nemo_rows, load_nemo
 from tools.peers.random_data import Data, Pair, Row, make_kinds
@@ -151,26 +152,6 @@ def _verl_kl(name: str) -> Callable[[Any, Data], Pair]:
     )
 
 
-def _verl_correction(part: str, **arguments: object) -> Callable[[Any, Data], Pair]:
-    def compute(module: Any, data: Data) -> Pair:
-        def call(function: Callable[..., tuple[Any, Tensor, object]]) -> Tensor:
-            weights, mask, _ = function(
-                old_log_prob=data.old,
-                rollout_log_prob=data.rollout,
-                response_mask=data.mask,
-                **arguments,
-            )
-            if part == "mask":
-                return mask
-            column: Tensor = weights.batch["rollout_is_weights"]
-            return column * data.mask
-
-        name = "compute_rollout_correction_and_rejection_mask"
-        return call(getattr(verl_adapters, name)), call(getattr(module, name))
-
-    return compute
-
-
 def _slime_losses(name: str, **arguments: float) -> Callable[[Any, Data], Pair]:
     def compute(module: Any, data: Data) -> Pair:
         logprobs, old = data.logprobs.reshape(-1), data.old.reshape(-1)
@@ -216,8 +197,8 @@ def _openrlhf_policy(
     return compute
 
 
-_VERL, _ROLLOUT = "verl.trainer.ppo.core_algos", "verl.trainer.ppo.rollout_corr_helper"
-_SLIME, _OPENRLHF = "slime.utils.ppo_utils", "openrlhf.models.loss"
+_VERL, _SLIME = "verl.trainer.ppo.core_algos", "slime.utils.ppo_utils"
+_OPENRLHF = "openrlhf.models.loss"
 _MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -234,34 +215,6 @@ def _list_verl_rows() -> list[Row]:
         ("verl", _VERL, "rloo", _verl_groups("compute_rloo_outcome_advantage")),
         ("verl", _VERL, "gae, returns", _verl_returns),
         *(("verl", _VERL, f"kl {name}", _verl_kl(name)) for name in ("k1", "k2", "k3", "k3+")),
-        *(
-            (
-                *("verl", _ROLLOUT, f"truncated weights, {level}"),
-                _verl_correction("weights", rollout_is=level, rollout_is_threshold=2.0),
-            )
-            for level in ("token", "sequence")
-        ),
-        (
-            *("verl", _ROLLOUT, "icepop weights"),
-            _verl_correction("weights", rollout_is="token", rollout_is_threshold="0.8_1.2"),
-        ),
-        *(
-            (
-                *("verl", _ROLLOUT, f"rejection by {option}"),
-                _verl_correction("mask", rollout_rs=option, rollout_rs_threshold=threshold),
-            )
-            for option, threshold in {
-                "token_k1": "0.8_1.3",
-                "token_k2": 0.05,
-                "token_k3": 0.05,
-                "seq_sum_k1": "0.6_1.4",
-                "seq_mean_k1": "0.9_1.1",
-                "seq_mean_k2": 0.04,
-                "seq_mean_k3": 0.04,
-                "seq_max_k2": 0.1,
-                "seq_max_k3": 0.1,
-            }.items()
-        ),
     ]
 
 
@@ -308,6 +261,7 @@ COMPARISONS = sorted(
         Comparison(project=project, module=module, name=name, compute=compute)
         for project, module, name, compute in (
             *_list_verl_rows(),
+            *list_correction_rows(),
             *_list_other_rows(),
             *list_loss_rows(),
             *list_nemo_rows(),

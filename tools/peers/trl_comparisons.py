@@ -8,6 +8,7 @@ from __future__ import annotations
 import __future__ as future
 
 import ast
+import contextlib
 import types
 from collections import defaultdict
 from collections.abc import Callable
@@ -29,10 +30,11 @@ from temper_trainer.algorithms.objectives.supervised_losses import (
     RewardModelObjective,
     SftObjective,
 )
+from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
 from temper_trainer.algorithms.preference_losses.reference_free_losses import Orpo, SimPo
-from temper_trainer.algorithms.preference_losses.reference_losses import Hinge
+from temper_trainer.algorithms.preference_losses.reference_losses import Dpo, Hinge
 from temper_trainer.algorithms.preference_losses.unpaired_losses import Kto
-from temper_trainer.algorithms.sft_losses import Dft
+from temper_trainer.algorithms.sft_losses import CrossEntropy, Dft, SftLoss
 from tools.peers.padded import compute_loss
 from tools.peers.preference_rows import (
     NUM_ROWS,
@@ -51,9 +53,10 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
         "_add_tail_bucket",
     ),
     "trl/trainer/utils.py": ("selective_log_softmax", "entropy_from_logits", "nanmin", "nanmax"),
-    "trl/trainer/sft_trainer.py": ("dft_loss",),
+    "trl/trainer/sft_trainer.py": ("dft_loss", "_chunk", "_chunked_cross_entropy_loss"),
     "trl/experimental/cpo/cpo_trainer.py": ("cpo_loss",),
     "trl/experimental/orpo/orpo_trainer.py": ("log1mexp", "odds_ratio_loss"),
+    "trl/trainer/dpo_trainer.py": ("_compute_loss",),
     "trl/trainer/kto_trainer.py": ("_compute_loss",),
     "trl/trainer/grpo_trainer.py": ("_compute_loss", "get_off_policy_mask"),
     "trl/trainer/reward_trainer.py": ("compute_loss",),
@@ -64,7 +67,13 @@ _FUNCTIONS: dict[str, tuple[str, ...]] = {
 def load_trl(checkout: Path) -> Any:
     """Return a module with the functions of `_FUNCTIONS`."""
     module = types.ModuleType(TRL)
-    module.__dict__.update(torch=torch, nn=nn, F=nn.functional)
+    module.__dict__.update(
+        torch=torch,
+        nn=nn,
+        F=nn.functional,
+        # The weights of the head are not sharded here.
+        maybe_gather_lm_head_ctx=lambda *_: contextlib.nullcontext(),
+    )
     for file, names in _FUNCTIONS.items():
         tree = ast.parse((checkout / file).read_text())
         definitions = [
@@ -109,13 +118,21 @@ def _compare_divergence(loss: TopKLoss, *, beta: float) -> Callable[[Any, Data],
     return compute
 
 
-def _compare_dft(module: Any, data: Data) -> Pair:
-    logprobs, logits = _make_logits(data.logprobs)
-    local = compute_loss(
-        SftObjective(loss=Dft()), mask=data.mask, output=(HeadOutput.LOGPROB, logprobs), columns={}
-    )
-    labels = nn.functional.pad(torch.where(data.mask > 0, 0, -100), (1, 0), value=-100)
-    return local, module.dft_loss(SimpleNamespace(logits=logits), labels)
+def _compare_sft(loss: SftLoss) -> Callable[[Any, Data], Pair]:
+    """Compare a loss of demonstrations; TRL's own cross-entropy is that of ``chunked_nll``."""
+
+    def compute(module: Any, data: Data) -> Pair:
+        logprobs, logits = _make_logits(data.logprobs)
+        output = (HeadOutput.LOGPROB, logprobs)
+        local = compute_loss(SftObjective(loss=loss), mask=data.mask, output=output, columns={})
+        labels = nn.functional.pad(torch.where(data.mask > 0, 0, -100), (1, 0), value=-100)
+        if isinstance(loss, Dft):
+            return local, module.dft_loss(SimpleNamespace(logits=logits), labels)
+        # With the identity as the weight of the head, the hidden states are the logits.
+        remote, *_ = module._chunked_cross_entropy_loss(logits, torch.eye(2), 5, labels)
+        return local, remote
+
+    return compute
 
 
 def _average_pairs(data: Data, is_chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,6 +164,44 @@ def _compare_hinge(module: Any, data: Data) -> Pair:
     losses, _, _ = module.cpo_loss(settings, logprobs[is_chosen], logprobs[~is_chosen])
     loss = Hinge(beta=0.3, reference="none")
     return compute_preference_loss(loss, data=selected, is_chosen=is_chosen), losses.mean()
+
+
+def _compare_dpo(loss_type: str, loss: PreferenceLoss) -> Callable[[Any, Data], Pair]:
+    """Compare a loss of pairs with that of ``DPOTrainer``."""
+
+    def compute(module: Any, data: Data) -> Pair:
+        selected, is_chosen = select_preferences(data)
+        local = compute_preference_loss(loss, data=selected, is_chosen=is_chosen)
+        # TRL's chosen rows are the first half.
+        order = torch.cat([is_chosen.nonzero()[:, 0], (~is_chosen).nonzero()[:, 0]])
+        _, logits = _make_logits(selected.logprobs[order])
+        mask = nn.functional.pad(selected.mask[order], (1, 0))
+        reference = (selected.ref * selected.mask).sum(-1)
+        inputs = {
+            "input_ids": torch.zeros_like(mask, dtype=torch.int64),
+            "attention_mask": torch.ones_like(mask),
+            "completion_mask": mask,
+            "ref_chosen_logps": reference[is_chosen],
+            "ref_rejected_logps": reference[~is_chosen],
+        }
+        settings = SimpleNamespace(
+            model=SimpleNamespace(training=True),
+            accelerator=_ACCELERATOR,
+            aux_loss_enabled=False,
+            ld_alpha=None,
+            precompute_ref_logps=True,
+            f_divergence_type="reverse_kl",
+            loss_types=[loss_type],
+            loss_weights=[1.0],
+            beta=0.3,
+            use_weighting=False,
+            _metrics={"train": defaultdict(list)},
+            _total_train_tokens=0,
+        )
+        outputs = SimpleNamespace(logits=logits)
+        return local, module.dpo_loss(settings, lambda **_: outputs, inputs, return_outputs=False)
+
+    return compute
 
 
 def _compare_orpo(module: Any, data: Data) -> Pair:
@@ -194,7 +249,9 @@ def _compare_kto(module: Any, data: Data) -> Pair:
     return local, remote
 
 
-_ACCELERATOR = SimpleNamespace(device="cpu", gather_for_metrics=lambda tensor: tensor)
+_ACCELERATOR = SimpleNamespace(
+    device="cpu", gather=lambda tensor: tensor, gather_for_metrics=lambda tensor: tensor
+)
 """Stands for accelerate's, of one process."""
 
 
@@ -228,7 +285,14 @@ def list_trl_rows() -> list[Row]:
                 *((JensenShannon(top_k=5, mixture=each), each) for each in (0.1, 0.3, 0.5, 0.9)),
             )
         ),
-        (TRL, TRL, "dft", _compare_dft),
+        (TRL, TRL, "sft, chunked_nll", _compare_sft(CrossEntropy())),
+        (TRL, TRL, "dft", _compare_sft(Dft())),
+        (TRL, TRL, "DPOTrainer: sigmoid", _compare_dpo("sigmoid", Dpo(beta=0.3))),
+        (
+            *(TRL, TRL, "DPOTrainer: sigmoid_norm"),
+            _compare_dpo("sigmoid_norm", Dpo(beta=0.3, length_normalized=True)),
+        ),
+        (TRL, TRL, "DPOTrainer: hinge", _compare_dpo("hinge", Hinge(beta=0.3))),
         (TRL, TRL, "hinge without a reference", _compare_hinge),
         (TRL, TRL, "simpo", _compare_simpo),
         (TRL, TRL, "orpo", _compare_orpo),

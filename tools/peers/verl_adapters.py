@@ -255,7 +255,7 @@ def _parse_bounds(threshold: str | float) -> tuple[float | None, float]:
     return (float(low), float(high)) if separator else (None, float(low))
 
 
-def _translate_rule(option: str, threshold: str | float) -> tuple[str, RejectionBounds]:
+def translate_rule(option: str, threshold: str | float) -> tuple[str, RejectionBounds]:
     """Return our rule of one of verl's options of rollout_rs."""
     scope, _, estimator = option.rpartition("_")
     over = scope.removeprefix("seq_")
@@ -319,7 +319,7 @@ def compute_rollout_correction_and_rejection_mask(
     }
     mask, weights = response_mask, None
     if options:
-        rules = dict(map(_translate_rule, options, thresholds))
+        rules = dict(map(translate_rule, options, thresholds))
         correction = compute_rollout_correction(
             Mask(reject=rules),
             samples=batch,
