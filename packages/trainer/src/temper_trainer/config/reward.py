@@ -244,27 +244,17 @@ def find_reward_conflicts(
 
 
 def find_component_conflicts(
-    reward: RewardConfig, *, train_sources: Mapping[str, DataSource]
+    reward: RewardConfig, *, estimator: str, train_sources: Mapping[str, DataSource]
 ) -> Iterator[str]:
     """Yield settings that contradict an estimator that normalizes several rewards separately."""
+    reads = f"algorithm.advantage {estimator}, which normalizes several rewards separately"
     if not reward.components:
-        yield (
-            "algorithm.advantage is gdpo, which normalizes several rewards separately, but "
-            "reward.components is empty: list them there."
-        )
+        yield f"reward.components is empty with {reads}: list the rewards there."
     if reward.shaping != ShapingConfig():
-        yield (
-            "reward.shaping has no effect with algorithm.advantage gdpo, which uses the unshaped "
-            "rewards: remove it."
-        )
-    if any(
-        source.reward is not None or source.reward_key is not None
-        for source in train_sources.values()
-    ):
-        yield (
-            "algorithm.advantage is gdpo, which needs the same reward.components for all "
-            "completions, but a source of training data has reward or reward_key: remove it."
-        )
+        yield f"reward.shaping has no effect with {reads}, before shaping: remove it."
+    for key, source in train_sources.items():
+        if source.reward is not None or source.reward_key is not None:
+            yield f"{key} has reward or reward_key, but all have the same with {reads}: remove it."
 
 
 def _find_reward_model_conflicts(

@@ -500,7 +500,11 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             "all completions would be equal: raise the temperature or top_k."
         )
     if config.algorithm.reads("components"):
-        yield from find_component_conflicts(config.reward, train_sources=config.data.train_sources)
+        yield from find_component_conflicts(
+            config.reward,
+            estimator=config.algorithm.advantage.name,
+            train_sources=config.data.train_sources,
+        )
     yield from find_data_conflicts(
         config.data,
         task=config.task,

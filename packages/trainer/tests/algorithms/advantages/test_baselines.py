@@ -84,7 +84,14 @@ def test_remax_needs_baselines_and_gdpo_needs_components() -> None:
         estimate_advantages(
             AlgorithmConfig(advantage=ReMax()), samples=TWO, rewards=torch.tensor([1.0, 0.0])
         )
-    with pytest.raises(BatchError, match=r"set reward\.components"):
+    with pytest.raises(BatchError, match=r"baselines are given .* are for remax alone"):
+        estimate_advantages(
+            AlgorithmConfig(),
+            samples=TWO,
+            rewards=torch.tensor([1.0, 0.0]),
+            baselines=torch.zeros(2),
+        )
+    with pytest.raises(BatchError, match=r"gdpo needs .* set reward\.components"):
         estimate_advantages(
             AlgorithmConfig(advantage=Gdpo()), samples=TWO, rewards=torch.tensor([1.0, 0.0])
         )

@@ -7,10 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from temper_engine_api.batch import from_sequences
 from temper_trainer.algorithms.advantages.estimators.pass_rate_estimators import (
+    MaxRl,
     compute_maxrl_advantages,
     compute_passk_advantages,
 )
+from temper_trainer.algorithms.advantages.step_advantages import estimate_advantages
+from temper_trainer.config.algorithm import AlgorithmConfig
 
 GROUPS = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0])),
@@ -35,6 +39,23 @@ def test_maxrl_gives_no_signal_where_the_mean_is_not_positive() -> None:
     # Means 0 and -1: a division would be infinite or turn the sign of every advantage.
     rewards, groups = torch.tensor([1.0, -1.0, 0.0, -2.0]), torch.tensor([0, 0, 1, 1])
     assert compute_maxrl_advantages(rewards, group_ids=groups).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(("lowest", "is_warned"), [(-1.0, True), (0.0, False)])
+def test_maxrl_warns_about_negative_rewards(
+    lowest: float, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = from_sequences(
+        [torch.tensor([5, 6])] * 2,
+        loss_masks=[torch.tensor([False, True])] * 2,
+        group_ids=[0, 0],
+    )
+    # A penalty makes the first reward negative, which is no reason to warn.
+    config = AlgorithmConfig(advantage=MaxRl(), kl_reward_coef=1.0)
+    kl = torch.full((4,), 0.5)
+    rewards = torch.tensor([lowest, 1.0])
+    estimate_advantages(config, samples=samples, rewards=rewards, kl=kl)
+    assert ("1 of 2 rewards are negative" in caplog.text) == is_warned
 
 
 def test_maxrl_gradient_is_that_of_the_log_pass_rate_for_large_groups() -> None:

@@ -49,9 +49,11 @@ def estimate_advantages(
         kl: [T] KL(policy, reference) from ``kl.estimate_kl``; required if the penalty has a weight.
         kl_coef: Weight of the KL penalty if a controller sets it; None takes
             ``config.kl_reward_coef``.
-        baselines: [B] rewards of the greedy completions; required for remax.
-        components: [B, K] rewards whose weighted sum is ``rewards``; required for gdpo.
-        component_weights: K component weights; required for gdpo.
+        baselines: [B] rewards of the greedy completions; required if the estimator has the input
+            ``baselines``, and refused otherwise.
+        components: [B, K] rewards whose weighted sum is ``rewards``; required if the estimator has
+            the input ``components``.
+        component_weights: K component weights, as for ``components``.
 
     Raises:
         BatchError: If an input is missing, not finite, or has the wrong shape.
@@ -163,14 +165,14 @@ def _check_estimator_inputs(
     if (baselines is not None) != config.reads("baselines"):
         raise BatchError(
             f"baselines are {'given' if baselines is not None else 'missing'} for "
-            f"algorithm.advantage {config.advantage.name}: remax needs the rewards of the greedy "
-            "completions, and no other estimator takes them."
+            f"algorithm.advantage {config.advantage.name}: the rewards of the greedy completions "
+            f"are for {' and '.join(list_estimators_with_input('baselines'))} alone."
         )
     has_components = components is not None and components.shape == (num_sequences, num_weights)
     if config.reads("components") and not has_components:
         raise BatchError(
-            "algorithm.advantage gdpo needs components [B, K] and K component_weights: set "
-            "reward.components."
+            f"algorithm.advantage {config.advantage.name} needs components [B, K] and K "
+            "component_weights: set reward.components."
         )
 
 

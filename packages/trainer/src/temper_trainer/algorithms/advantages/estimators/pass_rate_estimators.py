@@ -6,6 +6,7 @@ maximizes the best reward of a group, so that completions need not all be right.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from temper_trainer.algorithms.advantages.advantage_statistics import (
@@ -22,13 +23,25 @@ from temper_trainer.settings.variants import variant
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 
 @variant("maxrl")
 class MaxRl(AdvantageEstimator):
     """Difference to the group's mean reward, divided by this mean (arXiv:2602.02710)."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
-        """Return the advantages of ``compute_maxrl_advantages``."""
+        """Return the advantages of ``compute_maxrl_advantages``; warn about negative rewards."""
+        # Without the KL penalty, which is subtracted from them; the tolerance is that of rounding.
+        negative = step.rewards + step.penalty < -1e-6
+        if negative.any():
+            logger.warning(
+                "algorithm.advantage maxrl divides by the mean reward of a prompt, but %d of %d "
+                "rewards are negative: prompts whose mean is 0 or less do not train, and those "
+                "just above it train too strongly. Use rewards of at least 0",
+                int(negative.sum()),
+                negative.numel(),
+            )
         return compute_maxrl_advantages(step.rewards, group_ids=step.samples.group_ids), None
 
 
