@@ -19,6 +19,18 @@ SCRATCH = "reward.model.engine.model={architecture: {model_type: qwen2}, model_t
 JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
 
 
+@pytest.mark.parametrize("task", ["rl", "sft", "rm", "eval", "generate"])
+def test_task_without_its_data_is_refused_with_the_key(task: str) -> None:
+    key = "data.eval" if task in INFERENCE_TASKS else "data.train"
+    with pytest.raises(ConfigError, match=rf"{key} is not set, the data of task {task}: set {key}"):
+        load([BASE[1], f"task={task}"])
+
+
+def test_evaluation_needs_no_training_data() -> None:
+    config = load([BASE[1], "task=eval", "data.eval.paths=[test.jsonl]"]).config
+    assert list(config.data.sources) == ["data.eval"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [

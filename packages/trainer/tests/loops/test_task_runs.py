@@ -441,11 +441,11 @@ def test_tasks_eval_and_generate_score_and_write_completions(
     )
     model = (
         f"actor.engine.model.path={trained}",
-        data,
         "reward.function=exact_match",
         "run.num_threads=1",
     )
-    result = run(tmp_path / "eval", "task=eval", *model, "run.eval_sampling.max_tokens=8", base=())
+    short = "run.eval_sampling.max_tokens=8"
+    result = run(tmp_path / "eval", "task=eval", *model, data, short, base=())
     assert 0.0 <= result.evaluation["eval/greedy/reward"] <= 1.0
     named = write(
         tmp_path / "named.jsonl",
@@ -458,11 +458,11 @@ def test_tasks_eval_and_generate_score_and_write_completions(
         f"data.eval_sets.sums.paths={named}",
         "data.eval_sets.sums.category_key=level",
         "run.eval_sampling.temperature=0.5",
-        "run.eval_sampling.max_tokens=8",
+        short,
         "run.eval_num_completions=2",
         base=(),
     )
-    # Only the named set: data.train is evaluated only if nothing is held out.
+    # There is no data.train, which is evaluated only if nothing is held out.
     assert {name.rpartition("/")[0] for name in result.evaluation} == {
         "eval/sums/eval",
         "eval/sums/eval/0",
@@ -474,6 +474,7 @@ def test_tasks_eval_and_generate_score_and_write_completions(
         tmp_path / "generate",
         "task=generate",
         *model,
+        data,
         "generate.num_completions=2",
         "sampling.max_tokens=8",
         base=(),

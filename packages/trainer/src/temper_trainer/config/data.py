@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.run import RL_TASKS
+from temper_trainer.config.run import INFERENCE_TASKS, RL_TASKS
 from temper_trainer.settings.ranges import PositiveFloat, PositiveInt, UnitFloat
 from temper_trainer.settings.variants import Variant, settings, variant
 
@@ -241,7 +241,8 @@ class TokenizerConfig:
 class DataConfig:
     """Training and evaluation data, and how prompts are tokenized."""
 
-    train: DataSource
+    train: DataSource | None = None
+    """Training data; required unless the task only evaluates or generates."""
     train_sets: Mapping[str, DataSource] = field(default_factory=dict)
     """Tasks rl and distill only: more training data by name, such as train_sets.code.paths; every
     step has prompts of all sources.
@@ -312,8 +313,8 @@ class DataConfig:
     @property
     def train_sources(self) -> dict[str, DataSource]:
         """All training data by the key that sets it: data.train, then data.train_sets.NAME."""
-        named = {f"data.train_sets.{name}": each for name, each in self.train_sets.items()}
-        return {"data.train": self.train} | named
+        unnamed = {} if self.train is None else {"data.train": self.train}
+        return unnamed | {f"data.train_sets.{name}": each for name, each in self.train_sets.items()}
 
     @property
     def eval_sources(self) -> dict[str, DataSource]:
@@ -348,16 +349,20 @@ def find_data_conflicts(
         tokens_per_update: Value of batching.tokens_per_update.
         total_epochs: Value of run.total_epochs.
     """
+    if not (data.sources if task in INFERENCE_TASKS else data.train):
+        key = "data.eval" if task in INFERENCE_TASKS else "data.train"
+        yield f"{key} is not set, the data of task {task}: set {key}.paths."
     if data.train_sets and task not in RL_TASKS:
         yield (
             f"data.train_sets is set in task {task}: only tasks rl and distill mix several "
             "sources. List all files in data.train.paths."
         )
-    if data.train.weight is not None and not data.train_sets:
+    train = data.train
+    if train is not None and train.weight is not None and not data.train_sets:
         yield (
             "data.train.weight has no effect without data.train_sets, the other sources: remove it."
         )
-    if data.train.weight is None:
+    if all(source.weight is None for source in data.train_sources.values()):
         without = [key for key, each in data.train_sources.items() if each.difficulty_key is None]
         if without and len(without) < len(data.train_sources):
             yield (
@@ -365,7 +370,7 @@ def find_data_conflicts(
                 "and all rows are sorted together: set all of them or none, or set the weight of "
                 "each source, so that each is sorted for itself."
             )
-    if data.streaming and data.train.difficulty_key is not None:
+    if data.streaming and train is not None and train.difficulty_key is not None:
         yield (
             "data.streaming is true, but data.train.difficulty_key sorts all rows, which must be "
             "read first: remove one of them."
@@ -373,7 +378,7 @@ def find_data_conflicts(
     if task != "sft":
         only = {
             "data.streaming": data.streaming,
-            "data.train.messages_key": data.train.messages_key is not None,
+            "data.train.messages_key": train is not None and train.messages_key is not None,
             "batching.tokens_per_update": tokens_per_update is not None,
         }
         for key, is_set in only.items():
@@ -390,7 +395,7 @@ def find_data_conflicts(
             f"data.streaming is true, but data.tokenizer.kind {data.tokenizer.kind} must read all "
             "rows first: use a pretrained one."
         )
-    if data.streaming and isinstance(data.train, ArithmeticSource):
+    if data.streaming and isinstance(train, ArithmeticSource):
         yield (
             "data.streaming is true, but data.train is arithmetic, which generates all rows at "
             "once: remove it."

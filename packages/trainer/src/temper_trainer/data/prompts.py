@@ -55,7 +55,8 @@ def encode_demonstrations(
         ConfigError: As in encode_prompts.
     """
     if (
-        config.train.messages_key is not None
+        config.train is not None
+        and config.train.messages_key is not None
         and rows
         and all(isinstance(row.prompt, tuple) and not row.solution for row in rows)
     ):

@@ -215,10 +215,11 @@ def _stream_demonstrations(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, limit: tuple[int, str], seed: int
 ) -> Callable[[DataCursor], ExampleStream]:
     """Read, tokenize and check each row only when it is needed."""
+    source = data.train_sources["data.train"]
 
     def iterate_epoch() -> Iterator[TrainingExample]:
         weighted: list[Row] = []
-        for row in iterate_rows(data.train):
+        for row in iterate_rows(source):
             if not weighted and row.loss_weights is not None:
                 weighted = [row]
             # Encode one row at a time. Unlike a list of which all rows are dropped, a dropped row
@@ -227,7 +228,7 @@ def _stream_demonstrations(
             check_fits(demonstrations, max_tokens=limit)
             yield from demonstrations
         # Known only at the end: single conversations may lack weights.
-        if problem := describe_missing_weights(weighted, config=data.train):
+        if problem := describe_missing_weights(weighted, config=source):
             raise DataError(problem)
 
     return lambda cursor: BufferedStream[TrainingExample](

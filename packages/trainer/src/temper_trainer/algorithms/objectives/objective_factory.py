@@ -196,7 +196,7 @@ def build_pair_objective(config: TrainerConfig) -> Objective:
         return RewardModelObjective(
             label_smoothing=config.rm.label_smoothing,
             center_coef=config.rm.center_coef,
-            has_margin=config.data.train.margin_key is not None,
+            has_margin=config.data.train_sources["data.train"].margin_key is not None,
         )
     return PreferenceObjective(loss=config.preference)
 

@@ -65,9 +65,9 @@ def check_first_rows(config: TrainerConfig) -> None:
 
 def _iterate_samples(config: TrainerConfig) -> Iterator[Sample]:
     """Yield the first rows from each source that the task reads, by their use."""
-    train = ("data.train", config.data.train)
+    trained = list(config.data.train_sources.items())
     all_train: list[tuple[tuple[str, DataSource], SampleUse]] = [
-        (item, "prompts") for item in config.data.train_sources.items()
+        (item, "prompts") for item in trained
     ]
     eval_use: SampleUse = "demonstrations" if config.task == "sft" else "prompts"
     eval_uses: list[tuple[tuple[str, DataSource], SampleUse]] = [
@@ -76,21 +76,22 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[Sample]:
     uses: list[tuple[tuple[str, DataSource], SampleUse]]
     match config.task:
         case "sft":
-            uses = [(train, "demonstrations"), *eval_uses]
+            uses = [(trained[0], "demonstrations"), *eval_uses]
         case "dpo" | "rm":
             assert config.preference_kind is not None
-            uses = [(train, config.preference_kind), *eval_uses]
+            uses = [(trained[0], config.preference_kind), *eval_uses]
         case "eval" | "generate":
-            uses = eval_uses or [(train, "prompts")]
+            uses = eval_uses or all_train
         case "rl" | "distill":
             uses = [*all_train, *eval_uses]
             if config.warm_start is not None and not _has_warm_start(config.run):
                 own = config.warm_start.data
-                uses.append((train if own is None else ("warm_start.data", own), "demonstrations"))
-    for (key, source), use in uses:
-        if not isinstance(source, DatasetsSource):
+                source = trained[0] if own is None else ("warm_start.data", own)
+                uses.append((source, "demonstrations"))
+    for (key, data), use in uses:
+        if not isinstance(data, DatasetsSource):
             kind = config.preference_kind if use in ("pairs", "labels") else None
-            yield key, use, read_first_rows(source, kind=kind)
+            yield key, use, read_first_rows(data, kind=kind)
 
 
 def _has_warm_start(config: RunConfig) -> bool:

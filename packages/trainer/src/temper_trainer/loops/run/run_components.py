@@ -170,12 +170,13 @@ def _open_prompts(
 ) -> InMemoryStream[Prompt] | MixedStream[Prompt]:
     """Return the training prompt stream, mixed by source weights if any."""
     curriculum = Curriculum(get_difficulty=get_difficulty, shuffled_fraction=data.shuffled_fraction)
-    if data.train.weight is None:
+    train = data.train_sources["data.train"]
+    if train.weight is None:
         return InMemoryStream(
             prompts,
             seed=seed,
             shuffle=data.shuffle,
-            curriculum=None if data.train.difficulty_key is None else curriculum,
+            curriculum=None if train.difficulty_key is None else curriculum,
             cursor=cursor,
         )
     return MixedStream(

@@ -60,10 +60,8 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
 
 
 def _load_training_rows(data: DataConfig) -> list[Row]:
-    if not data.train_sets:
-        return load_rows(data.train)
     return [
-        replace(row, source=key)
+        replace(row, source=key) if data.train_sets else row
         for key, source in data.train_sources.items()
         for row in load_rows(source)
     ]
@@ -90,7 +88,7 @@ def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path 
     kind = config.preference_kind
     preferences: dict[str, list[PreferenceRow]] = {}
     if kind is not None:
-        sources = {"train": config.data.train} | config.data.eval_sources
+        sources = {"train": config.data.train_sources["data.train"], **config.data.eval_sources}
         preferences = {key: load_preferences(each, kind=kind) for key, each in sources.items()}
     # Before it is written: a new tokenizer is saved in the run folder, too.
     has_saved_tokenizer = uses_saved_tokenizer(
