@@ -43,11 +43,6 @@ def test_clamped_k3_is_bounded_and_has_no_gradient_beyond_the_bound() -> None:
     assert gradient.tolist() == pytest.approx([0.0, 1 - math.exp(0.5)], abs=1e-6)
 
 
-def test_clamp_is_refused_where_it_has_no_effect() -> None:
-    with pytest.raises(ConfigError, match=r"kl_clamp has no effect with algorithm.kl_estimator k2"):
-        AlgorithmConfig(kl_estimator="k2", kl_clamp=10.0)
-
-
 def test_estimators_that_only_change_a_gradient_are_refused_without_a_loss() -> None:
     with pytest.raises(ConfigError, match=r"kl_loss_coef is 0: use k3"):
         AlgorithmConfig(kl_reward_coef=0.1, kl_estimator="k3_ratio")

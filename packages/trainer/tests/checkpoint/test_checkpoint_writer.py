@@ -7,11 +7,10 @@ import pytest
 
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import PartReport, find_latest_step, report_part
-from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError
+from temper_engine_api.errors import CapabilityError, CheckpointError
 from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
 from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.checkpoint.trainer_state import TrainerState
-from temper_trainer.config.run import RunConfig
 from temper_trainer.types import DataCursor
 
 
@@ -140,10 +139,3 @@ def test_engine_without_background_saves_is_refused_before_the_first_step(tmp_pa
         .save(make_state(1), wait=False)
         .name.startswith(".")
     )
-
-
-def test_background_saves_are_refused_if_only_the_last_step_is_saved() -> None:
-    with pytest.raises(
-        ConfigError, match=r"run\.save_in_background is on, but run\.save_every is 0"
-    ):
-        RunConfig(save_in_background=True, save_interval_s=None)

@@ -33,11 +33,6 @@ def test_other_estimators_accept_one_completion(estimator: AdvantageEstimator) -
     assert AlgorithmConfig(advantage=estimator, group_size=1).advantage == estimator
 
 
-def test_whitening_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="always whitens"):
-        AlgorithmConfig(advantage=ReinforcePlusPlus(), whiten_advantages=True)
-
-
 def test_k1_is_refused_in_the_loss_but_not_in_the_reward() -> None:
     with pytest.raises(ConfigError, match="zero expected gradient"):
         AlgorithmConfig(kl_loss_coef=0.1, kl_estimator="k1")

@@ -14,22 +14,22 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
         (
             ["algorithm.advantage=gae"],
             "algorithm.advantage is gae",
-            "critic is not set: gae needs a critic (critic=value_model).",
+            "critic is not set: gae and vapo need a critic in task rl (critic=value_model)",
         ),
         (
             ["algorithm.advantage=vapo"],
             "algorithm.advantage is vapo",
-            "critic is not set: vapo needs a critic (critic=value_model).",
+            "critic is not set: gae and vapo need a critic in task rl (critic=value_model)",
         ),
         (
             ["critic=value_model"],
             "algorithm.advantage is grpo",
-            "critic is set, which only gae and vapo use: remove it (critic=none).",
+            "critic is set: gae and vapo need a critic in task rl",
         ),
         (
             ["critic=value_model", "algorithm.advantage=gae", "task=sft"],
-            "task is sft and critic is set",
-            "which only task rl uses: remove it (critic=none).",
+            "in task sft, and critic is set",
+            "which nothing else uses (critic=none).",
         ),
         (["algorithm.kl_loss_coef=0.1"], "algorithm.kl_loss_coef is 0.1", "ref is not set"),
         (["ref=frozen"], "algorithm.kl_loss_coef is 0.0", "ref is set"),

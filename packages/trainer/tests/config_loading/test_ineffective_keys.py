@@ -7,6 +7,7 @@ from temper_trainer.config_loading import load
 
 from .conftest import RL, SFT
 
+K2 = "algorithm.kl_estimator=k2"
 ARITHMETIC = ["experiment=quickstart"]
 FILES = [f"data.train.{key}" for key in ("name=jsonl", "paths=[a.jsonl]", "max_rows=4")]
 
@@ -62,6 +63,41 @@ FILES = [f"data.train.{key}" for key in ("name=jsonl", "paths=[a.jsonl]", "max_r
             "run.eval_num_completions 1",
         ),
         ([*RL, "algorithm.kl_estimator=k2"], "algorithm.kl_estimator", "algorithm.kl_loss_coef"),
+        (
+            [*RL, "algorithm.kl_clamp=10", "algorithm.kl_reward_coef=0.1", "ref=frozen", K2],
+            "algorithm.kl_clamp",
+            "algorithm.kl_estimator k2",
+        ),
+        (
+            [
+                *RL,
+                "algorithm.advantage=reinforce_plus_plus",
+                "algorithm.whiten_advantages=true",
+            ],
+            "algorithm.whiten_advantages",
+            "always whitens",
+        ),
+        (
+            [*RL, "reward.num_workers=2", "reward.num_threads=2"],
+            "reward.num_threads",
+            "reward.num_workers",
+        ),
+        (
+            [*RL, "runtime.kind=ray", "runtime.address=a:1", "runtime.bind_address=10.0.0.1"],
+            "runtime.bind_address",
+            "runtime.address",
+        ),
+        (
+            [*RL, "run.max_ckpt_to_keep=null", "run.keep_every=5"],
+            "run.keep_every",
+            "run.max_ckpt_to_keep null",
+        ),
+        (
+            [*RL, "run.save_interval_s=null", "run.save_in_background=true"],
+            "run.save_in_background",
+            "waits for its last save",
+        ),
+        ([*RL, "data.train.weight=2"], "data.train.weight", "data.train_sets"),
         (
             [*RL, "algorithm.policy_loss.clip_low=0.1"],
             "algorithm.policy_loss.clip_low",

@@ -41,10 +41,10 @@ def test_run_mixes_sources_and_scores_each_with_its_reward(
     [
         (("data.train.reward=mixd",), "is 'mixd', which is not a reward"),
         (REWARDS, "reward.sums.mixed is set, but no reward or data source names mixed"),
-        (SOURCES[:1], "data.train.weight has no effect without data.train_sets"),
+        (SOURCES[:1], r"data.train.weight \(.*\) has no effect without other sources"),
         (SOURCES[1:], r"are \[None, 1.0\]: set all of them, or none"),
         (("data.train.reward=a", "data.train.reward_key=operations"), "remove one of them"),
-        (("warm_start.data.reward=gsm8k_strict",), "completions are not scored"),
+        (("warm_start.data.reward=gsm8k_strict",), "data that is not sampled or scored"),
     ],
 )
 def test_wrong_selection_is_a_configuration_error(

@@ -186,11 +186,6 @@ class AlgorithmConfig:
                 f"algorithm.group_size is {self.group_size}: raise it to 2 or more, or use "
                 f"{', '.join(others[:-1])} or {others[-1]}."
             )
-        if estimator.whitens and self.whiten_advantages:
-            raise ConfigError(
-                "algorithm.whiten_advantages has no effect with algorithm.advantage "
-                f"{estimator.name}, which always whitens: remove it."
-            )
 
     def _check_entropy(self) -> None:
         controller = self.entropy_controller
@@ -205,11 +200,6 @@ class AlgorithmConfig:
         if self.kl_loss_coef > 0 and self.kl_estimator == "k1":
             raise ConfigError(
                 "algorithm.kl_estimator k1 in the loss has zero expected gradient: use k2 or k3."
-            )
-        if self.kl_clamp is not None and not self.kl_estimator.startswith("k3"):
-            raise ConfigError(
-                f"algorithm.kl_clamp has no effect with algorithm.kl_estimator "
-                f"{self.kl_estimator}: remove it, or use k3."
             )
         if self.kl_loss_coef == 0 and self.kl_estimator not in ("k1", "k2", "k3"):
             value = self.kl_estimator[:2]

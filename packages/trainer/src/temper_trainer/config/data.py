@@ -358,10 +358,6 @@ def find_data_conflicts(
             "sources. List all files in data.train.paths."
         )
     train = data.train
-    if train is not None and train.weight is not None and not data.train_sets:
-        yield (
-            "data.train.weight has no effect without data.train_sets, the other sources: remove it."
-        )
     if all(source.weight is None for source in data.train_sources.values()):
         without = [key for key, each in data.train_sources.items() if each.difficulty_key is None]
         if without and len(without) < len(data.train_sources):

@@ -128,11 +128,6 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         self._check_names()
-        if self.num_workers and self.num_threads is not None:
-            raise ConfigError(
-                f"reward.num_threads is {self.num_threads}, but has no effect with "
-                f"reward.num_workers = {self.num_workers}: remove one of them."
-            )
         sums = {f"reward.sums.{name}": weights for name, weights in self.sums.items()}
         for key, weights in {"reward.components": self.components, **sums}.items():
             for name, weight in weights.items():

@@ -150,17 +150,6 @@ class RunConfig:
                 f"run.dir is {self.dir!r}, a URL: give a folder that all nodes can access, and "
                 "copy it after the run."
             )
-        if self.save_in_background and self.save_every == 0 and self.save_interval_s is None:
-            raise ConfigError(
-                "run.save_in_background is on, but run.save_every is 0 and run.save_interval_s is "
-                "null, so the only save is the last one, which the run always waits for: set one "
-                "of them, or turn run.save_in_background off."
-            )
-        if self.keep_every and self.max_ckpt_to_keep is None:
-            raise ConfigError(
-                f"run.keep_every is {self.keep_every}, but run.max_ckpt_to_keep is null, which "
-                "keeps all checkpoints: set run.max_ckpt_to_keep, or remove run.keep_every."
-            )
         check_pattern("run.eval_answer_pattern", self.eval_answer_pattern)
         check_listen_address("run.prometheus_address", self.prometheus_address, may_be_any=True)
         for name in ("mlflow", "trackio"):
@@ -204,12 +193,6 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         check_listen_address("runtime.bind_address", self.bind_address)
-        if self.address is not None and self.bind_address != LOOPBACK:
-            raise ConfigError(
-                f"runtime.bind_address is {self.bind_address}, but runtime.address is an existing "
-                "cluster, whose nodes listen on their own addresses: remove runtime.bind_address, "
-                "and start the nodes with ray start --node-ip-address."
-            )
 
 
 def describe_short_epoch(run: RunConfig, *, num_problems: int, prompts_per_step: int) -> str:

@@ -239,62 +239,56 @@ def _find_conflicts(config: TrainerConfig) -> Iterator[str]:
             bind_address=config.runtime.bind_address if config.task in RL_TASKS else None,
             has_adapter=config.actor.engine.lora.is_enabled,
         )
-    greedy_cause = config.sampling.greedy_cause
-    if config.task in RL_TASKS and greedy_cause:
-        remedy = (
-            "above 0" if config.sampling.temperature == 0 else "above 1, or to 0 for all tokens"
-        )
-        yield (
-            f"sampling.{greedy_cause} in task {config.task}, so all completions of a prompt would "
-            f"be equal: set it {remedy}."
-        )
-    run = config.run
-    if (
-        run.eval_num_completions > 1
-        and run.eval_sampling.greedy_cause
-        and not (run.eval_sampled and not greedy_cause)
-    ):
-        yield (
-            f"run.eval_num_completions is {run.eval_num_completions}, but all evaluations are "
-            "greedy, so all completions of a problem would be equal: set run.eval_sampled=true or "
-            "run.eval_sampling.temperature above 0, or remove it."
-        )
+    yield from _find_greedy_conflicts(config)
     yield from _find_role_conflicts(config)
     yield from _find_task_conflicts(config)
-    sources = config.data.sources
-    yield from _find_environment_conflicts(config, sources=sources)
+    yield from _find_environment_conflicts(config)
     yield from find_reward_conflicts(
         config.reward,
-        sources=sources,
+        sources=config.data.sources,
         loop=config.loop,
         is_ray=config.runtime.kind == "ray",
         generates_completions=config.generates_completions,
     )
 
 
-def _find_environment_conflicts(
-    config: TrainerConfig, *, sources: Mapping[str, DataSource]
-) -> Iterator[str]:
+_ALL_EQUAL = "all completions of a prompt would be equal"
+
+
+def _find_greedy_conflicts(config: TrainerConfig) -> Iterator[str]:
+    """Yield settings that ask for several completions of a prompt, but sample greedily."""
+    run, num_completions = config.run, config.generate.num_completions
+    greedy = config.sampling.greedy_cause
+    is_cold = config.sampling.temperature == 0
+    remedy = "raise the temperature" if is_cold else "set top_k to 0 for all tokens"
+    if greedy and config.task in RL_TASKS:
+        yield f"sampling.{greedy} in task {config.task}, so {_ALL_EQUAL}: {remedy}."
+    if greedy and config.task == "generate" and num_completions > 1:
+        key = f"generate.num_completions is {num_completions}"
+        yield f"{key} and sampling.{greedy}, so {_ALL_EQUAL}: {remedy}."
+    is_sampled = run.eval_sampled and not greedy
+    if run.eval_num_completions > 1 and run.eval_sampling.greedy_cause and not is_sampled:
+        yield (
+            f"run.eval_num_completions is {run.eval_num_completions}, but evaluations are greedy, "
+            f"so {_ALL_EQUAL}: set run.eval_sampled=true or run.eval_sampling.temperature above 0."
+        )
+
+
+def _find_environment_conflicts(config: TrainerConfig) -> Iterator[str]:
     """Yield environments that do not exist or that no source uses."""
-    used = {source.environment for source in sources.values()}
-    for key, source in sources.items():
-        if source.environment is not None and source.environment not in config.environments:
-            known = ", ".join(config.environments) or "none"
+    named = {key: source.environment for key, source in config.data.sources.items()}
+    for key, name in named.items():
+        if name is not None and name not in config.environments:
             yield (
-                f"{key}.environment is {source.environment}, which is not in environments (there "
-                f"are {known}): define environments.{source.environment}, or correct the name."
+                f"{key}.environment is {name}, which is not in environments (there are "
+                f"{', '.join(config.environments) or 'none'}): define environments.{name}, or "
+                "correct the name."
             )
     for name in config.environments:
-        if name not in used:
-            yield (
-                f"environments.{name} is used by no data source: set the environment of a source "
-                "to its name, or remove it."
-            )
-    if config.environment is not None and config.environments and None not in used:
-        yield (
-            "environment is set, but every data source names one of environments: remove "
-            "environment."
-        )
+        if name not in named.values():
+            yield f"environments.{name} is used by no data source: name it in one, or remove it."
+    if config.environment is not None and config.environments and None not in named.values():
+        yield "environment is set, but every data source names one of environments: remove it."
 
 
 def _has_kl_term(config: TrainerConfig) -> bool:
@@ -311,38 +305,31 @@ def _find_optional_role_conflicts(config: TrainerConfig) -> Iterator[str]:
     needs_ref = (_has_kl_term(config) and config.algorithm.kl_reference == "ref") or (
         config.task == "dpo" and config.preference.reference == "ref"
     )
-    estimator = config.algorithm.advantage.name
-    if needs_critic and config.critic is None:
-        yield (
-            f"algorithm.advantage is {estimator} and critic is not set: {estimator} needs a critic "
-            "(critic=value_model)."
-        )
-    elif config.critic is not None and config.task != "rl":
-        yield (
-            f"task is {config.task} and critic is set, which only task rl uses: remove it "
-            "(critic=none)."
-        )
-    elif config.critic is not None and not needs_critic:
+    if needs_critic != (config.critic is not None):
         users = " and ".join(list_estimators_with_input("values"))
         yield (
-            f"algorithm.advantage is {estimator} and critic is set, which only {users} use: remove "
-            "it (critic=none)."
+            f"algorithm.advantage is {config.algorithm.advantage.name} in task {config.task}, and "
+            f"critic is {'set' if config.critic else 'not set'}: {users} need a critic in task rl "
+            "(critic=value_model), which nothing else uses (critic=none)."
         )
-    if config.task == "sft" and config.ref is not None:
+    if needs_ref == (config.ref is not None):
+        return
+    state = "set" if config.ref else "not set"
+    if config.task == "sft":
         yield "ref is set in task sft, which has no reference policy: remove it (ref=none)."
-    elif config.task == "dpo" and needs_ref != (config.ref is not None):
+    elif config.task == "dpo":
         yield (
             f"preference is {config.preference.name} with reference {config.preference.reference}, "
-            f"and ref is {'set' if config.ref else 'not set'}: reference ref needs the ref role "
-            "(ref=frozen), and the others do not use it."
+            f"and ref is {state}: reference ref needs the ref role (ref=frozen), and the others do "
+            "not use it."
         )
-    elif needs_ref != (config.ref is not None):
+    else:
         yield (
             f"algorithm.kl_loss_coef is {config.algorithm.kl_loss_coef}, algorithm.kl_reward_coef "
             f"is {config.algorithm.kl_reward_coef}, algorithm.kl_reference is "
-            f"{config.algorithm.kl_reference}, and ref is {'set' if config.ref else 'not set'}: a "
-            "coefficient above 0 needs the ref role (or kl_reference=disabled_adapter), and the "
-            "ref role needs such a coefficient."
+            f"{config.algorithm.kl_reference}, and ref is {state}: a coefficient above 0 needs the "
+            "ref role (or kl_reference=disabled_adapter), and the ref role needs such a "
+            "coefficient."
         )
 
 
@@ -369,18 +356,20 @@ def _find_role_conflicts(config: TrainerConfig) -> Iterator[str]:
 
 def _find_adapter_conflicts(config: TrainerConfig) -> Iterator[str]:
     """Yield conflicts of LoRA adapters that have no effect or would be applied twice."""
-    is_disabled_adapter = config.algorithm.kl_reference == "disabled_adapter"
-    if is_disabled_adapter and not config.actor.engine.lora.is_enabled:
-        yield (
-            "algorithm.kl_reference is disabled_adapter, but the actor has no adapter: set "
-            "actor.engine.lora.rank and actor.engine.lora.alpha, or use the ref role "
-            "(algorithm.kl_reference=ref)."
-        )
-    if is_disabled_adapter and not _has_kl_term(config):
+    references = {
+        "algorithm.kl_reference": config.algorithm.kl_reference,
+        "preference.reference": config.preference.reference if config.task == "dpo" else None,
+    }
+    for key, reference in references.items():
+        if reference == "disabled_adapter" and not config.actor.engine.lora.is_enabled:
+            yield (
+                f"{key} is disabled_adapter, but the actor has no adapter: set "
+                f"actor.engine.lora.rank and actor.engine.lora.alpha, or set {key}=ref."
+            )
+    if config.algorithm.kl_reference == "disabled_adapter" and not _has_kl_term(config):
         yield (
             "algorithm.kl_reference is disabled_adapter, but algorithm.kl_loss_coef and "
-            "algorithm.kl_reward_coef are 0, so there is no reference policy: set one of them, or "
-            "remove algorithm.kl_reference."
+            "algorithm.kl_reward_coef are 0: set one of them, or remove algorithm.kl_reference."
         )
     # An adapter of ref.engine.lora.path is loaded and stays as it is.
     if config.ref is not None and config.ref.engine.lora.rank > 0:
@@ -400,50 +389,34 @@ def _find_size_conflicts(config: TrainerConfig) -> Iterator[str]:
 
     For sft, dpo and rm only the prompt limit is known before the data is read.
     """
-    prompt = config.data.max_prompt_tokens
+    prompt, batching = config.data.max_prompt_tokens, config.batching
     key = "actor.engine.model.architecture.max_position_embeddings"
     positions = config.actor.engine.model.architecture.get("max_position_embeddings")
     caps = {key: positions} if isinstance(positions, int) else {}
     # The length of demonstrations and pairs is only known once they are tokenized.
     if config.task in SUPERVISED_TASKS:
-        if isinstance(positions, int) and prompt > positions:
-            yield (
-                f"{key} is {positions}, but data.max_prompt_tokens is {prompt}: raise the first or "
-                "lower the other."
-            )
+        for cap in caps.values():
+            if prompt > cap:
+                yield (
+                    f"{key} is {cap}, but data.max_prompt_tokens is {prompt}: raise the first or "
+                    "lower the other."
+                )
         return
-    has_environment = bool(config.all_environments)
-    name = "the turns of environment" if has_environment else "sampling.max_tokens"
-    completion = {name: config.max_completion_tokens}
-    yield from _find_overlong(
-        {"batching.max_tokens": config.batching.max_tokens} | caps,
-        prompt=prompt,
-        completion=completion,
-    )
+    trained = "the turns of environment" if config.all_environments else "sampling.max_tokens"
+    lengths = {trained: config.max_completion_tokens}
     if config.data.eval_sources:
         longest = config.max_rollout_tokens(config.run.eval_sampling.max_tokens)
-        yield from _find_overlong(
-            caps, prompt=prompt, completion={"run.eval_sampling.max_tokens": longest}
-        )
-
-
-def _find_overlong(
-    caps: Mapping[str, int], *, prompt: int, completion: Mapping[str, int]
-) -> list[str]:
-    """Return one sentence per limit that prompt plus completion exceed.
-
-    Args:
-        caps: Limits by key.
-        prompt: Maximum prompt length.
-        completion: Maximum completion length by key.
-    """
-    return [
-        f"{key} is {cap}, but data.max_prompt_tokens ({prompt}) and {other} ({length}) allow "
-        f"samples of {prompt + length} tokens: raise the first or lower one of the others."
-        for key, cap in caps.items()
-        for other, length in completion.items()
-        if prompt + length > cap
-    ]
+        lengths["run.eval_sampling.max_tokens"] = longest
+    for name, length in lengths.items():
+        # Evaluations are not batched.
+        batches = {"batching.max_tokens": batching.max_tokens} if name == trained else {}
+        for limit, cap in (batches | caps).items():
+            if prompt + length > cap:
+                yield (
+                    f"{limit} is {cap}, but data.max_prompt_tokens ({prompt}) and {name} "
+                    f"({length}) allow samples of {prompt + length} tokens: raise the first or "
+                    "lower one of the others."
+                )
 
 
 def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
@@ -473,15 +446,6 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
                     f"source of files{'' if key == 'data.train' else f', or set {key}=null'}."
                 )
     if (
-        config.task == "dpo"
-        and config.preference.reference == "disabled_adapter"
-        and not config.actor.engine.lora.is_enabled
-    ):
-        yield (
-            "preference.reference is disabled_adapter, but the actor has no adapter: set "
-            "actor.engine.lora.rank and alpha, or use ref."
-        )
-    if (
         config.task in INFERENCE_TASKS
         and config.rollout.sampler == "vllm"
         and config.actor.engine.model.path is None
@@ -489,15 +453,6 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
         yield (
             f"rollout.sampler is vllm in task {config.task}, but actor.engine.model.path is not "
             "set, so the servers have no weights to load: set it to a model directory."
-        )
-    if (
-        config.task == "generate"
-        and config.generate.num_completions > 1
-        and config.sampling.greedy_cause
-    ):
-        yield (
-            f"generate.num_completions is above 1 and sampling.{config.sampling.greedy_cause}, so "
-            "all completions would be equal: raise the temperature or top_k."
         )
     if config.algorithm.reads("components"):
         yield from find_component_conflicts(

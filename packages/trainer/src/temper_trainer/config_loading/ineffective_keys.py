@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.algorithms.advantages.estimators.estimator import AdvantageEstimator
 from temper_trainer.config.data import ArithmeticSource, DataSource
 from temper_trainer.config.reward import REWARD_MODEL
 from temper_trainer.config.run import (
@@ -102,6 +103,8 @@ def _reward_rules(config: TrainerConfig) -> Iterator[Rule]:
     reason = "with a reward.function that is not a registered name or import path"
     yield Rule(is_named, "reward.arguments", reason, "set reward.functions.NAME.arguments")
     has_function = any(name not in (REWARD_MODEL, *reward.judges) for name in reward.get_parts())
+    is_parallel = reward.num_workers > 0
+    yield Rule(is_parallel, "reward.num_threads", "with reward.num_workers, which replace threads")
     keys = "reward.timeout_s reward.num_workers reward.num_threads reward.max_retries"
     yield Rule(not has_function, keys, "with a reward of models, which calls no function")
     yield Rule(
@@ -133,6 +136,9 @@ def _runtime_rules(config: TrainerConfig) -> Iterator[Rule]:
     yield Rule(config.loop != "async", "asynchrony", "without loop async", "set loop=async")
     reason = "with runtime.kind ray, which assigns devices to servers"
     yield Rule(not is_inline, "runtime.rollout_devices", reason, "set runtime.kind=inline")
+    reason = "with runtime.address, a cluster whose nodes listen on their own addresses"
+    remedy = "give it to ray start --node-ip-address"
+    yield Rule(runtime.address is not None, "runtime.bind_address", reason, remedy)
     has_servers = any(teacher.backend == "vllm" for teacher in config.teachers.values())
     keys = "runtime.rollout_devices"
     keys += "" if has_servers else " rollout.vllm runtime.rollout_python"
@@ -145,6 +151,13 @@ def _run_rules(config: TrainerConfig) -> Iterator[Rule]:
     run, has_eval = config.run, bool(config.data.eval_sources)
     keys, reason = "run.prometheus_address", "without run.prometheus_port"
     yield Rule(run.prometheus_port is None, keys, reason, "set the port")
+    reason = "with run.max_ckpt_to_keep null, which keeps all checkpoints"
+    yield Rule(run.max_ckpt_to_keep is None, "run.keep_every", reason)
+    saves_once = run.save_every == 0 and run.save_interval_s is None
+    reason = (
+        "without run.save_every and run.save_interval_s, because the run waits for its last save"
+    )
+    yield Rule(saves_once, "run.save_in_background", reason)
     may_evaluate = config.task in ("rl", *SUPERVISED_TASKS)
     keys = f"run.eval_every {_SAMPLED_EVALUATION_KEYS}"
     reason = "without data.eval or data.eval_sets, the data to evaluate on"
@@ -165,6 +178,12 @@ def _algorithm_rules(config: TrainerConfig) -> Iterator[Rule]:
     keys = "algorithm.kl_estimator algorithm.kl_clamp"
     reason = "with algorithm.kl_loss_coef and algorithm.kl_reward_coef both 0"
     yield Rule(not has_kl, keys, reason, "set one of them")
+    reason = f"with algorithm.kl_estimator {algorithm.kl_estimator}"
+    yield Rule(not algorithm.kl_estimator.startswith("k3"), "algorithm.kl_clamp", reason, "use k3")
+    estimator = algorithm.advantage
+    whitens = isinstance(estimator, AdvantageEstimator) and estimator.whitens
+    reason = f"with algorithm.advantage {estimator.name}, which always whitens"
+    yield Rule(whitens, "algorithm.whiten_advantages", reason)
     has_one_update = config.batching.num_mini_batches * config.batching.num_passes == 1
     is_on_policy = (
         config.task == "rl"
@@ -273,7 +292,8 @@ def _source_rules(name: str, source: DataSource, *, config: TrainerConfig) -> It
     yield Rule(task in SUPERVISED_TASKS, "category_key", reason)
     is_given = not config.generates_completions or name == "warm_start.data"
     yield Rule(is_given, "reward reward_key environment", "with data that is not sampled or scored")
-    yield Rule(not is_trained, "weight", "with data that is not mixed with other sources")
+    is_mixed = is_trained and bool(config.data.train_sets)
+    yield Rule(not is_mixed, "weight", "without other sources in data.train_sets to mix it with")
     is_unsorted = is_evaluated or task in (*PREFERENCE_TASKS, *INFERENCE_TASKS)
     reason = "with data that is not prompts or demonstrations to train on"
     yield Rule(is_unsorted, "difficulty_key", reason)
