@@ -52,8 +52,8 @@ MANUAL_WORK_STATUSES = (0, 10, 20)
 
 MISSING_LIBRARIES = (
     "vLLM is not installed here",
-    "Ray is not installed",
-    "wandb, which is not installed",
+    "ray is not installed",
+    "wandb is not installed",
 )
 """Messages of `temper-train --check` about libraries that may be missing here.
 

@@ -1,7 +1,7 @@
 """Settings of the reward: functions, components, judges, reward model and shaping."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -130,6 +130,8 @@ class RewardConfig:
         self._check_names()
         sums = {f"reward.sums.{name}": weights for name, weights in self.sums.items()}
         for key, weights in {"reward.components": self.components, **sums}.items():
+            if not weights and key != "reward.components":
+                raise ConfigError(f"{key} is empty: list rewards with their weights.")
             for name, weight in weights.items():
                 check_range(f"{key}.{name}", weight, Range())
                 if name in self.sums:
@@ -180,9 +182,6 @@ class RewardConfig:
             raise ConfigError(
                 f"reward.function is {self.function}, a sum: use reward.components for its parts."
             )
-        for name, weights in self.sums.items():
-            if not weights:
-                raise ConfigError(f"reward.sums.{name} is empty: list rewards with their weights.")
         for name, each in self.functions.items():
             if each.function in (REWARD_MODEL, *names):
                 raise ConfigError(
@@ -208,23 +207,26 @@ def find_reward_conflicts(
         is_ray: True if runtime.kind is ray.
         generates_completions: True if the task scores completions.
     """
-    source_rewards = {
-        f"{key}.reward": source.reward
-        for key, source in sources.items()
-        if source.reward is not None
-    }
+    own = {f"{key}.reward": each.reward for key, each in sources.items() if each.reward is not None}
     has_reward_key = any(source.reward_key is not None for source in sources.values())
-    yield from _find_reward_model_conflicts(
-        reward,
-        users=_find_model_users(reward, source_rewards=source_rewards),
-        has_reward_key=has_reward_key,
-        loop=loop,
-        is_ray=is_ray,
-        generates_completions=generates_completions,
-    )
+    users: dict[str, Collection[str]] = {
+        "reward.components" if reward.components else "reward.function": reward.get_parts(),
+        **{f"reward.sums.{name}": parts for name, parts in reward.sums.items()},
+        **{key: (name,) for key, name in own.items()},
+    }
+    model_users = [key for key, parts in users.items() if REWARD_MODEL in parts]
+    if reward.model is not None:
+        yield from _find_reward_model_conflicts(
+            reward.model, is_used=has_reward_key or bool(model_users), loop=loop, is_ray=is_ray
+        )
+    elif model_users and generates_completions:
+        yield (
+            f"{model_users[0]} names {REWARD_MODEL}, but reward.model is not set: set "
+            "reward.model.engine.model={path: ..., model_type: reward_model}."
+        )
     if has_reward_key or not generates_completions:
         return
-    selected = ("", *source_rewards.values())
+    selected = ("", *own.values())
     used = {*selected, *(part for name in selected for part in reward.get_parts(name))}
     kinds = {"functions": reward.functions, "judges": reward.judges, "sums": reward.sums}
     for kind, names in kinds.items():
@@ -253,34 +255,21 @@ def find_component_conflicts(
 
 
 def _find_reward_model_conflicts(
-    reward: RewardConfig,
-    *,
-    users: Sequence[str],
-    has_reward_key: bool,
-    loop: str,
-    is_ray: bool,
-    generates_completions: bool,
+    model: RoleConfig, *, is_used: bool, loop: str, is_ray: bool
 ) -> Iterator[str]:
     """Yield the conflicts between the reward model, the keys that name it, and the runtime."""
-    model = reward.model
-    if model is None:
-        if users and generates_completions:
-            yield (
-                f"{users[0]} names {REWARD_MODEL}, but reward.model is not set: set "
-                "reward.model.engine.model={path: ..., model_type: reward_model}."
-            )
-        return
-    engine = model.engine
-    if not users and not has_reward_key:
+    if not is_used:
         yield (
             "reward.model is set, but neither reward.function nor reward.components names "
             f"{REWARD_MODEL}: name it, or remove the model."
         )
-    yield from find_model_conflicts("reward.model", engine, model_type=REWARD_MODEL, is_frozen=True)
-    yield from find_layout_conflicts(
-        "reward.model", engine, num_workers=model.num_workers, is_ray=is_ray
+    yield from find_model_conflicts(
+        "reward.model", model.engine, model_type=REWARD_MODEL, is_frozen=True
     )
-    if engine.model.path is None:
+    yield from find_layout_conflicts(
+        "reward.model", model.engine, num_workers=model.num_workers, is_ray=is_ray
+    )
+    if model.engine.model.path is None:
         yield (
             "reward.model.engine.model.path is not set, but a reward model must be trained: train "
             "one with task=rm."
@@ -291,13 +280,3 @@ def _find_reward_model_conflicts(
             "runtime.kind is inline, which runs both in one process: set runtime.kind=ray or "
             "loop=sync."
         )
-
-
-def _find_model_users(reward: RewardConfig, *, source_rewards: Mapping[str, str]) -> list[str]:
-    """Return the keys that name the reward model."""
-    users: dict[str, Collection[str]] = {
-        "reward.components" if reward.components else "reward.function": reward.get_parts(),
-        **{f"reward.sums.{name}": parts for name, parts in reward.sums.items()},
-        **{key: (name,) for key, name in source_rewards.items()},
-    }
-    return [key for key, parts in users.items() if REWARD_MODEL in parts]

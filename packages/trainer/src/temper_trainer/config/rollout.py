@@ -95,15 +95,14 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         key = "rollout.vllm"
-        if self.kv_cache_bytes is not None and self.gpu_memory_utilization is not None:
-            raise ConfigError(
-                f"{key}.gpu_memory_utilization has no effect with {key}.kv_cache_bytes: remove "
-                "one of them."
-            )
-        if self.servers and self.servers_file is not None:
-            raise ConfigError(
-                f"{key}.servers has no effect with {key}.servers_file: remove one of them."
-            )
+        for one, other in (
+            ("gpu_memory_utilization", "kv_cache_bytes"),
+            ("servers", "servers_file"),
+        ):
+            if getattr(self, one) and getattr(self, other) is not None:
+                raise ConfigError(
+                    f"{key}.{one} has no effect with {key}.{other}: remove one of them."
+                )
         if wrong := [each for each in self.servers if not is_address(each)]:
             raise ConfigError(
                 f"{key}.servers has {wrong[0]!r}, but must have addresses HOST:PORT, such as "
@@ -299,22 +298,22 @@ def find_rollout_conflicts(
             f"weight_sync.transport is {sync.transport}, but with rollout.sampler {sampler} and "
             f"runtime.kind {kind} it must be auto or {' or '.join(fitting)}."
         )
-    if sync.content == "adapter" and (sampler != "vllm" or not has_adapter):
+    sends_adapter = sync.content == "adapter"
+    if sends_adapter and (sampler != "vllm" or not has_adapter):
         yield (
             f"weight_sync.content is adapter, but rollout.sampler is {sampler} and "
-            f"actor.engine.lora is {'on' if has_adapter else 'off'}: it "
-            "needs rollout=vllm and an adapter; full sends an adapter merged."
+            f"actor.engine.lora is {'on' if has_adapter else 'off'}: it needs rollout=vllm and an "
+            "adapter; full sends an adapter merged."
         )
-    if sync.content == "adapter" and sync.transport not in ("auto", "shared_memory"):
+    if sends_adapter and sync.transport not in ("auto", "shared_memory"):
         yield (
             f"weight_sync.transport is {sync.transport}, but weight_sync.content adapter is sent "
             "as a file: use auto."
         )
-    if sync.content == "adapter" and rollout.vllm.sleep_level == 2:
+    if sends_adapter and rollout.vllm.sleep_level == 2:
         yield (
-            "rollout.vllm.sleep_level is 2, which drops the server's weights, but "
-            "weight_sync.content is adapter, which never sends the base weights again: use "
-            "sleep_level 1 or content full."
+            "rollout.vllm.sleep_level is 2, which drops the base weights, but weight_sync.content "
+            "is adapter, which never sends them again: use sleep_level 1 or content full."
         )
     if rollout.vllm.has_remote_servers:
         yield from _find_remote_conflicts(rollout, sync=sync, devices=devices)
@@ -359,13 +358,12 @@ def _find_remote_conflicts(
     key = "rollout.vllm.servers" if rollout.vllm.servers else "rollout.vllm.servers_file"
     if rollout.sampler != "vllm":
         yield f"{key} is set, but rollout.sampler is {rollout.sampler}: use rollout=vllm."
-    if rollout.num_replicas != 1:
-        yield (
-            f"rollout.num_replicas is {rollout.num_replicas}, but with {key} the run starts no "
-            "servers: remove it."
-        )
-    if devices:
-        yield f"runtime.rollout_devices has no effect with {key}: remove it."
+    started = {
+        "rollout.num_replicas": rollout.num_replicas != 1,
+        "runtime.rollout_devices": devices,
+    }
+    for setting in (name for name, is_set in started.items() if is_set):
+        yield f"{setting} has no effect with {key}, where the run starts no servers: remove it."
     if sync.content == "adapter":
         yield (
             f"weight_sync.content is adapter, which is sent as a file, but with {key} servers may "

@@ -1,16 +1,15 @@
 """Load models and adapters by their names on the Hugging Face Hub, as in `Qwen/Qwen2.5-0.5B`."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.loading import compute_digest
 from temper_trainer.config_loading.resolved_config import LoadedConfig
-from temper_trainer.config_loading.schema import Plain
 
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
 
@@ -92,21 +91,11 @@ def _download(name: str, *, revision: str | None, key: str, is_tokenizer: bool) 
     return folder
 
 
-Node = TypeVar("Node", TrainerConfig, Mapping[str, Plain])
-
-
-def _replace_at(node: Node, keys: list[str], value: str) -> Node:
+def _replace_at(node: Any, keys: Sequence[str], value: str) -> Any:
     """Return a copy of nested dataclasses and mappings with another value at a key."""
-    changed: Node = _replace_in(node, keys, value)  # type: ignore[assignment]
-    return changed
-
-
-def _replace_in(node: object, keys: list[str], value: str) -> object:
     if not keys:
         return value
     first, *rest = keys
     if isinstance(node, Mapping):
-        return {**node, first: _replace_in(node[first], rest, value)}
-    assert is_dataclass(node)
-    assert not isinstance(node, type)
-    return replace(node, **{first: _replace_in(getattr(node, first), rest, value)})
+        return {**node, first: _replace_at(node[first], rest, value)}
+    return replace(node, **{first: _replace_at(getattr(node, first), rest, value)})

@@ -243,13 +243,10 @@ def expand_home(value: Plain, *, key: str = "") -> Plain:
 logger = logging.getLogger(__name__)
 
 
-_SWITCH_WORDS = {True: "enable", False: "disable"}
-"""Booleans that the switch accepts, and the words that they stand for."""
-
-
 def normalize_worker_switch(value: Plain) -> Plain:
     """Map a boolean of use_legacy_worker_impl to its word; leave the rest to the type check."""
-    return _SWITCH_WORDS[value] if isinstance(value, bool) else value
+    words: dict[Plain, Plain] = {True: "enable", False: "disable"}
+    return words[value] if isinstance(value, bool) else value
 
 
 def check_worker_switch(config: TrainerConfig) -> None:

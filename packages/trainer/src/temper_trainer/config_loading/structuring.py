@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from cattrs import (
     AttributeValidationNote,
@@ -13,8 +13,9 @@ from cattrs import (
     Converter,
     ForbiddenExtraKeysError,
     IterableValidationError,
+    IterableValidationNote,
 )
-from cattrs.gen import make_dict_structure_fn
+from cattrs.gen import make_dict_structure_fn, make_mapping_structure_fn
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
@@ -99,6 +100,9 @@ def _converter(engine_class: type[EngineConfig]) -> Converter:
     converter.register_structure_hook_factory(
         _is_block, lambda annotation: _block_hook(converter, annotation, engine_class=engine_class)
     )
+    converter.register_structure_hook_factory(
+        _is_mapping, lambda annotation: _mapping_hook(converter, annotation)
+    )
     return converter
 
 
@@ -108,6 +112,10 @@ def _is_block(annotation: object) -> bool:
         and dataclasses.is_dataclass(annotation)
         and find_choice(annotation) is None
     )
+
+
+def _is_mapping(annotation: object) -> bool:
+    return get_origin(annotation) in (dict, Mapping)
 
 
 def _block_hook(
@@ -127,14 +135,24 @@ def _block_hook(
     return hook
 
 
+def _mapping_hook(
+    converter: Converter, annotation: Any
+) -> Callable[[object, type[object]], object]:
+    build = make_mapping_structure_fn(annotation, converter, detailed_validation=True)
+    items = "values" if find_item_class(annotation) is None else "blocks"
+
+    def hook(value: object, _: type[object]) -> object:
+        if not isinstance(value, dict):
+            raise ConfigError(f"is {value!r}, but must be a mapping from names to {items}.")
+        return build(value, annotation)
+
+    return hook
+
+
 def _structure(converter: Converter, value: object, annotation: object) -> object:
-    """Structure what is no block: a union, blocks by name, an optional block or a value."""
+    """Structure what is no block or mapping: a union, an optional block or a value."""
     if (choice := find_choice(annotation)) is not None:
         return _structure_variant(converter, value, choice)
-    if (item := find_item_class(annotation)) is not None:
-        if not isinstance(value, dict):
-            raise ConfigError(f"is {value!r}, but must be a mapping from names to blocks.")
-        return _structure_items(value, lambda block: converter.structure(block, item))
     if (block := find_block_class(annotation)) is not None:
         return None if value is None else converter.structure(value, block)
     return _structure_value(value, annotation)
@@ -156,33 +174,7 @@ def _structure_variant(converter: Converter, value: object, choice: Choice) -> o
     return converter.structure(block, cls)
 
 
-def _structure_items(
-    mapping: dict[object, object], structure_item: Callable[[object], object]
-) -> dict[object, object]:
-    """Structure a mapping's values; each problem starts with the name."""
-    collected: dict[object, object] = {}
-    problems: list[str] = []
-    for name, item in mapping.items():
-        try:
-            collected[name] = structure_item(item)
-        except (ClassValidationError, ConfigError) as error:
-            problems += _list_problems(error, path=str(name))
-    if problems:
-        raise _NestedProblems(problems)
-    return collected
-
-
-class _NestedProblems(ConfigError):
-    """Problems in a mapping, each starting with its key below the mapping."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
-
-
 def _structure_value(value: object, annotation: object) -> object:
-    if get_origin(annotation) in (dict, Mapping) and isinstance(value, dict):
-        return _structure_items(value, lambda item: _structure_value(item, get_args(annotation)[1]))
     try:
         read = _read(value, annotation)
     except _WrongTypeError:
@@ -263,8 +255,6 @@ def _list_problems(error: BaseException, *, path: str) -> list[str]:
     # cattrs raises KeyError for a field that has neither a value nor a default.
     if isinstance(error, KeyError):
         return [f"{path} is not set and has no default: set it."]
-    if isinstance(error, _NestedProblems):
-        return [_join(path, problem) for problem in error.problems]
     message = str(error)
     # Messages about a type or a missing name get the key in front; those of a dataclass's checks
     # already name their key.
@@ -276,11 +266,12 @@ def _list_problems(error: BaseException, *, path: str) -> list[str]:
 
 
 def _extend_path(error: BaseException, *, path: str) -> str:
-    notes = error.__dict__.get("__notes__", [])
-    return next(
-        (_join(path, note.name) for note in notes if isinstance(note, AttributeValidationNote)),
-        path,
-    )
+    for note in error.__dict__.get("__notes__", []):
+        if isinstance(note, AttributeValidationNote):
+            return _join(path, note.name)
+        if isinstance(note, IterableValidationNote):
+            return _join(path, str(note.index))
+    return path
 
 
 def _join(path: str, name: str) -> str:

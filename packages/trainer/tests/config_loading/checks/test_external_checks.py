@@ -447,7 +447,7 @@ def test_tracker_that_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     expected = (
-        f"run.trackers has {tracker}, which is not installed: run "
+        f"run.trackers has {tracker}, but {tracker} is not installed: run "
         f"pip install './packages/trainer[{tracker}]' in a clone of Temper"
     )
     assert refusal([*there, f"run.trackers=[jsonl,{tracker}]"]).startswith(expected)
@@ -480,8 +480,8 @@ def test_missing_extra_is_refused_before_the_run_but_not_by_a_check(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for setting, sentence in {
         "runtime.kind=ray": (
-            "runtime.kind is ray, but Ray is not installed: run "
-            f"{format_install('temper-trainer[ray]')}, or use inline."
+            "runtime.kind is ray, but ray is not installed: run "
+            f"{format_install('temper-trainer[ray]')}."
         ),
         "rollout=vllm": (
             "rollout.sampler is vllm, but vLLM is not installed here: run "

@@ -33,7 +33,7 @@ from temper_trainer.config.environment import (
     EnvironmentConfig,
     load_environment_class,
 )
-from temper_trainer.config.run import RunConfig, RuntimeConfig
+from temper_trainer.config.run import RunConfig
 from temper_trainer.config.run_folder_checks import (
     contains_run,
     find_inputs_in_run_folder,
@@ -78,9 +78,7 @@ def check_external_objects(config: TrainerConfig) -> None:
         *find_data_problems(config),
         *find_model_problems(config),
         *_find_run_problems(config),
-        *_find_address_problems(config.runtime),
-        *_find_servers_file_problems(config.rollout.vllm.servers_file),
-        *_find_folder_problems(config),
+        *_find_host_problems(config),
     ]:
         raise ConfigError("\n".join(problems))
     if config.generates_completions:
@@ -167,27 +165,28 @@ def check_libraries(config: TrainerConfig) -> None:
     """
     if config.generates_completions and config.rollout.vllm.has_remote_servers:
         read_token()
-    for name, source in config.data.sources.items():
-        if isinstance(source, DatasetsSource) and not _is_installed("datasets"):
-            raise ConfigError(
-                f"{name} is datasets, but datasets is not installed: run "
-                f"{format_install('temper-trainer[datasets]')}."
-            )
-    if config.runtime.kind == "ray":
-        if not _is_installed("ray"):
-            raise ConfigError(
-                "runtime.kind is ray, but Ray is not installed: run "
-                f"{format_install('temper-trainer[ray]')}, or use inline."
-            )
+    is_ray = config.runtime.kind == "ray"
+    needs = [
+        (f"{name} is datasets", "datasets", "temper-trainer[datasets]")
+        for name, source in config.data.sources.items()
+        if isinstance(source, DatasetsSource)
+    ]
+    needs += (
+        [("runtime.kind is ray", "ray", "temper-trainer[ray]")]
+        if is_ray
+        else [
+            (f"{name}.engine.lora is on", "peft", "temper-engine-fsdp[lora]")
+            for name, role in config.trained_roles.items()
+            if role.engine.lora.is_enabled and config.model_engine in ENGINES_WITH_PEFT
+        ]
+    )
+    for cause, module, package in needs:
+        for problem in _find_missing(module, cause, package):
+            raise ConfigError(problem)
+    if is_ray:
         if message := find_missing_cpus(config):
             raise ConfigError(message)
         return  # the libraries of servers and engines may be on other hosts
-    adapted = [name for name, role in config.trained_roles.items() if role.engine.lora.is_enabled]
-    if adapted and config.model_engine in ENGINES_WITH_PEFT and not _is_installed("peft"):
-        raise ConfigError(
-            f"{adapted[0]}.engine.lora is on, but peft is not installed: run "
-            f"{format_install('temper-engine-fsdp[lora]')}."
-        )
     taught = [name for name, teacher in config.teachers.items() if teacher.backend == "vllm"]
     samples_here = config.generates_completions and not config.rollout.vllm.has_remote_servers
     if samples_here and config.rollout.sampler == "vllm":
@@ -350,13 +349,8 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
             "path of a step directory."
         )
     for name in ("wandb", "mlflow", "trackio"):
-        if name in run.trackers and not _is_installed(name):
-            yield (
-                f"run.trackers has {name}, which is not installed: run "
-                f"{format_install(f'temper-trainer[{name}]')}, or remove it from run.trackers."
-            )
-    if run.prometheus_port is not None:
-        yield from _find_port_problems(run.prometheus_address, run.prometheus_port)
+        if name in run.trackers:
+            yield from _find_missing(name, f"run.trackers has {name}", f"temper-trainer[{name}]")
 
 
 def _find_resume_problems(config: TrainerConfig) -> Iterator[str]:
@@ -396,22 +390,6 @@ def _open_for_preview(run: RunConfig) -> Checkpointer:
     )
 
 
-def _find_address_problems(runtime: RuntimeConfig) -> Iterator[str]:
-    if error := _find_bind_error(runtime.bind_address, 0):
-        yield (
-            f"runtime.bind_address is {runtime.bind_address}, on which this host cannot listen: "
-            f"{error.strerror}. Give an address of this host, see ip address."
-        )
-
-
-def _find_servers_file_problems(file: str | None) -> Iterator[str]:
-    if file is not None:
-        try:
-            read_addresses(file)
-        except ConfigError as error:
-            yield str(error)
-
-
 def _find_bind_error(address: str, port: int) -> OSError | None:
     """Return the error of listening on an address and port, or None; port 0 is any free one."""
     is_ipv6 = ipaddress.ip_address(address).version == 6
@@ -424,28 +402,41 @@ def _find_bind_error(address: str, port: int) -> OSError | None:
     return None
 
 
-def _find_folder_problems(config: TrainerConfig) -> Iterator[str]:
-    """Yield which folders engines cannot write to; with Ray, those may be on other hosts."""
-    if config.runtime.kind == "ray":
-        return
-    for name, role in config.roles.items():
+def _find_host_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield which addresses, ports, lists of servers and folders of this host cannot be used."""
+    runtime, run, servers_file = config.runtime, config.run, config.rollout.vllm.servers_file
+    if error := _find_bind_error(runtime.bind_address, 0):
+        yield (
+            f"runtime.bind_address is {runtime.bind_address}, on which this host cannot listen: "
+            f"{error.strerror}. Give an address of this host, see ip address."
+        )
+    if run.prometheus_port is not None:
+        yield from _find_missing(
+            "prometheus_client", "run.prometheus_port is set", "temper-trainer[prometheus]"
+        )
+        if error := _find_bind_error(run.prometheus_address, run.prometheus_port):
+            yield (
+                f"run.prometheus_port is {run.prometheus_port}, which cannot be opened on "
+                f"run.prometheus_address {run.prometheus_address}: {error.strerror}. Choose a free "
+                "port and an address of this host."
+            )
+    try:
+        if servers_file is not None:
+            read_addresses(servers_file)
+    except ConfigError as error:
+        yield str(error)
+    # With Ray, the folders may be on other hosts.
+    for name, role in config.roles.items() if runtime.kind == "inline" else ():
         try:
             role.engine.check_folders()
         except ConfigError as error:
             yield f"{name}.engine: {error}"
 
 
-def _find_port_problems(address: str, port: int) -> Iterator[str]:
-    if not _is_installed("prometheus_client"):
-        yield (
-            "run.prometheus_port is set, but prometheus_client is not installed: run "
-            f"{format_install('temper-trainer[prometheus]')}, or remove it."
-        )
-    if error := _find_bind_error(address, port):
-        yield (
-            f"run.prometheus_port is {port}, which cannot be opened on run.prometheus_address "
-            f"{address}: {error.strerror}. Choose a free port and an address of this host."
-        )
+def _find_missing(module: str, cause: str, package: str) -> Iterator[str]:
+    """Yield a sentence if a library is not installed: the setting that needs it, and how."""
+    if not _is_installed(module):
+        yield f"{cause}, but {module} is not installed: run {format_install(package)}."
 
 
 def _is_installed(module: str) -> bool:

@@ -44,13 +44,13 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
     yield from _find_position_problems(config)
     # After a warm start, the model that it saved is the adapter's base model.
     has_base = config.actor.engine.model.path is not None or config.warm_start is not None
-    if config.weight_sync.content == "adapter" and not has_base:
-        yield (
-            "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers "
-            "have no base to put the adapter on: set weight_sync.content=full, or save the base "
-            "as a Hugging Face directory first."
-        )
     if config.weight_sync.content == "adapter":
+        if not has_base:
+            yield (
+                "weight_sync.content is adapter, but actor.engine.model.path is not set, so "
+                "servers have no base to put the adapter on: set weight_sync.content=full, or save "
+                "the base as a Hugging Face directory first."
+            )
         yield from find_adapter_problems(config.actor.engine.lora, key="actor.engine.lora")
     for name, role in config.trained_roles.items():
         adapter = role.engine.lora.path
@@ -254,18 +254,10 @@ def read_json_fields(path: Path) -> Mapping[str, object]:
 
 
 _MULTIMODAL_KEY_PATTERN = re.compile(
-    r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual|(mm_vision|mm_audio)_tower"
+    r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual"
+    r"|(mm_vision|mm_audio)_tower|(thinker|talker)_config|(img|audio)_processor|num_mel_bins"
 )
 """Blocks that configure an encoder of images, video or sound."""
-
-
-_OTHER_MULTIMODAL_KEYS = (
-    "thinker_config",
-    "talker_config",
-    "img_processor",
-    "audio_processor",
-    "num_mel_bins",
-)
 
 
 _MULTIMODAL_CLASS_PATTERN = re.compile(
@@ -280,7 +272,7 @@ _MULTIMODAL_TYPE_PATTERN = re.compile(
 
 def _find_multimodal_entry(fields: Mapping[str, object]) -> str:
     for key, value in fields.items():
-        if value and (_MULTIMODAL_KEY_PATTERN.fullmatch(key) or key in _OTHER_MULTIMODAL_KEYS):
+        if value and _MULTIMODAL_KEY_PATTERN.fullmatch(key):
             return key
     model_type = str(fields.get("model_type", ""))
     if _MULTIMODAL_TYPE_PATTERN.search(model_type):
