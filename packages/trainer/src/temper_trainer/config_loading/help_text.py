@@ -11,6 +11,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 
 from temper_engine_api.errors import ConfigError, EngineNotFoundError
@@ -81,7 +82,7 @@ def build_help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
         )
         return "\n\n".join(sections) + "\n"
     groups = "\n".join(_group_lines(config_dir))
-    keys = "\n".join(_block_lines(TrainerConfig, prefix="", engine_class=engine_class, seen={}))
+    keys = "\n".join(_KeyLines(engine_class=engine_class).list_block(TrainerConfig, prefix=""))
     return f"{USAGE}\ngroups (GROUP=CHOICE):\n\n{groups}\n\nkeys (key=default):\n\n{keys}\n"
 
 
@@ -100,12 +101,8 @@ def _build_section(name: str, *, engine_class: type[EngineConfig], config_dir: s
         )
         parts.append(f"{name} (GROUP=CHOICE):\n\n{choices}")
     if entry is not None:
-        lines = _entry_lines(
-            entry,
-            prefix=name.removesuffix(entry.name),
-            engine_class=engine_class,
-            seen={},
-        )
+        listing = _KeyLines(engine_class=engine_class)
+        lines = listing.list_entry(entry, prefix=name.removesuffix(entry.name))
         parts.append(f"{name} (key=default):\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
 
@@ -151,75 +148,69 @@ def _first_comment(group: str, choice: str) -> str:
     return " ".join(comments)
 
 
-def _block_lines(
-    cls: type, *, prefix: str, engine_class: type[EngineConfig], seen: dict[type, str]
-) -> Iterator[str]:
-    """Yield the fields of a class in order; a repeated block refers to its first listing."""
-    for entry in iterate_entries(cls, engine_class=engine_class):
-        yield from _entry_lines(entry, prefix=prefix, engine_class=engine_class, seen=seen)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeyLines:
+    """The lines of keys with their defaults and descriptions."""
 
+    engine_class: type[EngineConfig]
+    seen: dict[type, str] = field(default_factory=dict)
+    """Key by block or union whose keys are listed already; others with it refer to that."""
 
-def _entry_lines(
-    entry: Entry, *, prefix: str, engine_class: type[EngineConfig], seen: dict[type, str]
-) -> Iterator[str]:
-    """Yield the lines for a field and all keys below it."""
-    key = f"{prefix}{entry.name}"
-    description = read_field_docstrings(entry.owner).get(entry.field, "")
-    if entry.item is not None:
-        yield from _entry_lines(entry.item, prefix=f"{key}.", engine_class=engine_class, seen=seen)
-        return
-    if entry.choice is not None:
-        yield from _choice_of_variant_lines(
-            entry, entry.choice, key=key, engine_class=engine_class, seen=seen
-        )
-        return
-    if entry.block is None:
-        yield f"  {key}{_default_text(entry)}   [{describe_type(entry.annotation)}]"
+    def list_block(self, cls: type, *, prefix: str) -> Iterator[str]:
+        """Yield the fields of a class in order; a repeated block refers to its first listing."""
+        for entry in iterate_entries(cls, engine_class=self.engine_class):
+            yield from self.list_entry(entry, prefix=prefix)
+
+    def list_entry(self, entry: Entry, *, prefix: str) -> Iterator[str]:
+        """Yield the lines for a field and all keys below it."""
+        key = f"{prefix}{entry.name}"
+        description = read_field_docstrings(entry.owner).get(entry.field, "")
+        if entry.item is not None:
+            yield from self.list_entry(entry.item, prefix=f"{key}.")
+            return
+        if entry.choice is not None:
+            yield from self._list_variants(entry, entry.choice, key=key, description=description)
+            return
+        if entry.block is None:
+            yield f"  {key}{_default_text(entry)}   [{describe_type(entry.annotation)}]"
+            yield from _wrapped(description)
+            return
+        if not description or description.startswith("See "):
+            description = _class_description(entry.block)
+        is_off = is_optional(entry.annotation) and entry.default is None
+        note = "blocks by name" if entry.name == ANY_NAME else "off until set" if is_off else ""
+        yield f"  {key}.*" + (f"   [{note}]" if note else "")
+        # List the keys of a block only once: several roles have a block `engine` with dozens.
+        if entry.block in self.seen:
+            yield from _wrapped(f"{description} The same keys as {self.seen[entry.block]}.*")
+            return
+        self.seen[entry.block] = key
         yield from _wrapped(description)
-        return
-    if not description or description.startswith("See "):
-        description = _class_description(entry.block)
-    is_off = is_optional(entry.annotation) and entry.default is None
-    note = "blocks by name" if entry.name == ANY_NAME else "off until set" if is_off else ""
-    yield f"  {key}.*" + (f"   [{note}]" if note else "")
-    # List the keys of a block only once: several roles have a block `engine` with dozens of keys.
-    if entry.block in seen:
-        yield from _wrapped(f"{description} The same keys as {seen[entry.block]}.*")
-        return
-    seen[entry.block] = key
-    yield from _wrapped(description)
-    yield from _block_lines(entry.block, prefix=f"{key}.", engine_class=engine_class, seen=seen)
+        yield from self.list_block(entry.block, prefix=f"{key}.")
 
-
-def _choice_of_variant_lines(
-    entry: Entry,
-    choice: Choice,
-    *,
-    key: str,
-    engine_class: type[EngineConfig],
-    seen: dict[type, str],
-) -> Iterator[str]:
-    """Yield the names in a tagged union, then the settings per variant."""
-    description = read_field_docstrings(entry.owner).get(entry.field, "")
-    default = entry.default_variant if entry.default is not None or not entry.has_default else None
-    names = " | ".join(list_classes(choice))
-    yield f"  {key}={default or 'null'}   [{names}]"
-    if choice.union in seen:
-        yield from _wrapped(f"{description} The same settings as {seen[choice.union]}.")
-        return
-    seen[choice.union] = key
-    yield from _wrapped(f"{description} Each has settings of its own:")
-    for name, cls in list_classes(choice).items():
-        yield f"  {key} of {name}"
-        yield from _wrapped(_class_description(cls))
-        own, shared = split_settings(choice, name=name, engine_class=engine_class)
-        for other, settings in shared.items():
-            yield from _wrapped(f"As {other}: {', '.join(settings)}")
-        for setting in own:
-            if cls is not Custom or setting.name != "name":
-                yield from _entry_lines(
-                    setting, prefix=f"{key}.", engine_class=engine_class, seen={}
-                )
+    def _list_variants(
+        self, entry: Entry, choice: Choice, *, key: str, description: str
+    ) -> Iterator[str]:
+        """Yield the names in a tagged union, then the settings per variant."""
+        is_set = entry.default is not None or not entry.has_default
+        default = entry.default_variant if is_set else None
+        yield f"  {key}={default or 'null'}   [{' | '.join(list_classes(choice))}]"
+        if choice.union in self.seen:
+            yield from _wrapped(f"{description} The same settings as {self.seen[choice.union]}.")
+            return
+        self.seen[choice.union] = key
+        yield from _wrapped(f"{description} Each has settings of its own:")
+        # A block is listed for each variant that has it.
+        lines = _KeyLines(engine_class=self.engine_class)
+        for name, cls in list_classes(choice).items():
+            yield f"  {key} of {name}"
+            yield from _wrapped(_class_description(cls))
+            own, shared = split_settings(choice, name=name, engine_class=self.engine_class)
+            for other, settings in shared.items():
+                yield from _wrapped(f"As {other}: {', '.join(settings)}")
+            for setting in own:
+                if cls is not Custom or setting.name != "name":
+                    yield from lines.list_entry(setting, prefix=f"{key}.")
 
 
 def _class_description(cls: type) -> str:
@@ -252,14 +243,14 @@ def read_field_docstrings(cls: type) -> dict[str, str]:
 def _field_docstrings(cls: type) -> dict[str, str]:
     body = _parse_classes(cls.__module__)[cls.__name__]
     docstrings = {}
-    for field, following in itertools.pairwise(body):
+    for node, following in itertools.pairwise(body):
         is_text = (
             isinstance(following, ast.Expr)
             and isinstance(following.value, ast.Constant)
             and isinstance(following.value.value, str)
         )
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-            docstrings[field.target.id] = (" ").join(ast.literal_eval(following.value).split())  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_text:
+            docstrings[node.target.id] = (" ").join(ast.literal_eval(following.value).split())  # type: ignore[attr-defined]
     return docstrings
 
 

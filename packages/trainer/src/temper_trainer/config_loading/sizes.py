@@ -32,30 +32,22 @@ def describe_sizes(config: TrainerConfig) -> list[str]:
 
 
 def _rl_sizes(config: TrainerConfig) -> list[str]:
-    batching, group_size, steps = (
-        config.batching,
-        config.algorithm.group_size,
-        config.run.total_steps,
-    )
+    batching, steps = config.batching, config.run.total_steps
+    group_size, prompt = config.algorithm.group_size, config.data.max_prompt_tokens
     completions = batching.prompts_per_step * group_size
     updates = batching.num_mini_batches * batching.num_passes
     per_update = completions / batching.num_mini_batches
     lines = []
     if config.warm_start is not None:
-        stage = config.warm_start
-        shown = stage.total_steps * stage.batch_size
-        path = config.actor.engine.model.path
-        origin = "" if path is None else f", from the model in {path}"
-        lines.append(
-            f"warm start: {stage.total_steps:,} updates of {stage.batch_size:,} demonstrations = "
-            f"{shown:,} demonstrations{origin}"
-        )
+        stage, path = config.warm_start, config.actor.engine.model.path
+        shown = _describe_demonstrations(stage.total_steps, stage.batch_size)
+        lines.append(f"warm start: {shown}{f', from the model in {path}' if path else ''}")
     noun = "update" if updates == 1 else "updates"
-    lines.append(
+    lines += [
         f"a step: {batching.prompts_per_step:,} prompts x {group_size} = {completions:,} "
-        f"completions, {updates:,} {noun}"
-    )
-    lines.append(f"an update: {per_update:,.6g} completions")
+        f"completions, {updates:,} {noun}",
+        f"an update: {per_update:,.6g} completions",
+    ]
     if config.run.total_epochs is None:
         lines.append(
             f"a run: {steps:,} steps = {steps * completions:,} completions, {steps * updates:,} "
@@ -63,15 +55,13 @@ def _rl_sizes(config: TrainerConfig) -> list[str]:
         )
     else:
         lines.append(_epochs_line(config.run.total_epochs))
-    length = config.data.max_prompt_tokens + config.max_completion_tokens
-    lines.append(
-        f"a sample: at most {config.data.max_prompt_tokens:,} + {config.max_completion_tokens:,} "
-        f"= {length:,} tokens"
-    )
-    lines.append(
-        f"a step's tokens: at most {completions:,} x {length:,} = {completions * length:,}"
-    )
-    return [*lines, *_describe_additional_sampling(config, completions=completions)]
+    length = prompt + config.max_completion_tokens
+    return [
+        *lines,
+        f"a sample: at most {prompt:,} + {config.max_completion_tokens:,} = {length:,} tokens",
+        f"a step's tokens: at most {completions:,} x {length:,} = {completions * length:,}",
+        *_describe_additional_sampling(config, completions=completions),
+    ]
 
 
 def _describe_additional_sampling(config: TrainerConfig, *, completions: int) -> list[str]:
@@ -82,8 +72,7 @@ def _describe_additional_sampling(config: TrainerConfig, *, completions: int) ->
         name = key.partition(".")[2]
         lines.append(
             f"a rollout{f' in {name}' if name else ''}: at most {environment.max_turns} "
-            f"completions of "
-            f"{config.sampling.max_tokens:,} tokens each, with observations of "
+            f"completions of {config.sampling.max_tokens:,} tokens each, with observations of "
             f"{environment.max_observation_tokens:,} tokens between them"
         )
     if config.task == "rl" and config.algorithm.reads("baselines"):
@@ -117,12 +106,13 @@ def _inference_line(config: TrainerConfig) -> str:
 
 
 def _sft_sizes(run: RunConfig, *, prompts_per_step: int) -> list[str]:
-    size, steps = prompts_per_step, run.total_steps
     if run.total_epochs is not None:
         return [_epochs_line(run.total_epochs)]
-    return [
-        f"a run: {steps:,} updates of {size:,} demonstrations = {steps * size:,} demonstrations"
-    ]
+    return [f"a run: {_describe_demonstrations(run.total_steps, prompts_per_step)}"]
+
+
+def _describe_demonstrations(steps: int, size: int) -> str:
+    return f"{steps:,} updates of {size:,} demonstrations = {steps * size:,} demonstrations"
 
 
 def _epochs_line(epochs: int) -> str:
