@@ -10,12 +10,7 @@ from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.algorithms.resampling import Reweighting
 from temper_trainer.config.rollout_correction import RolloutCorrection
-from temper_trainer.settings.ranges import (
-    FiniteFloat,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-)
+from temper_trainer.settings.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt
 from temper_trainer.settings.variants import Custom, list_variants, settings
 
 

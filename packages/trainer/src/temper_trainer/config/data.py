@@ -366,11 +366,6 @@ def find_data_conflicts(
                 "and all rows are sorted together: set all of them or none, or set the weight of "
                 "each source, so that each is sorted for itself."
             )
-    if data.streaming and train is not None and train.difficulty_key is not None:
-        yield (
-            "data.streaming is true, but data.train.difficulty_key sorts all rows, which must be "
-            "read first: remove one of them."
-        )
     if task != "sft":
         only = {
             "data.streaming": data.streaming,
@@ -386,13 +381,12 @@ def find_data_conflicts(
             "batching.tokens_per_update the number of steps per pass is unknown: set "
             "run.total_steps."
         )
-    if data.streaming and data.tokenizer.kind != "pretrained":
-        yield (
-            f"data.streaming is true, but data.tokenizer.kind {data.tokenizer.kind} must read all "
-            "rows first: use a pretrained one."
-        )
-    if data.streaming and isinstance(train, ArithmeticSource):
-        yield (
-            "data.streaming is true, but data.train is arithmetic, which generates all rows at "
-            "once: remove it."
-        )
+    kind = data.tokenizer.kind
+    reasons = {
+        "data.train.difficulty_key sorts all rows": train is not None and train.difficulty_key,
+        f"data.tokenizer.kind {kind} is trained on all rows": kind != "pretrained",
+        "data.train is arithmetic, which makes all rows": isinstance(train, ArithmeticSource),
+    }
+    for reason, applies in reasons.items() if data.streaming else ():
+        if applies:
+            yield f"data.streaming is true, but {reason} before the run: remove one of them."

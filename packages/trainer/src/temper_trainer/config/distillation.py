@@ -11,12 +11,7 @@ from temper_trainer.algorithms.distillation_losses.sampled_token_losses import R
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.data import DataSource
 from temper_trainer.config.run import RL_TASKS, find_layout_conflicts, find_model_conflicts
-from temper_trainer.settings.ranges import (
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    Range,
-)
+from temper_trainer.settings.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from temper_trainer.settings.variants import Custom, Variant, settings, variant
 
 

@@ -6,11 +6,7 @@ from typing import Annotated
 from temper_engine_api.specs import OptimizerSpec, ScheduleSpec
 from temper_trainer.algorithms.sft_losses import CrossEntropy, SftLoss
 from temper_trainer.config.data import DataSource
-from temper_trainer.settings.ranges import (
-    NonNegativeFloat,
-    PositiveInt,
-    Range,
-)
+from temper_trainer.settings.ranges import NonNegativeFloat, PositiveInt, Range
 from temper_trainer.settings.variants import settings
 
 

@@ -14,12 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from temper_engine_api.errors import ConfigError, EngineNotFoundError, format_install
 from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import (
-    LEGACY_TRAINING_WORKER,
-    LEGACY_WORKER_GROUP,
-    ROLES,
-    RunConfig,
-)
+from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROUP, ROLES, RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.composition import (
     COMMAND_LINE,

@@ -43,9 +43,9 @@ def _rl_sizes(config: TrainerConfig) -> list[str]:
         shown = _describe_demonstrations(stage.total_steps, stage.batch_size)
         lines.append(f"warm start: {shown}{f', from the model in {path}' if path else ''}")
     noun = "update" if updates == 1 else "updates"
+    prompts = f"{batching.prompts_per_step:,} prompts"
     lines += [
-        f"a step: {batching.prompts_per_step:,} prompts x {group_size} = {completions:,} "
-        f"completions, {updates:,} {noun}",
+        f"a step: {prompts} x {group_size} = {completions:,} completions, {updates:,} {noun}",
         f"an update: {per_update:,.6g} completions",
     ]
     if config.run.total_epochs is None:

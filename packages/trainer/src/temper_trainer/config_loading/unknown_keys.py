@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from temper_engine_api.errors import ConfigError, EngineNotFoundError
 from temper_engine_api.registry import list_engines, load_engine_config_class
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.removed_keys import (
-    describe_refused_teacher_key,
-    describe_removed_key,
-)
+from temper_trainer.config.removed_keys import describe_refused_teacher_key, describe_removed_key
 from temper_trainer.config_loading.composition import ENGINE_GROUP, RUN_PREFIX, Layer
 from temper_trainer.config_loading.schema import ANY_NAME, Entry, Plain, collect_keys
 from temper_trainer.config_loading.variant_choice import TYPO_SIMILARITY, describe_foreign_key

@@ -6,13 +6,7 @@ from dataclasses import fields
 
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.schema import (
-    ANY_NAME,
-    Entry,
-    Plain,
-    collect_keys,
-    list_classes,
-)
+from temper_trainer.config_loading.schema import ANY_NAME, Entry, Plain, collect_keys, list_classes
 
 Tree = dict[str, Plain]
 

@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_trainer.config.data import (
-    DatasetsSource,
-    DataSource,
-    PreferenceKind,
-)
+from temper_trainer.config.data import DatasetsSource, DataSource, PreferenceKind
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.checks.data_files import (
