@@ -14,7 +14,13 @@ from omegaconf.errors import OmegaConfBaseException
 from temper_engine_api.errors import ConfigError, EngineNotFoundError, format_install
 from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROUP, ROLES, RunConfig
+from temper_trainer.config.run import (
+    INFERENCE_TASKS,
+    LEGACY_TRAINING_WORKER,
+    LEGACY_WORKER_GROUP,
+    ROLES,
+    RunConfig,
+)
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.composition import (
     COMMAND_LINE,
@@ -100,6 +106,9 @@ def load(
     # Register secrets before values are checked, because messages show values.
     shown = restore_secret_references(values, composed=composition.values)
     register_secrets(find_secret_values(values, written=shown))
+    data = values["data"]
+    if values["task"] not in INFERENCE_TASKS and isinstance(data, dict) and not data["train"]:
+        data["train"] = {}  # so that its missing path is reported with other problems
     values["use_legacy_worker_impl"] = normalize_worker_switch(values["use_legacy_worker_impl"])
     config = structure(values, TrainerConfig, engine_class=engine_class)
     resolved = to_plain(config)
