@@ -233,7 +233,7 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
         config.rollout.sampler != "vllm"
         and any(teacher.backend == "vllm" for teacher in config.teachers.values()),
         vllm,
-        "with rollout.sampler hf: servers of teachers never sleep, and read only "
+        "with rollout.sampler hf, because servers of teachers never sleep, and read only "
         f"{', '.join(read)} of {vllm}",
         exceptions=" ".join(f"{vllm}.{key}" for key in read),
     )
@@ -244,7 +244,7 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
         reason = f"with {key}.backend vllm, which reads only {', '.join(used_keys)}"
         yield Rule(has_server, f"{key}.engine", reason, exceptions=" ".join(used_keys))
         why = "runtime.kind ray" if has_server else f"{key}.backend engine"
-        reason = f"with {why}: it is for backend vllm and runtime.kind inline"
+        reason = f"with {why}, because it is for backend vllm and runtime.kind inline"
         is_unused = not has_server or config.runtime.kind == "ray"
         yield Rule(is_unused, f"{key}.devices", reason)
 
@@ -277,16 +277,16 @@ def _source_rules(name: str, source: DataSource, *, config: TrainerConfig) -> It
     is_trained, is_evaluated = name in config.data.train_sources, name in config.data.eval_sources
     task, kind, distillation = config.task, config.preference_kind, config.distillation
     form = f"with task {task} and preference {config.preference.name}"
-    reason = f"{form}: pairs are for task rm, and for task dpo unless preference is kto"
+    reason = f"{form}, because pairs are for task rm, and for task dpo unless preference is kto"
     yield Rule(kind != "pairs", "chosen_key rejected_key", reason)
     reason = "with pairs, whose completions are in chosen_key and rejected_key"
     yield Rule(kind == "pairs", "answer_key", reason)
-    yield Rule(task != "rm", "margin_key", f"with task {task}: margins are for task rm")
-    reason = f"{form}: labels are for task dpo with preference=kto"
+    yield Rule(task != "rm", "margin_key", f"with task {task}, because margins are for task rm")
+    reason = f"{form}, because labels are for task dpo with preference=kto"
     yield Rule(kind != "labels", "label_key", reason)
     reason = f"with {name}.messages_key, the field with full conversations"
     yield Rule(source.messages_key is not None, "prompt_key answer_key", reason)
-    reason = "with data to train on: categories are for data.eval and data.eval_sets"
+    reason = "with data to train on, because categories are for data.eval and data.eval_sets"
     yield Rule(not is_evaluated, "category_key", reason)
     reason = f"with task {task}, whose evaluations have no categories"
     yield Rule(task in SUPERVISED_TASKS, "category_key", reason)
