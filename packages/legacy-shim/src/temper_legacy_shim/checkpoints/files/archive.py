@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from temper_legacy_shim.checkpoints.files.pickles import MAX_PICKLE_BYTES, dump_inert, load_inert
+from temper_legacy_shim.checkpoints.files.pickles import MAX_PICKLE_BYTES, load_inert
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 if TYPE_CHECKING:
@@ -296,18 +296,18 @@ class _Sink(io.RawIOBase):
 
 def write_archive(
     put: Callable[[bytes | memoryview], object],
-    value: object,
+    pickle: bytes,
     storages: Mapping[str, Iterable[memoryview]],
 ) -> None:
     """Write a file of ``torch.save``, which torch.load reads with ``weights_only``.
 
     Args:
         put: takes the next bytes of the file.
-        value: content of the pickle, as ``dump_inert`` takes it.
+        pickle: value of the file, as ``dump_inert`` returns it.
         storages: blocks of bytes by the keys of the storages.
     """
     with zipfile.ZipFile(_Sink(put), "w") as archive:
-        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), dump_inert(value))
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), pickle)
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
         for key, blocks in storages.items():
             # The size is not known before the last block.

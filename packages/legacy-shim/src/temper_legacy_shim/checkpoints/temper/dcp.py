@@ -14,7 +14,7 @@ import numpy as np
 
 from temper_legacy_shim.checkpoints.files.archive import write_archive
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DESCRIPTION, DistCheckpoint
-from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32, Block, has_nonfinite
+from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32, Block, Dtype, has_nonfinite
 from temper_legacy_shim.checkpoints.files.hashed_files import HashingWriter, Progress, WrittenFile
 from temper_legacy_shim.checkpoints.files.lazy import (
     LazyTensor,
@@ -98,8 +98,8 @@ def write_group(
         for name, tensor in tensors.items():
             for offset, shape in _chunks(tensor):
                 part = Rows(tensor, ((offset[0], offset[0] + shape[0]),)) if shape else tensor
-                begun, node = writer.num_bytes, describe_tensor(shape, part.dtype, key="0")
-                write_archive(writer.put, node, {"0": read(name, part)})
+                begun = writer.num_bytes
+                write_archive(writer.put, _pickle(shape, part.dtype), {"0": read(name, part)})
                 positions[name, offset] = (DATA, begun, writer.num_bytes - begun)
     return [
         writer.record(f"{relative}/{DATA}", with_nan=tuple(with_nan)),
@@ -141,6 +141,12 @@ def join(
     }
     _write_description(folder, tensors, positions, relative="")
     return moved
+
+
+@cache
+def _pickle(shape: Shape, dtype: Dtype) -> bytes:
+    # Cached, because the layers of a model have the same few shapes.
+    return dump_inert(describe_tensor(shape, dtype, key="0"))
 
 
 def _chunks(tensor: LazyTensor) -> Iterator[tuple[Shape, Shape]]:

@@ -24,6 +24,7 @@ from temper_legacy_shim.checkpoints.files.archive import write_archive
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DESCRIPTION, DistCheckpoint
 from temper_legacy_shim.checkpoints.files.hashed_files import WrittenFile
 from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, num_bytes, read_all
+from temper_legacy_shim.checkpoints.files.pickles import dump_inert
 from temper_legacy_shim.checkpoints.files.safetensors_files import grouped
 from temper_legacy_shim.checkpoints.files.tensors import describe_tensor
 from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck
@@ -278,7 +279,7 @@ def _write_random(part: Path, extra: OldExtra) -> list[str]:
             for device, tensor in states.items()
         }
         with open(part / "random" / f"rank_{rank}.pt", "xb") as file:
-            write_archive(file.write, nodes, blocks)
+            write_archive(file.write, dump_inert(nodes), blocks)
         written.append(f"random/rank_{rank}.pt")
     return written
 
