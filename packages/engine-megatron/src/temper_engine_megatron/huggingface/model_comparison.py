@@ -290,16 +290,19 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 _PROGRAM = """
-import ctypes, os, pathlib, signal, sys
+import ctypes, gc, os, pathlib, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end if the engine is killed
     if os.getppid() != int(sys.argv[2]):  # it was killed before that took effect
         sys.exit(1)
+gc.disable()
 from temper_engine_megatron.comparison_process import main
+gc.freeze()
+gc.enable()
 main(pathlib.Path(sys.argv[1]))
 """
 """Program of the comparing process. It imports torch, which takes seconds, only after it is tied to
-its parent."""
+its parent, and without looking for garbage among the imported objects."""
 
 
 def _measure(fields: Mapping[str, object], *, timeout_s: float) -> ComparisonResult:

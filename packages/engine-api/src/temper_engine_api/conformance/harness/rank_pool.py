@@ -22,8 +22,8 @@ from temper_engine_api.conformance.harness.rank_process import (
     JobReply,
     JobRequest,
     LeaveRequest,
-    serve_jobs,
 )
+from temper_engine_api.conformance.harness.rank_start import start_rank
 from temper_engine_api.layout import Layout
 from temper_engine_api.specs import Compute
 
@@ -137,7 +137,7 @@ class RankPool:
                 TQDM_DISABLE="1",
             ):
                 process = context.Process(
-                    target=serve_jobs,
+                    target=start_rank,
                     args=(remote_end,),
                     kwargs={"index": index, "stack_file": str(self._stack_file(index))},
                     name=f"conformance-rank-{index}",
