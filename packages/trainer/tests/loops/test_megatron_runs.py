@@ -27,6 +27,7 @@ SFT = (
         for size in ("hidden_size=32", "intermediate_size=64", "num_hidden_layers=2")
     ),
     "data.train.max_rows=64",
+    "data.eval.max_rows=8",
     "batching.prompts_per_step=16",
     "run.num_threads=1",
 )

@@ -29,6 +29,7 @@ TINY = (
     "actor.engine.model.architecture.intermediate_size=64",
     "actor.engine.model.architecture.num_hidden_layers=2",
     "data.train.max_rows=64",
+    "data.eval.max_rows=8",
     "run.num_threads=1",
     "run.report=false",
 )
@@ -707,7 +708,7 @@ def test_overlong_prompt_of_the_evaluation_is_named_before_the_warm_start(
     with pytest.raises(
         DataError, match=r"eval\.jsonl:1: the prompt has \d+ tokens, but data\.max_pr"
     ):
-        run(tmp_path / "run", *TINY[1:], *data, "warm_start.total_steps=1", base=TINY[:1])
+        run(tmp_path / "run", *data, "warm_start.data.max_rows=128")
     assert not (tmp_path / "run" / "warm_start").exists()
 
 
