@@ -270,7 +270,7 @@ def _docstrings(nodes: Sequence[ast.AST]) -> Iterator[Docstring]:
         if text is not None:
             line = node.body[0].lineno
             yield Docstring(kind=_kind(node), line=line, text=text)
-        if isinstance(node, ast.Module | ast.ClassDef):
+        if isinstance(node, ast.Module | ast.ClassDef) or node.name == "__init__":
             yield from _field_docstrings(node.body)
 
 

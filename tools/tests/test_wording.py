@@ -30,6 +30,10 @@ def _faults(folder: Path, source: str, wording: Wording, *, name: str = "module.
             "class Plan:\n    steps: int\n    '''Of the run.'''\n",
             "module.py:3: the field docstring starts with 'Of'",
         ),
+        (
+            "class A:\n  def __init__(self):\n    self.steps = 1\n    '''By the run.'''\n",
+            "module.py:4: the field docstring starts with 'By'",
+        ),
         ("'''What a run leaves.'''\n", "module.py:1: the module docstring starts with 'What'"),
         (
             "def read():\n    '''Read nobody's file.'''\n",

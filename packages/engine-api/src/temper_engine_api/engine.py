@@ -1191,7 +1191,7 @@ class BaseEngine(ABC):
         """
         if device not in ("cpu", "device"):
             raise ConfigError(
-                f"to({device!r}) names no place: use 'cpu' to offload, or 'device' to load to the "
+                f"to({device!r}) is no location: use 'cpu' to offload, or 'device' to load to the "
                 "accelerator of the configuration."
             )
         if self._mode is not None:

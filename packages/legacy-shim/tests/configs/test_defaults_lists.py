@@ -94,7 +94,7 @@ def test_what_a_list_names_and_no_one_finds_is_for_a_person(tmp_path: Path) -> N
     path.write_text(f"defaults: [ppo_trainer, somewhere_else, _self_]\n{OWN}")
     result = translate_file(read_old_file(path), version="v0.7.0")
     assert result.outcome is Outcome.PERSON
-    assert "names somewhere_else, which lies neither beside it" in result.findings[0].message
+    assert "names somewhere_else, which is neither next to it" in result.findings[0].message
 
 
 def test_values_that_the_old_defaults_won_over_are_for_a_person(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_cosine_of_an_asynchronous_run_is_as_long_as_its_weight_syncs() -> None:
 def test_asynchronous_run_is_not_reported_to_have_used_the_old_workers(version: str) -> None:
     # v0.7.1's configuration of the entry has use_legacy_worker_impl: disable.
     run = asynchronous(version)
-    assert "micro-batch-normalisation" not in rules_found(run, "hazard")
+    assert "micro-batch-normalization" not in rules_found(run, "hazard")
     assert "worker-switch" not in rules_found(run, "note")
 
 

@@ -108,7 +108,7 @@ def test_trap_e_the_other_family_was_silently_without_an_adapter() -> None:
     assert "actor.engine.lora.rank" not in values(result)
 
 
-def test_trap_f_dead_keys_are_honoured() -> None:
+def test_trap_f_dead_keys_are_honored() -> None:
     result = translated("v0.8.0", "actor_rollout_ref.actor.grad_clip=0.3")
     assert values(result)["actor.engine.optimizer.clip_grad_norm"] == 0.3
     assert "grad-clip" in rules_found(result, "hazard")
@@ -240,7 +240,7 @@ def test_the_old_workers_are_pinned_on_request_and_their_numerics_counted_otherw
     message = next(
         finding.message
         for finding in result.findings
-        if finding.rule == "micro-batch-normalisation"
+        if finding.rule == "micro-batch-normalization"
     )
     # 16 prompts x 4 completions on 8 ranks are 8 on each: 4 micro-batches of 2, 32 parts in all.
     assert "over 64 completions" in message
@@ -487,7 +487,6 @@ def test_the_trainer_reads_a_config_json_as_the_translation_does() -> None:
     )
     trainer_names = {
         "_PARTS": "_MULTIMODAL_KEY_PATTERN",
-        "_OTHER_PARTS": "_OTHER_MULTIMODAL_KEYS",
         "_CLASSES": "_MULTIMODAL_CLASS_PATTERN",
         "_TYPES": "_MULTIMODAL_TYPE_PATTERN",
     }

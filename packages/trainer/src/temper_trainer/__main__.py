@@ -385,7 +385,7 @@ def _report(directory: Path) -> int:
             "a run."
         )
     curves = directory / "curves.png"
-    # Of an evaluation or a generation alone there are no curves.
+    # An evaluation or a generation alone has no curves.
     print(f"wrote {path} and {curves}" if curves.exists() else f"wrote {path}")
     return 0
 

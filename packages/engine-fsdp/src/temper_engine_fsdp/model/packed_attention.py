@@ -192,8 +192,8 @@ def torch_varlen_forward(
 ) -> tuple[Tensor, None]:
     """Compute causal attention with torch's variable-length flash attention (CUDA, bf16 or fp16).
 
-    Same arguments as `sdpa_varlen_forward`, which computes sinks and soft-capping instead: the
-    kernel has no argument for them.
+    Takes the arguments of `sdpa_varlen_forward`, and calls it for layers with sinks or
+    soft-capping, for which the kernel has no argument.
     """
     if softcap is not None or s_aux is not None:
         padded: tuple[Tensor, None] = sdpa_varlen_forward(
@@ -212,7 +212,7 @@ def torch_varlen_forward(
         )
         return padded
     _refuse(module, attention_mask, **options)
-    # A model whose config names its dropout otherwise than `read_attention_dropout` knows.
+    # `read_attention_dropout` may not know the name that this model's config has for dropout.
     check_dropout("torch_varlen", dropout=dropout)
     # Rotary embeddings may leave query and key in float32; the kernel wants the compute dtype.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))

@@ -112,7 +112,7 @@ class FSDP1Module:
 
     def reset(self) -> None:
         """See ShardedModule."""
-        # What FSDP1 does at the end of a backward pass, which the exception left out.
+        # FSDP1 does this at the end of a backward pass, which the exception left out.
         for state in _get_fsdp_states(self._root):
             # A unit that is still gathered would not follow weights that are loaded now.
             _catch_all_reshard(state)

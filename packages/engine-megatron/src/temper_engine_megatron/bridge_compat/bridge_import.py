@@ -38,7 +38,8 @@ def import_bridge() -> Any:
     if importlib.util.find_spec("transformer_engine") is None:
         from megatron.core.transformer import multi_latent_attention
 
-        # The module finds names without values, and concludes that TransformerEngine is installed.
+        # Since `te_general_gemm` and the like exist, even as None, the module concludes that
+        # TransformerEngine is installed.
         vars(multi_latent_attention)["HAVE_TE"] = False
     logging.getLogger("megatron").setLevel(logging.ERROR)
     return megatron.bridge

@@ -19,6 +19,6 @@ class Gemma3TextBridge(Gemma3ModelBridge):
         provider.qk_layernorm = True
         # The same function as Megatron's, which is compiled.
         provider.activation_func = partial(gelu, approximate="tanh")
-        # Of Megatron's own embedding, which is not used: it takes one number.
+        # Megatron's own rotary embedding, which is not used, takes a single number.
         provider.rotary_base = 10000
         return provider

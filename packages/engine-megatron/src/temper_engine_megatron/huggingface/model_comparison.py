@@ -79,7 +79,7 @@ _TAKEN = frozenset(
         # Refused by `transformer_settings` where the engine lacks it.
         *("attention_dropout", "attn_logit_softcapping", "final_logit_softcapping"),
         *("use_bidirectional_attention", "decoder_sparse_step", "mlp_only_layers"),
-        # Without an effect on what transformers computes.
+        # These have no effect on what transformers computes.
         *("is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict"),
         *("output_router_logits", "problem_type", "pretraining_tp", "num_nextn_predict_layers"),
     }

@@ -81,7 +81,7 @@ class SequenceLossRouter(TopKRouter):
         """Choose experts, or take the prescribed ones; count them in a training pass."""
         choices = self._get_tokens().choices
         index = find_sparse_layers(self.config).index(self.layer_number - 1)
-        # Megatron passes it on to the function that chooses.
+        # Megatron passes `router_replay` on to the function that chooses the experts.
         self.router_replay = PrescribedChoice(
             None if choices is None else self._flatten(choices[:, :, index])
         )
@@ -119,7 +119,7 @@ class SequenceLossRouter(TopKRouter):
         # A sequence may be divided over these ranks.
         dist.all_reduce(counts, group=self.tp_cp_group)
         fractions = counts / (tokens.lengths * self.topk)[:, None]
-        # Of all routers, also of those that weight experts with sigmoids.
+        # The softmax applies to all routers, also to those that weight experts with sigmoids.
         assert self._logits is not None, "`routing` sets them, and calls this method"
         probabilities = self._logits.float().softmax(-1)
         per_token = (fractions[index] * probabilities).sum(-1)

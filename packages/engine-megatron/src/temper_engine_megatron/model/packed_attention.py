@@ -201,7 +201,7 @@ def _varlen_attention(
     sizes = (layout.query_starts, layout.key_starts, max(layout.num_queries), max(layout.num_keys))
     # The kernel needs values as wide as keys.
     q, k, v = (x.contiguous() for x in (query, key, pad(value, (0, key.shape[2] - value.shape[2]))))
-    # Of the tokens to the left, without the query's own.
+    # The window counts the tokens to the left, without the query's own.
     window = (-1 if scores.window is None else scores.window - 1, 0)
     if q.shape[1] != k.shape[1] and _NEEDS_GQA_FLAG:
         mixed = varlen_attn(

@@ -163,7 +163,7 @@ class ShardedState:
 
         Every tensor is yielded on a single rank.
         """
-        # Of the copies on data-parallel ranks only the writer's takes part.
+        # Only the writer's copy among those of the data-parallel ranks takes part.
         for entry in self._parameter_map.trained_entries:
             if entry.parameter is not None and self._parameter_map.takes_part_in_saving(entry):
                 tensors = self._parameter_map.gather_to_writer(entry, entry.parameter.detach())

@@ -208,7 +208,8 @@ def drop_zero_advantage_samples(
         # A mini-batch with only zero-advantage samples keeps its first trained one: the update must
         # still happen, because it decays the optimizer's moments and advances the schedule.
         is_kept = ~is_zero[torch.tensor(mini_batch.indices)]
-        # The overlong filter may leave the first sample untrained; its metrics would be NaN.
+        # The first trained sample, not the first one: the overlong filter may have left that one
+        # untrained, and a mini-batch without trained tokens has metrics of NaN.
         first = int(is_trained[torch.tensor(mini_batch.indices)].int().argmax())
         positions = torch.nonzero(is_kept)[:, 0].tolist() or [first]
         kept = [mini_batch.indices[i] for i in positions]

@@ -45,10 +45,13 @@ def encode_demonstrations(
     *,
     must_keep: bool = True,
 ) -> tuple[list[Demonstration], int]:
-    """Tokenize prompts with their solutions, and return them and how many rows were dropped.
+    """Tokenize prompts with their solutions.
 
     The end token is appended to each solution. A conversation is a demonstration by itself; see
-    ``encode_conversation``. With ``must_keep=False`` it is no error if no row is left.
+    ``encode_conversation``. With ``must_keep=False`` the result may be empty.
+
+    Returns:
+        The demonstrations, and the number of rows that were dropped.
 
     Raises:
         DataError: As in encode_prompts.

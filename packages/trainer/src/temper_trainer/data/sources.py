@@ -45,8 +45,8 @@ def load_rows(source: DataSource, *, base_dir: Path | None = None) -> list[Row]:
         base_dir: Base of relative local paths; None is the working directory.
 
     Raises:
-        DataError: If a file is missing or malformed, a row is invalid (named with its line), or
-            there is none.
+        DataError: If a file is missing, malformed or empty, or a row is invalid. The message names
+            its line.
         ConfigError: If the ``datasets`` library is needed but not installed.
     """
     rows = list(iterate_rows(source, base_dir=base_dir))

@@ -63,7 +63,7 @@ class StepLoop:
     """Runs the steps of an RL run one after the other."""
 
     def __init__(self, components: RunComponents, *, first_step: int) -> None:
-        """Start nothing yet.
+        """Keep the components; the first step starts the sampling.
 
         Args:
             components: Components of the run, with published weights.
@@ -73,9 +73,9 @@ class StepLoop:
         self._first_step = first_step
         self._pipeline = self._make_pipeline()
         self._samplings: dict[int, _Sampling] = {}
-        """By the step whose credit the requests have."""
+        """Samplings in progress, by the step whose staleness their requests count for."""
         self._trained: set[int] = set()
-        """Positions of trained prompts, if the groups that are ready first are trained."""
+        """Positions of trained prompts, if groups are trained as soon as they are ready."""
         self._reward_stats = RunningStats()
         """Statistics of the rewards of all batches that were taken."""
 

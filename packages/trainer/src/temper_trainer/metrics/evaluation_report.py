@@ -51,7 +51,7 @@ class EvaluationRow:
 
 
 def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
-    """Return the evaluations of a run in their order, each full set before its categories."""
+    """Return the evaluations of a run by step, each full set before its categories."""
     values: dict[tuple[int, str, str, str], dict[str, float]] = {}
     for row in rows:
         if row.phase != "eval":
@@ -61,7 +61,7 @@ def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
             # Other metrics of the phase, such as eval/dropped, have no kind.
             if head != "eval" or not any(part in MAIN_METRICS for part in parts[:2]):
                 continue
-            # A category may be called like a kind, but a set may not.
+            # A set cannot have the name of a kind of evaluation. A category can.
             set_name = "" if parts[0] in MAIN_METRICS else parts.pop(0)
             kind, category = parts[0], "/".join(parts[1:])
             values.setdefault((row.step, set_name, kind, category), {})[metric] = value

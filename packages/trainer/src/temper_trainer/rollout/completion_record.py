@@ -83,7 +83,7 @@ class CompletionReplay:
         self._path = path
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
-            # Of equal requests the last one: a resumed run has sampled it again.
+            # The last one of equal requests counts: a resumed run has sampled it again.
             rows = list(map(json.loads, lines))
             self._rows = {row["key"]: row for row in rows if "batch" not in row}
             self._batches = {row["batch"]: row["groups"] for row in rows if "batch" in row}

@@ -32,7 +32,7 @@ def settings(cls: ClassT) -> ClassT:
     own_check = cls.__dict__.get("__post_init__")
 
     def __post_init__(self: Any) -> None:
-        # Of type(self), so a class that derives from this one may inherit the check.
+        # `check_ranges` reads type(self), so a derived class may inherit this method.
         check_ranges(self)
         if own_check is not None:
             own_check(self)

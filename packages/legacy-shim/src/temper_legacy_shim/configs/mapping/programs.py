@@ -45,7 +45,7 @@ def build_columns(draft: Draft) -> None:
         _messages(draft, "data.multiturn.messages_key")
     else:
         _columns(draft)
-    draft.find("sft-normalisation", "data.micro_batch_size_per_gpu")
+    draft.find("sft-normalization", "data.micro_batch_size_per_gpu")
 
 
 def build_sft(draft: Draft) -> None:

@@ -177,7 +177,7 @@ class _Composer:
                 self._out.groups.setdefault("model_engine", "megatron")
         elif not entry.is_optional:
             self._out.missing.append(
-                f"the defaults list of {path.name} names {name}, which lies neither beside it nor "
+                f"the defaults list of {path.name} names {name}, which is neither next to it nor "
                 "in a folder of its hydra.searchpath "
                 "that was found: its values are missing; put the file there, and translate again"
             )

@@ -301,7 +301,7 @@ def _check_custom_environment(config: EnvironmentConfig) -> None:
         import_object(str(config.arguments["function"]), key="environment.arguments.function")
     given = {"chat_template": None, "address": None} if config.name == "agent" else {}
     try:
-        # Of what `make_environment_factory` calls.
+        # The callable that `make_environment_factory` will use.
         signature = inspect.signature(getattr(environment_class, "make_factory", environment_class))
     except (
         ValueError

@@ -113,7 +113,7 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
     from temper_trainer.loops.run.run_setup import fit_models_to_tokenizer, get_demonstration_limit
     from temper_trainer.loops.run.run_tokenizer import preview_tokenizer
 
-    # Of pairs, a tokenizer is trained on the rejected rows, too.
+    # A tokenizer is trained on both rows of a preference pair.
     trained_rows = [
         row
         for key, _, first in samples

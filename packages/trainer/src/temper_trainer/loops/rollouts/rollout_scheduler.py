@@ -366,7 +366,7 @@ class _Round:
             request = make_turn_request(conversation, turn=turn, request_id=index, limits=limits)
             completion = await self._sample(request, index=index, trace=trace)
             conversation.add(completion)
-            # Also after the last turn, because the environment rewards the final completion.
+            # The last turn is sent, too, because the environment rewards the final completion.
             observation = await self._call_environment(
                 environment.step, completion.tokens, index=index, trace=trace
             )

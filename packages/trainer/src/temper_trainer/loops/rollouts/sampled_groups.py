@@ -170,7 +170,7 @@ def form_rollouts(
             f"none of {len(conversations)} completions of step {step} has a reward: check the "
             "reward function."
         )
-    # Of the policy only: given completions say nothing about it.
+    # Metrics describe the policy, about which given completions say nothing.
     metrics = measure_round(
         [rollout for rollout in rollouts if not rollout.completion.is_given],
         conversations=[each for each in conversations if not each.is_given and not each.failure],

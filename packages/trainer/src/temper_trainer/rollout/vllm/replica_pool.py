@@ -154,15 +154,15 @@ class ReplicaPool:
     def add(self, replica: Replica) -> None:
         """Add a running server, which waits for the next weights.
 
-        If no other server is left, the next request loads the last ones into it.
+        If no other server is left, the next request loads the last weights into this one.
         """
         member = Member(number=self._balancer.add(), replica=replica, state=MemberState.WAITING)
         self._members.append(member)
         self.num_changes += 1
         self._changed.notify_all()
         logger.info("%s has joined the run", replica.name)
-        # Nothing is loaded here, in the watch thread: the actor may be training, and with
-        # some transports it sends the weights again.
+        # This is the watch thread, which loads nothing: with some transports the actor would have
+        # to send the weights again, and it may be training.
         if not self.ready and self.last_load is None and not self.weights_are_lost:
             self.set_state(member, MemberState.READY)
 

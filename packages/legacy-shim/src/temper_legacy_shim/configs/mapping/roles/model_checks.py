@@ -110,16 +110,10 @@ _DATA = re.compile(
 )
 
 _PARTS = re.compile(
-    r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual|(mm_vision|mm_audio)_tower"
+    r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual"
+    r"|(mm_vision|mm_audio)_tower|(thinker|talker)_config|(img|audio)_processor|num_mel_bins"
 )
 """Blocks of a config.json that describe an encoder of images, video or sound."""
-_OTHER_PARTS = (
-    "thinker_config",
-    "talker_config",
-    "img_processor",
-    "audio_processor",
-    "num_mel_bins",
-)
 _CLASSES = re.compile(
     r"VL(?![a-z])|VLM|Vision|Audio|Speech|Image|Video|Omni|Multimodal|Llava|Whisper|MiniCPM[VO]$"
 )
@@ -174,7 +168,7 @@ def part_of_folder(model: str) -> str:
 
 def _part(fields: Mapping[str, object]) -> str:
     for key, value in fields.items():
-        if value and (_PARTS.fullmatch(key) or key in _OTHER_PARTS):
+        if value and _PARTS.fullmatch(key):
             return key
     model_type = str(fields.get("model_type", ""))
     if _TYPES.search(model_type):

@@ -80,7 +80,7 @@ def _differences(draft: Draft) -> None:
             else f"{mode} was taken of each part"
         )
         draft.find(
-            "micro-batch-normalisation",
+            "micro-batch-normalization",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
             roles=roles,
             detail=mini * n,
