@@ -3,9 +3,12 @@
     python -m tools.mutation draw                      # needs cosmic-ray; rewrites the sample
     python -m tools.mutation run --out FOLDER [--workers 14] [--budget-s 560]
     python -m tools.mutation page STATE [STATE ...]    # rewrites docs/records/mutation.md
+    python -m tools.mutation locate                    # after a change of the engine
 
 A mutant is the engine with one changed operator, comparison, condition or number, as cosmic-ray
 makes it. `draw` samples mutants with a fixed seed and keeps them in tools/mutation_sample.json.
+`locate` needs no cosmic-ray: it finds the same mutants at their new lines, and on the page those in
+changed functions count as unfinished.
 `run` needs no cosmic-ray: it puts one mutant at a time into a copy of the engine, and runs the kit
 on it until the first failure. The state of the run is in FOLDER/mutation.json after each session of
 the kit, so that a later call, also on another machine, continues there. After a complete run, a
@@ -16,16 +19,14 @@ mutants that need not be detected, with the reasons.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from tools.mutation.draw import NUM_MUTANTS, SEED, draw_sample
-from tools.mutation.mutation_page import write_page
+from tools.mutation.mutation_page import RECORD, write_page
 from tools.mutation.run import run_sample
-from tools.mutation.sample import SAMPLE
+from tools.mutation.sample import locate_sample, read_sample, write_sample
 from tools.mutation.sessions import SOURCES
 
 
@@ -50,12 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     page = commands.add_parser("page", help="rewrite the page; fail if too few are detected")
     page.add_argument("states", type=Path, nargs="+", metavar="STATE", help="files of `run`")
+    commands.add_parser("locate", help="find the mutants' lines again, and rewrite the page")
     chosen = parser.parse_args(arguments)
     if chosen.command == "page":
         return write_page(chosen.states)
+    if chosen.command == "locate":
+        write_sample(locate_sample(read_sample()))
+        return write_page([RECORD])
     if chosen.command == "draw":
-        sample = draw_sample(SOURCES, seed=SEED, num_mutants=NUM_MUTANTS)
-        SAMPLE.write_text(json.dumps([asdict(mutant) for mutant in sample], indent=1) + "\n")
+        write_sample(draw_sample(SOURCES, seed=SEED, num_mutants=NUM_MUTANTS))
         return 0
     return run_sample(chosen)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 
-from tools.mutation.sample import Mutant
+from tools.mutation.sample import Mutant, hash_context, hash_parts
 from tools.mutation.sessions import MODULES
 
 SEED = 0
@@ -48,13 +47,13 @@ def draw_sample(sources: Path, *, seed: int, num_mutants: int) -> list[Mutant]:
     only mutants of the changed lines.
     """
     positions = [
-        (_hash(seed, module, *key), module, changes)
+        (hash_parts(seed, module, *key), module, changes)
         for module in MODULES
         for key, changes in _list_changes((sources / module).read_text()).items()
     ]
     chosen: list[Mutant] = []
     for rank, module, changes in sorted(positions, key=lambda position: position[0]):
-        changes.sort(key=lambda change: _hash(rank, change.operator, change.number))
+        changes.sort(key=lambda change: hash_parts(rank, change.operator, change.number))
         source = (sources / module).read_text()
         mutants = (_make_mutant(module, source, change, id=rank[:8]) for change in changes)
         # Some changes give the same program or none, such as a removed `not` without its space.
@@ -75,10 +74,6 @@ class _Change:
     """Number of the position among those that the operator can change in the module."""
     number: int
     """Number of the change among those of the operator at this position."""
-
-
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _list_changes(source: str) -> dict[tuple[str, int, int], list[_Change]]:
@@ -129,18 +124,6 @@ def _make_mutant(module: str, source: str, change: _Change, *, id: str) -> Mutan
         new=new,
         context=hash_context(source, line=line),
     )
-
-
-def hash_context(source: str, *, line: int) -> str:
-    """Return a hash of the innermost function around a line, or of the line itself."""
-    functions = [
-        (node.lineno, node.end_lineno or node.lineno)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef)
-    ]
-    around = [(first, end) for first, end in functions if first <= line <= end]
-    first, end = max(around, default=(line, line))
-    return _hash(*source.split("\n")[first - 1 : end])[:12]
 
 
 def _difference(source: str, changed: str) -> tuple[int, tuple[str, ...], tuple[str, ...]]:

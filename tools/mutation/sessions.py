@@ -36,6 +36,16 @@ MODULES = (
 )
 """Modules that compute outputs, losses, gradients, norms or updates, or pack or shard tensors."""
 
+EXPERT_MODULES = (
+    "model/expert_routers.py",
+    "model/routing_replay.py",
+    "sharding/expert_parallel.py",
+)
+"""Modules that compute only in mixtures of experts."""
+
+DENSE_MODULES = tuple(module for module in MODULES if module not in EXPERT_MODULES)
+"""Modules that compute in dense models, which most tests of the kit use."""
+
 GROUP_ORDER = (
     "gradient",
     "update",
@@ -71,7 +81,7 @@ class KitSession:
     arguments: tuple[str, ...]
     layouts: Mapping[str, tuple[str, ...]]
     """Groups to run by layout, in this order."""
-    modules: tuple[str, ...] = MODULES
+    modules: tuple[str, ...] = DENSE_MODULES
     """Modules whose mutants need this session."""
     needs_cuda: bool = False
 
@@ -95,13 +105,6 @@ FAMILY_MODULES = (
     "model/token_mixers.py",
 )
 """Modules that compute what only some families of models have."""
-
-EXPERT_MODULES = (
-    "model/expert_routers.py",
-    "model/routing_replay.py",
-    "sharding/expert_parallel.py",
-)
-"""Modules that compute only in mixtures of experts."""
 
 FAMILIES = "gpt_oss,gemma2,qwen3_5_text,nemotron_h,cohere"
 """Families with sinks, soft-capping, linear attention, Mamba layers and a scale of the logits."""
@@ -152,8 +155,15 @@ SESSIONS = {
         ),
     ),
     "experts": KitSession(
-        arguments=("--layouts", "ep.2"),
-        layouts={"ep.2": ("router", "gradient", "update", "weights", "checkpoint", "sizes")},
+        arguments=("--world-sizes", "1", "--layouts", "ep.2,ep-sp2-checkpointed.4"),
+        layouts={
+            "1-rank": ("router", "expert_adapter", "sizes"),
+            "ep.2": (
+                *("router", "gradient", "update", "weights"),
+                *("expert_adapter", "checkpoint", "sizes"),
+            ),
+            "ep-sp2-checkpointed.4": ("router", "gradient"),
+        },
         modules=EXPERT_MODULES,
     ),
     "bf16": KitSession(
@@ -215,7 +225,9 @@ FIRST_GROUPS = {
     "model/expert_routers.py": ("router",),
     "model/routing_replay.py": ("router",),
     "model/output_head.py": ("value", "logprob"),
+    "model/pack_layout.py": ("model_settings",),
     "training/lora_adapter.py": ("adapter", "expert_adapter"),
+    "training/micro_batch_runner.py": ("router",),
     "training/torch_optimizer.py": ("settings", "optimizer"),
 }
 """Groups of the kit that are most likely to detect the mutants of a module."""

@@ -1,5 +1,6 @@
 """Test that mutants are applied where they were drawn, and that results of runs are merged."""
 
+import ast
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,14 @@ import pytest
 
 from tools.mutation.__main__ import main
 from tools.mutation.draw import OUTSIDE_CALLS, OUTSIDE_FUNCTIONS
-from tools.mutation.mutation_page import render_page
-from tools.mutation.sample import Mutant, read_equivalents, read_sample
+from tools.mutation.mutation_page import PAGE, RECORD, render_page
+from tools.mutation.sample import (
+    Mutant,
+    hash_context,
+    locate_sample,
+    read_equivalents,
+    read_sample,
+)
 from tools.mutation.sessions import MODULES, SESSIONS, SOURCES
 from tools.mutation.state import (
     MutantResult,
@@ -38,6 +45,41 @@ def test_mutant_changes_its_lines_only() -> None:
 def test_mutant_of_other_sources_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"engine\.py has changed at line 2 .* draw"):
         MUTANT.apply("b = 1\na = 0\n")
+
+
+def test_mutant_is_located_at_its_new_line() -> None:
+    source = "a = 0\n# comment\n\nb = 1\n"
+    moved = MUTANT.locate(source)
+    assert moved == replace(MUTANT, line=4, context=hash_context(source, line=4))
+    assert MUTANT.locate("a = 0\nb = 3\n") is None
+
+
+def test_context_is_the_code_of_the_innermost_function() -> None:
+    source = "class A:\n    def f(self):\n        return 1\n\n    def g(self):\n        return 2\n"
+    documented = source.replace("return 1", '"""Return one."""\n\n        return 1  # one')
+    assert hash_context(documented, line=5) == hash_context(source, line=3)
+    assert hash_context(source.replace("2", "3"), line=3) == hash_context(source, line=3)
+    assert hash_context(source.replace("1", "3"), line=3) != hash_context(source, line=3)
+
+
+def test_sampled_mutants_are_at_their_recorded_lines() -> None:
+    mutants = read_sample()
+    for mutant in mutants:
+        ast.parse(mutant.apply((SOURCES / mutant.module).read_text()))
+    changed = [
+        (mutant.id, mutant.module)
+        for mutant, current in zip(mutants, locate_sample(mutants), strict=True)
+        if mutant != current
+    ]
+    assert not changed, "the sample is not that of the sources: `python -m tools.mutation locate`"
+
+
+def test_page_has_the_sample_and_the_recorded_results() -> None:
+    mutants = read_sample()
+    results = {name: MutantResult(**row) for name, row in json.loads(RECORD.read_text()).items()}
+    contexts = {mutant.id: mutant.context for mutant in mutants}
+    assert {name: result.context for name, result in results.items()}.items() <= contexts.items()
+    assert render_page(mutants, results, read_equivalents()) in PAGE.read_text()
 
 
 def test_finished_result_wins_over_an_unfinished_one(tmp_path: Path) -> None:
