@@ -48,7 +48,7 @@ from temper_trainer.config_loading.secrets import (
 from temper_trainer.config_loading.structuring import structure
 from temper_trainer.config_loading.unknown_keys import check_keys
 from temper_trainer.redaction import register_secrets
-from temper_trainer.settings.names import is_within
+from temper_trainer.settings.names import is_within, list_blocks
 
 DIGEST_EXCLUDED_KEYS = (
     # The other settings of the run say how long it is, and what it writes and measures.
@@ -209,12 +209,16 @@ def find_origins(leaves: Mapping[str, object], *, layers: Sequence[Layer]) -> di
         leaves: The resolved values by dotted key.
         layers: In order; later ones win.
     """
+    # Sets, because to compare each of 300 keys with each key of all layers takes a tenth of `load`.
+    set_keys = [frozenset(layer.leaves) for layer in layers]
+    blocks = [{block for key in keys for block in list_blocks(key)} for keys in set_keys]
     origins = {}
     for key in leaves:
+        own_blocks = list_blocks(key)
         origin = DEFAULT
-        for layer in layers:
+        for layer, keys, layer_blocks in zip(layers, set_keys, blocks, strict=True):
             # No break: a later layer replaces an earlier one.
-            if any(is_within(key, each) or is_within(each, key) for each in layer.leaves):
+            if key in layer_blocks or not keys.isdisjoint(own_blocks):
                 origin = DEFAULT if layer.is_deletion else layer.origin
         origins[key] = origin
     return origins

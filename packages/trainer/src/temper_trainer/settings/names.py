@@ -13,6 +13,17 @@ def is_within(key: str, *blocks: str) -> bool:
     return any(key == block or key.startswith(f"{block}.") for block in blocks)
 
 
+def list_blocks(key: str) -> list[str]:
+    """Return a dotted key and all blocks that it is in.
+
+    Example:
+        >>> list_blocks("actor.engine.device")
+        ['actor', 'actor.engine', 'actor.engine.device']
+    """
+    parts = key.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
 def suggest_name(name: object, known: Iterable[str]) -> str:
     """Return a sentence with the nearest known name, after a space; empty if none is near.
 
