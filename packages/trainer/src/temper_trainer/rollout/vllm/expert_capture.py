@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -22,9 +21,10 @@ def capture_experts_on_cpu() -> None:
     """Let vLLM's CPU build report the chosen experts. Idempotent; does nothing on a GPU.
 
     vLLM 0.27.1 refuses `enable_return_routed_experts` there, because the method that computes the
-    experts also chooses them, and does not report its choice.
+    experts also chooses them, and does not report its choice. 0.32 has neither this method nor the
+    module of `select_experts`: its CPU router inherits vLLM's own recording, which was not tried.
     """
-    if current_platform.is_cpu():
+    if current_platform.is_cpu() and hasattr(GPUModelRunner, "_bind_routed_experts_capturer"):
         GPUModelRunner._bind_routed_experts_capturer = _bind_capturer
 
 
@@ -36,6 +36,9 @@ def _bind_capturer(runner: GPUModelRunner, capturer: object) -> None:
 
 
 def _observe(module: MoERunner, *, capture: Capture) -> None:
+    # Imported here, because later versions of vLLM do not have it.
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
+
     method, layer_id = module.routed_experts.quant_method, module.layer_id
     apply: Callable[..., Tensor] = method.apply_monolithic
 
