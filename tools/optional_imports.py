@@ -33,6 +33,7 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
         *(
             f"temper_trainer.runtime.ray.{module}"
             for module in (
+                "device_holder",
                 "ray_calls",
                 "ray_replica",
                 "ray_runtime",
