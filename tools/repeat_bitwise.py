@@ -392,11 +392,23 @@ def repeat_tests(
         printed = output.read_text(errors="replace")[-8000:]
         if status not in (0, 1) or not junit_xml.exists():
             raise RuntimeError(f"pytest exited with status {status}, expected 0 or 1:\n{printed}")
+        report = junit_xml.read_text()
         if status == 1:
-            print(printed, flush=True)
-        return junit_xml.read_text()
+            # The end of the output may be warnings alone.
+            print(printed, *_describe_failures(report), sep="\n", flush=True)
+        return report
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe_failures(junit_xml: str) -> list[str]:
+    """Return a line for each failed test of a JUnit report, with its exception."""
+    return [
+        f"{case.get('name')}: {child.get('message', '')[:500]}"
+        for case in ElementTree.fromstring(junit_xml).iter("testcase")
+        for child in case
+        if child.tag in ("failure", "error")
+    ]
 
 
 def _make_variables(folder: Path) -> dict[str, str]:

@@ -77,7 +77,9 @@ def test_record_of_another_host_is_added() -> None:
     assert "Host: B, 16 cores." in lines
 
 
-def test_each_repetition_of_one_process_has_its_own_module_fixtures(tmp_path: Path) -> None:
+def test_each_repetition_of_one_process_has_its_own_module_fixtures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tests = tmp_path / "test_counting.py"
     tests.write_text(COUNTING_TEST)
     junit_xml = repeat_tests(
@@ -92,6 +94,7 @@ def test_each_repetition_of_one_process_has_its_own_module_fixtures(tmp_path: Pa
     record.add(junit_xml, group="g", condition="idle")
     # The fixture returns 0, 1 and 2.
     assert list(record.tests.values()) == [{"idle": Outcomes(passed=2, failed=1)}]
+    assert "test_of_a_module_fixture: assert 1 != 1" in capsys.readouterr().out
 
 
 def test_missing_repetitions_are_divided_into_processes() -> None:
