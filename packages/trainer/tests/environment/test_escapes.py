@@ -259,15 +259,16 @@ def test_program_ends_if_the_trainer_is_killed(host: Host, needs_bubblewrap: Non
     mark = f"RLIMIT_AS={limit << 20}"
     with subprocess.Popen([sys.executable, "-c", driver]) as trainer:
         # The innermost bubblewrap, the first process of the namespace, and the program.
-        is_running = _wait_for(lambda: _command_lines().count(mark) >= 3)
+        # Three interpreters start one after the other, which took over 10 s at load 24.
+        is_running = _wait_for(lambda: _command_lines().count(mark) >= 3, timeout_s=60)
         trainer.kill()
     assert is_running
     assert _wait_for(lambda: mark not in _command_lines())
 
 
-def _wait_for(condition: Callable[[], object]) -> object:
-    """Return the condition's value once it is true, or what it is after ten seconds."""
-    deadline = time.monotonic() + 10
+def _wait_for(condition: Callable[[], object], *, timeout_s: float = 10.0) -> object:
+    """Return the condition's value once it is true, or what it is after the timeout."""
+    deadline = time.monotonic() + timeout_s
     while not (value := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return value
