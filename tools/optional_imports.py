@@ -103,6 +103,7 @@ def find_undeclared_imports(package: Path) -> list[str]:
         | {
             _get_package_module(package),
             *sys.stdlib_module_names,
+            "_typeshed",  # a module of type checkers only
             *_INSTALLED_BY_OTHERS.get(package.name, ()),
         }
     )
