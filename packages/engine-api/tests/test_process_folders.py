@@ -1,13 +1,20 @@
 """Folders that name their process, and their removal when that process is dead."""
 
 import os
+import secrets
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from temper_engine_api.process_folders import (
+    SHARED_MEMORY,
+    claim_shared_memory,
     make_folder_path,
     make_temporary_folder,
+    remove_folder,
     remove_orphans,
 )
 
@@ -21,6 +28,25 @@ folder.mkdir()
 print(folder, flush=True)
 sys.stdin.read()
 """
+CLAIM = """
+import os, sys
+from pathlib import Path
+from temper_engine_api.process_folders import claim_shared_memory, make_folder_path
+folder = make_folder_path("server", root=Path(sys.argv[1]))
+folder.mkdir(mode=0o700)
+claim_shared_memory(folder, [Path(sys.argv[2])])
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def shared_file() -> Iterator[Path]:
+    if not SHARED_MEMORY.is_dir():
+        pytest.skip("needs /dev/shm: run on Linux")
+    path = SHARED_MEMORY / f"psm_{secrets.token_hex(8)}"
+    path.touch()
+    yield path
+    path.unlink(missing_ok=True)
 
 
 def start_owner(root: Path) -> tuple["subprocess.Popen[str]", Path]:
@@ -86,3 +112,43 @@ def test_temporary_folder_is_private() -> None:
     assert f"-{os.getuid()}-{os.getpid()}-" in folder.name
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
+
+
+def test_shared_memory_claimed_by_a_killed_process_is_removed_by_the_next(
+    tmp_path: Path, shared_file: Path
+) -> None:
+    subprocess.run([sys.executable, "-c", CLAIM, str(tmp_path), str(shared_file)], check=False)
+    assert shared_file.exists()
+    make_folder_path("weights", root=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert not shared_file.exists()
+
+
+def test_later_file_with_the_name_of_a_claimed_one_is_kept(
+    tmp_path: Path, shared_file: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    claim_shared_memory(folder, [shared_file, SHARED_MEMORY / "psm_missing"])
+    later = shared_file.with_name(f"{shared_file.name}-later")
+    later.touch()
+    later.replace(shared_file)
+    remove_folder(folder)
+    assert not folder.exists()
+    assert shared_file.exists()
+
+
+@pytest.mark.parametrize("text", ["[", "3", "[[1]]", '[[1, 2, "psm_a", 4]]', None])
+def test_claims_that_are_damaged_or_may_be_of_another_user_remove_no_file(
+    tmp_path: Path, shared_file: Path, text: str | None
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    claim_shared_memory(folder, [shared_file])
+    if text is None:
+        folder.chmod(0o777)  # anyone may have written the claims
+    else:
+        (folder / ".temper-claims").write_text(text)
+    remove_folder(folder)
+    assert not folder.exists()
+    assert shared_file.exists()

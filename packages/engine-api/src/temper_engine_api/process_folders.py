@@ -5,7 +5,9 @@ folders, so the next process that makes one removes those of dead processes. Wit
 macOS, it cannot know which are dead, and removes none.
 """
 
+import contextlib
 import hashlib
+import json
 import logging
 import os
 import re
@@ -13,7 +15,7 @@ import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +24,10 @@ logger = logging.getLogger(__name__)
 FOLDER_NAME = re.compile(
     r"temper-(?P<kind>[a-z]+)-(?P<user>\d+)-(?P<process>\d+)-(?P<start>\d+)-(?P<space>[0-9a-f]{8})-[0-9a-f]{8}"
 )
+
+SHARED_MEMORY = Path("/dev/shm")
+_CLAIMS = ".temper-claims"
+"""File in a folder that lists files in shared memory: device, inode and name of each."""
 
 
 def make_folder_path(kind: str, *, root: Path) -> Path:
@@ -54,7 +60,57 @@ def open_temporary_folder(kind: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
+
+
+def claim_shared_memory(folder: Path, files: Iterable[Path]) -> None:
+    """Let files in shared memory be removed together with a folder of `make_temporary_folder`.
+
+    This is for files whose names libraries choose without the process, so that no other process
+    could tell that their owner is dead.
+
+    Args:
+        folder: The folder. Claims that it had before are replaced.
+        files: Files directly in /dev/shm. One that does not exist any more is left out.
+    """
+    claims = []
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            state = file.lstat()
+            claims.append((state.st_dev, state.st_ino, file.name))
+    partial = folder / f"{_CLAIMS}-partial"
+    partial.write_text(json.dumps(claims))
+    partial.replace(folder / _CLAIMS)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, and the files that `claim_shared_memory` has claimed for it."""
+    for device, inode, name in _read_claims(folder):
+        path = SHARED_MEMORY / Path(name).name
+        # Errors are ignored because another process may remove it at the same time.
+        with contextlib.suppress(OSError):
+            state = path.lstat()
+            is_own = stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid()
+            # A later file may have the same name.
+            if is_own and (state.st_dev, state.st_ino) == (device, inode):
+                path.unlink()
+    # Errors are ignored for the same reason.
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_claims(folder: Path) -> list[tuple[int, int, str]]:
+    """Return the claims of a folder, which is empty if this user has not written any."""
+    file = folder / _CLAIMS
+    try:
+        # Only this user can write to a folder of `make_temporary_folder`, but not to all others.
+        if not is_own_folder(folder) or folder.stat().st_mode & 0o022:
+            return []
+        return [
+            (int(device), int(inode), str(name))
+            for device, inode, name in json.loads(file.read_text())
+        ]
+    except (OSError, TypeError, ValueError):  # there are none, or they are damaged
+        return []
 
 
 def remove_orphans(root: Path) -> list[Path]:
@@ -72,8 +128,7 @@ def remove_orphans(root: Path) -> list[Path]:
     for folder in root.glob("temper-*"):
         if not is_orphan(folder.name) or not is_own_folder(folder):
             continue
-        # Errors are ignored because another process may remove it at the same time.
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         logger.info("removed %s, which a dead process had left", folder)
         removed.append(folder)
     return removed

@@ -343,3 +343,45 @@ def test_server_killed_before_the_first_weights_is_restarted(site: Site, tmp_pat
     assert "rollout replica 0 is restarted" in site.log
     site.check_processes()
     assert site.files() == []
+
+
+def processes_of(group: int) -> list[int]:
+    """Return the living processes of a process group."""
+    members = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(int(folder.name)) == group and start_time(int(folder.name)):
+                members.append(int(folder.name))
+    return members
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("killed", ["leader", "leader and driver", "group and driver"])
+def test_killed_tensor_parallel_server_leaves_no_worker_and_no_shared_memory(
+    site: Site, tmp_path: Path, killed: str
+) -> None:
+    run = tmp_path / "run"
+    settings = (*overrides_of("vllm"), "rollout.vllm.tensor_parallel_size=2", *ENDLESS)
+    driver = site.start(run, *settings)
+    site.wait_for(driver, has_step(run, 1))
+    server = site.process("temper_trainer.rollout.vllm.server")
+    assert len(processes_of(server)) >= 3  # the leader and two workers
+    if "driver" in killed:
+        driver.send_signal(signal.SIGSTOP)  # it must not notice the death of its server
+    if killed == "group and driver":
+        os.killpg(server, signal.SIGKILL)
+    else:
+        os.kill(server, signal.SIGKILL)
+    begin = time.monotonic()
+    while processes_of(server):
+        assert time.monotonic() - begin < LIMIT_S, site.alive()
+        time.sleep(0.1)
+    if killed == "leader":
+        # The next start is that of the new server.
+        site.wait_for(driver, lambda: site.log.count("rollout replica 0 is ready after") == 2)
+        assert [name for name in site.files() if name.startswith("/dev/shm/")] == []
+    driver.kill()
+    driver.wait()
+    site.check_processes()
+    site.finish(tmp_path / "next", "run.total_steps=1")
+    assert site.files() == []

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from temper_engine_api.process_folders import make_temporary_folder, remove_folder
 from temper_trainer.rollout.vllm.server_group import kill_server_group
 
 pytestmark = pytest.mark.skipif(
@@ -31,6 +33,21 @@ else:
     print(own.name, shared.name, flush=True)
 time.sleep(600)
 """
+CLAIMING_LEADER = """
+import sys, time
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from temper_trainer.rollout.vllm import server_group
+server_group.CLAIM_INTERVAL_S = 0.01
+first = SharedMemory(create=True, size=4096)
+with server_group.claim_worker_memory(Path(sys.argv[1])):
+    if sys.argv[2] == "starts":
+        print(first.name, flush=True)
+        time.sleep(600)
+    last = SharedMemory(create=True, size=4096)
+print(first.name, last.name, flush=True)
+time.sleep(600)
+"""
 MAPPER = """
 import mmap, sys, time
 maps = []
@@ -44,6 +61,7 @@ time.sleep(600)
 UNREADABLE = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)" + MAPPER  # PR_SET_DUMPABLE
 KILLER = """
 import subprocess, sys
+from temper_engine_api.process_folders import make_temporary_folder, remove_folder
 from temper_trainer.rollout.vllm.server_group import kill_server_group
 command = [sys.executable, "-c", *sys.argv[1:]]
 group = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
@@ -92,6 +110,30 @@ def test_killed_group_leaves_no_shared_memory_but_what_others_map() -> None:
     assert Path("/dev/shm", shared).exists()
     mapped.close()
     Path("/dev/shm", shared).unlink()
+
+
+@pytest.mark.parametrize("moment", ["starts", "serves"])
+def test_memory_of_a_group_that_was_killed_at_once_is_removed_with_the_folder(moment: str) -> None:
+    folder = make_temporary_folder("server")
+    command = [sys.executable, "-c", CLAIMING_LEADER, folder, moment]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as leader:
+        assert leader.stdout is not None
+        memory = [SHARED_MEMORY / name for name in leader.stdout.readline().split()]
+        deadline = time.monotonic() + 60
+        while any(path.name not in read_claims(folder) for path in memory):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(leader.pid, signal.SIGKILL)
+    assert all(path.exists() for path in memory)
+    remove_folder(folder)
+    assert not any(path.exists() for path in memory)
+
+
+def read_claims(folder: Path) -> str:
+    file = folder / ".temper-claims"
+    return file.read_text() if file.exists() else ""
 
 
 def test_only_files_with_names_of_workers_are_removed() -> None:

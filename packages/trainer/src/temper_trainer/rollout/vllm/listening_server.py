@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import queue
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from temper_engine_api.authenticating_listener import AuthenticatingListener
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.process_folders import make_temporary_folder
+from temper_engine_api.process_folders import make_temporary_folder, remove_folder
 from temper_trainer.rollout.vllm import server as run_server
 from temper_trainer.rollout.vllm.messages import Hello, encode
 from temper_trainer.rollout.vllm.server_addresses import read_token
@@ -138,7 +137,7 @@ class ListeningServer:
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_folder(self._folder)
 
 
 def _watch_host(connection: "Connection[bytes, bytes]") -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from temper_trainer.redaction import (
@@ -33,7 +34,7 @@ from temper_trainer.rollout.vllm.messages import (
     encode,
     encode_value,
 )
-from temper_trainer.rollout.vllm.server_group import kill_server_group
+from temper_trainer.rollout.vllm.server_group import claim_worker_memory, kill_server_group
 from temper_trainer.rollout.vllm.vllm_versions import (
     find_import_problem,
     find_installed_versions,
@@ -186,7 +187,8 @@ def main(descriptor: int) -> None:
     # Imported late: vLLM reads environment variables when it is imported.
     from temper_trainer.rollout.vllm.vllm_engine import VllmEngine
 
-    engine = VllmEngine(spec)
+    with claim_worker_memory(Path(spec.directory)):
+        engine = VllmEngine(spec)
     connection.send_bytes(encode(engine.ready()))
     ServerLoop(engine, connection, inbox).run()
 

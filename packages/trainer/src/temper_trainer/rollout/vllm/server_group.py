@@ -7,11 +7,15 @@ import re
 import signal
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+
+from temper_engine_api.process_folders import SHARED_MEMORY, claim_shared_memory
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")
+CLAIM_INTERVAL_S = 5.0
+"""Time between two looks for shared memory while a server starts, which takes minutes."""
 SCAN_TIMEOUT_S = 2.0
 """Time to look for shared memory before a group is killed."""
 _WORKER_NAME = re.compile(r"psm_[0-9a-f]+|[0-9]+-[a-z]+:.*cpushm_.*")
@@ -26,7 +30,8 @@ def kill_server_group(group: int) -> None:
 
     Workers of a tensor-parallel vLLM exchange messages through shared memory whose names contain
     no process, so that no later start can tell whose it was. It loses its name here, and its memory
-    is freed when the processes end. The shared memory of processes that have ended before stays.
+    is freed when the processes end. That of processes that have ended before is removed with the
+    folder of `claim_worker_memory`.
 
     Raises:
         ProcessLookupError: If the group has no process.
@@ -38,6 +43,32 @@ def kill_server_group(group: int) -> None:
         logger.exception("could not remove the shared memory of process group %d", group)
     finally:
         os.killpg(group, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def claim_worker_memory(folder: Path) -> Iterator[None]:
+    """Let the shared memory that workers make in the body be removed with a folder of the trainer.
+
+    `kill_server_group` finds only what living processes map, and only if a busy host lets it look
+    in time. Neither is so if all processes of the group are killed at once.
+    """
+    group, is_over = os.getpgrp(), threading.Event()
+
+    def claim_all() -> None:
+        while not is_over.wait(CLAIM_INTERVAL_S):
+            claim_shared_memory(folder, _find_shared_memory(group))
+
+    if group != os.getpid():  # started by hand: the group is that of another program
+        yield
+        return
+    claiming = threading.Thread(target=claim_all, daemon=True, name="claim shared memory")
+    claiming.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        claiming.join()
+    claim_shared_memory(folder, _find_shared_memory(group))
 
 
 def _remove_shared_memory(group: int) -> None:

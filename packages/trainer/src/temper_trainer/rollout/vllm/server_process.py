@@ -6,7 +6,6 @@ import logging
 import math
 import multiprocessing
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 from temper_engine_api.errors import ConfigError, TemperError, WeightError
-from temper_engine_api.process_folders import make_temporary_folder
+from temper_engine_api.process_folders import make_temporary_folder, remove_folder
 from temper_trainer.progress import advance_progress
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.messages import (
@@ -225,7 +224,7 @@ class ServerProcess:
                 logger.debug("%s has ended by itself", self._name)
             process.wait()
         if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_folder(directory)
         if connection is None:
             return
         if reader is None:

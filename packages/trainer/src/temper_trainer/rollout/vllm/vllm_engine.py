@@ -1,6 +1,7 @@
 """The vLLM engine inside a server process."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class VllmEngine:
             weight_transfer_config={"backend": weight_transfer.BACKEND_NAME},
             worker_extension_cls=worker,
         )
+        # vLLM starts workers from this thread, which PR_SET_PDEATHSIG watches and which never ends.
+        self._llm.collective_rpc("end_with_temper_server", args=(os.getpid(),))
         self._engine = self._llm.llm_engine
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._expert_layers = self._find_expert_layers() if spec.has_expert_choices else []

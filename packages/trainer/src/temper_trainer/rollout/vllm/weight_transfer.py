@@ -4,6 +4,10 @@ It loads buckets from files in shared memory or receives them through a WeightCh
 process imports this module, because vLLM mixes WorkerExtension into its workers.
 """
 
+import ctypes
+import os
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -42,6 +46,7 @@ from temper_trainer.rollout.weight_delta import (
 
 BACKEND_NAME = "temper"
 """Name under which vLLM finds the engine."""
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -242,6 +247,18 @@ class WorkerExtension:
     def temper_expert_layers(self) -> list[int]:
         """Return the indices of the layers with experts."""
         return find_expert_layers(self.get_model())
+
+    def end_with_temper_server(self, server: int) -> None:
+        """Have the kernel kill this worker when the server's process dies.
+
+        vLLM's own workers notice its death only between two calls: one that waits for weights or
+        for another worker would stay.
+        """
+        # In the server's own process there is nothing to do, nor below another program such as Ray.
+        if sys.platform == "linux" and os.getppid() == server:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != server:  # it died before prctl took effect
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def set_temper_weight_version(self, version: int) -> None:
         """Set the version after an update."""
