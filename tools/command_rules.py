@@ -177,13 +177,13 @@ def check_pip(words: Sequence[str], folder: Path) -> str:
         others = {word for word in words[2:] if not word.startswith("-")} - REMOVED
         return f"{', '.join(sorted(others))}: no page needs to uninstall these" if others else ""
     constraints = words[words.index("-c") + 1] if "-c" in words else ""
-    wheels = words[words.index("--find-links") + 1] if "--find-links" in words else ""
+    wheels = [words[words.index(flag) + 1] for flag in ("--find-links", "-w") if flag in words]
     if constraints and not (ROOT / constraints).is_file():
         faults.append(f"there is no file {constraints}")
     for word in (
         word
         for word in words[2:]
-        if not word.startswith("-") and word not in (*THIRD_PARTY, constraints, wheels)
+        if not word.startswith("-") and word not in (*THIRD_PARTY, constraints, *wheels)
     ):
         if (folder / word / "pyproject.toml").is_file():  # a package of the reader's own
             continue
@@ -202,7 +202,8 @@ def check_pip(words: Sequence[str], folder: Path) -> str:
             for extra in filter(None, extras.split(","))
             if extra not in known
         ]
-    return "; ".join(faults) if words[1] == "install" else f"pip {words[1]} has no rule: add one"
+    has_rule = words[1] in ("install", "wheel")
+    return "; ".join(faults) if has_rule else f"pip {words[1]} has no rule: add one"
 
 
 def check_ray_job(words: Sequence[str], folder: Path) -> str:

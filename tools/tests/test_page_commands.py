@@ -78,6 +78,7 @@ def test_open_quote_is_reported(tmp_path: Path) -> None:
         ("pip install './packages/trainer[fdsp]'", "temper-trainer has no extra fdsp"),
         ("pip install 'temper-trainer[fsdp]'", "not on a package index: write ./packages/trainer"),
         ("pip install ./packages/engine", "is not a package of this repository"),
+        ("pip wheel -w wheels ./packages/engine", "is not a package of this repository"),
         ("ray submit x", "add another one"),
         ("curl https://example.org", "no rule checks this command"),
     ],
