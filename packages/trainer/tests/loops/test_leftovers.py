@@ -384,4 +384,5 @@ def test_killed_tensor_parallel_server_leaves_no_worker_and_no_shared_memory(
     driver.wait()
     site.check_processes()
     site.finish(tmp_path / "next", "run.total_steps=1")
-    assert site.files() == []
+    # vLLM's sockets, which no process is named in, stay in the temporary folder.
+    assert [name for name in site.files() if name.startswith("/dev/shm/")] == []
