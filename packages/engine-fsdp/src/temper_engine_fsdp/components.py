@@ -174,7 +174,9 @@ def _build(
     )
     hf, streamer = _build_hf(config, kernel=kernel, membership=membership)
     # FSDPConfig cannot check this, because only the loaded model knows its number of heads.
-    check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
+    check_heads(
+        hf.config.get_text_config(decoder=True).num_attention_heads, size=config.sequence_parallel
+    )
     check_no_sequence_parallel(hf, size=config.sequence_parallel)
     # Do this before an adapter is attached, which changes the weight names below it.
     file_names = read_file_names(hf, files=find_model_files(config.model))
@@ -190,7 +192,11 @@ def _build(
     sharded = _shard(root, config=config, mesh=mesh, membership=membership, streamer=streamer)
     # From here on parameters are known by their names in files, without those of wrappers.
     parameters, adapter_parameters = split_adapter_parameters(sharded.parameters)
-    trainable = adapter_parameters if adapter is not None else parameters
+    trainable = (
+        {name: p for name, p in parameters.items() if p.tensor.requires_grad}
+        if adapter is None
+        else adapter_parameters
+    )
     optimizer = _build_optimizer(config, parameters=trainable, mesh=mesh)
     offloader = _build_offloader(sharded, trainable, optimizer, device=device)
     tracer = CollectiveTracer(membership, timeout_s=config.collective_timeout_s)
@@ -270,7 +276,9 @@ def check_model(config: FSDPConfig) -> None:
     packed_attention.check_dropout(config.attention, dropout=read_attention_dropout(hf.config))
     check_weight_headers(hf, spec=config.model)
     warn_about_undeclared_keys(hf.config, architecture=config.model.architecture)
-    check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
+    check_heads(
+        hf.config.get_text_config(decoder=True).num_attention_heads, size=config.sequence_parallel
+    )
     check_no_sequence_parallel(hf, size=config.sequence_parallel)
     _build_routers(config, hf, sequence_group=None)
     if config.expert_parallel:
@@ -278,7 +286,9 @@ def check_model(config: FSDPConfig) -> None:
         check_divisible_experts(hf, num_shards=1)
     if config.optimizer is not None and not config.optimizer.is_adamw:
         check_optimizer(
-            config.optimizer, parameters=hf.parameters(), is_flat=config.strategy == "fsdp1"
+            config.optimizer,
+            parameters=[p for p in hf.parameters() if p.requires_grad],
+            is_flat=config.strategy == "fsdp1",
         )
     if not config.lora.is_enabled:
         return

@@ -8,10 +8,11 @@ from typing import Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from temper_engine_api.specs import ModelSpec
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
+from temper_trainer.rollout.hf_model import get_language_model_class
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.types import SamplingRequest
 
@@ -97,6 +98,28 @@ FAMILIES: dict[str, dict[str, object]] = {
         "ssm_state_size": 8,
         "n_groups": 2,
         "chunk_size": 4,
+    },
+    # An encoder of images, which no prompt reaches, before a text part.
+    "qwen3_vl": {
+        "text_config": {
+            **SHAPE,
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": 24,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
     },
 }
 """Families with experts, sinks, soft-capping, linear attention or Mamba."""
@@ -199,13 +222,14 @@ def make_pair(name: str, directory: Path) -> Pair:
     """Build a seeded model and save its weights."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**_find_architecture(name)), attn_implementation="eager"
-        ).eval()
+        config = AutoConfig.for_model(**_find_architecture(name))
+        model = (
+            get_language_model_class(config).from_config(config, attn_implementation="eager").eval()
+        )
     model.save_pretrained(directory)
     # Training sets use_cache false in configs; a sampler must not mind.
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "use_cache": False}))
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**fields, "use_cache": False}))
     assert isinstance(model, PreTrainedModel)
     return Pair(model=model, directory=directory)
 

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from temper_engine_api.adapter_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from temper_engine_api.errors import CheckpointError
+from temper_engine_api.vision_language import IMAGE_PROCESSOR_FILES
 from temper_engine_api.weights import NamedWeight, WeightEntry
 from temper_engine_fsdp.model.weight_names import INDEX_NAME
 
@@ -62,7 +63,7 @@ def write_model_config(
         json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n"
     )
     written = ["config.json"]
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, *IMAGE_PROCESSOR_FILES):
         if source is not None and Path(source, name).is_file():
             shutil.copyfile(Path(source, name), folder / name)
             written.append(name)

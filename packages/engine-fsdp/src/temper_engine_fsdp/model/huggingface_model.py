@@ -6,7 +6,7 @@ Weights are loaded strictly, or initialized from a seed.
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 import torch
 from huggingface_hub.errors import (
@@ -17,6 +17,7 @@ from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -25,6 +26,7 @@ from transformers import (
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.settings_check import check_head_counts, check_num_layers
 from temper_engine_api.specs import ModelSpec
+from temper_engine_api.vision_language import has_image_encoder, list_encoder_modules
 from temper_engine_fsdp.model.token_mixers import (
     ATTENTION_TYPES,
     MIXER_TYPES,
@@ -33,6 +35,12 @@ from temper_engine_fsdp.model.token_mixers import (
     separate_sequences,
 )
 from temper_engine_fsdp.runtime.numerics import fork_rng
+
+_AutoClass: TypeAlias = (
+    type[AutoModelForCausalLM]
+    | type[AutoModelForImageTextToText]
+    | type[AutoModelForTokenClassification]
+)
 
 
 class LoadingReport(TypedDict):
@@ -73,7 +81,10 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     config = read_config(spec)
     _check_packable(config)
     is_language_model = spec.model_type == "language_model"
-    auto = AutoModelForCausalLM if is_language_model else AutoModelForTokenClassification
+    auto: _AutoClass = AutoModelForTokenClassification
+    if is_language_model:
+        has_encoder = has_image_encoder(config.model_type)
+        auto = AutoModelForImageTextToText if has_encoder else AutoModelForCausalLM
     if not is_language_model:
         _check_has_token_head(config)
         # One output per token: a value or a score.
@@ -99,6 +110,9 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     _check_attention_interface(model)
     _check_output_head(model, is_language_model=is_language_model)
     separate_sequences(model)
+    for name in list_encoder_modules(model, model_type=config.model_type):
+        # Texts do not reach the encoder. It is sharded, saved and exported with the model.
+        model.get_submodule(name).requires_grad_(False)
     # Exported config.json must name the class that was built, not the one that was loaded.
     model.config.architectures = [type(model).__name__]
     return model
@@ -118,7 +132,7 @@ def _check_has_token_head(config: PretrainedConfig) -> None:
 
 
 def _instantiate(
-    auto: type[AutoModelForCausalLM | AutoModelForTokenClassification],
+    auto: _AutoClass,
     spec: ModelSpec,
     config: PretrainedConfig,
     *,

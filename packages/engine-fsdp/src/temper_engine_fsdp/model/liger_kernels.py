@@ -165,7 +165,8 @@ def apply_liger_kernels(hf: PreTrainedModel, *, device: torch.device, compute: t
         CapabilityError: If the model has no supported layer.
     """
     kernels = load_kernels(device)
-    sizes = {"norm": hf.config.hidden_size, "gate": hf.config.intermediate_size}
+    text = hf.config.get_text_config(decoder=True)
+    sizes = {"norm": text.hidden_size, "gate": text.intermediate_size}
     with torch.enable_grad():
         check_kernels(
             kernels,
@@ -190,10 +191,11 @@ def replace_layers(hf: PreTrainedModel, kernels: Kernels) -> None:
             f"liger_layers is on, but {type(hf).__name__} has no supported layers "
             f"({', '.join(sorted(NORMS | GATED))}): set it to false."
         )
-    if hf.config.hidden_act not in ("silu", "swish"):
+    activation = hf.config.get_text_config(decoder=True).hidden_act
+    if activation not in ("silu", "swish"):
         raise CapabilityError(
             f"liger_layers is on, but {type(hf).__name__} uses the activation "
-            f"{hf.config.hidden_act}, not silu: set it to false."
+            f"{activation}, not silu: set it to false."
         )
     for module in norms:
         module.forward = partial(_norm_forward, module, kernels.norm)

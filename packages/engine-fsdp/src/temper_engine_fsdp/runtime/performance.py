@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.metrics import Metric
+from temper_engine_api.vision_language import list_encoder_modules
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.runtime.process_group import Membership
 
@@ -46,7 +47,11 @@ def count_training_flops(model: PreTrainedModel, *, is_language_model: bool) -> 
 
     The parameters may be on the meta device.
     """
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
+    # Texts do not reach the encoder of a vision-language model.
+    unused = tuple(
+        f"{name}." for name in list_encoder_modules(model, model_type=model.config.model_type)
+    )
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings() if is_language_model else None
     is_tied = head is not None and head.weight is embedding
@@ -54,6 +59,8 @@ def count_training_flops(model: PreTrainedModel, *, is_language_model: bool) -> 
     for name, parameter in model.named_parameters():
         # Norms and biases are negligible. A tied embedding counts once, as the output head.
         if parameter.ndim < 2 or (parameter is embedding and not is_tied):
+            continue
+        if name.startswith(unused):
             continue
         fraction = _active_fraction(config) if ".experts." in name else 1.0
         per_token += (6.0 if parameter.requires_grad else 4.0) * fraction * parameter.numel()

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from temper_engine_api.errors import ConfigError, EngineStateError
+from temper_engine_api.vision_language import list_encoder_modules
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, find_layers
 from temper_engine_fsdp.runtime.numerics import torch_dtype
@@ -55,10 +58,14 @@ class FSDP2Module:
             else None
         )
         ignored = set[nn.Parameter]() if divider is None else divider.parameters
+        encoder = _list_encoder_modules(model.hf)
+        layers = find_layers(model.hf, names=config.wrap_modules)
+        groups = [
+            *_group_layers([m for m in layers if m in encoder], size=config.wrap_together),
+            *_group_layers([m for m in layers if m not in encoder], size=config.wrap_together),
+        ]
         wrapped = []
-        for group in _group_layers(
-            find_layers(model.hf, names=config.wrap_modules), size=config.wrap_together
-        ):
+        for group in groups:
             for layer in group:
                 materialize(layer)
                 if divider is not None:
@@ -90,6 +97,8 @@ class FSDP2Module:
         )
         # One module per group, since a group shares its FSDP state.
         self._modules = [_first_module([model]), *wrapped]
+        self._unused_modules = [module for module in wrapped if cast(nn.Module, module) in encoder]
+        """Groups that no pass over texts reaches; they stay sharded."""
         for module in self._modules:
             # Sum gradients, never average: the denominator of our loss already counts the full
             # mini-batch. Set on every module, because the setting of the root is not inherited.
@@ -109,6 +118,9 @@ class FSDP2Module:
     def micro_batch(self, *, reduces: bool, is_last: bool) -> Iterator[None]:
         """See ShardedModule."""
         self._modules[0].set_requires_gradient_sync(reduces)
+        for module in self._unused_modules:
+            # Otherwise FSDP2 looks for local gradients of parameters that were never gathered.
+            module.set_requires_gradient_sync(True, recurse=False)
         # Keep parameters gathered between micro-batches if they are not resharded after forward.
         self._modules[0].set_reshard_after_backward(self._reshards or is_last)
         yield
@@ -122,7 +134,8 @@ class FSDP2Module:
         """See ShardedModule."""
         if self._keeps_gathered:
             for module in self._modules:
-                module.unshard()
+                if module not in self._unused_modules:
+                    module.unshard()
 
     def reset(self) -> None:
         """See ShardedModule."""
@@ -151,6 +164,14 @@ class FSDP2Module:
                     # Exists after the first pass.
                     if hasattr(parameter, "_unsharded_param"):
                         parameter.unsharded_param.grad = None
+
+
+def _list_encoder_modules(hf: PreTrainedModel) -> set[nn.Module]:
+    return {
+        module
+        for name in list_encoder_modules(hf, model_type=hf.config.model_type)
+        for module in hf.get_submodule(name).modules()
+    }
 
 
 def _take_shard_axis(mesh: DeviceMesh) -> DeviceMesh:

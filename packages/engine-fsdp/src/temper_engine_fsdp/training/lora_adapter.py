@@ -4,6 +4,7 @@ The only module that imports peft. Elsewhere, adapter tensors are named as in
 `adapter_model.safetensors`.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from temper_engine_api import adapter_checks
 from temper_engine_api.adapter_checks import PEFT_PREFIX
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import LoraSpec, ModelSpec
+from temper_engine_api.vision_language import list_encoder_modules
 from temper_engine_fsdp.model.weight_names import (
     hf_name,
     is_adapter_parameter,
@@ -219,6 +221,8 @@ def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpe
     adapter_checks.check_target_names(
         spec, module_names=[name for name, _ in hf_model.named_modules()]
     )
+    if spec.path is None:
+        config.exclude_modules = _exclude_encoder(hf_model, config.exclude_modules)
     module_targets, expert_targets = config.target_modules, tuple(config.target_parameters or ())
     head = hf_model.get_output_embeddings()
     if module_targets == "all-linear" and config.target_parameters:
@@ -254,6 +258,24 @@ def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpe
     if spec.path is not None:
         _set_initial_tensors(hf_model, load_file(adapter_checks.find_adapter_weights(spec.path)))
     return adapter
+
+
+def _exclude_encoder(
+    hf_model: PreTrainedModel, excluded: str | list[str] | None
+) -> str | list[str] | None:
+    """Return modules to exclude, as PEFT expects them, with the encoder of images among them."""
+    encoders = [
+        re.escape(name)
+        for name in list_encoder_modules(hf_model, model_type=hf_model.config.model_type)
+    ]
+    if not encoders:
+        return excluded
+    patterns = [rf"(?:{'|'.join(encoders)})\..*"]
+    if isinstance(excluded, str) and excluded:
+        patterns.append(excluded)
+    elif excluded:  # suffixes
+        patterns.append(rf"(?:.*\.)?(?:{'|'.join(re.escape(name) for name in excluded)})")
+    return "|".join(f"(?:{pattern})" for pattern in patterns)
 
 
 def _initialize(hf_model: nn.Module, *, seed: int) -> None:

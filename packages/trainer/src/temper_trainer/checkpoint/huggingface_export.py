@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -20,8 +19,10 @@ from transformers import (
 from temper_engine_api.checkpoint.transaction import sync_directory
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.specs import ModelSpec
+from temper_engine_api.vision_language import IMAGE_PROCESSOR_FILES, has_image_encoder
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.data.tokenizer import save_tokenizer
+from temper_trainer.rollout.hf_model import get_language_model_class
 
 SHARD_BYTES = 4 << 30
 """Maximum size of a safetensors file, unless a single tensor is larger."""
@@ -61,7 +62,7 @@ def write_model_directory(
         dtype = _write_shards(weights, staging)
         config = build_model_config(model)
         head = (
-            AutoModelForCausalLM
+            get_language_model_class(config)
             if model.model_type == "language_model"
             else AutoModelForTokenClassification
         )
@@ -74,6 +75,8 @@ def write_model_directory(
         config.use_cache = True
         config.save_pretrained(staging)
         save_tokenizer(tokenizer, staging)
+        if model.path is not None and has_image_encoder(config.model_type):
+            _copy_files(IMAGE_PROCESSOR_FILES, source=Path(model.path), target=staging)
         _sync_files(staging)
     except CheckpointError:
         shutil.rmtree(staging, ignore_errors=True)
@@ -86,6 +89,13 @@ def write_model_directory(
     os.rename(staging, directory)
     sync_directory(directory.parent)
     return directory
+
+
+def _copy_files(names: Iterable[str], *, source: Path, target: Path) -> None:
+    """Copy the files that a folder has and that the other one does not have yet."""
+    for name in names:
+        if (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 def _sync_files(directory: Path) -> None:

@@ -8,11 +8,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.file_names import find_file_names
 from temper_engine_api.specs import ModelSpec
+from temper_engine_api.vision_language import has_image_encoder
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_weight_entries
 from temper_trainer.rollout.kv_cache import SLOT_ATTENTION, CausalAttention, ScoreRule
 from temper_trainer.rollout.weight_delta import (
@@ -46,7 +54,10 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
         )
     try:
         if spec.path is not None:
-            model = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(
+                spec.path, local_files_only=True, trust_remote_code=spec.trust_remote_code
+            )
+            model = get_language_model_class(config).from_pretrained(
                 spec.path,
                 dtype=dtype,
                 attn_implementation=SLOT_ATTENTION,
@@ -58,7 +69,7 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
             # The global generator stays as it is: an engine in this process may draw from it.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.seed)
-                model = AutoModelForCausalLM.from_config(
+                model = get_language_model_class(config).from_config(
                     config, dtype=dtype, attn_implementation=SLOT_ATTENTION
                 )
     except (OSError, ValueError) as error:
@@ -69,6 +80,16 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
     if device.type == "cpu":
         _copy_out_of_file(model)
     return model
+
+
+def get_language_model_class(
+    config: PretrainedConfig,
+) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """Return the transformers class that builds a language model, with its encoder of images."""
+    auto: type[AutoModelForCausalLM | AutoModelForImageTextToText] = AutoModelForCausalLM
+    if has_image_encoder(config.model_type):
+        auto = AutoModelForImageTextToText
+    return auto
 
 
 def _copy_out_of_file(model: PreTrainedModel) -> None:

@@ -115,13 +115,13 @@ def test_directory_without_a_model_is_named(there: list[str], tmp_path: Path) ->
     [
         (
             {
-                "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-                "model_type": "qwen2_5_vl",
+                "architectures": ["Glm4vForConditionalGeneration"],
+                "model_type": "glm4v",
                 "vision_config": {"depth": 32},
             },
             "vision_config",
         ),
-        ({"model_type": "qwen2_vl"}, "model_type qwen2_vl"),
+        ({"model_type": "internvl"}, "model_type internvl"),
         ({"architectures": ["LlavaForCausalLM"]}, "LlavaForCausalLM"),
         (
             {"architectures": ["XForConditionalGeneration"], "text_config": {"hidden_size": 8}},
@@ -135,7 +135,8 @@ def test_vision_model_is_refused_before_the_run(
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     assert refusal(there) == (
         f"actor.engine.model.path is {tmp_path}/model, whose config.json has {part}: a multimodal "
-        "model, which no engine can train. Give the folder of a text model."
+        "model. Engines train the text part of qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, "
+        "qwen3_vl and qwen3_vl_moe only: give the folder of one of these, or of a text model."
     )
 
 
@@ -156,6 +157,7 @@ def test_completion_that_leaves_no_position_for_a_prompt_is_refused(
     [
         {"model_type": "gemma3_text", "vision_config": None},
         {"architectures": ["DeepseekV3ForCausalLM"]},
+        {"model_type": "qwen2_5_vl", "vision_config": {"depth": 32}},
     ],
 )
 def test_text_model_is_accepted(there: list[str], tmp_path: Path, fields: object) -> None:

@@ -34,6 +34,18 @@ _LINEAR: Mapping[str, object] = MappingProxyType(
     }
 )
 
+_ENCODER: Mapping[str, object] = MappingProxyType(
+    {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "patch_size": 4, "num_heads": 2}
+)
+"""An encoder of images, which texts do not reach."""
+_QWEN3_ENCODER: Mapping[str, object] = MappingProxyType(
+    {**_ENCODER, "out_hidden_size": 32, "num_position_embeddings": 16}
+)
+_MIXED_ROPE: Mapping[str, object] = MappingProxyType(
+    # Sections of the rotary dimensions for time, height and width: 4 pairs of a head of 8.
+    {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+)
+
 _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
     "gpt_oss": {
         "num_local_experts": 4,
@@ -99,6 +111,25 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         "chunk_size": 4,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "qwen2_5_vl": {
+        "num_key_value_heads": 2,
+        "rope_parameters": _MIXED_ROPE,
+        "vision_config": {**_ENCODER, "out_hidden_size": 32},
+    },
+    "qwen3_vl": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_parameters": {**_MIXED_ROPE, "mrope_interleaved": True},
+        "vision_config": {**_QWEN3_ENCODER, "deepstack_visual_indexes": [0]},
+    },
+    "qwen3_5_moe": {
+        **_LINEAR,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "vision_config": _QWEN3_ENCODER,
+    },
     "cohere": {"num_key_value_heads": 2, "logit_scale": 0.25, "tie_word_embeddings": True},
 }
 

@@ -5,6 +5,7 @@ and biases are not 0, so losing one changes the numbers. Weights are large enoug
 matter.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,14 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
 from temper_engine_api.specs import ModelType, Scalar
+from temper_engine_api.vision_language import has_image_encoder
 
 VOCABULARY = 211
 PADDING = 143
@@ -186,13 +190,34 @@ def write_model(model: TinyModel, *, folder: Path, seed: int = 0) -> Path:
 
 def _build(model: TinyModel) -> PreTrainedModel:
     fields: dict[str, object] = {**model.settings, **model.architecture}
-    config = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+    name, encoder = str(fields.pop("model_type")), fields.pop("vision_config", None)
+    if encoder is not None:
+        # The fields of a vision-language model, its encoder's left out, describe the text part.
+        is_tied = fields["tie_word_embeddings"]
+        fields = {"text_config": fields, "vision_config": encoder, "tie_word_embeddings": is_tied}
+    # transformers refuses other mappings than dicts.
+    fields = json.loads(json.dumps(fields, default=dict))
+    config = AutoConfig.for_model(name, **fields)
     config.bos_token_id = config.eos_token_id = None
     config.pad_token_id = model.architecture.get("pad_token_id")
-    if model.model_type == "language_model":
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    config.num_labels = 1
-    return AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+    if model.model_type != "language_model":
+        config.num_labels = 1
+    network: PreTrainedModel = get_auto_class(config, model.model_type).from_config(
+        config, dtype=torch.float32
+    )
+    return network
+
+
+def get_auto_class(
+    config: PretrainedConfig, model_type: ModelType = "language_model"
+) -> type[AutoModelForCausalLM | AutoModelForImageTextToText | AutoModelForTokenClassification]:
+    """Return the transformers class that builds a model with the head for its type."""
+    auto: type[AutoModelForCausalLM | AutoModelForImageTextToText | AutoModelForTokenClassification]
+    auto = AutoModelForTokenClassification
+    if model_type == "language_model":
+        has_encoder = has_image_encoder(config.model_type)
+        auto = AutoModelForImageTextToText if has_encoder else AutoModelForCausalLM
+    return auto
 
 
 @torch.no_grad()

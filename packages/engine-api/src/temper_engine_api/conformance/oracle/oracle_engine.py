@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
     PreTrainedModel,
 )
 
@@ -27,6 +25,7 @@ from temper_engine_api.conformance.inputs.tiny_adapters import (
     WEIGHTS_FILE,
     save_adapter,
 )
+from temper_engine_api.conformance.inputs.tiny_models import get_auto_class
 from temper_engine_api.conformance.oracle.oracle_adapter import OracleAdapter
 from temper_engine_api.conformance.oracle.oracle_head import compute_sequence_outputs, join_outputs
 from temper_engine_api.conformance.oracle.oracle_names import FileLayout
@@ -47,6 +46,7 @@ from temper_engine_api.metrics import Metric, compute_load_metrics
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
+from temper_engine_api.vision_language import list_encoder_modules
 from temper_engine_api.weights import (
     NamedWeight,
     TrainingState,
@@ -92,11 +92,13 @@ class OracleEngine(BaseEngine):
 
         A tied head appears once, under the embedding's name.
         """
-        return (
-            dict(self.model.named_parameters())
-            if self.adapter is None
-            else self.adapter.parameters()
-        )
+        if self.adapter is not None:
+            return self.adapter.parameters()
+        return {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers that model files contain, by Hugging Face name."""
@@ -272,7 +274,7 @@ class OracleEngine(BaseEngine):
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         weights = (
-            self.parameters() | self.buffers()
+            dict(self.model.named_parameters()) | self.buffers()
             if self.adapter is None
             else dict(self.adapter.iterate_merged())
         )
@@ -281,7 +283,7 @@ class OracleEngine(BaseEngine):
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         targets = (
-            self.parameters() | self.buffers()
+            dict(self.model.named_parameters()) | self.buffers()
             if self.adapter is None
             else self.adapter.base_parameters()
         )
@@ -412,16 +414,12 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
             "model.trust_remote_code is True, but the oracle does not run third-party code: "
             "set it to False."
         )
-    auto = (
-        AutoModelForCausalLM
-        if spec.model_type == "language_model"
-        else AutoModelForTokenClassification
-    )
     head: Mapping[str, int] = {} if spec.model_type == "language_model" else {"num_labels": 1}
     # Weights that the files lack, such as a new value head, are drawn from this seed.
     torch.manual_seed(spec.seed)
     if spec.path is not None:
-        model: PreTrainedModel = auto.from_pretrained(
+        hf_config = AutoConfig.from_pretrained(spec.path, local_files_only=True)
+        model: PreTrainedModel = get_auto_class(hf_config, spec.model_type).from_pretrained(
             spec.path,
             dtype=torch.float32,
             # Eager attention is plain matmuls and a softmax; the choice of a fused kernel depends
@@ -434,7 +432,11 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     else:
         settings = spec.to_config_fields()
         hf_config = AutoConfig.for_model(settings.pop("model_type"), **settings, **head)
-        model = auto.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
+        model = get_auto_class(hf_config, spec.model_type).from_config(
+            hf_config, dtype=torch.float32, attn_implementation="eager"
+        )
+    for name in list_encoder_modules(model, model_type=hf_config.model_type):
+        model.get_submodule(name).requires_grad_(False)
     # from_pretrained leaves the model in eval mode, from_config in training mode.
     model.eval()
     return model

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
@@ -35,6 +35,7 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.model_families import FAMILIES, has_smooth_gradient
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter
+from temper_engine_api.conformance.inputs.tiny_models import get_auto_class
 from temper_engine_api.conformance.oracle.oracle_cache import MOE_TARGET_MODULES, OracleCache
 from temper_engine_api.conformance.oracle.oracle_comparison import check_outputs, check_update
 from temper_engine_api.objective import HeadOutput
@@ -130,7 +131,7 @@ def test_exported_family_loads_in_transformers(
     config = AutoConfig.from_pretrained(setup.model_path)
     config.save_pretrained(tmp_path)
     save_file(after, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    _, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    _, report = get_auto_class(config).from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     exported = EngineSetup(model_path=str(tmp_path), compute="fp32")
@@ -188,10 +189,10 @@ def make_adapter(family: str) -> TinyAdapter:
     # Without out_proj, which PEFT refuses in Mamba layers.
     linear = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_a", "in_proj")
     latent = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-    targets = [*MOE_TARGET_MODULES, *linear, *latent]
-    return TinyAdapter(
-        name=f"family-{family}", model=FAMILIES[family], fields={"target_modules": targets}
-    )
+    fields: dict[str, object] = {"target_modules": [*MOE_TARGET_MODULES, *linear, *latent]}
+    if "vision_config" in FAMILIES[family].architecture:
+        fields["exclude_modules"] = r"model\.visual\..*"
+    return TinyAdapter(name=f"family-{family}", model=FAMILIES[family], fields=fields)
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from temper_engine_api.specs import ModelSpec
+from temper_engine_api.vision_language import VISION_LANGUAGE_TYPES
 from temper_trainer.checkpoint.weight_files import find_damaged_weights
 from temper_trainer.config.data import DataConfig, TokenizerConfig
 from temper_trainer.config.trainer_config import TrainerConfig
@@ -192,12 +193,16 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
             f"{key}.path: {folder}/config.json is a {type(model_config).__name__}, but must be a "
             "JSON object: download it again."
         )
-    if not key.startswith("teachers.") and (
+    # The text part of these is trained. A server of a teacher answers text alone.
+    is_usable = model_config.get("model_type") in VISION_LANGUAGE_TYPES
+    if not (is_usable or key.startswith("teachers.")) and (
         entry := _find_multimodal_entry(model_config)
-    ):  # a server of a teacher answers text alone
+    ):
+        *others, last = sorted(VISION_LANGUAGE_TYPES)
         return (
-            f"{key}.path is {path}, whose config.json has {entry}: a multimodal model, which no "
-            "engine can train. Give the folder of a text model."
+            f"{key}.path is {path}, whose config.json has {entry}: a multimodal model. Engines "
+            f"train the text part of {', '.join(others)} and {last} only: give the folder of one "
+            "of these, or of a text model."
         )
     if not (model.trust_remote_code and "auto_map" in model_config) and (
         problem := _describe_unknown_type(f"{key}.path: model_type", model_config)

@@ -3,15 +3,16 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.process_folders import open_temporary_folder
+from temper_engine_api.vision_language import has_image_encoder
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import INFERENCE_TASKS, LOOPBACK
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.redaction import list_registered_secrets
-from temper_trainer.rollout.hf_model import read_end_token_ids
+from temper_trainer.rollout.hf_model import get_language_model_class, read_end_token_ids
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
 from temper_trainer.rollout.vllm.served_adapters import ServedAdapter
 
@@ -34,12 +35,12 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
             "have no base model: set weight_sync.content=full, or save the base as a Hugging Face "
             "directory."
         )
-    if model.path is not None:
-        text_config = AutoConfig.from_pretrained(
-            model.path, trust_remote_code=model.trust_remote_code
-        ).get_text_config()
-    else:
-        text_config = AutoConfig.for_model(**model.to_config_fields())
+    model_config = (
+        AutoConfig.for_model(**model.to_config_fields())
+        if model.path is None
+        else AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    )
+    text_config = model_config.get_text_config()
     has_experts = hasattr(text_config, "num_experts_per_tok")
     replays_sampler = config.rollout.routing_replay == "sampler"
     if replays_sampler and not has_experts:
@@ -51,6 +52,8 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
         _count_max_tokens(config), text_config.max_position_embeddings
     )
     arguments = _build_arguments(config, max_length=max_length, load_format=load_format)
+    if has_image_encoder(model_config.model_type):
+        arguments["language_model_only"] = True  # no memory for images, which no prompt has
     files: dict[str, bytes] = {}
     if model.path is not None:
         arguments |= {
@@ -63,10 +66,9 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
             "so there are no weights to load: set it to dummy."
         )
     else:
-        text_config.architectures = [
-            AutoModelForCausalLM._model_mapping[type(text_config)].__name__
-        ]
-        files = _make_config_files(text_config, tokenizer)
+        auto_class = get_language_model_class(model_config)
+        model_config.architectures = [auto_class._model_mapping[type(model_config)].__name__]
+        files = _make_config_files(model_config, tokenizer)
     arguments |= vllm.engine_kwargs
     return ServerSpec(
         arguments=arguments,
@@ -97,9 +99,8 @@ def build_teacher_server_spec(
             f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not set: "
             "set it to a model directory."
         )
-    text_config = AutoConfig.from_pretrained(
-        model.path, trust_remote_code=model.trust_remote_code
-    ).get_text_config()
+    model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    text_config = model_config.get_text_config()
     max_length = min(_count_max_tokens(config), text_config.max_position_embeddings)
     arguments: dict[str, Argument] = {
         "model": model.path,
@@ -114,6 +115,8 @@ def build_teacher_server_spec(
         "disable_log_stats": True,
         "skip_tokenizer_init": True,
     }
+    if has_image_encoder(model_config.model_type):
+        arguments["language_model_only"] = True
     if vllm.kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = vllm.kv_cache_bytes
     if vllm.gpu_memory_utilization is not None:

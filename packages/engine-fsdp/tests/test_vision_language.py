@@ -1,0 +1,124 @@
+"""Text parts of vision-language models: the encoder of images is frozen, sharded and exported."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
+from temper_engine_api.conformance.inputs.tiny_models import write_model
+from temper_engine_api.errors import CapabilityError
+from temper_engine_api.hooks import Context
+from temper_engine_api.objective import HeadOutput
+from temper_engine_api.specs import LoraSpec, ModelSpec
+from temper_engine_fsdp.config import FSDPConfig
+from temper_engine_fsdp.engine import FSDPEngine
+
+Start = Callable[..., FSDPEngine]
+ENCODER = "model.visual."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = write_model(FAMILIES["qwen3_vl"], folder=tmp_path_factory.mktemp("models"))
+    (target / "preprocessor_config.json").write_text("{}")
+    return target
+
+
+@pytest.fixture
+def model(folder: Path) -> ModelSpec:
+    return ModelSpec(path=str(folder))
+
+
+@pytest.fixture
+def texts(batch: SequenceBatch) -> SequenceBatch:
+    return replace(batch, tokens=batch.tokens % 40)
+
+
+def mean_nll(
+    data: SequenceBatch, predictions: Mapping[str, Tensor], ctx: Context
+) -> tuple[Tensor, Context]:
+    return -predictions["logprob"][data.loss_mask].mean(), ctx
+
+
+def update(engine: FSDPEngine, texts: SequenceBatch) -> dict[str, Tensor]:
+    """Accumulate two calls, update, and return the exported weights."""
+    engine.set_loss_fn(mean_nll)
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        for _ in range(2):
+            engine.forward_backward_step(texts, {}, forward_only=False)
+    assert engine.optimizer_step() > 0
+    with engine.export_weights() as stream:
+        return {name: tensor.clone() for name, tensor in stream}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"strategy": "fsdp1"}, {"wrap_together": 3}, {"activation_checkpointing": True}],
+    ids=str,
+)
+def test_update_trains_the_text_part_and_keeps_the_encoder(
+    changes: Mapping[str, object],
+    start: Start,
+    texts: SequenceBatch,
+    model: ModelSpec,
+    folder: Path,
+) -> None:
+    exported = update(start(model=model, **changes), texts)
+    original = load_file(folder / "model.safetensors")
+    assert exported.keys() == original.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, original[name]) == name.startswith(ENCODER), name
+
+
+def test_training_state_has_no_encoder(start: Start, model: ModelSpec) -> None:
+    with start(model=model).export_state() as states:
+        assert not [state.name for state in states if state.name.startswith(ENCODER)]
+
+
+def test_new_adapter_leaves_the_encoder_out(
+    start: Start, texts: SequenceBatch, model: ModelSpec
+) -> None:
+    lora = LoraSpec(rank=2, alpha=4, target_modules="all-linear", exclude_modules=("o_proj",))
+    engine = start(model=model, lora=lora)
+    update(engine, texts)
+    names = engine.export_adapter()[1]
+    assert any("q_proj" in name for name in names)
+    assert not [name for name in names if "visual" in name or "o_proj" in name]
+
+
+def test_checkpoint_has_encoder_and_image_processor(
+    start: Start, texts: SequenceBatch, model: ModelSpec, tmp_path: Path
+) -> None:
+    engine = start(model=model, save_huggingface_weights=True)
+    exported = update(engine, texts)
+    engine.save_checkpoint(str(tmp_path), global_step=1)
+    saved = next(tmp_path.rglob("preprocessor_config.json")).parent
+    weights = load_file(saved / "model.safetensors")
+    assert weights.keys() == exported.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in exported.items())
+    again = FSDPEngine(replace(engine.config, model=ModelSpec(path=str(saved))))
+    again.init_model()
+    with again.eval_mode():
+        result = again.forward_backward_step(texts, {}, forward_only=True)
+    again.close()
+    with engine.eval_mode():
+        expected = engine.forward_backward_step(texts, {}, forward_only=True)
+    assert result[0] is not None
+    assert expected[0] is not None
+    logprob = HeadOutput.LOGPROB
+    torch.testing.assert_close(result[0][logprob], expected[0][logprob])
+
+
+def test_value_model_of_a_vision_language_model_is_refused(
+    config: FSDPConfig, folder: Path
+) -> None:
+    value = replace(config, model=ModelSpec(path=str(folder), model_type="value_model"))
+    with pytest.raises(CapabilityError, match="no qwen3_vl model with a head for tokens"):
+        FSDPEngine.check_model(value)
