@@ -3,9 +3,9 @@
     python -m tools.family_table .temper/families.json ...
 
 The arguments are files that the kit wrote with `--groups family --families all --results FILE`.
-Each replaces what docs/records/families.json has for the same engine and compute dtype. Without
-arguments, only the page is written again. `tools/docs.py` checks that page, record and the kit's
-tests agree.
+Each replaces what docs/records/families.json has for the same engine and compute dtype; if layouts
+and versions are the same, families that it does not have are kept. Without arguments, only the page
+is written again. `tools/docs.py` checks that page, record and the kit's tests agree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ast
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -94,6 +94,18 @@ def summarize(run: ConformanceRun) -> FamilyRun:
         versions={name: run.versions[name] for name in _DISTRIBUTIONS if name in run.versions},
         failed=failed,
         passed=passed,
+    )
+
+
+def add_families(old: FamilyRun, new: FamilyRun) -> FamilyRun:
+    """Return the new results, and those of other families if the old ones fit to them."""
+    if (list(old.layouts), old.versions) != (list(new.layouts), new.versions):
+        return new
+    tested = new.passed.keys() | new.failed.keys()
+    return replace(
+        new,
+        passed={k: v for k, v in old.passed.items() if k not in tested} | dict(new.passed),
+        failed={k: v for k, v in old.failed.items() if k not in tested} | dict(new.failed),
     )
 
 
@@ -247,12 +259,16 @@ def _format_layouts(run: FamilyRun) -> str:
 
 def main(paths: Sequence[str]) -> int:
     """Add results to the record and update the page."""
-    new = [summarize(from_json(Path(path).read_text())) for path in paths]
-    replaced = {(run.engine, run.compute) for run in new}
     stored = read_record(ROOT) if (ROOT / RECORD).exists() else []
-    kept = [run for run in stored if (run.engine, run.compute) not in replaced]
-    runs = sorted([*kept, *new], key=lambda run: (run.engine, run.compute != "fp32", run.compute))
-    write_record(ROOT, runs)
+    runs = {(run.engine, run.compute): run for run in stored}
+    for path in paths:
+        new = summarize(from_json(Path(path).read_text()))
+        key = new.engine, new.compute
+        runs[key] = add_families(runs[key], new) if key in runs else new
+    write_record(
+        ROOT,
+        sorted(runs.values(), key=lambda run: (run.engine, run.compute != "fp32", run.compute)),
+    )
     (ROOT / PAGE).write_text(update_page((ROOT / PAGE).read_text(), read_record(ROOT)))
     print(f"updated {PAGE} and {RECORD}", file=sys.stderr)
     return 0

@@ -122,14 +122,7 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         "rope_parameters": {**_MIXED_ROPE, "mrope_interleaved": True},
         "vision_config": {**_QWEN3_ENCODER, "deepstack_visual_indexes": [0]},
     },
-    "qwen3_5_moe": {
-        **_LINEAR,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-        "vision_config": _QWEN3_ENCODER,
-    },
+    "qwen3_5": {**_LINEAR, "vision_config": _QWEN3_ENCODER},
     "cohere": {"num_key_value_heads": 2, "logit_scale": 0.25, "tie_word_embeddings": True},
 }
 
@@ -149,7 +142,11 @@ def has_smooth_gradient(family: str) -> bool:
     """Return True if gradients in bf16 can be compared with those in float32.
 
     Rounding to bf16 sends some tokens to other experts than float32 does, and grows in the states
-    of linear attention. The kit trains other families in float32, also with `--compute bf16`.
+    of linear attention. In `qwen2_5_vl`, rounding changes gradients of the kit's clipped objective
+    by a third of the largest entry, and those of a log-likelihood by 0.08 of it. The kit trains
+    these in float32, also with `--compute bf16`.
     """
+    if family == "qwen2_5_vl":
+        return False
     rough = {"num_experts_per_tok", "linear_num_value_heads"}
     return not rough & FAMILIES[family].architecture.keys()

@@ -110,7 +110,11 @@ def test_five_updates_of_family_match_adamw(
         measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=batches
     )[0]
     for update, expected_update in zip(updates, expected, strict=True):
-        assert_close(update.grad_norm, expected_update.grad_norm, UPDATE, quantity="gradient norm")
+        # Not tighter than the gradients themselves, whose rounding grows in linear attention.
+        tolerance = max(UPDATE, get_family_gradient(family), key=lambda t: t.relative)
+        assert_close(
+            update.grad_norm, expected_update.grad_norm, tolerance, quantity="gradient norm"
+        )
     assert_all_close(
         updates[-1].masters, expected[-1].masters, UPDATE, quantity="weights after five updates"
     )
