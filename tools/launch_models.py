@@ -1,8 +1,11 @@
-"""Rank the models that launch files of verl, slime and NeMo-RL name.
+"""Rank the models that launch files of verl, slime and NeMo-RL name, and check them.
 
     python -m tools.launch_models rank --verl DIR --verl-recipe DIR --slime DIR --nemo-rl DIR
+    python -m tools.launch_models check
 
-It reads the last commit of each checkout and writes docs/records/launch_models.tsv.
+`rank` reads the last commit of each checkout and writes docs/records/launch_models.tsv. `check`
+writes the config.json of each of the first 20 models at its published size, calls
+`temper-train --check` with both engines, and writes docs/records/launch_models.md.
 
 A launch file is a shell script or YAML file in `examples` of verl and NeMo-RL, anywhere in
 verl-recipe, and in `scripts` and `examples` of slime, `scripts/models` left out. It counts once for
@@ -13,14 +16,32 @@ Endings of converted copies, such as `_torch_dist`, are ignored.
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import struct
 import subprocess
+import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from temper_engine_api.specs import ModelSpec
+from temper_engine_fsdp.model import packed_attention
+from temper_engine_fsdp.model.huggingface_model import build_model
+from temper_engine_fsdp.model.streaming_load import use_meta_parameters
+from temper_engine_fsdp.model.weight_names import read_file_names
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKING = ROOT / "docs" / "records" / "launch_models.tsv"
+PAGE = RANKING.with_suffix(".md")
+CONFIGS = ROOT / "tools" / "launch_model_sizes.json"
+"""Published config.json of each model, without what does not change it; or a model like it."""
+NUM_CHECKED = 20
+ENGINES = ("fsdp", "megatron")
 
 ROOTS: Mapping[str, tuple[str, ...]] = {
     "verl": ("examples/",),
@@ -109,14 +130,119 @@ def write_ranking(
     RANKING.write_text("\n".join(rows) + "\n")
 
 
+def check_models() -> list[tuple[str, str, dict[str, str]]]:
+    """Return name, model type and the message per engine of the first models; empty if accepted."""
+    packed_attention.register_kernels()
+    configs = json.loads(CONFIGS.read_text())
+    rows = [line.split("\t") for line in RANKING.read_text().splitlines()[2:]]
+    verdicts = []
+    for row in rows[:NUM_CHECKED]:
+        fields = configs[row[1]]
+        if isinstance(fields, str):
+            fields = configs[fields]
+        with tempfile.TemporaryDirectory() as folder:
+            _write_model(Path(folder), fields)
+            messages = {engine: _check(Path(folder), engine) for engine in ENGINES}
+        verdicts.append((row[1], fields["model_type"], messages))
+        print(row[1], messages, flush=True)
+    return verdicts
+
+
+def _write_model(folder: Path, fields: Mapping[str, object]) -> None:
+    """Write a model's config, headers of weights, a tokenizer of characters, and rows of data."""
+    (folder / "config.json").write_text(json.dumps(fields))
+    _write_headers(folder)
+    entries = {"<eos>": 0, **{chr(code): code for code in range(32, 127)}}
+    tokenizer = Tokenizer(models.WordLevel(entries, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    row = {"question": "1 + 1 =", "answer": "#### 2"}
+    (folder / "train.jsonl").write_text((json.dumps(row) + "\n") * 8)
+
+
+def _write_headers(folder: Path) -> None:
+    """Write weights whose header has all names and shapes, and whose data are a hole in the file.
+
+    The names are those that transformers saves, with one tensor per expert where files have that.
+    """
+    spec = ModelSpec(path=str(folder))
+    with use_meta_parameters():
+        model = build_model(spec, attention=packed_attention.SDPA_VARLEN, load_weights=False)
+    file_names = read_file_names(model)
+    saved = model.state_dict().keys()
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    header, end = {}, 0
+    for name, tensor in tensors:
+        for file_name, shape in file_names.list_shapes(name, tensor.shape) if name in saved else ():
+            start, end = end, end + 2 * shape.numel()
+            header[file_name] = {
+                "dtype": "BF16",
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(file.tell() + end)
+
+
+def _check(folder: Path, engine: str) -> str:
+    """Return the error of `temper-train --check` for a model and an engine; empty if accepted."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "temper_trainer", "--check", "algorithm=grpo"),
+            *(f"model_engine={engine}", f"actor.engine.model.path={folder}", "data.train=jsonl"),
+            *(f"data.train.paths=[{folder}/train.jsonl]", f"run.dir={folder}/run"),
+            *("batching.prompts_per_step=4", "run.total_steps=2"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return ""
+    message = done.stderr.strip() or done.stdout.strip()
+    return " ".join(
+        message.partition("configuration error:")[2].replace(str(folder), "DIR").split()
+    )
+
+
+def write_page(verdicts: Sequence[tuple[str, str, dict[str, str]]]) -> None:
+    """Write the table of what `--check` said."""
+    rows = [
+        "# The models that launch files name most",
+        "",
+        "`python -m tools.launch_models check` wrote each config.json at its published size and",
+        "called `temper-train --check` for GRPO with each engine. The weight files had headers and",
+        "no data. The [ranking](launch_models.tsv), which `tools/launch_models.py` explains, was",
+        "committed before the first check.",
+        "",
+        "| rank | model | `model_type` | " + " | ".join(ENGINES) + " |",
+        "|---|---|---|" + "---|" * len(ENGINES),
+    ]
+    for position, (model, model_type, messages) in enumerate(verdicts, start=1):
+        cells = [messages[engine] or "accepted" for engine in ENGINES]
+        rows.append(f"| {position} | {model} | {model_type} | " + " | ".join(cells) + " |")
+    counts = [
+        f"{sum(not messages[engine] for *_, messages in verdicts)} of {len(verdicts)} ({engine})"
+        for engine in ENGINES
+    ]
+    rows += ["", f"Accepted: {', '.join(counts)}."]
+    PAGE.write_text("\n".join(rows) + "\n")
+
+
 def main() -> None:
-    """Rank the models of the given checkouts."""
+    """Rank the models of the given checkouts, or check the first ones."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     ranks = commands.add_parser("rank")
     for project in ROOTS:
         ranks.add_argument(f"--{project}", type=Path, required=True, metavar="DIR")
+    commands.add_parser("check")
     options = vars(parser.parse_args())
+    if options["command"] == "check":
+        write_page(check_models())
+        return
     checkouts = {project: options[project.replace("-", "_")] for project in ROOTS}
     write_ranking(rank(checkouts), checkouts=checkouts)
 
