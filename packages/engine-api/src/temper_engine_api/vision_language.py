@@ -1,6 +1,9 @@
 """Vision-language models, whose text part is trained while the encoder of images stays as it is."""
 
-from torch import nn
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 VISION_LANGUAGE_TYPES = frozenset(
     {"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
@@ -27,7 +30,7 @@ def has_image_encoder(model_type: str) -> bool:
     return model_type in VISION_LANGUAGE_TYPES
 
 
-def list_encoder_modules(model: nn.Module, *, model_type: str) -> list[str]:
+def list_encoder_modules(model: "nn.Module", *, model_type: str) -> list[str]:
     """Return the names of the modules that texts do not reach, such as `model.visual`.
 
     Args:
