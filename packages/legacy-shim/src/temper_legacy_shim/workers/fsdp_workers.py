@@ -115,8 +115,8 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
 @deprecated_class
 @deprecated(
     "temper_legacy_shim.workers.fsdp_workers.CriticWorker is deprecated since temper-legacy-shim "
-    "0.2 and will be removed in 0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; "
-    "with model_engine=fsdp and model_type value_model.",
+    "0.2 and will be removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker "
+    "instead; with model_engine=fsdp and model_type value_model.",
     category=None,
 )
 class CriticWorker(ValueWorker):

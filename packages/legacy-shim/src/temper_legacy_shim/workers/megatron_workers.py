@@ -195,7 +195,7 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.CriticWorker is deprecated since "
     "temper-legacy-shim 0.2 and will be removed "
-    "in 0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; with "
+    "in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; with "
     "model_engine=megatron and model_type value_model.",
     category=None,
 )
