@@ -170,7 +170,7 @@ def test_busy_worker_and_its_program_do_not_outlive_a_killed_driver(
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc (Linux)")
 def test_program_that_a_call_has_started_ends_with_its_time_limit(tmp_path: Path) -> None:
     config = replace(
-        PATIENT, num_workers=1, timeout_s=3.0, function="functions_for_tests:run_program"
+        PATIENT, num_workers=1, timeout_s=15.0, function="functions_for_tests:run_program"
     )
     with Scorer(config) as scorer:
         (score,) = scorer.score(items(str(tmp_path / "program")))
