@@ -61,7 +61,6 @@ time.sleep(600)
 UNREADABLE = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)" + MAPPER  # PR_SET_DUMPABLE
 KILLER = """
 import subprocess, sys
-from temper_engine_api.process_folders import make_temporary_folder, remove_folder
 from temper_trainer.rollout.vllm.server_group import kill_server_group
 command = [sys.executable, "-c", *sys.argv[1:]]
 group = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
@@ -129,6 +128,37 @@ def test_memory_of_a_group_that_was_killed_at_once_is_removed_with_the_folder(mo
     assert all(path.exists() for path in memory)
     remove_folder(folder)
     assert not any(path.exists() for path in memory)
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "message"),
+    [
+        ("", "could not claim the shared memory of this server's workers: "),
+        ("server_group._find_shared_memory = lambda group: time.sleep(600)", "took longer than"),
+    ],
+    ids=["folder-is-missing", "scan-hangs"],
+)
+def test_server_starts_although_its_shared_memory_cannot_be_claimed(
+    tmp_path: Path, obstacle: str, message: str
+) -> None:
+    first_line, rest = CLAIMING_LEADER.split("first =")
+    program = f"{first_line}{obstacle}\nfirst ={rest}"
+    command = [sys.executable, "-c", program, str(tmp_path / "missing"), "serves"]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        ) as leader,
+    ):
+        assert leader.stdout is not None
+        names = leader.stdout.readline().split()
+        os.killpg(leader.pid, signal.SIGKILL)
+    for name in names:
+        (SHARED_MEMORY / name).unlink()
+    assert len(names) == 2
+    assert log.read_text().count(message) == 1
+    assert "Traceback" not in log.read_text()
 
 
 def read_claims(folder: Path) -> str:

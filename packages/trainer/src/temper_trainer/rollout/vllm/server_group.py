@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 CLAIM_INTERVAL_S = 5.0
 """Time between two looks for shared memory while a server starts, which takes minutes."""
 SCAN_TIMEOUT_S = 2.0
-"""Time to look for shared memory before a group is killed."""
+"""Time to look for shared memory before a group is killed, and before a server is ready."""
 _WORKER_NAME = re.compile(r"psm_[0-9a-f]+|[0-9]+-[a-z]+:.*cpushm_.*")
 """Names that Python's SharedMemory chooses, and those of vLLM's collectives between CPU workers."""
 
@@ -50,13 +50,26 @@ def claim_worker_memory(folder: Path) -> Iterator[None]:
     """Let the shared memory that workers make in the body be removed with a folder of the trainer.
 
     `kill_server_group` finds only what living processes map, and only if a busy host lets it look
-    in time. Neither is so if all processes of the group are killed at once.
+    in time. Neither is so if all processes of the group are killed at once. A claim that fails is
+    logged, and the server starts without it.
     """
     group, is_over = os.getpgrp(), threading.Event()
 
     def claim_all() -> None:
-        while not is_over.wait(CLAIM_INTERVAL_S):
-            claim_shared_memory(folder, _find_shared_memory(group))
+        is_last = is_logged = False
+        while not is_last:
+            is_last = is_over.wait(CLAIM_INTERVAL_S)
+            try:
+                claim_shared_memory(folder, _find_shared_memory(group))
+            except OSError as error:  # for example a full disk
+                if not is_logged:
+                    logger.warning(
+                        "could not claim the shared memory of this server's workers: %s. It may "
+                        "stay in %s if they are killed.",
+                        error,
+                        SHARED_MEMORY,
+                    )
+                is_logged = True
 
     if group != os.getpid():  # started by hand: the group is that of another program
         yield
@@ -67,8 +80,16 @@ def claim_worker_memory(folder: Path) -> Iterator[None]:
         yield
     finally:
         is_over.set()
-        claiming.join()
-    claim_shared_memory(folder, _find_shared_memory(group))
+        # The last claim is made in the thread too, because a scan may block, and the server is
+        # ready without it.
+        claiming.join(SCAN_TIMEOUT_S)
+        if claiming.is_alive():
+            logger.warning(
+                "to find the shared memory of this server's workers took longer than %g s: it may "
+                "stay in %s if they are killed.",
+                SCAN_TIMEOUT_S,
+                SHARED_MEMORY,
+            )
 
 
 def _remove_shared_memory(group: int) -> None:
