@@ -42,6 +42,7 @@ CONFIGS = ROOT / "tools" / "launch_model_sizes.json"
 """Published config.json of each model, without what does not change it; or a model like it."""
 NUM_CHECKED = 20
 ENGINES = ("fsdp", "megatron")
+CHECK_COMMAND = (sys.executable, "-m", "temper_trainer", "--check")
 
 ROOTS: Mapping[str, tuple[str, ...]] = {
     "verl": ("examples/",),
@@ -142,7 +143,7 @@ def check_models() -> list[tuple[str, str, dict[str, str]]]:
             fields = configs[fields]
         with tempfile.TemporaryDirectory() as folder:
             _write_model(Path(folder), fields)
-            messages = {engine: _check(Path(folder), engine) for engine in ENGINES}
+            messages = {engine: check_model(Path(folder), engine) for engine in ENGINES}
         verdicts.append((row[1], fields["model_type"], messages))
         print(row[1], messages, flush=True)
     return verdicts
@@ -186,11 +187,11 @@ def _write_headers(folder: Path) -> None:
         file.truncate(file.tell() + end)
 
 
-def _check(folder: Path, engine: str) -> str:
+def check_model(folder: Path, engine: str) -> str:
     """Return the error of `temper-train --check` for a model and an engine; empty if accepted."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "temper_trainer", "--check", "algorithm=grpo"),
+            *(*CHECK_COMMAND, "algorithm=grpo"),
             *(f"model_engine={engine}", f"actor.engine.model.path={folder}", "data.train=jsonl"),
             *(f"data.train.paths=[{folder}/train.jsonl]", f"run.dir={folder}/run"),
             *("batching.prompts_per_step=4", "run.total_steps=2"),
@@ -201,14 +202,19 @@ def _check(folder: Path, engine: str) -> str:
     )
     if done.returncode == 0:
         return ""
-    message = done.stderr.strip() or done.stdout.strip()
-    return " ".join(
-        message.partition("configuration error:")[2].replace(str(folder), "DIR").split()
-    )
+    return _read_error(done).replace(str(folder), "DIR")
 
 
-def write_page(verdicts: Sequence[tuple[str, str, dict[str, str]]]) -> None:
-    """Write the table of what `--check` said."""
+def _read_error(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the configuration error of a command that failed, or its last line; never empty."""
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    error = "\n".join(lines).partition("configuration error:")[2]
+    last = lines[-1] if lines else ""
+    return " ".join(error.split()) or last.strip() or f"exit status {done.returncode}"
+
+
+def render_page(verdicts: Sequence[tuple[str, str, dict[str, str]]]) -> str:
+    """Return the page with the table of what `--check` said."""
     rows = [
         "# The models that launch files name most",
         "",
@@ -221,14 +227,14 @@ def write_page(verdicts: Sequence[tuple[str, str, dict[str, str]]]) -> None:
         "|---|---|---|" + "---|" * len(ENGINES),
     ]
     for position, (model, model_type, messages) in enumerate(verdicts, start=1):
-        cells = [messages[engine] or "accepted" for engine in ENGINES]
+        cells = [messages[engine].replace("|", r"\|") or "accepted" for engine in ENGINES]
         rows.append(f"| {position} | {model} | {model_type} | " + " | ".join(cells) + " |")
     counts = [
         f"{sum(not messages[engine] for *_, messages in verdicts)} of {len(verdicts)} ({engine})"
         for engine in ENGINES
     ]
     rows += ["", f"Accepted: {', '.join(counts)}."]
-    PAGE.write_text("\n".join(rows) + "\n")
+    return "\n".join(rows) + "\n"
 
 
 def main() -> None:
@@ -241,7 +247,7 @@ def main() -> None:
     commands.add_parser("check")
     options = vars(parser.parse_args())
     if options["command"] == "check":
-        write_page(check_models())
+        PAGE.write_text(render_page(check_models()))
         return
     checkouts = {project: options[project.replace("-", "_")] for project in ROOTS}
     write_ranking(rank(checkouts), checkouts=checkouts)
