@@ -29,7 +29,10 @@ class Mutant:
     operator: str
     """Operator of cosmic-ray."""
     occurrence: int
-    """Number of the position among those that the operator can change in this module."""
+    """Number of the position among those that the operator can change in this module.
+
+    Only `draw` reads it: `locate` does not change it when code before the position changes.
+    """
     line: int
     """First changed line, from 1."""
     old: tuple[str, ...]
@@ -57,7 +60,8 @@ class Mutant:
     def locate(self, source: str) -> Mutant | None:
         """Return the mutant at its present line; None if the changed lines are gone.
 
-        If a module has these lines several times, the nearest ones are taken.
+        If a module has these lines several times, the nearest ones in an unchanged function are
+        taken, or the nearest ones if there are none.
         """
         lines, size = source.split("\n"), len(self.old)
         starts = [
@@ -67,7 +71,12 @@ class Mutant:
         ]
         if not starts:
             return None
-        line = 1 + min(starts, key=lambda start: abs(start + 1 - self.line))
+
+        def rank(start: int) -> tuple[bool, int]:
+            is_changed = hash_context(source, line=start + 1) != self.context
+            return is_changed, abs(start + 1 - self.line)
+
+        line = 1 + min(starts, key=rank)
         return replace(self, line=line, context=hash_context(source, line=line))
 
 
