@@ -15,6 +15,8 @@ PAGE = ROOT / "docs" / "records" / "mutation.md"
 START_OF_TABLES = "<!-- The tables below are generated. -->"
 END_OF_TABLES = "<!-- Text below this line is kept. -->"
 
+DETECTED = ("wrong result", "exception", "at import", "time limit")
+"""Ways in which the kit detects a mutant."""
 MAX_SURVIVORS = 0.05
 """Largest accepted fraction of mutants that are not detected."""
 
@@ -28,8 +30,8 @@ def render_page(
     counted = [mutant for mutant in mutants if mutant.id not in equivalents]
     by_id = {mutant.id: results.get(mutant.id, MutantResult()) for mutant in counted}
     lines = [
-        "| module | mutants | wrong result | exception | at import | time limit | not detected |",
-        "|---|---|---|---|---|---|---|",
+        f"| module | mutants | {' | '.join(DETECTED)} | survived | unfinished |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for module in (*MODULES, ""):
         verdicts = Counter(
@@ -37,17 +39,18 @@ def render_page(
             for mutant in counted
             if mutant.module == (module or mutant.module)
         )
-        cells = [
-            verdicts[name] for name in ("wrong result", "exception", "at import", "time limit")
-        ]
         total = sum(verdicts.values())
         if total:
-            row = [f"`{module}`" if module else "all", total, *cells, total - sum(cells)]
+            cells = [verdicts[name] for name in (*DETECTED, "survived", "unfinished")]
+            row = [f"`{module}`" if module else "all", total, *cells]
             lines.append("| " + " | ".join(map(str, row)) + " |")
     num_detected = sum(result.is_detected for result in by_id.values())
+    outcomes = Counter(result.outcome for result in by_id.values())
     lines += [
         "",
-        f"Detected: {num_detected} of {len(counted)} ({100 * num_detected / len(counted):.0f} %).",
+        f"Detected: {num_detected} of {len(counted)} ({100 * num_detected / len(counted):.0f} %). "
+        f"Survived a complete run: {outcomes['survived']}. Unfinished: {outcomes['unfinished']}, "
+        "which have not run to the end since their functions changed.",
         "",
         "| mutant | position | change | layout | detected by |",
         "|---|---|---|---|---|",

@@ -54,6 +54,14 @@ def test_mutant_is_located_at_its_new_line() -> None:
     assert MUTANT.locate("a = 0\nb = 3\n") is None
 
 
+def test_mutant_is_located_in_its_function_and_not_at_nearer_equal_lines() -> None:
+    source = "def f():\n    b = 1\n    return b\n\ndef g():\n    b = 1\n    return -b\n"
+    mutant = replace(MUTANT, old=("    b = 1",), line=6, context=hash_context(source, line=6))
+    # With three lines above, the equal line of f is at line 5, which is nearer to line 6 than 9.
+    moved = mutant.locate("\n\n\n" + source)
+    assert moved == replace(mutant, line=9)
+
+
 def test_context_is_the_code_of_the_innermost_function() -> None:
     source = "class A:\n    def f(self):\n        return 1\n\n    def g(self):\n        return 2\n"
     documented = source.replace("return 1", '"""Return one."""\n\n        return 1  # one')
@@ -123,9 +131,17 @@ def test_page_counts_mutants_by_module_and_lists_each() -> None:
     page = render_page(
         [MUTANT, other], {MUTANT.id: result}, {other.id: ("equivalent", "b is not read.")}
     )
-    assert "| `engine.py` | 1 | 1 | 0 | 0 | 0 | 0 |" in page
+    assert "| `engine.py` | 1 | 1 | 0 | 0 | 0 | 0 | 0 |" in page
     assert "| `b = 1` becomes `b = 2` | 1-rank | `test_a` |" in page
     assert "| ffff0000 | `engine.py`, line 9 | `b = 1` becomes `b = 2` | equivalent | b is" in page
+
+
+def test_page_counts_unfinished_mutants_apart_from_survivors() -> None:
+    mutants = [replace(MUTANT, id=f"{number}" * 8) for number in range(3)]
+    detected, survived = MutantResult(outcome="detected"), MutantResult(outcome="survived")
+    page = render_page(mutants, {"0" * 8: detected, "1" * 8: survived}, {})
+    assert "| `engine.py` | 3 | 1 | 0 | 0 | 0 | 1 | 1 |" in page
+    assert "Detected: 1 of 3 (33 %). Survived a complete run: 1. Unfinished: 1, which" in page
 
 
 def test_sample_and_reasons_are_complete() -> None:
