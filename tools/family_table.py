@@ -3,9 +3,9 @@
     python -m tools.family_table .temper/families.json ...
 
 The arguments are files that the kit wrote with `--groups family --families all --results FILE`.
-Each replaces what docs/records/families.json has for the same engine and compute dtype; if layouts
-and versions are the same, families that it does not have are kept. Without arguments, only the page
-is written again. `tools/docs.py` checks that page, record and the kit's tests agree.
+Each replaces what docs/records/families.json has for the same engine and compute dtype; if both
+have the same layouts and versions, families that only the record has are kept. Without arguments,
+only the page is written again. `tools/docs.py` checks that page, record and the kit's tests agree.
 """
 
 from __future__ import annotations
@@ -98,8 +98,11 @@ def summarize(run: ConformanceRun) -> FamilyRun:
 
 
 def add_families(old: FamilyRun, new: FamilyRun) -> FamilyRun:
-    """Return the new results, and those of other families if the old ones fit to them."""
-    if (list(old.layouts), old.versions) != (list(new.layouts), new.versions):
+    """Return the new results, with families of the old ones that they lack.
+
+    Only if both have the same layouts and versions: otherwise the new results alone.
+    """
+    if (set(old.layouts), old.versions) != (set(new.layouts), new.versions):
         return new
     tested = new.passed.keys() | new.failed.keys()
     return replace(

@@ -1,6 +1,9 @@
 """Test the table of families in docs/models.md, from the kit's results to the check of the page."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,8 @@ from tools.family_table import (
     PAGE,
     RECORD,
     ROOT,
+    FamilyRun,
+    add_families,
     find_faults,
     read_record,
     summarize,
@@ -81,6 +86,38 @@ def test_test_that_always_runs_in_float32_does_not_count_as_bf16() -> None:
 def test_stopped_run_is_refused() -> None:
     with pytest.raises(ValueError, match="2 tests did not run"):
         summarize(make_run(num_waiting=2))
+
+
+def make_family_run(*, families: Mapping[str, int], layouts: str = "a,b") -> FamilyRun:
+    """Return a run in which the test of outputs passed; `families` gives numbers of layouts."""
+    return FamilyRun(
+        engine="e",
+        compute="fp32",
+        layouts=tuple(layouts.split(",")),
+        versions={"torch": "2.13"},
+        failed={},
+        passed={family: {OUTPUTS: number} for family, number in families.items()},
+    )
+
+
+def test_families_that_a_new_run_lacks_are_kept() -> None:
+    old = make_family_run(families={"mixtral": 1, "cohere": 2}, layouts="b,a")
+    new = make_family_run(families={"mixtral": 2, "gpt_oss": 2})
+    expected = make_family_run(families={"cohere": 2, "mixtral": 2, "gpt_oss": 2})
+    assert add_families(old, new) == expected
+
+
+def test_failure_of_a_new_run_replaces_the_family() -> None:
+    old = make_family_run(families={"mixtral": 2})
+    new = replace(make_family_run(families={}), failed={"mixtral": {OUTPUTS: ["a"]}})
+    assert add_families(old, new) == new
+
+
+@pytest.mark.parametrize("change", [{"layouts": ("a",)}, {"versions": {"torch": "2.12"}}])
+def test_families_of_other_layouts_or_versions_are_dropped(change: dict[str, Any]) -> None:
+    old = replace(make_family_run(families={"mixtral": 1, "cohere": 1}), **change)
+    new = make_family_run(families={"mixtral": 2})
+    assert add_families(old, new) == new
 
 
 def test_page_without_its_comments_is_refused() -> None:
