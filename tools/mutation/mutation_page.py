@@ -49,8 +49,8 @@ def render_page(
     lines += [
         "",
         f"Detected: {num_detected} of {len(counted)} ({100 * num_detected / len(counted):.0f} %). "
-        f"Survived a complete run: {outcomes['survived']}. Unfinished: {outcomes['unfinished']}, "
-        "which have not run to the end since their functions changed.",
+        + f"Survived a complete run: {outcomes['survived']}. Unfinished: {outcomes['unfinished']}, "
+        + "which have not run to the end since their functions changed.",
         "",
         "| mutant | position | change | layout | detected by |",
         "|---|---|---|---|---|",
