@@ -575,7 +575,7 @@ MODELS = (
     Case(
         name="multimodal model",
         prepare=_configure(vision_config={"depth": 2}),
-        expects="Give the folder of a text model",
+        expects="or of a text model.",
         before=NEW,
     ),
 )
