@@ -48,9 +48,13 @@ def render_page(
     outcomes = Counter(result.outcome for result in by_id.values())
     lines += [
         "",
-        f"Detected: {num_detected} of {len(counted)} ({100 * num_detected / len(counted):.0f} %). "
-        + f"Survived a complete run: {outcomes['survived']}. Unfinished: {outcomes['unfinished']}, "
-        + "which have not run to the end since their functions changed.",
+        (
+            f"Detected: {num_detected} of {len(counted)} "
+            f"({100 * num_detected / len(counted):.0f} %). "
+            f"Survived a complete run: {outcomes['survived']}. "
+            f"Unfinished: {outcomes['unfinished']}, "
+            "which have not run to the end since their functions changed."
+        ),
         "",
         "| mutant | position | change | layout | detected by |",
         "|---|---|---|---|---|",
