@@ -260,6 +260,23 @@ def test_lock_file_that_gets_its_owner_late_is_kept(tmp_path: Path) -> None:
     writer.join()
 
 
+def test_lock_file_that_is_removed_after_its_heartbeat_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_FILE
+    path.write_text("")
+
+    def touch_and_remove() -> None:
+        time.sleep(0.5)
+        os.utime(path)
+        time.sleep(1.0)
+        path.unlink()
+
+    owner = threading.Thread(target=touch_and_remove)
+    owner.start()
+    with RunLock(tmp_path):
+        assert f"pid={os.getpid()}" in path.read_text()
+    owner.join()
+
+
 def test_lost_lock_error_names_the_new_owner(tmp_path: Path) -> None:
     with RunLock(tmp_path, lease_s=0.3) as lock:
         lock.check()

@@ -181,6 +181,12 @@ class RunLock:
         # The owner may have opened the file a moment ago and not yet written its record.
         deadline = time.monotonic() + min(HEARTBEAT_S, self._lease.lease_duration / 10)
         while (owner := self._lease.owner) is None and time.monotonic() < deadline:
+            if self._last_heartbeat_ns() is None:
+                try:
+                    self._try_lease()
+                    return
+                except Timeout:  # another process was faster
+                    continue
             time.sleep(0.1)
         raise ConfigError(_describe_refusal(self._folder, owner))
 
