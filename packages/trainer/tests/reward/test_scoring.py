@@ -1,5 +1,7 @@
 """Scoring a batch: failures are counted, in threads and in worker processes alike."""
 
+import errno
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +16,8 @@ import pytest
 from temper_engine_api.errors import ConfigError
 from temper_trainer import redaction
 from temper_trainer.config.reward import RewardConfig, RewardFunctionConfig
+from temper_trainer.process_groups import kill_group
+from temper_trainer.reward import reward_processes
 from temper_trainer.reward.registry import register_reward
 from temper_trainer.reward.reward_calls import Item
 from temper_trainer.reward.scoring import Scorer
@@ -177,6 +181,40 @@ def test_program_that_a_call_has_started_ends_with_its_time_limit(tmp_path: Path
         assert score.failure is not None
         assert score.failure.startswith("timeout")
         assert find_left([int((tmp_path / "program").read_text())]) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose waitid has WNOWAIT")
+@pytest.mark.parametrize("text", ["die", "hang"])
+def test_group_of_a_worker_is_killed_once_and_before_its_id_is_free(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    killed = []
+
+    def kill(group: int) -> None:
+        # Raises ChildProcessError if the process was waited for, so that its id may be reused.
+        os.waitid(os.P_PID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        killed.append(group)
+        kill_group(group)
+
+    monkeypatch.setattr(reward_processes, "kill_group", kill)
+    with Scorer(replace(PATIENT, num_workers=1)) as scorer:
+        scores = scorer.score(items(text, "2"))
+    assert [score.reward for score in scores] == [None, 2.0]
+    assert len(killed) == len(set(killed)) == 2
+
+
+def test_worker_whose_watcher_does_not_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    before = set(multiprocessing.active_children())
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with (
+        pytest.raises(OSError, match="no more processes"),
+        Scorer(replace(PATIENT, num_workers=1)),
+    ):
+        pass
+    assert set(multiprocessing.active_children()) == before
 
 
 def find_left(processes: list[int]) -> list[int]:

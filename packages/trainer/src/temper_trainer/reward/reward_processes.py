@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
@@ -139,12 +139,16 @@ class ProcessScoring:
                 self._drop(worker, item=item, reason=f"{limit}, which counts as failed")
                 return make_timeout_outcome(item, timeout_s=self._timeout_s)
             except (EOFError, ConnectionError):
-                worker.process.join(timeout=1.0)  # before kill(), which would hide how it ended
-                reason = f"died with exit code {worker.process.exitcode}"
+                # Before kill(), which would hide how the process ended.
+                has_ended = bool(wait([worker.process.sentinel], timeout=1.0))
+                # Before the exit code is read, which frees the id of the process.
+                worker.kill()
+                exit_code = worker.process.exitcode if has_ended else None
+                reason = f"died with exit code {exit_code}"
             else:
                 self._give_back(worker)
                 return outcome
-            was_killed = worker.process.exitcode in _EXTERNAL_KILL_CODES
+            was_killed = exit_code in _EXTERNAL_KILL_CODES
             is_repeated = was_killed and may_retry and not self._is_closed
             end = "and is retried" if is_repeated else "which counts as failed"
             self._drop(worker, item=item, reason=f"{reason}{' ' if is_repeated else ', '}{end}")
@@ -208,10 +212,17 @@ class _Worker:
         assert self.process.pid is not None
         self._group = self.process.pid
         self._watch = ExitStack()
-        self._watch.enter_context(kill_group_on_exit(self._group))
-        # The process must be the only one with that end: otherwise its death would not close the
-        # connection.
-        child_connection.close()
+        self._kill_lock = threading.Lock()
+        self._is_killed = False
+        try:
+            self._watch.enter_context(kill_group_on_exit(self._group))
+        except OSError:  # too many processes or open files
+            self.kill()
+            raise
+        finally:
+            # The process must be the only one with that end: otherwise its death would not close
+            # the connection.
+            child_connection.close()
 
     def wait_until_ready(self) -> None:
         """Wait for the process's first message."""
@@ -242,12 +253,20 @@ class _Worker:
         return outcome
 
     def kill(self) -> None:
-        """Kill the process and the programs that it has started, and wait for its end."""
-        kill_group(self._group)
-        self.process.kill()  # while it starts, it is not yet in a group of its own
-        self.process.join()
-        self._watch.close()
-        self.connection.close()
+        """Kill the process and the programs that it has started, and wait for its end. Idempotent.
+
+        The thread of a call and `close` of the scoring may both do this.
+        """
+        with self._kill_lock:
+            if self._is_killed:
+                return
+            self._is_killed = True
+            # Before join, after which the id of the group may belong to other processes.
+            kill_group(self._group)
+            self.process.kill()  # while it starts, it is not yet in a group of its own
+            self.process.join()
+            self._watch.close()
+            self.connection.close()
 
 
 def _serve(connection: Connection, pickled_call: bytes, secrets: Sequence[str]) -> None:
