@@ -122,6 +122,7 @@ def test_directory_without_a_model_is_named(there: list[str], tmp_path: Path) ->
             "vision_config",
         ),
         ({"model_type": "internvl"}, "model_type internvl"),
+        ({"model_type": ["internvl"]}, "model_type ['internvl']"),
         ({"architectures": ["LlavaForCausalLM"]}, "LlavaForCausalLM"),
         (
             {"architectures": ["XForConditionalGeneration"], "text_config": {"hidden_size": 8}},
@@ -140,10 +141,18 @@ def test_vision_model_is_refused_before_the_run(
     )
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "qwen2", "max_position_embeddings": 64},
+        {"model_type": "qwen3_vl", "text_config": {"max_position_embeddings": 64}},
+        # Files of Qwen2.5-VL have the settings of the text part at the top.
+        {"model_type": "qwen2_5_vl", "max_position_embeddings": 64, "vision_config": {"depth": 1}},
+    ],
+)
 def test_completion_that_leaves_no_position_for_a_prompt_is_refused(
-    there: list[str], tmp_path: Path
+    there: list[str], tmp_path: Path, fields: dict[str, object]
 ) -> None:
-    fields = {"model_type": "qwen2", "max_position_embeddings": 64}
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     check_external_objects(load([*there, "sampling.max_tokens=63"]).config)
     assert refusal([*there, "sampling.max_tokens=64"]) == (
@@ -417,13 +426,42 @@ def test_checkpoint_of_another_adapter_is_refused(
         assert refusal(overrides).startswith(sentence)
 
 
-def test_checkpoint_of_another_saved_model_is_refused(there: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved", "requested"),
+    [
+        (SMALL_MODEL, SMALL_MODEL | {"hidden_size": 64}),
+        (
+            {"model_type": "qwen3_vl", "text_config": {"hidden_size": 32}},
+            {"model_type": "qwen3_vl", "text_config": {"hidden_size": 64}},
+        ),
+        # transformers writes the settings of the text part below text_config.
+        (
+            {"model_type": "qwen2_5_vl", "text_config": {"hidden_size": 32}},
+            {"model_type": "qwen2_5_vl", "hidden_size": 64},
+        ),
+    ],
+)
+def test_checkpoint_of_another_saved_model_is_refused(
+    there: list[str], tmp_path: Path, saved: dict[str, object], requested: dict[str, object]
+) -> None:
     run = tmp_path / "run"
-    save_steps(run, 2, files={"huggingface/config.json": json.dumps(SMALL_MODEL)})
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SMALL_MODEL | {"hidden_size": 64}))
+    save_steps(run, 2, files={"huggingface/config.json": json.dumps(saved)})
+    (tmp_path / "model" / "config.json").write_text(json.dumps(requested))
     assert "config.json has hidden_size 64, but the saved model has 32" in refusal(
         [*there, f"run.dir={run}", "run.resume=auto"]
     )
+
+
+def test_tied_embeddings_of_a_vision_language_model_are_compared_at_the_top(
+    there: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    requested = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": {}}
+    # transformers writes the default of the text part's class, which models do not read.
+    saved = requested | {"text_config": {"tie_word_embeddings": False}}
+    save_steps(run, 2, files={"huggingface/config.json": json.dumps(saved)})
+    (tmp_path / "model" / "config.json").write_text(json.dumps(requested))
+    check_external_objects(load([*there, f"run.dir={run}", "run.resume=auto"]).config)
 
 
 def test_folder_without_a_checkpoint_is_refused_with_the_message_of_the_run(

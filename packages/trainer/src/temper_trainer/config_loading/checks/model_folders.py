@@ -108,11 +108,9 @@ def read_positions(config: TrainerConfig) -> int | None:
     path = config.actor.engine.model.path
     if has_own_limit or path is None or not _is_model(path):
         return None
-    try:
-        model_config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except ValueError:
-        return None  # reported as a problem of the model
-    positions = isinstance(model_config, dict) and model_config.get("max_position_embeddings")
+    # A damaged file is reported as a problem of the model.
+    text_fields = select_text_fields(read_json_fields(Path(path) / "config.json"))
+    positions = text_fields.get("max_position_embeddings")
     return positions if isinstance(positions, int) else None
 
 
@@ -194,7 +192,7 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
             "JSON object: download it again."
         )
     # The text part of these is trained. A server of a teacher answers text alone.
-    is_usable = model_config.get("model_type") in VISION_LANGUAGE_TYPES
+    is_usable = str(model_config.get("model_type")) in VISION_LANGUAGE_TYPES
     if not (is_usable or key.startswith("teachers.")) and (
         entry := _find_multimodal_entry(model_config)
     ):
@@ -256,6 +254,22 @@ def read_json_fields(path: Path) -> Mapping[str, object]:
     except (OSError, ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
+
+
+def select_text_fields(model_config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the settings of the text part from the fields of a config.json.
+
+    They are in ``text_config`` in files of vision-language models, except older ones of Qwen2-VL
+    and Qwen2.5-VL, and at the top in all other files.
+    """
+    text_config = model_config.get("text_config")
+    is_split = str(model_config.get("model_type")) in VISION_LANGUAGE_TYPES
+    if not is_split or not isinstance(text_config, dict):
+        return model_config
+    # Models read this one at the top. transformers may write another value below text_config.
+    name = "tie_word_embeddings"
+    fields = {key: value for key, value in text_config.items() if key != name}
+    return fields | ({name: model_config[name]} if name in model_config else {})
 
 
 _MULTIMODAL_KEY_PATTERN = re.compile(

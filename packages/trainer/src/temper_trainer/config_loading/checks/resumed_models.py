@@ -9,7 +9,7 @@ from pathlib import Path
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_trainer.checkpoint.step_contents import find_engine_checkpoints
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.checks.model_folders import read_json_fields
+from temper_trainer.config_loading.checks.model_folders import read_json_fields, select_text_fields
 
 ENGINES_WITH_PEFT = ("fsdp", "megatron")
 """Engines that implement LoRA with peft, and save `adapter/adapter_config.json`."""
@@ -62,6 +62,7 @@ def _find_shape_problems(
     if model.path is not None:
         requested = read_json_fields(Path(model.path) / "config.json")
         source = f"{key}.path {model.path}: config.json"
+    requested, saved = select_text_fields(requested), select_text_fields(saved)
     for name in _SHAPE_KEYS:
         if name in requested and name in saved and requested[name] != saved[name]:
             yield f"{source} has {name} {requested[name]}, but the saved model has {saved[name]}"
