@@ -143,7 +143,7 @@ FILES = [f"data.train.{key}" for key in ("name=jsonl", "paths=[a.jsonl]", "max_r
                 "data.shuffled_fraction=0.1",
             ],
             "data.shuffled_fraction",
-            "data.shuffle",
+            "without data.shuffle: remove it, or set data.shuffle=true.",
         ),
         ([*RL, "data.shuffled_fraction=0.1"], "data.shuffled_fraction", "difficulty_key"),
         ([*RL, "data.train.loss_weight_key=w"], "data.train.loss_weight_key", "warm start"),
@@ -221,6 +221,39 @@ def test_setting_without_effect_is_refused_with_the_reason(
 )
 def test_same_setting_is_accepted_if_it_has_an_effect(overrides: list[str]) -> None:
     load(overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (
+            [
+                *RL,
+                *("data.train.weight=1", "data.train_sets.b.paths=[b.jsonl]"),
+                *("data.train_sets.b.weight=1", "data.eval.paths=[c.jsonl]"),
+                "data.eval.weight=2",
+            ],
+            "data.eval.weight",
+        ),
+        ([*ARITHMETIC, "warm_start.data.weight=2"], "warm_start.data.weight"),
+    ],
+)
+def test_weight_of_data_that_is_not_mixed_is_refused(overrides: list[str], key: str) -> None:
+    message = f"{key} .command line. has no effect with data that is not mixed with other sources"
+    with pytest.raises(ConfigError, match=message):
+        load(overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["run.save_in_background=false", "run.save_interval_s=null"],
+        ["run.keep_every=0", "run.max_ckpt_to_keep=null"],
+        ["algorithm.advantage=reinforce_plus_plus", "algorithm.whiten_advantages=false"],
+    ],
+)
+def test_setting_that_asks_for_nothing_is_accepted(overrides: list[str]) -> None:
+    load([*RL, *overrides])
 
 
 def test_null_may_remove_a_block_of_an_experiment() -> None:

@@ -152,12 +152,14 @@ def _run_rules(config: TrainerConfig) -> Iterator[Rule]:
     keys, reason = "run.prometheus_address", "without run.prometheus_port"
     yield Rule(run.prometheus_port is None, keys, reason, "set the port")
     reason = "with run.max_ckpt_to_keep null, which keeps all checkpoints"
-    yield Rule(run.max_ckpt_to_keep is None, "run.keep_every", reason)
+    keeps_all = run.max_ckpt_to_keep is None
+    # A key that the user set to its default asks for nothing and contradicts nothing.
+    yield Rule(run.keep_every > 0 and keeps_all, "run.keep_every", reason)
     saves_once = run.save_every == 0 and run.save_interval_s is None
     reason = (
         "without run.save_every and run.save_interval_s, because the run waits for its last save"
     )
-    yield Rule(saves_once, "run.save_in_background", reason)
+    yield Rule(run.save_in_background and saves_once, "run.save_in_background", reason)
     may_evaluate = config.task in ("rl", *SUPERVISED_TASKS)
     keys = f"run.eval_every {_SAMPLED_EVALUATION_KEYS}"
     reason = "without data.eval or data.eval_sets, the data to evaluate on"
@@ -183,7 +185,7 @@ def _algorithm_rules(config: TrainerConfig) -> Iterator[Rule]:
     estimator = algorithm.advantage
     whitens = isinstance(estimator, AdvantageEstimator) and estimator.whitens
     reason = f"with algorithm.advantage {estimator.name}, which always whitens"
-    yield Rule(whitens, "algorithm.whiten_advantages", reason)
+    yield Rule(algorithm.whiten_advantages and whitens, "algorithm.whiten_advantages", reason)
     has_one_update = config.batching.num_mini_batches * config.batching.num_passes == 1
     is_on_policy = (
         config.task == "rl"
@@ -259,7 +261,8 @@ def _data_rules(config: TrainerConfig) -> Iterator[Rule]:
     is_sorted = any(source.difficulty_key is not None for source in sources.values())
     reason = "without data.train.difficulty_key, by which rows are sorted"
     yield Rule(not is_sorted, "data.shuffled_fraction", reason)
-    yield Rule(not data.shuffle, "data.shuffled_fraction", "without data.shuffle", "set it to true")
+    key, remedy = "data.shuffled_fraction", "set data.shuffle=true"
+    yield Rule(not data.shuffle, key, "without data.shuffle", remedy)
     has_agent = any(each.name == "agent" for each in config.all_environments.values())
     yield Rule(
         all(isinstance(source, ArithmeticSource) for source in sources.values()),
@@ -290,10 +293,12 @@ def _source_rules(name: str, source: DataSource, *, config: TrainerConfig) -> It
     yield Rule(not is_evaluated, "category_key", reason)
     reason = f"with task {task}, whose evaluations have no categories"
     yield Rule(task in SUPERVISED_TASKS, "category_key", reason)
-    is_given = not config.generates_completions or name == "warm_start.data"
-    yield Rule(is_given, "reward reward_key environment", "with data that is not sampled or scored")
-    is_mixed = is_trained and bool(config.data.train_sets)
-    yield Rule(not is_mixed, "weight", "without other sources in data.train_sets to mix it with")
+    is_unscored = not config.generates_completions or name == "warm_start.data"
+    keys, reason = "reward reward_key environment", "with data that is not sampled or scored"
+    yield Rule(is_unscored, keys, reason)
+    yield Rule(not is_trained, "weight", "with data that is not mixed with other sources")
+    is_only_source = is_trained and not config.data.train_sets
+    yield Rule(is_only_source, "weight", "without other sources in data.train_sets to mix it with")
     is_unsorted = is_evaluated or task in (*PREFERENCE_TASKS, *INFERENCE_TASKS)
     reason = "with data that is not prompts or demonstrations to train on"
     yield Rule(is_unsorted, "difficulty_key", reason)
