@@ -14,22 +14,37 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
         (
             ["algorithm.advantage=gae"],
             "algorithm.advantage is gae",
-            "critic is not set: gae and vapo need a critic in task rl (critic=value_model)",
+            "critic is not set, but gae and vapo need one in task rl: add critic=value_model.",
         ),
         (
             ["algorithm.advantage=vapo"],
             "algorithm.advantage is vapo",
-            "critic is not set: gae and vapo need a critic in task rl (critic=value_model)",
+            "critic is not set, but gae and vapo need one in task rl: add critic=value_model.",
         ),
         (
             ["critic=value_model"],
             "algorithm.advantage is grpo",
-            "critic is set: gae and vapo need a critic in task rl",
+            "critic is set, but only gae and vapo need one, in task rl: set critic=none.",
         ),
         (
             ["critic=value_model", "algorithm.advantage=gae", "task=sft"],
             "in task sft, and critic is set",
-            "which nothing else uses (critic=none).",
+            "but only gae and vapo need one, in task rl: set critic=none.",
+        ),
+        (
+            ["algorithm=gdpo", "reward.components={exact_match: 1}", "data.train.reward_key=score"],
+            "data.train has reward or reward_key, but algorithm.advantage gdpo needs the same",
+            "reward.components for all completions: remove it.",
+        ),
+        (
+            ["algorithm=gdpo", "reward.components={exact_match: 1}", "reward.shaping.high=1"],
+            "reward.shaping has no effect with algorithm.advantage gdpo, which uses the unshaped",
+            "rewards: remove it.",
+        ),
+        (
+            ["task=sft", "data.streaming=true", "data.tokenizer={kind: bpe, vocab_size: 300}"],
+            "data.streaming is true, but data.tokenizer.kind bpe is trained on all rows",
+            "before the run: use a pretrained one.",
         ),
         (["algorithm.kl_loss_coef=0.1"], "algorithm.kl_loss_coef is 0.1", "ref is not set"),
         (["ref=frozen"], "algorithm.kl_loss_coef is 0.0", "ref is set"),

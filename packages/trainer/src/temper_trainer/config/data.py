@@ -382,11 +382,17 @@ def find_data_conflicts(
             "run.total_steps."
         )
     kind = data.tokenizer.kind
-    reasons = {
-        "data.train.difficulty_key sorts all rows": train is not None and train.difficulty_key,
-        f"data.tokenizer.kind {kind} is trained on all rows": kind != "pretrained",
-        "data.train is arithmetic, which makes all rows": isinstance(train, ArithmeticSource),
-    }
-    for reason, applies in reasons.items() if data.streaming else ():
+    is_sorted = train is not None and train.difficulty_key is not None
+    is_generated = isinstance(train, ArithmeticSource)
+    reasons = (
+        (is_sorted, "data.train.difficulty_key sorts all rows", "remove one of them"),
+        (
+            kind != "pretrained",
+            f"data.tokenizer.kind {kind} is trained on all rows",
+            "use a pretrained one",
+        ),
+        (is_generated, "data.train is arithmetic, which makes all rows", "remove one of them"),
+    )
+    for applies, reason, remedy in reasons if data.streaming else ():
         if applies:
-            yield f"data.streaming is true, but {reason} before the run: remove one of them."
+            yield f"data.streaming is true, but {reason} before the run: {remedy}."

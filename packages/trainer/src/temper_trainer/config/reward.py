@@ -244,14 +244,22 @@ def find_component_conflicts(
     reward: RewardConfig, *, estimator: str, train_sources: Mapping[str, DataSource]
 ) -> Iterator[str]:
     """Yield settings that contradict an estimator that normalizes several rewards separately."""
-    reads = f"algorithm.advantage {estimator}, which normalizes several rewards separately"
     if not reward.components:
-        yield f"reward.components is empty with {reads}: list the rewards there."
+        yield (
+            f"reward.components is empty with algorithm.advantage {estimator}, which normalizes "
+            "several rewards separately: list the rewards there."
+        )
     if reward.shaping != ShapingConfig():
-        yield f"reward.shaping has no effect with {reads}, before shaping: remove it."
+        yield (
+            f"reward.shaping has no effect with algorithm.advantage {estimator}, which uses the "
+            "unshaped rewards: remove it."
+        )
     for key, source in train_sources.items():
         if source.reward is not None or source.reward_key is not None:
-            yield f"{key} has reward or reward_key, but all have the same with {reads}: remove it."
+            yield (
+                f"{key} has reward or reward_key, but algorithm.advantage {estimator} needs the "
+                "same reward.components for all completions: remove it."
+            )
 
 
 def _find_reward_model_conflicts(

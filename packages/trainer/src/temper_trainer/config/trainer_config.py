@@ -307,10 +307,14 @@ def _find_optional_role_conflicts(config: TrainerConfig) -> Iterator[str]:
     )
     if needs_critic != (config.critic is not None):
         users = " and ".join(list_estimators_with_input("values"))
+        end = (
+            f"critic is not set, but {users} need one in task rl: add critic=value_model."
+            if needs_critic
+            else f"critic is set, but only {users} need one, in task rl: set critic=none."
+        )
         yield (
             f"algorithm.advantage is {config.algorithm.advantage.name} in task {config.task}, and "
-            f"critic is {'set' if config.critic else 'not set'}: {users} need a critic in task rl "
-            "(critic=value_model), which nothing else uses (critic=none)."
+            f"{end}"
         )
     if needs_ref == (config.ref is not None):
         return

@@ -490,16 +490,18 @@ def test_tracker_that_is_not_installed_is_named(
         f"run.trackers has {tracker}, but {tracker} is not installed: run "
         f"pip install './packages/trainer[{tracker}]' in a clone of Temper"
     )
-    assert refusal([*there, f"run.trackers=[jsonl,{tracker}]"]).startswith(expected)
+    message = refusal([*there, f"run.trackers=[jsonl,{tracker}]"])
+    assert message.startswith(expected)
+    assert message.endswith(", or remove it from run.trackers.")
 
 
 def test_prometheus_that_is_not_installed_is_named(
     there: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert refusal([*there, "run.prometheus_port=9464"]).startswith(
-        "run.prometheus_port is set, but prometheus_client is not installed"
-    )
+    message = refusal([*there, "run.prometheus_port=9464"])
+    assert message.startswith("run.prometheus_port is set, but prometheus_client is not installed")
+    assert message.endswith(", or remove run.prometheus_port.")
 
 
 def test_port_in_use_is_refused_before_the_run(there: list[str]) -> None:
@@ -521,7 +523,7 @@ def test_missing_extra_is_refused_before_the_run_but_not_by_a_check(
     for setting, sentence in {
         "runtime.kind=ray": (
             "runtime.kind is ray, but ray is not installed: run "
-            f"{format_install('temper-trainer[ray]')}."
+            f"{format_install('temper-trainer[ray]')}, or set runtime.kind=inline."
         ),
         "rollout=vllm": (
             "rollout.sampler is vllm, but vLLM is not installed here: run "

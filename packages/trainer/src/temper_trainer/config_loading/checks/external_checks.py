@@ -167,21 +167,21 @@ def check_libraries(config: TrainerConfig) -> None:
         read_token()
     is_ray = config.runtime.kind == "ray"
     needs = [
-        (f"{name} is datasets", "datasets", "temper-trainer[datasets]")
+        (f"{name} is datasets", "datasets", "temper-trainer[datasets]", "")
         for name, source in config.data.sources.items()
         if isinstance(source, DatasetsSource)
     ]
     needs += (
-        [("runtime.kind is ray", "ray", "temper-trainer[ray]")]
+        [("runtime.kind is ray", "ray", "temper-trainer[ray]", "set runtime.kind=inline")]
         if is_ray
         else [
-            (f"{name}.engine.lora is on", "peft", "temper-engine-fsdp[lora]")
+            (f"{name}.engine.lora is on", "peft", "temper-engine-fsdp[lora]", "")
             for name, role in config.trained_roles.items()
             if role.engine.lora.is_enabled and config.model_engine in ENGINES_WITH_PEFT
         ]
     )
-    for cause, module, package in needs:
-        for problem in _find_missing(module, cause, package):
+    for cause, module, package, remedy in needs:
+        for problem in _find_missing(module, cause=cause, package=package, remedy=remedy):
             raise ConfigError(problem)
     if is_ray:
         if message := find_missing_cpus(config):
@@ -350,7 +350,12 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
         )
     for name in ("wandb", "mlflow", "trackio"):
         if name in run.trackers:
-            yield from _find_missing(name, f"run.trackers has {name}", f"temper-trainer[{name}]")
+            yield from _find_missing(
+                name,
+                cause=f"run.trackers has {name}",
+                package=f"temper-trainer[{name}]",
+                remedy="remove it from run.trackers",
+            )
 
 
 def _find_resume_problems(config: TrainerConfig) -> Iterator[str]:
@@ -412,7 +417,10 @@ def _find_host_problems(config: TrainerConfig) -> Iterator[str]:
         )
     if run.prometheus_port is not None:
         yield from _find_missing(
-            "prometheus_client", "run.prometheus_port is set", "temper-trainer[prometheus]"
+            "prometheus_client",
+            cause="run.prometheus_port is set",
+            package="temper-trainer[prometheus]",
+            remedy="remove run.prometheus_port",
         )
         if error := _find_bind_error(run.prometheus_address, run.prometheus_port):
             yield (
@@ -433,10 +441,18 @@ def _find_host_problems(config: TrainerConfig) -> Iterator[str]:
             yield f"{name}.engine: {error}"
 
 
-def _find_missing(module: str, cause: str, package: str) -> Iterator[str]:
-    """Yield a sentence if a library is not installed: the setting that needs it, and how."""
+def _find_missing(module: str, *, cause: str, package: str, remedy: str = "") -> Iterator[str]:
+    """Yield a sentence if a library is not installed.
+
+    Args:
+        module: Name to import it by.
+        cause: The setting that needs it, which opens the sentence.
+        package: Package of Temper with the extra that installs it.
+        remedy: Completes "run ..., or", if there is another remedy.
+    """
     if not _is_installed(module):
-        yield f"{cause}, but {module} is not installed: run {format_install(package)}."
+        other = f", or {remedy}" if remedy else ""
+        yield f"{cause}, but {module} is not installed: run {format_install(package)}{other}."
 
 
 def _is_installed(module: str) -> bool:
