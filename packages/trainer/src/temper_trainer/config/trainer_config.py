@@ -259,8 +259,8 @@ def _find_greedy_conflicts(config: TrainerConfig) -> Iterator[str]:
     """Yield settings that ask for several completions of a prompt, but sample greedily."""
     run, num_completions = config.run, config.generate.num_completions
     greedy = config.sampling.greedy_cause
-    is_cold = config.sampling.temperature == 0
-    remedy = "raise the temperature" if is_cold else "set top_k to 0 for all tokens"
+    has_zero_temperature = config.sampling.temperature == 0
+    remedy = "raise the temperature" if has_zero_temperature else "set top_k to 0 for all tokens"
     if greedy and config.task in RL_TASKS:
         yield f"sampling.{greedy} in task {config.task}, so {_ALL_EQUAL}: {remedy}."
     if greedy and config.task == "generate" and num_completions > 1:

@@ -272,7 +272,7 @@ def _datasets_records(
     A local directory may be one that save_to_disk wrote.
     """
     try:
-        import datasets  # an extra
+        import datasets  # imported here, because it is an extra
     except ImportError as error:
         raise ConfigError(
             "a source datasets needs the Hugging Face datasets library: run "
