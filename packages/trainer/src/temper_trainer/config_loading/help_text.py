@@ -200,8 +200,6 @@ class _KeyLines:
             return
         self.seen[choice.union] = key
         yield from _wrapped(f"{description} Each has settings of its own:")
-        # A block is listed for each variant that has it.
-        lines = _KeyLines(engine_class=self.engine_class)
         for name, cls in list_classes(choice).items():
             yield f"  {key} of {name}"
             yield from _wrapped(_class_description(cls))
@@ -210,6 +208,8 @@ class _KeyLines:
                 yield from _wrapped(f"As {other}: {', '.join(settings)}")
             for setting in own:
                 if cls is not Custom or setting.name != "name":
+                    # New for each setting: a block is listed for each variant that has it.
+                    lines = _KeyLines(engine_class=self.engine_class)
                     yield from lines.list_entry(setting, prefix=f"{key}.")
 
 
