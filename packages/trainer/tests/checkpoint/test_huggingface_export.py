@@ -8,7 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from packages.trainer.tests.checkpoint.exports_for_tests import SPEC, full_disk, make_tokenizer
+from packages.trainer.tests.rollout.models_for_tests import make_pair
 from temper_engine_api.errors import CheckpointError
+from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.checkpoint import huggingface_export
 
@@ -39,6 +41,23 @@ def test_written_model_loads_with_the_same_weights_and_a_cache(
     assert index.exists() == (shard_bytes == 600)
     if index.exists():
         assert set(json.loads(index.read_text())["weight_map"]) == {name for name, _ in sent}
+
+
+def test_vision_language_model_is_written_with_its_class_and_image_processor(
+    tmp_path: Path,
+) -> None:
+    base = tmp_path / "base"
+    network = make_pair("qwen3_vl", base).model
+    (base / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    huggingface_export.write_model_directory(
+        (NamedWeight(name, tensor) for name, tensor in network.state_dict().items()),
+        model=ModelSpec(path=str(base)),
+        tokenizer=make_tokenizer(),
+        directory=tmp_path / "model",
+    )
+    fields = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert fields["architectures"] == ["Qwen3VLForConditionalGeneration"]
+    assert (tmp_path / "model" / "preprocessor_config.json").read_text() == '{"patch_size": 4}'
 
 
 def test_existing_directory_is_refused_and_not_changed(tmp_path: Path) -> None:
