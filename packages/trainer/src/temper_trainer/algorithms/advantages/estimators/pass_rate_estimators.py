@@ -7,6 +7,7 @@ maximizes the best reward of a group, so that completions need not all be right.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import TYPE_CHECKING
 
 from temper_trainer.algorithms.advantages.advantage_statistics import (
@@ -31,18 +32,21 @@ class MaxRl(AdvantageEstimator):
     """Difference to the group's mean reward, divided by this mean (arXiv:2602.02710)."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
-        """Return the advantages of ``compute_maxrl_advantages``; warn about negative rewards."""
+        """Return the advantages of ``compute_maxrl_advantages``; warn once about negative ones."""
         # Without the KL penalty, which is subtracted from them; the tolerance is that of rounding.
         negative = step.rewards + step.penalty < -1e-6
         if negative.any():
-            logger.warning(
-                "algorithm.advantage maxrl divides by the mean reward of a prompt, but %d of %d "
-                "rewards are negative: prompts whose mean is 0 or less do not train, and those "
-                "just above it train too strongly. Use rewards of at least 0",
-                int(negative.sum()),
-                negative.numel(),
-            )
+            _warn_about_negative_rewards()
         return compute_maxrl_advantages(step.rewards, group_ids=step.samples.group_ids), None
+
+
+@cache  # once in a process, because every step of a run may have such rewards
+def _warn_about_negative_rewards() -> None:
+    logger.warning(
+        "algorithm.advantage maxrl divides by the mean reward of a prompt, but some rewards are "
+        "negative: prompts whose mean is 0 or less do not train, and those just above it train too "
+        "strongly. Use rewards of at least 0"
+    )
 
 
 @variant("grpo_passk")
