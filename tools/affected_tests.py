@@ -32,7 +32,7 @@ UNKNOWN_DISTANCE = 1000
 """Distance of the tests of a package whose data changed, if none of them names the data."""
 
 MIN_BUDGET_S = 180.0
-"""Smallest budget of a pytest step. A step is killed after four budgets."""
+"""Smallest budget of a pytest step. A step is killed after six budgets."""
 
 ALWAYS = ("lint", "layers")
 """Steps that run whatever has changed; `types` runs for the packages that changed."""

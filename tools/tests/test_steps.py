@@ -110,7 +110,7 @@ def test_nested_suites_are_added_up() -> None:
     assert count_tests(xml) == Counts(passed=4, failed=2, skipped=1)  # 5 - 1 - 1 - 1 + 2; 1 + 1; 1
 
 
-def test_step_past_four_budgets_is_killed_with_its_child_processes(tmp_path: Path) -> None:
+def test_step_far_over_its_budget_is_killed_with_its_child_processes(tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
@@ -119,8 +119,8 @@ def test_step_past_four_budgets_is_killed_with_its_child_processes(tmp_path: Pat
     )
     started = time.monotonic()
     result = run_step(_step(program, budget_s=1), python=PYTHON, root=tmp_path)
-    assert 4 <= time.monotonic() - started < 25
-    assert result.failures == ("killed after 0:04, 4 times its budget",)
+    assert 6 <= time.monotonic() - started < 25
+    assert result.failures == ("killed after 0:06, 6 times its budget",)
     assert _is_gone(int(result.tail[0]))
 
 
