@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops import RunResult
 
 pytest.importorskip("mcp", reason="needs temper-trainer[mcp]: nox -s adapters runs this")
+
+from temper_trainer.environment import mcp_environment
 
 COMMAND = shlex.join([sys.executable, str(Path(__file__).parent / "mcp_server_for_tests.py")])
 Call = Callable[[str], Awaitable[Observation]]
@@ -105,10 +108,38 @@ def test_server_that_ends_is_an_error_and_the_next_call_starts_it_again() -> Non
 def test_server_that_does_not_start_is_named() -> None:
     async def use(calls: list[Call]) -> None:
         (call,) = calls
-        with pytest.raises(TemperError, match="no-such-program"):
+        reason = "'no-such-program --stdio' did not start: no-such-program is not a program in PATH"
+        with pytest.raises(TemperError, match=reason):
             await call('<tool>{"name": "add", "arguments": {}}</tool>')
 
     use_tools(use, command="no-such-program --stdio")
+
+
+def test_server_that_ends_at_once_is_named() -> None:
+    async def use(calls: list[Call]) -> None:
+        (call,) = calls
+        with pytest.raises(
+            TemperError, match=r"'false' did not start: MCPError\(.*onnection closed"
+        ):
+            await call('<tool>{"name": "add", "arguments": {}}</tool>')
+
+    use_tools(use, command="false")
+
+
+def test_server_whose_process_id_cannot_be_written_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing"
+    monkeypatch.setattr(mcp_environment, "open_temporary_folder", lambda _: nullcontext(missing))
+
+    async def use(calls: list[Call]) -> None:
+        (call,) = calls
+        begin = time.monotonic()
+        with pytest.raises(TemperError, match=f"did not write its process id to {missing}"):
+            await call('<tool>{"name": "add", "arguments": {}}</tool>')
+        assert time.monotonic() - begin < 30
+
+    use_tools(use)
 
 
 DRIVER = """

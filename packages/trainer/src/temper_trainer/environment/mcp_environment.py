@@ -2,11 +2,14 @@
 
 import asyncio
 import shlex
+import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from anyio.streams.memory import MemoryObjectReceiveStream
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CallToolResult, TextContent
 from transformers import PreTrainedTokenizerBase
@@ -103,7 +106,10 @@ class McpServer:
         except Exception as error:
             if opened.done():
                 raise
-            message = f"the MCP server {shlex.join(self._command)!r} did not start: {error!r}"
+            message = (
+                f"the MCP server {shlex.join(self._command)!r} did not start: {_describe(error)}. "
+                "What it printed itself is in the output of this process."
+            )
             opened.set_exception(McpServerError(message))
             opened.exception()  # the waiters may have been cancelled
         finally:
@@ -234,24 +240,42 @@ async def _open_streams(command: Sequence[str]) -> AsyncIterator[tuple[Any, Any]
     """Start a server and yield its streams. Its group is killed afterwards, or with this process.
 
     A server in a call that blocks does not notice the end of its standard input.
+
+    Raises:
+        McpServerError: If the server is not a program, or its shell does not start it.
     """
+    if shutil.which(command[0]) is None:  # the shell would only close the connection
+        raise McpServerError(f"{command[0]} is not a program in PATH or an executable file")
     with open_temporary_folder("mcp") as folder, ExitStack() as ending:
         # The library makes a process group for the server, but keeps its id to itself.
         file = folder / "process"
         arguments = ["-c", _START, str(file), *command]
         server = StdioServerParameters(command="/bin/sh", args=arguments)
         async with stdio_client(server) as streams:
-            group = await _read_process_id(file)
+            group = await _read_process_id(file, incoming=streams[0])
             ending.enter_context(kill_group_on_exit(group))
             ending.callback(kill_group, group)
             yield streams
 
 
-async def _read_process_id(file: Path) -> int:
-    async with asyncio.timeout(_START_TIMEOUT_S):
-        while not (file.exists() and file.read_text().endswith("\n")):
-            await asyncio.sleep(0.01)
+async def _read_process_id(file: Path, *, incoming: "MemoryObjectReceiveStream[Any]") -> int:
+    """Return the process id that the shell writes; `incoming` ends if the shell ends before."""
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not (file.exists() and file.read_text().endswith("\n")):
+        # The statistics show the end without taking a message from the stream.
+        has_ended = incoming.statistics().open_send_streams == 0
+        if has_ended or time.monotonic() > deadline:
+            limit = "" if has_ended else f" within {_START_TIMEOUT_S:g} s"
+            raise McpServerError(f"its shell did not write its process id to {file}{limit}")
+        await asyncio.sleep(0.01)
     return int(file.read_text())
+
+
+def _describe(error: Exception) -> str:
+    """Return the text of an error, which may be the only one of nested groups."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        (error,) = error.exceptions
+    return str(error) if isinstance(error, McpServerError) else repr(error)
 
 
 def _report(text: str, *, is_failed: bool) -> TextObservation:
