@@ -1,7 +1,7 @@
 """Run the steps of `dev.py test`, three at a time, and print one table of their results.
 
 All steps run, also after one that failed. A step is killed after six times its budget; busy hosts
-have needed four times. Uses only the standard library.
+have needed over four times. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.coverage_table import build_coverage_table, clear_coverage, wrap_in_c
 from tools.environment import EnvironmentSetupError, ensure_environment
 
 KILL_AFTER_BUDGETS = 6
-"""On two cores at a load of 13, steps took up to four times as long as on idle ones."""
+"""On two cores at a load of 13, steps took two to over four times as long as when idle."""
 TAIL_LINES = 40
 REPORTS = Path(".temper") / "reports"
 """JUnit reports of the last run, one per pytest command; below the repository."""
@@ -102,7 +102,7 @@ MEGATRON_FAMILIES = "mixtral,glm4_moe,deepseek_v3,gpt_oss,gemma3_text,qwen3_next
 
 ENVIRONMENT = Step(name="environment", budget_s=2 * 60, commands=())
 
-# Budgets are times on two otherwise idle cores, next to two other steps, with a margin of 15 %:
+# Budgets are times on two otherwise idle cores, next to two other steps, and 13 to 15 % more:
 # docs/records/nightly.md says which were measured, and how the others were computed.
 STEPS = (
     Step(
