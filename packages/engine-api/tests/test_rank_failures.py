@@ -128,7 +128,7 @@ def join_after_an_absence(rank: int, *, has_left: Path) -> None:
     """Let rank 0 wait without success before rank 1 begins, whose group has another number."""
     if rank == 0:
         with pytest.raises(CollectiveTimeoutError, match=r"\[1\] did not begin to build"):
-            start(timeout_s=0.5)
+            start(timeout_s=3.0)
         has_left.touch()
     else:
         while not has_left.exists():
@@ -193,6 +193,21 @@ def test_missing_rank_is_named_when_the_time_is_over() -> None:
     failures = RankFailures(dist.HashStore(), rank=0, world_size=2)
     with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not begin to build"):
         failures.wait_for_arrivals("begin to build", timeout_s=0.1)
+
+
+class LateRankStore(dist.HashStore):
+    """Store in which rank 1 arrives right after rank 0 has looked for all ranks."""
+
+    def check(self, keys: list[str]) -> bool:
+        are_here = super().check(keys)
+        if len(keys) == 2:
+            self.set(keys[1], "")
+        return are_here
+
+
+def test_rank_that_arrives_at_the_deadline_is_not_missing() -> None:
+    failures = RankFailures(LateRankStore(), rank=0, world_size=2)
+    failures.wait_for_arrivals("begin to build", timeout_s=0.0)
 
 
 def test_exception_is_reported_once() -> None:

@@ -26,8 +26,8 @@ connections to close are those opened since `init_model` began.
 Ranks number their engines and groups by their own counters. A rank that was absent while the others
 waited for it, because it raised before `init_model`, thus begins with the number of that failed
 start. It then raises RankFailedError with its declaration, and the next engine has the same number
-on all ranks. Default groups that were created elsewhere stay one number apart if their store
-outlives them: build them in new processes.
+on all ranks. If the default group was created by other code and its store is used again, the
+numbers stay different: start new processes.
 
 Pipeline stages also exchange messages outside of collectives, in forward and backward passes. Their
 number does not show which are under way, and a stage that waits for one can leave only by closing
@@ -247,10 +247,12 @@ class RankFailures:
                 return
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise CollectiveTimeoutError(
-                    f"ranks {missing} did not {stage} their engine within {timeout_s:.0f} "
-                    "s: see their logs, or increase collective_timeout_s."
-                )
+                # Empty if the last rank has arrived since: it continues, and so must this one.
+                if missing:
+                    raise CollectiveTimeoutError(
+                        f"ranks {missing} did not {stage} their engine within {timeout_s:.0f} "
+                        "s: see their logs, or increase collective_timeout_s."
+                    )
             time.sleep(_POLL_S)
 
     def check(self) -> None:
