@@ -116,9 +116,11 @@ def test_checkpoint_has_encoder_and_image_processor(
     torch.testing.assert_close(result[0][logprob], expected[0][logprob])
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_value_model_of_a_vision_language_model_is_refused(
-    config: FSDPConfig, folder: Path
+    family: str, config: FSDPConfig, tmp_path: Path
 ) -> None:
+    folder = write_model(FAMILIES[family], folder=tmp_path)
     value = replace(config, model=ModelSpec(path=str(folder), model_type="value_model"))
-    with pytest.raises(CapabilityError, match="no qwen3_vl model with a head for tokens"):
+    with pytest.raises(CapabilityError, match=f"no {family} model with a head for tokens"):
         FSDPEngine.check_model(value)

@@ -124,7 +124,11 @@ def _check_has_token_head(config: PretrainedConfig) -> None:
     Raises:
         CapabilityError: If it has none.
     """
-    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+    # transformers has such a class for qwen3_5, which reads the text part's config only.
+    if (
+        has_image_encoder(config.model_type)
+        or type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    ):
         raise CapabilityError(
             f"transformers has no {config.model_type} model with a head for tokens, which a value "
             "or reward model needs: choose another model for it, such as qwen3 or llama."
