@@ -82,15 +82,26 @@ def test_training_state_has_no_encoder(start: Start, model: ModelSpec) -> None:
         assert not [state.name for state in states if state.name.startswith(ENCODER)]
 
 
+@pytest.mark.parametrize("excluded", [("o_proj",), "(?i).*O_PROJ"], ids=str)
 def test_new_adapter_leaves_the_encoder_out(
-    start: Start, texts: SequenceBatch, model: ModelSpec
+    excluded: str | tuple[str, ...], start: Start, texts: SequenceBatch, model: ModelSpec
 ) -> None:
-    lora = LoraSpec(rank=2, alpha=4, target_modules="all-linear", exclude_modules=("o_proj",))
+    lora = LoraSpec(rank=2, alpha=4, target_modules="all-linear", exclude_modules=excluded)
     engine = start(model=model, lora=lora)
     update(engine, texts)
     names = engine.export_adapter()[1]
     assert any("q_proj" in name for name in names)
     assert not [name for name in names if "visual" in name or "o_proj" in name]
+
+
+def test_saved_pattern_of_excluded_modules_has_the_same_order_in_each_run(
+    start: Start, model: ModelSpec
+) -> None:
+    excluded = ("up_proj", "o_proj", "k_proj", "gate_proj", "down_proj")
+    lora = LoraSpec(rank=2, alpha=4, target_modules="all-linear", exclude_modules=excluded)
+    config = start(model=model, lora=lora).export_adapter()[0]
+    suffixes = "down_proj|gate_proj|k_proj|o_proj|up_proj"
+    assert config["exclude_modules"] == rf"(?:.*\.)?(?:{suffixes})|(?:model\.visual)\..*"
 
 
 def test_checkpoint_has_encoder_and_image_processor(

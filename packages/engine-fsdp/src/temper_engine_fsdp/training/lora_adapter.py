@@ -261,8 +261,8 @@ def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpe
 
 
 def _exclude_encoder(
-    hf_model: PreTrainedModel, excluded: str | list[str] | None
-) -> str | list[str] | None:
+    hf_model: PreTrainedModel, excluded: str | set[str] | None
+) -> str | set[str] | None:
     """Return modules to exclude, as PEFT expects them, with the encoder of images among them."""
     encoders = [
         re.escape(name)
@@ -270,12 +270,14 @@ def _exclude_encoder(
     ]
     if not encoders:
         return excluded
-    patterns = [rf"(?:{'|'.join(encoders)})\..*"]
-    if isinstance(excluded, str) and excluded:
-        patterns.append(excluded)
-    elif excluded:  # suffixes
-        patterns.append(rf"(?:.*\.)?(?:{'|'.join(re.escape(name) for name in excluded)})")
-    return "|".join(f"(?:{pattern})" for pattern in patterns)
+    pattern = rf"(?:{'|'.join(encoders)})\..*"
+    if not excluded:
+        return pattern
+    if not isinstance(excluded, str):  # suffixes
+        names = "|".join(re.escape(name) for name in sorted(excluded))
+        excluded = rf"(?:.*\.)?(?:{names})"
+    # In front and not in a group: `re` takes flags such as (?i) only at the start of a pattern.
+    return f"{excluded}|{pattern}"
 
 
 def _initialize(hf_model: nn.Module, *, seed: int) -> None:
