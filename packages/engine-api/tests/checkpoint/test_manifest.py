@@ -21,6 +21,7 @@ from temper_engine_api.checkpoint import (
     verify,
 )
 from temper_engine_api.checkpoint.manifest import (
+    _installed,
     parse_manifest,
     partition_by_size,
     read_manifest,
@@ -252,6 +253,19 @@ def test_versions_include_engine_api_and_torch() -> None:
     versions = list_package_versions()
     assert {"temper-engine-api", "torch"} <= versions.keys()
     assert versions == {name: version(name) for name in versions}
+
+
+def test_versions_include_a_distribution_whose_egg_info_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = "Metadata-Version: 1.0\nName: temper-old\nVersion: 1.2\n\nVersion: of the text\n"
+    (tmp_path / "temper_old-1.2.egg-info").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    _installed.cache_clear()
+    versions = list_package_versions()
+    monkeypatch.undo()
+    _installed.cache_clear()
+    assert versions["temper-old"] == "1.2"
 
 
 def test_topology_sizes_name_every_axis() -> None:

@@ -76,7 +76,13 @@ def _installed() -> tuple[tuple[str, str], ...]:
 
 def _read_name_and_version(distribution: Distribution) -> tuple[str, str]:
     # The standard library parses the full metadata as an e-mail, which takes ten times as long.
-    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    text = (
+        distribution.read_text("METADATA")
+        or distribution.read_text("PKG-INFO")
+        # An .egg-info that is a file and not a folder.
+        or distribution.read_text("")
+        or ""
+    )
     lines = text.partition("\n\n")[0].splitlines()
     fields = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
     return fields.get("Name", ""), fields.get("Version", "")
