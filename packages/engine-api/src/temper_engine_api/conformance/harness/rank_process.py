@@ -163,8 +163,8 @@ class _RankServer:
 
     def _rank(self, request: JobRequest) -> Rank:
         if request.engine not in self._ranks:
-            # Imported modules live as long as the process, so no garbage is looked for meanwhile,
-            # nor among them in the full collection of each engine's close().
+            # Imported modules live as long as the process. Do not collect garbage during the
+            # import, and leave modules out of the collection in close().
             gc.disable()
             try:
                 engine = load_engine_class(request.engine)
