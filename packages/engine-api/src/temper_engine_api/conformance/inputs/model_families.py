@@ -37,13 +37,21 @@ _LINEAR: Mapping[str, object] = MappingProxyType(
 _ENCODER: Mapping[str, object] = MappingProxyType(
     {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "patch_size": 4, "num_heads": 2}
 )
-"""An encoder of images, which texts do not reach."""
+"""Sizes of an image encoder; text-only batches do not use it."""
 _QWEN3_ENCODER: Mapping[str, object] = MappingProxyType(
     {**_ENCODER, "out_hidden_size": 32, "num_position_embeddings": 16}
 )
 _MIXED_ROPE: Mapping[str, object] = MappingProxyType(
     # Sections of the rotary dimensions for time, height and width: 4 pairs of a head of 8.
     {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+)
+_QWEN3_VL: Mapping[str, object] = MappingProxyType(
+    {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_parameters": {**_MIXED_ROPE, "mrope_interleaved": True},
+        "vision_config": {**_QWEN3_ENCODER, "deepstack_visual_indexes": [0]},
+    }
 )
 
 _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
@@ -116,11 +124,12 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         "rope_parameters": _MIXED_ROPE,
         "vision_config": {**_ENCODER, "out_hidden_size": 32},
     },
-    "qwen3_vl": {
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rope_parameters": {**_MIXED_ROPE, "mrope_interleaved": True},
-        "vision_config": {**_QWEN3_ENCODER, "deepstack_visual_indexes": [0]},
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": {
+        **_QWEN3_VL,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
     },
     "qwen3_5": {**_LINEAR, "vision_config": _QWEN3_ENCODER},
     "cohere": {"num_key_value_heads": 2, "logit_scale": 0.25, "tie_word_embeddings": True},
