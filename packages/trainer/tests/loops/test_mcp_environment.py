@@ -105,14 +105,17 @@ def test_server_that_ends_is_an_error_and_the_next_call_starts_it_again() -> Non
     use_tools(use)
 
 
-def test_server_that_does_not_start_is_named() -> None:
+@pytest.mark.parametrize(
+    ("command", "program"), [("no-such-program -v", "no-such-program"), ("", "")]
+)
+def test_server_that_does_not_start_is_named(command: str, program: str) -> None:
     async def use(calls: list[Call]) -> None:
         (call,) = calls
-        reason = "'no-such-program --stdio' did not start: no-such-program is not a program in PATH"
+        reason = f"'{command}' did not start: '{program}' is not a program in PATH"
         with pytest.raises(TemperError, match=reason):
             await call('<tool>{"name": "add", "arguments": {}}</tool>')
 
-    use_tools(use, command="no-such-program --stdio")
+    use_tools(use, command=command)
 
 
 def test_server_that_ends_at_once_is_named() -> None:

@@ -7,9 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anyio.streams.memory import MemoryObjectReceiveStream
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.types import CallToolResult, TextContent
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +20,9 @@ from temper_trainer.environment.text_environment import TextEnvironment, TextObs
 from temper_trainer.environment.tool_calls import parse_call
 from temper_trainer.process_groups import kill_group, kill_group_on_exit
 from temper_trainer.types import Prompt
+
+if TYPE_CHECKING:
+    from anyio.streams.memory import MemoryObjectReceiveStream
 
 _START = 'echo $$ >"$0" && exec "$@"'
 """Shell program that writes its process id into a file and becomes the server."""
@@ -244,8 +246,9 @@ async def _open_streams(command: Sequence[str]) -> AsyncIterator[tuple[Any, Any]
     Raises:
         McpServerError: If the server is not a program, or its shell does not start it.
     """
-    if shutil.which(command[0]) is None:  # the shell would only close the connection
-        raise McpServerError(f"{command[0]} is not a program in PATH or an executable file")
+    program = command[0] if command else ""
+    if shutil.which(program) is None:  # the shell would only close the connection
+        raise McpServerError(f"{program!r} is not a program in PATH or an executable file")
     with open_temporary_folder("mcp") as folder, ExitStack() as ending:
         # The library makes a process group for the server, but keeps its id to itself.
         file = folder / "process"
@@ -261,14 +264,16 @@ async def _open_streams(command: Sequence[str]) -> AsyncIterator[tuple[Any, Any]
 async def _read_process_id(file: Path, *, incoming: "MemoryObjectReceiveStream[Any]") -> int:
     """Return the process id that the shell writes; `incoming` ends if the shell ends before."""
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while not (file.exists() and file.read_text().endswith("\n")):
-        # The statistics show the end without taking a message from the stream.
+    while True:
+        # The statistics show the end without taking a message from the stream. Before the file is
+        # read, because a server may write its id and end at once.
         has_ended = incoming.statistics().open_send_streams == 0
+        if file.exists() and (text := file.read_text()).endswith("\n"):
+            return int(text)
         if has_ended or time.monotonic() > deadline:
             limit = "" if has_ended else f" within {_START_TIMEOUT_S:g} s"
             raise McpServerError(f"its shell did not write its process id to {file}{limit}")
         await asyncio.sleep(0.01)
-    return int(file.read_text())
 
 
 def _describe(error: Exception) -> str:
