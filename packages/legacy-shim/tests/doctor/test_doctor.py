@@ -176,7 +176,7 @@ def test_a_forks_copy_of_the_old_package_is_one_step_and_its_files_are_none(proj
     steps = {str(step.path): step for step in examine(project)}
     assert list(steps) == ["conf.yaml", "scripts/run.sh", "reward.py", "verl"]
     assert steps["verl"].effort is Effort.REWRITE
-    assert "has to be written anew" in steps["verl"].blockers[0]
+    assert "has to be written again" in steps["verl"].blockers[0]
 
 
 def test_a_file_that_another_one_builds_on_is_a_part_of_it(project: Path, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def _receipt(
 ) -> Receipt:
     tensors = plan.tensors()
     carried = ["adapter" if options.target == "peft" else "weights"]
-    carried += ["adapter, beside its base"] if options.keeps_adapter else []
+    carried += ["adapter, next to its base"] if options.keeps_adapter else []
     carried += (
         ["tokenizer"]
         if any(name.startswith(("tokenizer", "vocab")) for name in plan.copies)

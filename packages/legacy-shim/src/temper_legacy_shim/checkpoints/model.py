@@ -99,7 +99,7 @@ def read_model(role: Role, sources: Sources) -> OldModel:
         raw = {}
     if sources.base_model is not None:
         if raw and (adapter is None or folder != sources.base_model):
-            extra = "" if adapter is None else ", beside its adapter"
+            extra = "" if adapter is None else ", next to its adapter"
             raise UsageError(
                 "--base-model has no effect: this checkpoint holds a whole model of its "
                 f"own{extra}."

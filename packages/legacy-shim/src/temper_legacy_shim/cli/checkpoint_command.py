@@ -71,7 +71,7 @@ NumUpdates = Annotated[
 PartialAdapter = Annotated[bool, typer.Option(help="Convert an adapter of which layers are lost.")]
 AdapterTreatment = Annotated[
     KeptAdapter,
-    typer.Option(help="hf: add the adapter to the weights, or keep it beside them."),
+    typer.Option(help="hf: add the adapter to the weights, or keep it next to them."),
 ]
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; kept as it is by default.")
@@ -321,7 +321,9 @@ class _Account:
 
 def _account(model: "OldModel", options: "Options") -> _Account:
     if options.target == "temper":
-        from temper_legacy_shim.checkpoints.temper.step_directory import plan_step  # needs torch
+        from temper_legacy_shim.checkpoints.temper.step_directory import (
+            plan_step,
+        )  # needs temper-engine-api
 
         step = plan_step(model, options)
         return _Account(

@@ -203,7 +203,7 @@ def _copy(folder: Path, path: Path) -> Step:
     """Return the old package itself, as forks carry it along."""
     shown = path.relative_to(folder)
     left = (
-        "what you changed in it has to be written anew (a reward, a tool, an advantage, a loss of "
+        "what you changed in it has to be written again (a reward, a tool, an advantage, a loss of "
         "your own); the rest stays behind"
     )
     what = "a copy of the old package itself"

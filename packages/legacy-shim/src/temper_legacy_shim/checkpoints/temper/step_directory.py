@@ -324,7 +324,7 @@ def _receipt(
     ]
     if not state.moments:
         notes.append(
-            "it holds moments of 0 and counts of 0 updates, so the optimizer starts anew from "
+            "it holds moments of 0 and counts of 0 updates, so the optimizer starts from zero with "
             "these weights"
         )
     if state.settings:

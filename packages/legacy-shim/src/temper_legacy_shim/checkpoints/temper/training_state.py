@@ -221,8 +221,8 @@ def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
     if head:
         carried.append("the value head, as float32")
         notes.append(
-            "an engine trains the value head whole beside the adapter: what the old run's adapter "
-            "had added to it is part of it"
+            "an engine trains the full value head in addition to the adapter: what the old run's "
+            "adapter had added to it is part of it"
         )
         why_not.append(
             "moments of the value head, which the old run did not train itself: they begin at 0"
