@@ -321,9 +321,8 @@ class _Account:
 
 def _account(model: "OldModel", options: "Options") -> _Account:
     if options.target == "temper":
-        from temper_legacy_shim.checkpoints.temper.step_directory import (
-            plan_step,
-        )  # needs temper-engine-api
+        # Needs temper-engine-api, which other targets do not.
+        from temper_legacy_shim.checkpoints.temper.step_directory import plan_step
 
         step = plan_step(model, options)
         return _Account(
