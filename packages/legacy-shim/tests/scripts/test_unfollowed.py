@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from temper_legacy_shim.configs import Outcome
+from temper_legacy_shim.scripts import unfollowed
+from temper_legacy_shim.scripts.makefiles import read_makefile
 from temper_legacy_shim.scripts.migrate import Migration, migrate_script
+from temper_legacy_shim.scripts.script_reading import ScriptReading, read_script
 from temper_legacy_shim.scripts.script_report import headline, persons, remarks
 
 RUN = (
@@ -442,6 +445,94 @@ def test_parts_of_a_makefile_that_were_not_read_are_reported(
     migration = migrate_script("make train\n", folder=tmp_path)
     assert migration.outcome is Outcome.PINNED
     assert expected in remarks(migration)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("TRAIN = $(shell cat cmd)\nall:\n\t$(TRAIN) a=b", "functions of make (shell)"),
+        ("TRAIN := $(shell cat cmd)\nall:\n\t$(TRAIN) a=b", "functions of make (shell)"),
+        ("r = $(shell cat $(1))\nall:\n\t$(call r,cmd)", "functions of make (shell)"),
+        ("S = run.x\nall:\n\tbash $(S:.x=.sh)", "functions of make ($(S:.x=.sh))"),
+    ],
+)
+def test_functions_in_expanded_commands_of_a_makefile_are_reported(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    (tmp_path / "cmd").write_text(f"{TRAINER}\n")
+    (tmp_path / "run.sh").write_text(f"{TRAINER} {RUN}\n")
+    (tmp_path / "Makefile").write_text(f"{text}\n")
+    migration = migrate_script("make all\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PINNED
+    assert any(expected in each for each in remarks(migration))
+
+
+def test_command_substitution_of_bash_in_a_makefile_is_no_function(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text("D := $$(basename x)\nall:\n\techo $(D) $$(date +%s)\n")
+    assert migrate_script("make all\n", folder=tmp_path).outcome is Outcome.CLEAN
+
+
+@pytest.mark.parametrize("command", ["make all", "make a.out"])
+def test_pattern_rule_of_a_makefile_is_followed(tmp_path: Path, command: str) -> None:
+    (tmp_path / "a.out").touch()
+    (tmp_path / "a.in").touch()
+    (tmp_path / "Makefile").write_text(f"all: a.out\n%.out: %.in\n\t{TRAINER} {RUN}\n")
+    assert "which starts verl" in persons(migrate_script(f"{command}\n", folder=tmp_path))[0]
+
+
+def test_pattern_rule_that_matches_its_own_prerequisite_ends(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    (tmp_path / "Makefile").write_text("all: a\n%: %.in\n\techo\n")
+    migrate_script("make all\n", folder=tmp_path)
+
+
+def test_missing_file_of_an_indented_include_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text("ifdef X\n  include absent.mk\nendif\nall:\n\techo\n")
+    migration = migrate_script("make all\n", folder=tmp_path)
+    assert "includes absent.mk, which was not found" in remarks(migration)[0]
+
+
+@pytest.mark.parametrize("name", ["/*/*.mk", "../*/*.mk"])
+def test_include_pattern_of_other_folders_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "Makefile").write_text(f"-include {name}\nall:\n\techo\n")
+    migration = migrate_script("make all\n", folder=tmp_path)
+    assert f"includes {name}, which was not read" in remarks(migration)[0]
+
+
+@pytest.mark.parametrize("name", ["a\0*.mk", "a\0/*.mk", "a\0.mk"])
+def test_include_pattern_with_a_nul_matches_no_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "Makefile").write_text(f"-include {name}\nall:\n\techo\n")
+    assert migrate_script("make all\n", folder=tmp_path).outcome is Outcome.CLEAN
+
+
+def test_deeply_nested_calls_of_a_makefile_are_followed(tmp_path: Path) -> None:
+    nested = "$(call f," * 400 + TRAINER + ")" * 400
+    (tmp_path / "Makefile").write_text(f"f = $(1)\nall:\n\t{nested} {RUN}\n")
+    assert "which starts verl" in persons(migrate_script("make all\n", folder=tmp_path))[0]
+
+
+def test_arguments_of_a_call_in_a_makefile_are_expanded_once(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(
+        "M = verl\nf = echo $(1)\nall:\n\t$(call f,$$(M) $$USER $(M))\n"
+    )
+    makefile = read_makefile(tmp_path / "Makefile")
+    assert makefile.write_commands("all", variables={}) == "echo $(M) $USER verl\n"
+
+
+def test_rules_that_call_make_are_looked_into_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [f"t{n}:\n" + f"\t$(MAKE) t{n + 1}\n" * 6 for n in range(3)]
+    (tmp_path / "Makefile").write_text("\n".join([*rules, "t3:", "\techo"]))
+    texts = []
+
+    def count(text: str, **given: Path) -> ScriptReading:
+        texts.append(text)
+        return read_script(text, **given)
+
+    monkeypatch.setattr(unfollowed, "read_script", count)
+    assert remarks(migrate_script("make t0\n", folder=tmp_path))
+    assert len(texts) == 3
 
 
 def test_call_of_a_variable_that_calls_itself_ends(tmp_path: Path) -> None:

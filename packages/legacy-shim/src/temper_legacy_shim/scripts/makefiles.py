@@ -4,7 +4,8 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 from temper_legacy_shim.scripts.script_reading import is_regular, read_bounded
@@ -17,6 +18,11 @@ _OF_TARGET = re.compile(r"[^:=#]+::?\s+([\w.-]+\s*(?:\?|\+|:{0,3})=.*)")
 _DEFINITION = re.compile(r"define\s+([\w.-]+)\s*(:{0,3}|\?|\+)=?")
 _REFERENCE = re.compile(r"\$(?:\(([\w.-]+)\)|\{([\w.-]+)\}|([@<^0-9]|\$))")
 _FUNCTION = re.compile(r"(?<!\$)\$[({]((?!call\b)[a-z][a-z-]*)[ \t]")
+_LEFT_FUNCTION = re.compile(r"(?<!\$)\$[({]([a-z][a-z-]*)[ \t]")
+_SUBSTITUTION = re.compile(r"(?<!\$)(\$[({][\w.-]+:[^=(){}]*=[^(){}]*[)}])")
+"""A reference such as ``$(NAME:.x=.sh)``."""
+_OF_BASH = re.compile(r"\$\$|\$(?![({](?!call\b)[a-z][a-z-]*[ \t])")
+"""A dollar that begins no function of make."""
 _CALL = re.compile(r"(?<!\$)\$([({])call[ \t]+")
 _WITH_VALUE = frozenset(("-j", "-l", "-o", "-W", "-I"))
 """Options of make whose value may be the next word."""
@@ -27,7 +33,7 @@ _MOST_REFERENCES = 200_000
 _MOST_IN_TEXT = 2_000
 """Number of references that one text leads to."""
 _MOST_LEVELS = 50
-"""Number of variables that refer to each other in a chain."""
+"""Number of variables that refer to each other in a chain, and of calls in arguments of calls."""
 _MOST_IN_FILE = 500_000
 """Length of a makefile."""
 _MOST_FILES = 100
@@ -70,6 +76,22 @@ class Makefile:
     remarks: tuple[str, ...] = ()
     """Sentences about parts that were not read."""
     budget: _Budget = field(default_factory=_Budget)
+    patterns: tuple[str, ...] = ()
+    """Targets with %."""
+
+    def find_rule(self, target: str) -> Rule | None:
+        """Return the rule of a target, which may be a pattern rule with its stem filled in."""
+        if (rule := self.rules.get(target)) is not None:
+            return rule
+        for pattern in self.patterns:
+            before, _, after = pattern.partition("%")
+            is_match = target.startswith(before) and target.endswith(after)
+            if is_match and len(target) > len(before) + len(after):
+                stem = target[len(before) : len(target) - len(after)]
+                rule = self.rules[pattern]
+                needed = tuple(each.replace("%", stem, 1) for each in rule.prerequisites)
+                return replace(rule, prerequisites=needed)
+        return None
 
     def default_target(self) -> str:
         """Return the target of ``make`` without arguments; empty if there is none."""
@@ -82,61 +104,88 @@ class Makefile:
             target: Name of the target.
             variables: Variables of the command line, which replace those of the file.
         """
-        known = self.variables | variables
         lines: list[str] = []
-        for name in self._find_needed(target):
-            rule = self.rules[name]
-            own = {
-                "@": name,
-                "<": " ".join(rule.prerequisites[:1]),
-                "^": " ".join(rule.prerequisites),
-            }
+        for name, rule in self._find_needed(target).items():
+            text = _to_bash(self._expand_commands(name, rule, variables))
             # @ hides a line, - ignores its error, + runs it even with -n.
-            text = "\n".join(_expand(line, known | own, self.budget) for line in rule.commands)
             lines += [line.lstrip("@-+ \t") for line in text.split("\n")]
         return "\n".join(lines) + "\n"
 
-    def find_gaps(self, target: str, folder: Path) -> list[str]:
+    def _expand_commands(self, name: str, rule: Rule, variables: dict[str, str]) -> str:
+        """Return the commands with their variables expanded, and dollars of bash still doubled."""
+        own = {
+            "@": name,
+            "<": " ".join(rule.prerequisites[:1]),
+            "^": " ".join(rule.prerequisites),
+        }
+        known = self.variables | variables | own
+        return "\n".join(_expand(line, known, self.budget) for line in rule.commands)
+
+    def find_gaps(self, target: str, folder: Path, *, variables: dict[str, str]) -> list[str]:
         """Return sentences about parts of a target's commands that are not known.
 
         Args:
             target: Name of the target.
             folder: Folder of the script that calls make.
+            variables: Variables of the command line.
         """
         out = list(self.remarks)
         folders = (self.path.parent, folder)
-        for name in self._find_needed(target):
-            rule = self.rules[name]
+
+        def exists(name: str) -> bool:
+            return any(os.path.lexists(each / name) for each in folders)
+
+        needed = self._find_needed(target)
+        for name, rule in needed.items():
             missing = [
-                each
-                for each in rule.prerequisites
-                if each not in self.rules and not any(os.path.lexists(f / each) for f in folders)
+                each for each in rule.prerequisites if each not in needed and not exists(each)
             ]
-            if functions := ", ".join(dict.fromkeys(_FUNCTION.findall("\n".join(rule.commands)))):
+            if name not in self.rules and exists(name):
+                # Make leaves a file as it is if the prerequisites of a pattern are missing.
+                missing = []
+            # Bash would take a function for a command, so it is looked for before bash reads it.
+            text, expanded = "\n".join(rule.commands), self._expand_commands(name, rule, variables)
+            functions = dict.fromkeys(
+                [
+                    *_FUNCTION.findall(text),
+                    *_LEFT_FUNCTION.findall(expanded),
+                    *_SUBSTITUTION.findall(expanded),
+                ]
+            )
+            if functions:
                 out.append(
-                    f"the rule {name} of {self.path.name} uses functions of make ({functions}), "
-                    "which were not evaluated"
+                    f"the rule {name} of {self.path.name} uses functions of make "
+                    f"({', '.join(functions)}), which were not evaluated"
                 )
             if missing:
                 out.append(
                     f"the rule {name} of {self.path.name} needs {' '.join(missing)[:80]}, for "
                     "which no rule or file was found"
                 )
+        if self.budget.references <= 0:
+            out.append(
+                f"{self.path.name} has more references to variables than were followed, so what it "
+                "starts is not known"
+            )
         return out[:_MOST_REMARKS]
 
-    def _find_needed(self, target: str) -> list[str]:
-        """Return the targets with rules that make would bring up to date, prerequisites first."""
-        out, seen = list[str](), set[str]()
+    def _find_needed(self, target: str) -> dict[str, Rule]:
+        """Return the rules that make would run by target, prerequisites first."""
+        out, rules = dict[str, Rule](), dict[str, Rule]()
+        num_from_patterns = 0
         # Generated makefiles have chains that are too long for recursion.
         waiting = [(target, False)]
         while waiting:
             name, has_prerequisites = waiting.pop()
             if has_prerequisites:
-                out.append(name)
-            elif name in self.rules and name not in seen:
-                seen.add(name)
-                needed = reversed(self.rules[name].prerequisites)
-                waiting += [(name, True), *((each, False) for each in needed)]
+                out[name] = rules[name]
+            elif name not in rules and (rule := self.find_rule(name)) is not None:
+                # A pattern such as %: %.in matches its own prerequisite without end.
+                num_from_patterns += name not in self.rules
+                if num_from_patterns <= _MOST_FILES or name in self.rules:
+                    rules[name] = rule
+                    needed = reversed(rule.prerequisites)
+                    waiting += [(name, True), *((each, False) for each in needed)]
         return out
 
 
@@ -201,6 +250,7 @@ def read_makefile(path: Path) -> Makefile:
         variables=variables.texts,
         remarks=tuple(remarks),
         budget=variables.budget,
+        patterns=tuple(target for target in rules if "%" in target),
     )
 
 
@@ -223,7 +273,7 @@ class _Variables:
         self._body: list[str] = []
 
     def expand(self, text: str) -> str:
-        return _expand(text, self.texts, self.budget)
+        return _to_bash(_expand(text, self.texts, self.budget))
 
     def takes(self, line: str) -> bool:
         """Take a line that assigns, or begins or ends a branch; return False for others."""
@@ -252,8 +302,8 @@ class _Variables:
 
     def _assign(self, name: str, sign: str, value: str) -> None:
         if sign.startswith(":"):
-            # Expanded at once, and never again: what is left belongs to bash.
-            value = self.expand(value).replace("$", "$$")
+            # Expanded at once, and never again: what is left belongs to bash, but for functions.
+            value = _OF_BASH.sub("$$", _expand(value, self.texts, self.budget))
         earlier = self.texts.get(name)
         if earlier is not None and sign == "?" and not self._depth:
             return
@@ -297,8 +347,9 @@ def _iterate_lines(
             continue
         for name in variables.expand(content).split()[1:]:
             parts = _find_included(name, (path.parent, folder))
-            if not parts and content.startswith("include"):
-                remarks[f"{path.name} includes {name}, which was not found"] = None
+            if not parts and (content.split()[0] == "include" or _leads_outside(name)):
+                how = "read" if _leads_outside(name) else "found"
+                remarks[f"{path.name} includes {name}, which was not {how}"] = None
             for part in parts:
                 if os.path.realpath(part) not in seen and len(seen) < _MOST_FILES:
                     yield from _iterate_lines(part, folder, variables, remarks, seen=seen)
@@ -306,30 +357,50 @@ def _iterate_lines(
 
 def _find_included(name: str, folders: tuple[Path, Path]) -> list[Path]:
     """Return the files of a name or pattern in an include line, from the first folder with any."""
+    if _leads_outside(name):
+        return []
     for folder in folders:
-        names = sorted(glob.glob(name, root_dir=folder)) if glob.has_magic(name) else [name]
+        try:
+            found = islice(glob.iglob(name, root_dir=folder), _MOST_FILES)
+            names = sorted(found) if glob.has_magic(name) else [name]
+        except ValueError:  # a NUL
+            return []
         if parts := [part for each in names if is_regular(part := folder / each)]:
             return parts
     return []
 
 
+def _leads_outside(name: str) -> bool:
+    """Check for a pattern that could walk through the file system."""
+    return glob.has_magic(name) and (name.startswith("/") or ".." in name.split("/"))
+
+
+def _to_bash(expanded: str) -> str:
+    return expanded.replace("$$", "$")
+
+
 def _expand(text: str, variables: dict[str, str], budget: _Budget) -> str:
-    """Replace references to known variables; others stay, as variables of the environment."""
+    """Replace references to known variables; others stay, as variables of the environment.
+
+    ``$$`` stays, so that a text that is expanded is not changed by a second expansion.
+    """
     given = min(budget.references, _MOST_IN_TEXT)
     own = _Budget(given)
-    result = _follow(text, variables, own, frozenset())
+    result = _follow(text, variables, own, frozenset(), level=0)
     budget.references -= given - own.references
     return result
 
 
-def _follow(text: str, variables: dict[str, str], budget: _Budget, active: frozenset[str]) -> str:
-    text = _replace_calls(text, variables, budget, active)
+def _follow(
+    text: str, variables: dict[str, str], budget: _Budget, active: frozenset[str], *, level: int
+) -> str:
+    text = _replace_calls(text, variables, budget, active, level=level)
     length = len(text)
 
     def replace(match: re.Match[str]) -> str:
         nonlocal length
         if match[3] == "$":
-            return "$"
+            return "$$"
         name = match[1] or match[2] or match[3]
         # Make refuses a variable that refers to itself.
         if (
@@ -341,7 +412,7 @@ def _follow(text: str, variables: dict[str, str], budget: _Budget, active: froze
         ):
             return match[0] if match[3] else f"${{{name}}}"
         budget.references -= 1
-        value = _follow(variables[name], variables, budget, active | {name})
+        value = _follow(variables[name], variables, budget, active | {name}, level=level)
         length += len(value)
         return value
 
@@ -349,9 +420,20 @@ def _follow(text: str, variables: dict[str, str], budget: _Budget, active: froze
 
 
 def _replace_calls(
-    text: str, variables: dict[str, str], budget: _Budget, active: frozenset[str]
+    text: str, variables: dict[str, str], budget: _Budget, active: frozenset[str], *, level: int
 ) -> str:
-    """Replace ``$(call NAME,ARGUMENTS)`` by the text of a known variable with its arguments."""
+    """Replace ``$(call NAME,ARGUMENTS)`` by the text of a known variable with its arguments.
+
+    Args:
+        text: A text with calls.
+        variables: Known variables.
+        budget: Number of references that may still be followed.
+        active: Variables whose text is being expanded.
+        level: Number of calls in whose arguments the text is.
+    """
+    if level >= _MOST_LEVELS:
+        return text
+    done = ""
     while (match := _CALL.search(text)) and budget.references > 0:
         budget.references -= 1
         opening, closing = match[1], {"(": ")", "{": "}"}[match[1]]
@@ -366,15 +448,18 @@ def _replace_calls(
             else:
                 parts[-1] += character
             at += 1
-        name, *arguments = [_follow(part, variables, budget, active) for part in parts]
+        name, *arguments = [
+            _follow(part, variables, budget, active, level=level + 1) for part in parts
+        ]
         name = name.strip()
         known = variables | {str(number): each for number, each in enumerate(arguments, 1)}
         is_usable = name in variables and name not in active and len(active) < _MOST_LEVELS
         # What is unknown becomes a variable of bash, as other references do.
         value = (
-            _follow(variables[name], known, budget, active | {name})
-            if is_usable and len(text) < _MOST_CHARACTERS
+            _follow(variables[name], known, budget, active | {name}, level=level)
+            if is_usable and len(done) + len(text) < _MOST_CHARACTERS
             else f"${{{name}}}"
         )
-        text = f"{text[: match.start()]}{value}{text[at + 1 :]}"
-    return text
+        done += text[: match.start()] + value
+        text = text[at + 1 :]
+    return done + text

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from temper_legacy_shim.scripts.launches import (
 from temper_legacy_shim.scripts.makefiles import (
     MAKEFILES,
     MakeCall,
+    Makefile,
     parse_make_call,
     read_makefile,
 )
@@ -66,8 +67,27 @@ class _Behind:
     remarks: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Makefiles and rules that were looked into for one script."""
+
+    makefiles: dict[Path, Makefile] = field(default_factory=dict)
+    rules: dict[tuple[Path, str, tuple[tuple[str, str], ...], Path, int], _Behind] = field(
+        default_factory=dict
+    )
+
+    def read(self, path: Path) -> Makefile:
+        if path not in self.makefiles:
+            self.makefiles[path] = read_makefile(path)
+        return self.makefiles[path]
+
+
 def find_unfollowed(
-    reading: ScriptReading, folder: Path | None, *, chain: tuple[str, ...] = ()
+    reading: ScriptReading,
+    folder: Path | None,
+    *,
+    chain: tuple[str, ...] = (),
+    cache: _Cache | None = None,
 ) -> tuple[list[str], list[str]]:
     """Return sentences about commands that may start an old trainer.
 
@@ -77,7 +97,9 @@ def find_unfollowed(
         reading: Of the script.
         folder: Of the script; scripts that it calls are looked for around it. None looks for none.
         chain: Files and rules that led here.
+        cache: Makefiles and rules that were looked into before.
     """
+    cache = _Cache() if cache is None else cache
     decisions = dict.fromkeys(_open_launches(reading))
     remarks: dict[str, None] = {}
     seen = {launch.span for launch in (*reading.launches, *reading.written)}
@@ -85,10 +107,10 @@ def find_unfollowed(
         if event.span in seen or (event.fields[0].text.known or "").rpartition("/")[2] in _PRINTS:
             continue
         at = f"line {reading.line_of(event.span.start)}: "
-        question, inner = _question(event, folder, chain, reading.folders)
+        question, inner = _question(event, folder, chain, reading.folders, cache)
         if question:
             decisions[at + question] = None
-        elif remark := _remark(event, folder, reading.folders):
+        elif remark := _remark(event, folder, reading.folders, cache):
             remarks[at + remark] = None
         remarks |= dict.fromkeys(at + each for each in inner)
     return list(decisions), list(remarks)
@@ -125,15 +147,21 @@ def _open_launches(reading: ScriptReading) -> Iterator[str]:
 
 
 def _question(
-    event: Event, folder: Path | None, chain: tuple[str, ...], within: tuple[str, ...]
+    event: Event,
+    folder: Path | None,
+    chain: tuple[str, ...],
+    within: tuple[str, ...],
+    cache: _Cache,
 ) -> tuple[str, tuple[str, ...]]:
     """Return a question about a command that may start an old trainer, else empty, and remarks."""
     if (make := _find_make_call(event)) is not None:
-        return _question_of_make(make, event, folder, chain, within)
+        return _question_of_make(make, event, folder, chain, within, cache)
     called = called_script(event, folder, within)
     program = "" if called else called_program(event, folder)
     path = find_script(called or program, folder, within)
-    behind = _Behind() if path is None else _look_behind(path, chain, is_shell=bool(called))
+    behind = _Behind()
+    if path is not None:
+        behind = _look_behind(path, chain, cache, is_shell=bool(called))
     entry = behind.entry
     if path is not None and folder is not None and called and path != folder / called:
         # The script may change to a folder with a file of the same name as one here.
@@ -168,7 +196,7 @@ def _question_of_file(event: Event, called: str, program: str, entry: str) -> st
     return ""
 
 
-def _remark(event: Event, folder: Path | None, within: tuple[str, ...]) -> str:
+def _remark(event: Event, folder: Path | None, within: tuple[str, ...], cache: _Cache) -> str:
     """Return a sentence about a command that could not be followed; empty for others."""
     called = called_script(event, folder, within)
     program = "" if called else find_program(event.fields)
@@ -183,7 +211,7 @@ def _remark(event: Event, folder: Path | None, within: tuple[str, ...]) -> str:
     ):
         return f"{missing} was not found next to this script, so what it starts is not known"
     if (make := _find_make_call(event)) is not None and folder is not None:
-        return _remark_of_make(make, event, folder, within)
+        return _remark_of_make(make, event, folder, within, cache)
     modal = modal_file(event)
     if modal and folder is not None and find_script(modal, folder, within) is None:
         return f"{modal} was not found next to this script, so what modal starts is not known"
@@ -202,24 +230,39 @@ def _question_of_make(
     folder: Path | None,
     chain: tuple[str, ...],
     within: tuple[str, ...],
+    cache: _Cache,
 ) -> tuple[str, tuple[str, ...]]:
     """Return a question about a makefile's target that starts an old trainer, and remarks."""
     path = _find_makefile(call, folder, within)
     if path is None:
         return "", ()
     remarks: list[str] = []
-    makefile = read_makefile(path)
+    makefile = cache.read(path)
     for target in call.targets or (makefile.default_target(),):
-        commands = makefile.write_commands(target, variables=call.variables)
-        behind = _look_into(commands, path.parent, chain, path=path, name=target)
-        if behind.entry:
-            line = makefile.rules[target].line
+        # Rules that call make for each other lead to exponentially many paths. A result depends on
+        # the number of files that led there, after which no more are read.
+        key = (
+            path,
+            target,
+            tuple(sorted(call.variables.items())),
+            folder or path.parent,
+            len(chain),
+        )
+        if (behind := cache.rules.get(key)) is None:
+            commands = makefile.write_commands(target, variables=call.variables)
+            behind = _look_into(commands, path.parent, chain, cache, path=path, name=target)
+            gaps = makefile.find_gaps(target, folder or path.parent, variables=call.variables)
+            behind = replace(behind, remarks=(*behind.remarks, *gaps))
+            cache.rules[key] = behind
+        rule = makefile.find_rule(target)
+        if behind.entry and rule is not None:
+            line = rule.line
             question = (
                 f"{_shown(event)} runs the rule {target} of {path.name} (line {line}), which "
                 f"starts {behind.entry}: {_HOW_TO_MOVE_RULE.format(target=target)}."
             )
             return question, ()
-        remarks += [*behind.remarks, *makefile.find_gaps(target, folder or path.parent)]
+        remarks += behind.remarks
     return "", tuple(dict.fromkeys(remarks))
 
 
@@ -228,9 +271,9 @@ def find_launching_rules(path: Path) -> dict[str, str]:
     sentences = {}
     makefile = read_makefile(path)
     for target, rule in makefile.rules.items():
-        own = replace(makefile, rules={target: rule})
+        own = replace(makefile, rules={target: rule}, patterns=())
         commands = own.write_commands(target, variables={})
-        behind = _look_into(commands, path.parent, (), path=path, name=target)
+        behind = _look_into(commands, path.parent, (), _Cache(), path=path, name=target)
         if behind.entry:
             sentences[target] = (
                 f"line {rule.line}: the rule {target} starts {behind.entry}: "
@@ -239,7 +282,9 @@ def find_launching_rules(path: Path) -> dict[str, str]:
     return sentences
 
 
-def _remark_of_make(call: MakeCall, event: Event, folder: Path, within: tuple[str, ...]) -> str:
+def _remark_of_make(
+    call: MakeCall, event: Event, folder: Path, within: tuple[str, ...], cache: _Cache
+) -> str:
     """Return a sentence about targets that were not found; empty if their rules were read."""
     path = _find_makefile(call, folder, within)
     if path is None:
@@ -247,10 +292,10 @@ def _remark_of_make(call: MakeCall, event: Event, folder: Path, within: tuple[st
             f"{_shown(event)}: no makefile was found next to this script, so what it starts is "
             "not known"
         )
-    known = read_makefile(path).rules
-    if not known:
+    makefile = cache.read(path)
+    if not makefile.rules:
         return f"{path.name} has no rule that could be read, so what it starts is not known"
-    unknown = ", ".join(target for target in call.targets if target not in known)
+    unknown = ", ".join(target for target in call.targets if makefile.find_rule(target) is None)
     return f"{path.name} has no rule {unknown}, so what it starts is not known" if unknown else ""
 
 
@@ -273,7 +318,7 @@ def _runs_other_text(event: Event) -> bool:
     return inner is not None and is_hidden(inner)
 
 
-def _look_behind(path: Path, chain: tuple[str, ...], *, is_shell: bool) -> _Behind:
+def _look_behind(path: Path, chain: tuple[str, ...], cache: _Cache, *, is_shell: bool) -> _Behind:
     """Look into a file that a command runs, and into those that it calls."""
     if (text := read_bounded(path)) is None:
         reason = "is too long or not readable"
@@ -285,11 +330,11 @@ def _look_behind(path: Path, chain: tuple[str, ...], *, is_shell: bool) -> _Behi
             "what it starts is not known"
         )
         return _Behind(entry=entry, remarks=() if is_complete else (remark,))
-    return _look_into(text, path.parent, chain, path=path, name=path.name)
+    return _look_into(text, path.parent, chain, cache, path=path, name=path.name)
 
 
 def _look_into(
-    text: str, folder: Path, chain: tuple[str, ...], *, path: Path, name: str
+    text: str, folder: Path, chain: tuple[str, ...], cache: _Cache, *, path: Path, name: str
 ) -> _Behind:
     """Look into the text of a script, and into files that it calls.
 
@@ -297,6 +342,7 @@ def _look_into(
         text: The script.
         folder: Folder in which scripts that it calls are looked for.
         chain: Files and rules that led here.
+        cache: Makefiles and rules that were looked into before.
         path: File that has the text.
         name: Name of the script for the result.
     """
@@ -315,7 +361,7 @@ def _look_into(
         )
     if launches := reading.launches or reading.written:
         return _Behind(entry=launches[0].entry)
-    decisions, remarks = find_unfollowed(reading, folder, chain=(*chain, position))
+    decisions, remarks = find_unfollowed(reading, folder, chain=(*chain, position), cache=cache)
     return _Behind(
         entry=f"another script with an old trainer ({name})" if decisions else "",
         remarks=tuple(f"{name}: {remark}" for remark in remarks[:_MOST_REMARKS]),
@@ -324,9 +370,9 @@ def _look_into(
 
 def _known_keys(fields: tuple[Field, ...]) -> Iterator[str]:
     """Yield the arguments' keys that some release of the old system had."""
-    for field in fields[1:]:
-        key = field.text.shown().partition("=")[0].lstrip("+~")
-        if "=" in field.text.shown() and "." in key and key in known_keys():
+    for each in fields[1:]:
+        key = each.text.shown().partition("=")[0].lstrip("+~")
+        if "=" in each.text.shown() and "." in key and key in known_keys():
             yield key
 
 
