@@ -361,8 +361,8 @@ def _find_included(name: str, folders: tuple[Path, Path]) -> list[Path]:
         return []
     for folder in folders:
         try:
-            found = islice(glob.iglob(name, root_dir=folder), _MOST_FILES)
-            names = sorted(found) if glob.has_magic(name) else [name]
+            matches = islice(glob.iglob(name, root_dir=folder), _MOST_FILES)
+            names = sorted(matches) if glob.has_magic(name) else [name]
         except ValueError:  # a NUL
             return []
         if parts := [part for each in names if is_regular(part := folder / each)]:
