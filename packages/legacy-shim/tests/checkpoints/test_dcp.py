@@ -1,6 +1,7 @@
 """torch reads files that were written without it."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import resource
@@ -132,6 +133,36 @@ def test_file_is_written_where_direct_writes_are_refused(
     with HashingWriter(tmp_path / "f") as writer:
         writer.put(bytes(range(250)) * 100)
     assert (tmp_path / "f").read_bytes() == bytes(range(250)) * 100
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_file_is_written_on_a_file_system_without_direct_writes(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, command: int, argument: int = 0) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    with HashingWriter(tmp_path / "f") as writer:
+        writer.put(b"abc")
+    assert (tmp_path / "f").read_bytes() == b"abc"
+
+
+def test_file_of_another_process_stays_where_direct_writes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def refuse_direct(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse_direct)
+    (tmp_path / "f").write_bytes(b"of another process")
+    with pytest.raises(FileExistsError):
+        HashingWriter(tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == b"of another process"
 
 
 def test_full_disk_ends_the_writer_with_its_error(tmp_path: Path) -> None:

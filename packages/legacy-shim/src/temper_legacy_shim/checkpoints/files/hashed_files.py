@@ -132,16 +132,16 @@ class HashingWriter:
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(self._path, flags, 0o666)
         if self._is_direct:
+            # open() with O_DIRECT may create the file and then fail, and a second O_EXCL could not
+            # tell it from the file of another process.
             try:
-                return os.open(self._path, flags | os.O_DIRECT, 0o666)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # The file may have been created before the flag was refused.
-                self._path.unlink(missing_ok=True)
+                fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
+            except OSError:
+                # Such as EINVAL or EOPNOTSUPP: the file system has no such writes.
                 self._is_direct = False
-        return os.open(self._path, flags, 0o666)
+        return descriptor
 
     def __enter__(self) -> "HashingWriter":
         return self
@@ -228,7 +228,7 @@ class HashingWriter:
         try:
             count = os.write(self._descriptor, data)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             count = 0
         # The file system may require another alignment, the disk may be full, and the end of the
