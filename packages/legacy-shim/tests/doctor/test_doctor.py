@@ -298,6 +298,22 @@ def test_file_of_another_runner_is_named_as_not_followed(tmp_path: Path, name: s
     assert examine(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("justfile", "just -f justfile --list"), ("Taskfile.yml", "task -t Taskfile.yml --list-all")],
+)
+def test_nothing_is_written_for_a_file_of_another_runner(
+    tmp_path: Path, name: str, command: str
+) -> None:
+    (tmp_path / name).write_text("train:\n  bash train.sh\n")
+    (step,) = examine(tmp_path)
+    assert step.command == command
+    assert carry_out(step, tmp_path, tmp_path / "new").startswith("its commands are not followed")
+    (tmp_path / name).write_text("#" * 2_000_001)
+    (step,) = examine(tmp_path)
+    assert (step.what, step.command) == ("not readable", command)
+
+
 def test_python_file_that_may_not_be_read_is_a_step(project: Path) -> None:
     (project / "a.py").symlink_to("/proc/self/mem")  # no process may read its first byte
     (step,) = [step for step in examine(project) if str(step.path) == "a.py"]

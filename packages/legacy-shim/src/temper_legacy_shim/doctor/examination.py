@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ _OTHER_SUFFIXES = frozenset(
 )
 """Suffixes of files that are not opened to look for a shell in their first line."""
 _SHEBANG = re.compile(rb"#!\s*\S*?(?:/env\s+)?(?:ba|z|k|da)?sh\b")
-_TASK_FILES = re.compile(r"\.?justfile|taskfile(?:\.dist)?\.ya?ml", re.IGNORECASE)
+TASK_FILES = re.compile(r"\.?justfile|taskfile(?:\.dist)?\.ya?ml", re.IGNORECASE)
 """Files of `just` and `task`, whose commands are not followed."""
 _PINNED = re.compile(
     r"\bverl(?:\[[\w, -]+\])?\s*==\s*[\"']?v?(\d[\w.]*)|\bverl(?:\.git)?@v(\d[\w.]*)"
@@ -121,7 +121,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
             path = directory / name
             if not is_regular(path):
                 unreadable += _unreadable(folder, path)
-            elif _TASK_FILES.fullmatch(name):
+            elif TASK_FILES.fullmatch(name):
                 unreadable += _task_file(folder, path)
             elif path.suffix in (".yaml", ".yml"):
                 configs.append(path)
@@ -411,11 +411,18 @@ def _task_file(folder: Path, path: Path) -> list[Step]:
     """Return a step for a file of another runner that starts a program, which is not followed."""
     from temper_legacy_shim.scripts.called_files import trainer_in_text
 
-    lines = (read_bounded(path) or "").splitlines()
+    shown = path.relative_to(folder)
+    if "just" in path.name.lower():
+        program, command = "just", f"just -f {shown} --list"
+    else:
+        program, command = "task", f"task -t {shown} --list-all"
+    if (text := read_bounded(path)) is None:
+        error = ShimError(f"{shown} is too long or not readable, so what it starts is not known.")
+        return [replace(_damaged(Kind.SCRIPT, shown, error, version=None), command=command)]
+    lines = text.splitlines()
     named = [
         (number, entry) for number, line in enumerate(lines, 1) if (entry := trainer_in_text(line))
     ]
-    program = "just" if "just" in path.name.lower() else "task"
     if not named and not any(re.search(r"\bpython|\.(?:sh|py)\b", line) for line in lines):
         return []
     blockers = [
@@ -425,11 +432,11 @@ def _task_file(folder: Path, path: Path) -> list[Step]:
     return [
         Step(
             kind=Kind.SCRIPT,
-            path=path.relative_to(folder),
+            path=shown,
             what=f"a file of {program}, whose commands are not followed",
             effort=Effort.REWRITE if named else Effort.REVIEW,
             blockers=tuple(blockers),
-            command=f"{program} --list",
+            command=command,
         )
     ]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from temper_legacy_shim.configs.reading.config_files import read_old_file, translate_file
 from temper_legacy_shim.configs.report import yaml_of
-from temper_legacy_shim.doctor.examination import Effort, Kind, Step
+from temper_legacy_shim.doctor.examination import TASK_FILES, Effort, Kind, Step
 from temper_legacy_shim.errors import ShimError
 
 
@@ -33,6 +33,8 @@ def carry_out(step: Step, folder: Path, out: Path, *, version: str | None = None
     target = target_of(step, out)
     if target.exists():
         return f"{target} exists already, and stays as it is"
+    if TASK_FILES.fullmatch(step.path.name):
+        return "its commands are not followed: nothing was written"
     if step.effort is Effort.REWRITE:
         return "there is no counterpart: nothing was written"
     match step.kind:
