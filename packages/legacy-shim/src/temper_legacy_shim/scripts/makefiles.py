@@ -432,7 +432,9 @@ def _replace_calls(
         level: Number of calls in whose arguments the text is.
     """
     if level >= _MOST_LEVELS:
-        return text
+        # Under this name the call stays, and is reported as a function that was not evaluated. A
+        # variable that is being expanded would take its place otherwise.
+        return _CALL.sub(r"$\1nested-call ", text)
     done = ""
     while (match := _CALL.search(text)) and budget.references > 0:
         budget.references -= 1
