@@ -25,6 +25,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -41,6 +42,8 @@ PAGE = RANKING.with_suffix(".md")
 CONFIGS = ROOT / "tools" / "launch_model_sizes.json"
 """Published config.json of each model, without what does not change it; or a model like it."""
 NUM_CHECKED = 20
+SHARD_BYTES = 4 << 30
+"""Largest file of weights, unless a tensor is larger: a host maps files of its memory's size."""
 ENGINES = ("fsdp", "megatron")
 CHECK_COMMAND = (sys.executable, "-m", "temper_trainer", "--check")
 
@@ -172,19 +175,29 @@ def _write_headers(folder: Path) -> None:
     file_names = read_file_names(model)
     saved = model.state_dict().keys()
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    header, end = {}, 0
-    for name, tensor in tensors:
-        for file_name, shape in file_names.list_shapes(name, tensor.shape) if name in saved else ():
-            start, end = end, end + 2 * shape.numel()
-            header[file_name] = {
-                "dtype": "BF16",
-                "shape": list(shape),
-                "data_offsets": [start, end],
-            }
-    text = json.dumps(header).encode()
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(file.tell() + end)
+    shapes = [
+        named
+        for name, tensor in tensors
+        if name in saved
+        for named in file_names.list_shapes(name, tensor.shape)
+    ]
+    shards: list[dict[str, Any]] = [{}]
+    weight_map, end = {}, 0
+    for name, shape in shapes:
+        if end + 2 * shape.numel() > SHARD_BYTES and shards[-1]:
+            shards.append({})
+            end = 0
+        start, end = end, end + 2 * shape.numel()
+        shards[-1][name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+        weight_map[name] = f"model-{len(shards)}.safetensors"
+    for number, header in enumerate(shards, start=1):
+        text = json.dumps(header).encode()
+        last = max(entry["data_offsets"][1] for entry in header.values())
+        with open(folder / f"model-{number}.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(file.tell() + last)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def check_model(folder: Path, engine: str) -> str:
