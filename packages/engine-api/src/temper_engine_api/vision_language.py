@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 VISION_LANGUAGE_TYPES = frozenset(
     {"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 )
-"""`model_type` of models with an encoder of images and a text part that engines may train."""
+"""Values of `model_type` for models with an encoder of images and a text part to train."""
 
 IMAGE_PROCESSOR_FILES = (
     "chat_template.json",

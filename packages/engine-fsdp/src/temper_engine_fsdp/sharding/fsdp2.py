@@ -1,6 +1,6 @@
 """Sharding with fully_shard (FSDP2): parameters are DTensors sharded by rows."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -60,10 +60,7 @@ class FSDP2Module:
         ignored = set[nn.Parameter]() if divider is None else divider.parameters
         encoder = _list_encoder_modules(model.hf)
         layers = find_layers(model.hf, names=config.wrap_modules)
-        groups = [
-            *_group_layers([m for m in layers if m in encoder], size=config.wrap_together),
-            *_group_layers([m for m in layers if m not in encoder], size=config.wrap_together),
-        ]
+        groups = _group_layers(layers, size=config.wrap_together, encoder=encoder)
         wrapped = []
         for group in groups:
             for layer in group:
@@ -106,12 +103,11 @@ class FSDP2Module:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         _set_forward_prefetch(wrapped, num_ahead=config.forward_prefetch)
-        names = (
-            (name.removeprefix(PREFIX), parameter) for name, parameter in model.named_parameters()
-        )
         self.parameters: ShardedParameters = {
-            name: FSDP2Parameter(name, parameter, mesh=mesh, host_mesh=host_mesh)
-            for name, parameter in names
+            (name := path.removeprefix(PREFIX)): FSDP2Parameter(
+                name, parameter, mesh=mesh, host_mesh=host_mesh
+            )
+            for path, parameter in model.named_parameters()
         }
 
     @contextmanager
@@ -188,8 +184,10 @@ def _take_shard_axis(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def _group_layers(layers: Sequence[nn.Module], *, size: int) -> list[list[nn.Module]]:
-    """Split layers into groups of `size`; the last group may be smaller."""
+def _group_layers(
+    layers: Sequence[nn.Module], *, size: int, encoder: Collection[nn.Module]
+) -> list[list[nn.Module]]:
+    """Split the layers of the encoder of images, and all others, into groups of at most `size`."""
     for outer in layers if size > 1 else ():
         if inner := next(
             (layer for layer in layers if layer is not outer and layer in outer.modules()), None
@@ -199,7 +197,11 @@ def _group_layers(layers: Sequence[nn.Module], *, size: int) -> list[list[nn.Mod
                 f"contains a {type(inner).__name__}, and nested modules cannot be gathered "
                 "together: name one of the two, or leave wrap_together at 1."
             )
-    return [list(layers[first : first + size]) for first in range(0, len(layers), size)]
+    parts = (
+        [layer for layer in layers if layer in encoder],
+        [layer for layer in layers if layer not in encoder],
+    )
+    return [part[first : first + size] for part in parts for first in range(0, len(part), size)]
 
 
 def _first_module(group: Sequence[nn.Module]) -> FSDPModule:
