@@ -524,6 +524,46 @@ def test_settings_that_only_a_run_of_images_writes(setting: str, sees: bool) -> 
     assert ("images" in rules_found(result, "person")) is sees
 
 
+SEES = (*BASE, "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct")
+FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
+ADAPTER = "actor_rollout_ref.model.lora_rank=8"
+
+
+@pytest.mark.parametrize(
+    ("version", "overrides", "reason"),
+    [
+        ("v0.5.0", [], "v0.5.0 had no setting that froze it"),
+        ("v0.7.0", [], f"{FREEZE} is false"),
+        ("v0.7.0", [f"{FREEZE}=True"], ""),
+        ("v0.8.0", [f"{FREEZE}=True"], f"v0.8.0 did not read {FREEZE}"),
+        (
+            "v0.7.1",
+            [f"{FREEZE}=True", "trainer.use_legacy_worker_impl=disable"],
+            f"the engines of v0.7.1 did not read {FREEZE}",
+        ),
+        (
+            "v0.7.0",
+            [f"{FREEZE}=True", "--config-name=ppo_megatron_trainer"],
+            f"Megatron did not read {FREEZE}",
+        ),
+        ("v0.7.0", [ADAPTER], f"{FREEZE} is false"),
+        ("v0.7.0", [ADAPTER, "actor_rollout_ref.model.exclude_modules=.*visual.*"], ""),
+    ],
+)
+def test_encoder_that_the_old_run_trained_is_reported(
+    version: str, overrides: list[str], reason: str
+) -> None:
+    result = translated(version, *overrides, base=SEES)
+    found = [item.message for item in result.findings if item.rule == "vision-tower"]
+    assert [message.partition(",")[0] for message in found] == ([reason] if reason else [])
+    is_adapter = ADAPTER in overrides
+    assert all(("an adapter" in message) is is_adapter for message in found)
+
+
+def test_encoder_of_a_text_model_is_not_mentioned() -> None:
+    assert "vision-tower" not in rules_found(translated("v0.7.0", base=BASE), "hazard")
+
+
 def test_a_field_that_makes_another_model_is_a_persons_to_write() -> None:
     key = "actor_rollout_ref.model.override_config"
     result = translated("v0.7.0", f"+{key}.num_hidden_layers=4", base=BASE)

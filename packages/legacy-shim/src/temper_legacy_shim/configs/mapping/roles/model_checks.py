@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.roles.roles import is_megatron
 from temper_legacy_shim.configs.reading.config_values import Plain
 
 NEUTRAL: tuple[Plain, ...] = (None, False, 0, "", [], {})
@@ -127,6 +128,38 @@ def find_images(draft: Draft) -> None:
     signs = list(_signs(draft))
     if signs:
         draft.find("images", names="; ".join(dict.fromkeys(signs)))
+        _find_trained_encoder(draft)
+
+
+_FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
+_NOT_IN_ENCODER = re.compile(r"vis|vit")
+"""Patterns of exclude_modules that leave an encoder without adapter, such as ``.*visual.*``."""
+
+
+def _find_trained_encoder(draft: Draft) -> None:
+    """Report that the old run trained the encoder, by the rules of each release."""
+    if draft.old.family.startswith("generation"):
+        return
+    megatron = is_megatron(draft)
+    if not draft.old.has(_FREEZE):
+        reason = f"{draft.old.version} had no setting that froze it"
+    elif not draft.switch(_FREEZE):
+        reason = f"{_FREEZE} is false"
+    elif megatron:
+        reason = f"Megatron did not read {_FREEZE}"
+    elif draft.since("v0.8.0"):
+        reason = f"{draft.old.version} did not read {_FREEZE}"
+    elif draft.text("trainer.use_legacy_worker_impl") == "disable":
+        reason = f"the engines of {draft.old.version} did not read {_FREEZE}"
+    else:
+        return
+    model = "actor_rollout_ref.model" if draft.old.has("actor_rollout_ref.model") else "model"
+    if (draft.integer(f"{model}.{'lora.rank' if megatron else 'lora_rank'}") or 0) > 0:
+        excluded = f"{model}.{'lora.exclude_modules' if megatron else 'exclude_modules'}"
+        if not _NOT_IN_ENCODER.search(draft.text(excluded)):
+            draft.find("vision-tower.adapter", _FREEZE, reason=reason)
+        return
+    draft.find("vision-tower.trained", _FREEZE, reason=reason)
 
 
 def _signs(draft: Draft) -> Iterator[str]:
