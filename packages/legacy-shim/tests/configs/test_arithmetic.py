@@ -1,5 +1,7 @@
 """Batch arithmetic, recomputed by hand."""
 
+import pytest
+
 from temper_legacy_shim.configs import Cluster, Outcome, Translation
 from temper_legacy_shim.configs.translation import Setting
 
@@ -184,6 +186,67 @@ def test_dapo_without_its_filter_takes_the_generated_batch_as_the_step() -> None
     )
     assert filtered["batching.prompts_per_step"] == 64
     assert filtered["algorithm.dynamic_sampling.prompts_per_round"] == 48
+
+
+GENERATED = "+data.gen_batch_size=128"
+
+
+@pytest.mark.parametrize(
+    ("version", "overrides", "entry", "prompts"),
+    [
+        ("v0.3.0.post1", [GENERATED], "verl.trainer.main_ppo", 64),
+        ("v0.4.0", [GENERATED], "verl.trainer.main_ppo", 128),
+        ("v0.8.0", [GENERATED], "verl.trainer.main_ppo", 128),
+        (
+            "v0.8.0",
+            [GENERATED, "+algorithm.filter_groups.enable=True"],  # which this trainer did not read
+            "verl.trainer.main_ppo",
+            128,
+        ),
+        ("v0.7.0", [GENERATED], "recipe.one_step_off_policy.main_ppo", 128),
+        ("v0.9.0", [GENERATED, "trainer.use_v1=False"], "verl.trainer.main_ppo", 128),
+        ("v0.9.0", ["data.gen_batch_size=32"], "verl.trainer.main_ppo", 64),
+    ],
+)
+def test_generated_batch_is_the_step_of_the_first_trainer_since_v0_4(
+    version: str, overrides: list[str], entry: str, prompts: int
+) -> None:
+    result = values(translated(version, *overrides, entry=entry))
+    assert result["batching.prompts_per_step"] == prompts
+    assert result["batching.num_mini_batches"] == prompts // 16
+
+
+def test_second_trainer_refused_a_generated_batch_that_does_not_divide_the_step() -> None:
+    result = translated("v0.9.0", "data.gen_batch_size=48")
+    (message,) = (item.message for item in result.findings if item.rule == "gen-batch")
+    assert message.startswith("data.gen_batch_size is 48, which does not divide")
+    divides = translated("v0.9.0", "data.gen_batch_size=16")
+    assert "gen-batch" not in rules_found(divides, "refused")
+
+
+def test_second_trainer_filled_filtered_batches_one_prompt_at_a_time() -> None:
+    result = translated("v0.9.1", "data.gen_batch_size=48", "algorithm.filter_groups.enable=True")
+    assert "algorithm.dynamic_sampling.prompts_per_round" not in values(result)
+    (token,) = (item for item in result.tokens if "gen_batch_size" in item.text)
+    assert "overrode it with 1" in token.reason
+
+
+def test_epochs_that_dynamic_sampling_uses_up_are_reported() -> None:
+    overrides = (
+        "data.gen_batch_size=192",
+        "algorithm.filter_groups.enable=True",
+        "trainer.total_epochs=2",
+    )
+    dapo = "recipe.dapo.main_dapo"
+    result = translated("v0.7.0", *overrides, entry=dapo)
+    (message,) = (item.message for item in result.findings if item.rule == "total-epochs")
+    assert "set run.total_steps to 2 x (rows // 192)" in message
+    assert "2 x (rows // 64) steps" in message
+    # The second trainer counted an epoch's steps by data.train_batch_size, as Temper does.
+    newer = translated("v0.9.1", *overrides[1:])
+    counted = translated("v0.7.0", *overrides, "trainer.total_training_steps=9", entry=dapo)
+    for quiet in (newer, counted):
+        assert "total-epochs" not in rules_found(quiet, "hazard")
 
 
 def test_a_rate_that_a_schedule_falls_to_becomes_a_fraction_of_its_peak() -> None:

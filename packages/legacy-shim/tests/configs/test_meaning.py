@@ -177,7 +177,7 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     calls, per_call = (1, 1) if not is_async(row) else async_calls(old)
     if is_async(row):
         prompts = mini * calls * per_call
-    elif is_dapo(row) and not old("algorithm.filter_groups.enable"):
+    elif takes_generated_batch(old, row):
         prompts = number(old("data.gen_batch_size"))
     updates = max(1, math.ceil(prompts / mini))
     denominator = denominator_of(old, row)
@@ -339,16 +339,27 @@ def evaluation_frequency(old: Old, row: Mapping[str, object]) -> int | None:
     return steps if (steps or before or before is None) and old("data.val_files") else None
 
 
+def runs_second_trainer(old: Old, row: Mapping[str, object]) -> bool:
+    return (
+        str(row["entry"]) == "verl.trainer.main_ppo"
+        and release(row) >= (0, 9)
+        and bool(old("trainer.use_v1"))
+    )
+
+
+def takes_generated_batch(old: Old, row: Mapping[str, object]) -> bool:
+    """Check if a step had the batch of the data loader (ray_trainer.py, since v0.4.0)."""
+    is_filtered = is_dapo(row) and bool(old("algorithm.filter_groups.enable"))
+    is_first = release(row) >= (0, 4) and not runs_second_trainer(old, row)
+    return is_first and not is_filtered and old("data.gen_batch_size") is not None
+
+
 def filtering(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     """Return the rounds of dynamic sampling.
 
     The second trainer of main_ppo (V1) sampled without a bound.
     """
-    is_second = (
-        str(row["entry"]) == "verl.trainer.main_ppo"
-        and release(row) >= (0, 9)
-        and bool(old("trainer.use_v1"))
-    )
+    is_second = runs_second_trainer(old, row)
     is_read = is_dapo(row) or is_second
     if not old("algorithm.filter_groups.enable") or not is_read:
         return {"algorithm.dynamic_sampling.max_rounds": ABSENT}

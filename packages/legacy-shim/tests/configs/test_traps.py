@@ -554,10 +554,10 @@ def test_encoder_that_the_old_run_trained_is_reported(
     version: str, overrides: list[str], reason: str
 ) -> None:
     result = translated(version, *overrides, base=SEES)
-    found = [item.message for item in result.findings if item.rule == "vision-tower"]
-    assert [message.partition(",")[0] for message in found] == ([reason] if reason else [])
+    messages = [item.message for item in result.findings if item.rule == "vision-tower"]
+    assert [message.partition(",")[0] for message in messages] == ([reason] if reason else [])
     is_adapter = ADAPTER in overrides
-    assert all(("an adapter" in message) is is_adapter for message in found)
+    assert all(("an adapter" in message) is is_adapter for message in messages)
 
 
 def test_encoder_of_a_text_model_is_not_mentioned() -> None:

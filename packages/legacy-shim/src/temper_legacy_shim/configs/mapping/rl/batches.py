@@ -4,8 +4,11 @@ import math
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
+    GENERATED,
     completions_per_prompt,
+    filters_groups,
     is_async,
+    is_second_trainer,
     needs_critic,
     prompts_of_step,
 )
@@ -35,6 +38,7 @@ def build_batches(draft: Draft) -> None:
         old=keys,
         verbatim=keys == ["data.train_batch_size"],
     )
+    _check_generated(draft, prompts=prompts)
     _updates(draft, prompts=prompts)
     _check_ranks(draft, prompts=prompts)
     _check_critic(draft)
@@ -49,6 +53,14 @@ def build_batches(draft: Draft) -> None:
         verbatim=is_other,
     )
     _tokens(draft)
+
+
+def _check_generated(draft: Draft, *, prompts: int) -> None:
+    """Report a batch of the data loader that the second trainer could not fill a step with."""
+    generated = draft.integer(GENERATED)
+    is_exact = filters_groups(draft) or draft.text("trainer.v1.trainer_mode") not in ("", "sync")
+    if generated and prompts % generated and is_second_trainer(draft) and not is_exact:
+        draft.find("gen-batch", GENERATED, generated=generated, prompts=prompts)
 
 
 def _updates(draft: Draft, *, prompts: int) -> None:

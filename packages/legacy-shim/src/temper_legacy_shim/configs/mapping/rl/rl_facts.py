@@ -79,6 +79,7 @@ def only_distills(draft: Draft) -> bool:
 
 
 FILTER = "algorithm.filter_groups"
+GENERATED = "data.gen_batch_size"
 CORRECTION = "algorithm.rollout_correction"
 _SECOND_TRAINER = "trainer.use_v1"
 
@@ -157,10 +158,10 @@ def updates_per_step(draft: Draft) -> int:
 def prompts_of_step(draft: Draft) -> tuple[int | None, list[str]]:
     if is_async(draft):
         return _async_prompts(draft)
-    if is_dapo(draft) and not filters_groups(draft) and draft.old.has("data.gen_batch_size"):
-        # That recipe's data loader goes by it, and without the filter nothing is left out.
-        key = "data.gen_batch_size"
-        return draft.integer(key), [key]
+    # The data loader of the first trainer goes by it, and without a filter nothing is left out.
+    is_loader = draft.since("v0.4.0") and not is_second_trainer(draft)
+    if is_loader and not filters_groups(draft) and draft.old.get(GENERATED) is not None:
+        return draft.integer(GENERATED), [GENERATED]
     prompts = draft.integer("data.train_batch_size")
     if prompts is not None and prompts < 1:
         draft.find("prompts-per-step", "data.train_batch_size", prompts=prompts)

@@ -3,8 +3,11 @@
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
+    GENERATED,
     evaluation_key,
+    filters_groups,
     is_async,
+    is_second_trainer,
     num_weight_syncs,
 )
 from temper_legacy_shim.configs.mapping.roles.roles import CLUSTER_KEYS
@@ -62,6 +65,15 @@ def build_length(draft: Draft) -> None:
         old=["trainer.total_epochs"],
         verbatim=True,
     )
+    prompts = draft.integer("data.train_batch_size")
+    if filters_groups(draft) and not is_second_trainer(draft) and prompts:
+        draft.find(
+            "total-epochs",
+            "trainer.total_epochs",
+            epochs=epochs,
+            prompts=prompts,
+            each=draft.integer(GENERATED) or prompts,
+        )
 
 
 def _epochs_may_end_first(draft: Draft, *, steps: int, epochs: int) -> None:

@@ -6,6 +6,7 @@ from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     CORRECTION,
     FILTER,
+    GENERATED,
     filters_groups,
     is_async,
     is_second_trainer,
@@ -55,14 +56,15 @@ def _filter(draft: Draft) -> None:
     draft.put(
         f"{new}.max_rounds", rounds if rounds > 0 else _MANY_ROUNDS, rule="filter-groups", old=old
     )
-    each = draft.integer("data.gen_batch_size")
-    if each is not None and each > 1:
+    each = draft.integer(GENERATED)
+    if is_second_trainer(draft):
+        draft.explain_drop(
+            GENERATED,
+            f"with a filter, the second trainer of {draft.old.version} overrode it with 1",
+        )
+    elif each is not None and each > 1:
         draft.put(
-            f"{new}.prompts_per_round",
-            each,
-            rule="gen-batch",
-            old=["data.gen_batch_size"],
-            verbatim=True,
+            f"{new}.prompts_per_round", each, rule="gen-batch", old=[GENERATED], verbatim=True
         )
     metric = draft.text(f"{FILTER}.metric")
     # The first trainer took acc as its default; the second one stopped with an error.

@@ -44,7 +44,7 @@ def set_offload(draft: Draft, role: OldRole) -> None:
             draft.find("optimizer-cpu", hybrid)
         draft.explain_drop(
             f"{block}.optimizer_offload",
-            "the optimiser lives on the CPU all the time (optimizer_cpu_offload)",
+            "the optimizer lives on the CPU all the time (optimizer_cpu_offload)",
         )
         return
     draft.put(
