@@ -125,7 +125,7 @@ def test_request_that_was_cancelled_is_not_trained() -> None:
         max_concurrent=4,
     )
     (conversation,), _ = run_agents(run, sampler=server)
-    assert [each.tokens for each in conversation.completions] == [(4,)]
+    assert [list(each.tokens) for each in conversation.completions] == [[4]]
 
 
 @pytest.mark.parametrize(

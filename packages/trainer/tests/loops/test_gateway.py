@@ -385,4 +385,4 @@ def test_completion_that_the_client_did_not_wait_for_is_not_trained() -> None:
         max_concurrent=4,
     )
     conversation, _ = use_client(use, sampler=server)
-    assert [each.tokens for each in conversation.completions] == [(3,)]
+    assert [list(each.tokens) for each in conversation.completions] == [[3]]

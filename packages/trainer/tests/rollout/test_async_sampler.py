@@ -14,7 +14,7 @@ from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
-from temper_trainer.types import Completion, FinishReason, SamplingRequest
+from temper_trainer.types import Completion, FinishReason, SamplingRequest, pack_completion
 
 REQUESTS = make_requests(make_prompts(6, seed=4), SamplingConfig(max_tokens=60), seeds=range(6))
 
@@ -118,7 +118,8 @@ def test_pause_without_interrupts_waits_for_complete_completions(qwen2: Pair) ->
 
     completions = asyncio.run(pause_while_sampling())
     assert sampler.num_resumed == 0
-    assert [c.tokens for c in completions] == [c.tokens for c in qwen2.sampler().sample(REQUESTS)]
+    sampled = qwen2.sampler().sample(REQUESTS)
+    assert [tuple(c.tokens) for c in completions] == [c.tokens for c in sampled]
 
 
 def test_pause_interrupts_and_new_weights_continue_the_completions(qwen2: Pair) -> None:
@@ -150,25 +151,19 @@ def test_interrupted_completions_with_stop_texts_start_again(
         replace(r, sampling=replace(r.sampling, stop=("zq",), max_tokens=30)) for r in REQUESTS
     ]
     completions = asyncio.run(sample_all(sampler, requests))
-    # The sampler stores log-probs in a tuple, the scheduler in an array.
-    same_type = [
-        replace(each, rollout_logprobs=tuple(each.rollout_logprobs)) for each in completions
-    ]
-    assert same_type == qwen2.sampler().sample(requests)
+    assert completions == list(map(pack_completion, qwen2.sampler().sample(requests)))
 
 
-def test_sampled_completions_need_18_bytes_per_token_and_keep_their_values() -> None:
+def test_sampled_completions_need_9_bytes_per_token_and_keep_their_values() -> None:
     def script(request: SamplingRequest) -> list[int]:
         return [int(text) for text in f"{request.seed} 70000 150001 1".split()] * 1000
 
-    scripted = ScriptedSampler(script, end_token_id=1, logprob=-1 / 3)
+    # The log-prob is one that float32 can represent, as are those of all samplers.
+    scripted = ScriptedSampler(script, end_token_id=1, logprob=-0.375)
     requests = make_requests([(5,)] * 2, SamplingConfig(max_tokens=4000), seeds=(90000, 90001))
     completions = asyncio.run(sample_all(AsyncSampler(scripted), requests))
     for request, completion in zip(requests, completions, strict=True):
-        assert completion.tokens == tuple(script(request))
-        assert list(completion.rollout_logprobs) == [-1 / 3] * 4000
-        objects = {id(token): token for token in completion.tokens}
-        num_bytes = sum(map(sys.getsizeof, objects.values()))
-        num_bytes += sys.getsizeof(completion.tokens) + sys.getsizeof(completion.rollout_logprobs)
-        assert num_bytes <= 18 * 4000
-    assert completions[0].tokens[1] is completions[1].tokens[1]
+        assert list(completion.tokens) == script(request)
+        assert list(completion.rollout_logprobs) == [-0.375] * 4000
+        num_bytes = sys.getsizeof(completion.tokens) + sys.getsizeof(completion.rollout_logprobs)
+        assert num_bytes <= 9 * 4000

@@ -47,12 +47,12 @@ class CompletionRecorder:
         row = {
             "key": compute_key(request),
             "arrival_s": round(time.monotonic() - self._begin, 6),
-            "tokens": completion.tokens,
+            "tokens": list(completion.tokens),
             # The shortest text that is parsed to the same float.
-            "logprobs": completion.rollout_logprobs,
+            "logprobs": list(completion.rollout_logprobs),
             "finish_reason": completion.finish_reason.value,
             "weight_version": completion.weight_version,
-            "token_versions": completion.token_versions,
+            "token_versions": list(completion.token_versions),
         }
         if completion.routed_experts is not None:
             row["routed_experts"] = _encode_experts(completion.routed_experts)

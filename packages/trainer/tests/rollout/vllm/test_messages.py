@@ -19,6 +19,7 @@ from temper_trainer.rollout.vllm.messages import (
     CallResult,
     Hello,
     MessageError,
+    PackedCompletion,
     ServerSpec,
     decode,
     decode_arguments,
@@ -27,7 +28,7 @@ from temper_trainer.rollout.vllm.messages import (
     encode_value,
 )
 from temper_trainer.rollout.weight_delta import DeltaManifest, PackedDelta
-from temper_trainer.types import Completion, FinishReason
+from temper_trainer.types import Completion, FinishReason, pack_completion
 
 BUCKET = PackedBucket(
     entries=(TensorEntry(name="w", shape=(2, 3), dtype="bfloat16", offset=64),),
@@ -43,7 +44,7 @@ REQUESTS = make_requests([[2], [3, 4]], SamplingConfig(max_tokens=4, top_p=0.9, 
 COMPLETION = Completion(
     request_id=1,
     tokens=(1, 2**31),
-    rollout_logprobs=(-0.1, float("-inf")),
+    rollout_logprobs=(-0.125, float("-inf")),
     finish_reason=FinishReason.STOP_TEXT,
     weight_version=4,
 )
@@ -88,22 +89,30 @@ def test_arguments_arrive_equal_and_of_their_own_types() -> None:
     assert call("receive_weights", [BUCKET], 3, True) == [[BUCKET], 3, True]
 
 
+def encode_sampled(*completions: Completion) -> bytes:
+    return encode_value([PackedCompletion.pack(each) for each in completions])
+
+
 def test_results_arrive_equal_bit_by_bit() -> None:
-    value = encode_value([COMPLETION])
+    value = encode_sampled(COMPLETION)
     answer = decode(encode(CallResult(number=1, method="sample", value=value)))
     assert isinstance(answer, CallResult)
-    # Log-probs are a list then; the scheduler stores them in an array.
-    logprobs = list(COMPLETION.rollout_logprobs)
-    assert decode_result(answer) == [replace(COMPLETION, rollout_logprobs=logprobs)]
+    assert list(map(pack_completion, decode_result(answer))) == [pack_completion(COMPLETION)]
     locations = CallResult(
         number=1, method="device_locations", value=encode_value([("host", None)])
     )
     assert decode_result(locations) == [("host", None)]
 
 
+def test_half_a_token_is_refused() -> None:
+    packed = replace(PackedCompletion.pack(COMPLETION), tokens=b"12")
+    with pytest.raises(MessageError, match="8 bytes of log-probs and 2 bytes of tokens"):
+        decode_result(CallResult(number=1, method="sample", value=encode_value([packed])))
+
+
 def test_experts_of_a_completion_arrive_equal() -> None:
     experts = torch.arange(12, dtype=torch.int16).reshape(2, 3, 2) + 300
-    value = encode_value([replace(COMPLETION, routed_experts=experts)])
+    value = encode_sampled(replace(COMPLETION, routed_experts=experts))
     (arrived,) = decode_result(CallResult(number=1, method="sample", value=value))
     assert arrived.routed_experts.dtype == torch.int16
     assert arrived.routed_experts.equal(experts)
@@ -111,7 +120,7 @@ def test_experts_of_a_completion_arrive_equal() -> None:
 
 def test_experts_of_another_size_than_announced_are_refused() -> None:
     experts = torch.zeros(2, 3, 2, dtype=torch.int16)
-    value = encode_value([replace(COMPLETION, routed_experts=experts)])
+    value = encode_sampled(replace(COMPLETION, routed_experts=experts))
     shape = struct.pack("<3I", 2, 3, 2)
     damaged = value.replace(shape, struct.pack("<3I", 2, 3, 1))
     assert damaged != value

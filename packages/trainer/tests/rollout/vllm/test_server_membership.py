@@ -235,7 +235,7 @@ def test_waiting_for_a_server_is_not_measured_as_sampling() -> None:
         streaming = AsyncSampler(sampler, max_concurrent=4)
         return await streaming.sample(REQUESTS[0], cohort=Cohort(num_open=1), trace=trace)
 
-    assert asyncio.run(sample()).tokens == completion_of(REQUESTS[0]).tokens
+    assert tuple(asyncio.run(sample()).tokens) == completion_of(REQUESTS[0]).tokens
     assert [(each.phase, each.begin >= joined_at[0]) for each in trace.spans] == [
         ("sampling", True)
     ]

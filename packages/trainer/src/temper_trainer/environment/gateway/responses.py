@@ -57,7 +57,7 @@ def make_text_response(
         "logprobs": logprobs,
     }
     if has_token_ids:
-        choice |= {"prompt_token_ids": prompt_tokens, "token_ids": completion.tokens}
+        choice |= {"prompt_token_ids": prompt_tokens, "token_ids": list(completion.tokens)}
     return {
         "id": response_id,
         "object": "text_completion",

@@ -215,15 +215,11 @@ def measure_staleness(rollouts: Sequence[Rollout], *, version: int) -> dict[str,
         completions with tokens from several versions.
     """
     completions = [completion for rollout in rollouts for completion in rollout.completions]
-    ages = [
-        version - token_version
-        for c in completions
-        # Empty unless the completion continued under newer weights.
-        for token_version in (c.token_versions or (c.weight_version,) * len(c.tokens))
-    ]
+    counts = count_tokens_by_staleness(rollouts, version=version)
+    total_age = sum(age * count for age, count in counts.items())
     num_mixed = sum(bool(c.token_versions) for c in completions)
     return {
-        "staleness/mean": sum(ages) / max(len(ages), 1),
+        "staleness/mean": total_age / max(sum(counts.values()), 1),
         "staleness/max": float(max((version - c.weight_version for c in completions), default=0)),
         "staleness/mixed_fraction": num_mixed / max(len(completions), 1),
     }
@@ -241,7 +237,8 @@ def count_tokens_by_staleness(rollouts: Sequence[Rollout], *, version: int) -> d
         # Empty unless the completion continued under newer weights.
         if completion.token_versions:
             ages, numbers = np.unique(
-                version - np.asarray(completion.token_versions), return_counts=True
+                version - np.asarray(completion.token_versions, dtype=np.int64),
+                return_counts=True,
             )
             counts.update(dict(zip(ages.tolist(), numbers.tolist(), strict=True)))
         else:

@@ -232,7 +232,7 @@ def _make_rollouts(group: SampledGroup, *, group_id: int) -> list[Rollout]:
             sample_id=group_id * len(group.rollouts) + i,
             components=each.score.components,
             baseline=None if baseline is None else baseline.reward,
-            baseline_tokens=0 if baseline is None else len(baseline.conversation.tokens),
+            baseline_tokens=0 if baseline is None else baseline.conversation.num_tokens,
             turn_rewards=tuple(each.conversation.rewards),
         )
         for i, each in enumerate(group.rollouts)

@@ -51,7 +51,8 @@ def check_completion(
             f"{message_start} {num_tokens} tokens, {num_logprobs} log-probs and id "
             f"{completion.request_id}: report this as a bug."
         )
-    if not all(math.isfinite(value) for value in completion.rollout_logprobs):
+    # A sum of finite float32 numbers is finite, and one comparison is faster than one per token.
+    if not math.isfinite(sum(completion.rollout_logprobs)):
         raise WeightError(
             f"{message_start} log-probs that are not finite, so its weights have overflowed or "
             "were damaged: check the gradient norms of the steps before."

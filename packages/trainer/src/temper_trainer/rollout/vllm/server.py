@@ -27,6 +27,7 @@ from temper_trainer.rollout.vllm.messages import (
     Heartbeat,
     Hello,
     Message,
+    PackedCompletion,
     Progress,
     ServerSpec,
     decode,
@@ -64,7 +65,7 @@ class ServerLoop:
         self._calls: EngineMethods = engine
         self._connection = connection
         self._inbox = inbox
-        self._sampling: dict[int, list[Completion | None]] = {}
+        self._sampling: dict[int, list[PackedCompletion | None]] = {}
         self._last_message = time.monotonic()
         self._num_unreported = 0
         self._send_lock = threading.Lock()
@@ -108,7 +109,7 @@ class ServerLoop:
 
     def _finish(self, key: "RequestKey", completion: Completion) -> None:
         number, index = key
-        self._sampling[number][index] = completion
+        self._sampling[number][index] = PackedCompletion.pack(completion)
         self._num_unreported += 1
         if None not in self._sampling[number]:
             self._answer(number, "sample", self._sampling.pop(number))
