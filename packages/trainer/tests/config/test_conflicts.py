@@ -46,6 +46,16 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
             "data.streaming is true, but data.tokenizer.kind bpe is trained on all rows",
             "before the run: use a pretrained one.",
         ),
+        (
+            ["data.streaming=true", "data.overlong_prompts=drop"],
+            "data.streaming is true, but data.overlong_prompts drop removes rows before the run",
+            "remove these rows from the file, or raise data.max_prompt_tokens.",
+        ),
+        (
+            ["data.streaming=true", "data.train=parquet", "data.train.paths=[rows.parquet]"],
+            "data.streaming is true, but rows can be found only in local JSON lines and data sets",
+            "convert the files, or use data.train=datasets.",
+        ),
         (["algorithm.kl_loss_coef=0.1"], "algorithm.kl_loss_coef is 0.1", "ref is not set"),
         (["ref=frozen"], "algorithm.kl_loss_coef is 0.0", "ref is set"),
         (["ref=frozen", "task=sft"], "ref is set in task sft", "remove it (ref=none)"),

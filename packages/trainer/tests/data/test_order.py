@@ -53,10 +53,10 @@ def test_cursor_at_the_end_of_an_epoch_starts_the_next() -> None:
 def test_order_of_an_epoch_does_not_depend_on_the_python_version() -> None:
     # Fixed by random.Random's promise for string seeds; written down so that a change of our own
     # shows.
-    assert draw_epoch_order(8, seed=0, epoch=0, shuffle=True) == ORDER_OF_SEED_0
-    assert draw_epoch_order(8, seed=0, epoch=1, shuffle=True) != ORDER_OF_SEED_0
-    assert draw_epoch_order(8, seed=1, epoch=0, shuffle=True) != ORDER_OF_SEED_0
-    assert draw_epoch_order(3, seed=0, epoch=9, shuffle=False) == [0, 1, 2]
+    assert list(draw_epoch_order(8, seed=0, epoch=0, shuffle=True)) == ORDER_OF_SEED_0
+    assert list(draw_epoch_order(8, seed=0, epoch=1, shuffle=True)) != ORDER_OF_SEED_0
+    assert list(draw_epoch_order(8, seed=1, epoch=0, shuffle=True)) != ORDER_OF_SEED_0
+    assert list(draw_epoch_order(3, seed=0, epoch=9, shuffle=False)) == [0, 1, 2]
 
 
 def test_empty_stream_is_refused() -> None:

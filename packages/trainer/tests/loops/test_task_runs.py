@@ -428,6 +428,31 @@ def test_streamed_data_is_packed_by_tokens_and_resumes_where_it_stopped(
     assert uninterrupted[-1]["data/epoch"] >= 1.0
 
 
+@pytest.mark.bitwise
+def test_streamed_rows_train_the_same_bits_as_rows_that_are_loaded_first(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    data = write(
+        tmp_path / "sums.jsonl",
+        [{"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(6)],
+    )
+    first = run(tmp_path / "first", "task=sft", data, "run.total_steps=1", base=TINY)
+    settings = (
+        data,
+        "data.tokenizer.kind=pretrained",
+        f"data.tokenizer.path={first.directory / 'tokenizer'}",
+        "run.save_model=false",
+        "sampling.max_tokens=8",
+        "algorithm.group_size=2",
+        "reward.function=temper_trainer_test_rewards:share_of_digits",
+    )
+    run(tmp_path / "loaded", *settings, "run.total_steps=4", base=TINY)
+    streamed = (*settings, "data.streaming=true")
+    run(tmp_path / "streamed", *streamed, "run.total_steps=2", base=TINY)
+    run(tmp_path / "streamed", *streamed, "run.total_steps=4", "run.resume=auto", base=TINY)
+    assert rows(tmp_path / "streamed", phase="rl") == rows(tmp_path / "loaded", phase="rl")
+
+
 def test_tasks_eval_and_generate_score_and_write_completions(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:

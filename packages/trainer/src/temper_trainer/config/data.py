@@ -283,11 +283,12 @@ class DataConfig:
     random, in [0, 1]. 0 is strictly from easy to hard, 1 a random order.
     """
     streaming: bool = False
-    """task sft only: read data.train during training and shuffle within a buffer, in place of
-    loading all rows first.
+    """Read and tokenize data.train during training, in place of loading all rows first. Task sft
+    reads in the order of the source, and shuffles within a buffer. Tasks rl and distill shuffle all
+    rows; the source must be local JSON lines, which are memory-mapped, or of kind datasets.
     """
     streaming_buffer: PositiveInt = 1000
-    """Size of the shuffle buffer in rows; only with streaming and shuffle."""
+    """Size of the shuffle buffer in rows; only with streaming and shuffle, in task sft."""
     train_on: Literal["last", "all"] = "all"
     """Assistant turns of a conversation that are trained; only with messages_key."""
 
@@ -366,16 +367,21 @@ def find_data_conflicts(
                 "and all rows are sorted together: set all of them or none, or set the weight of "
                 "each source, so that each is sorted for itself."
             )
+    if data.streaming and task not in ("sft", *RL_TASKS):
+        yield (
+            f"data.streaming has no effect in task {task}: only tasks sft, rl and distill use it. "
+            "Remove it."
+        )
     if task != "sft":
         only = {
-            "data.streaming": data.streaming,
             "data.train.messages_key": train is not None and train.messages_key is not None,
             "batching.tokens_per_update": tokens_per_update is not None,
         }
         for key, is_set in only.items():
             if is_set:
                 yield (f"{key} has no effect in task {task}: only task sft uses it. Remove it.")
-    if total_epochs is not None and (data.streaming or tokens_per_update is not None):
+    is_unknown = (data.streaming and task == "sft") or tokens_per_update is not None
+    if total_epochs is not None and is_unknown:
         yield (
             f"run.total_epochs is {total_epochs}, but with data.streaming or "
             "batching.tokens_per_update the number of steps per pass is unknown: set "
@@ -396,3 +402,35 @@ def find_data_conflicts(
     for applies, reason, remedy in reasons if data.streaming else ():
         if applies:
             yield f"data.streaming is true, but {reason} before the run: {remedy}."
+    if data.streaming and task in RL_TASKS:
+        yield from _find_mapping_conflicts(data)
+
+
+def _find_mapping_conflicts(data: DataConfig) -> Iterator[str]:
+    """Yield what tasks rl and distill need all rows for, so that they cannot stream them."""
+    source = data.train
+    is_local = isinstance(source, JsonlSource) and all(
+        "://" not in path and "::" not in path and not path.endswith((".gz", ".bz2", ".xz", ".zst"))
+        for path in source.paths
+    )
+    reasons = (
+        (bool(data.train_sets), "data.train_sets mixes sources", "name all files in data.train"),
+        (
+            data.overlong_prompts == "drop",
+            "data.overlong_prompts drop removes rows before the run",
+            "remove these rows from the file, or raise data.max_prompt_tokens",
+        ),
+        (
+            source is not None and source.reward_key is not None,
+            "data.train.reward_key selects the rewards that are started with the run",
+            "use data.train.reward",
+        ),
+        (
+            not is_local and not isinstance(source, DatasetsSource | ArithmeticSource | None),
+            "rows can be found only in local JSON lines and data sets",
+            "convert the files, or use data.train=datasets",
+        ),
+    )
+    for applies, reason, remedy in reasons:
+        if applies:
+            yield f"data.streaming is true, but {reason}: {remedy}."

@@ -253,8 +253,10 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
 
 def _data_rules(config: TrainerConfig) -> Iterator[Rule]:
     data, sources = config.data, config.sources
-    buffers = data.streaming and data.shuffle
-    yield Rule(not buffers, "data.streaming_buffer", "without data.streaming and data.shuffle")
+    buffers = data.streaming and data.shuffle and config.task == "sft"
+    yield Rule(
+        not buffers, "data.streaming_buffer", "without data.streaming and data.shuffle in task sft"
+    )
     reason = "without data.train.messages_key, the field with full conversations"
     has_turns = data.train is not None and data.train.messages_key is not None
     yield Rule(not has_turns, "data.train_on", reason)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from temper_engine_api.errors import ConfigError, format_install
 from temper_trainer.config.data import (
@@ -33,6 +34,9 @@ from temper_trainer.data.rows import (
     describe_missing_label,
     parse_number,
 )
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _PARQUET_BATCH = 4096
 
@@ -204,22 +208,37 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
         # utf-8-sig skips the byte order mark that programs on Windows put at the start.
         with fsspec.open(path, "rt", encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield f"{path}:{number}", json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise DataError(
-                        f"{path}:{number}: not a JSON object ({error}): expected one object per "
-                        f"line. {_suggest_remedy(path, line)}"
-                    ) from error
+                if line.strip():
+                    yield parse_json_line(line, path=path, number=number)
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text ({error}): expected JSON lines. Is it compressed, or of "
-            "another kind?"
-        ) from error
+        raise _make_encoding_error(path, error) from error
     except OSError as error:
-        raise _make_unreadable_error(path, error) from error
+        raise make_unreadable_error(path, error) from error
+
+
+def parse_json_line(line: str | bytes, *, path: str, number: int) -> tuple[str, object]:
+    """Return file and line, and the record of a line.
+
+    Raises:
+        DataError: If it is no JSON.
+    """
+    try:
+        text = line if isinstance(line, str) else line.decode("utf-8-sig")
+        return f"{path}:{number}", json.loads(text)
+    except UnicodeDecodeError as error:
+        raise _make_encoding_error(path, error) from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}:{number}: not a JSON object ({error}): expected one object per line. "
+            f"{_suggest_remedy(path, text)}"
+        ) from error
+
+
+def _make_encoding_error(path: str, error: UnicodeDecodeError) -> DataError:
+    return DataError(
+        f"{path} is not UTF-8 text ({error}): expected JSON lines. Is it compressed, or of another "
+        "kind?"
+    )
 
 
 def _parquet_records(
@@ -256,7 +275,7 @@ def _parquet_records(
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
     except OSError as error:
-        raise _make_unreadable_error(path, error) from error
+        raise make_unreadable_error(path, error) from error
 
 
 def _find_column(key: str, names: Sequence[str]) -> str:
@@ -267,9 +286,19 @@ def _find_column(key: str, names: Sequence[str]) -> str:
 def _datasets_records(
     source: DatasetsSource, base_dir: Path | None
 ) -> Iterator[tuple[str, object]]:
-    """Yield (name[split] row number, record) with the Hugging Face library.
+    """Yield (name[split] row number, record) with the Hugging Face library."""
+    for number, record in enumerate(load_dataset(source, base_dir=base_dir)):
+        yield f"{source.location} row {number}", record
+
+
+def load_dataset(source: DatasetsSource, *, base_dir: Path | None = None) -> "Dataset":
+    """Load a data set with the Hugging Face library, which maps it into memory.
 
     A local directory may be one that save_to_disk wrote.
+
+    Raises:
+        DataError: If it cannot be loaded.
+        ConfigError: If the library is not installed.
     """
     try:
         import datasets  # imported here, because it is an extra
@@ -283,21 +312,19 @@ def _datasets_records(
     try:
         # The files of save_to_disk tell whether a directory has one split or several.
         if (local / "dataset_dict.json").is_file():
-            data = datasets.load_from_disk(str(local))[source.split]
-        elif (local / "state.json").is_file():
-            data = datasets.load_from_disk(str(local))
-        else:
-            data = datasets.load_dataset(str(local) if local.is_dir() else name, split=source.split)
+            return datasets.load_from_disk(str(local))[source.split]
+        if (local / "state.json").is_file():
+            return datasets.load_from_disk(str(local))
+        return datasets.load_dataset(str(local) if local.is_dir() else name, split=source.split)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"the data set {name!r}, split {source.split!r}, cannot be loaded: "
             f"{type(error).__name__}: {error}"
         ) from error
-    for number, record in enumerate(data):
-        yield f"{name}[{source.split}] row {number}", record
 
 
-def _make_unreadable_error(path: str, error: OSError) -> DataError:
+def make_unreadable_error(path: str, error: OSError) -> DataError:
+    """Return the error of a file that cannot be read."""
     return DataError(
         f"{path} cannot be read ({type(error).__name__}: {error}): give the path of a readable "
         "file. Relative paths start at the working directory, or at the given base directory."

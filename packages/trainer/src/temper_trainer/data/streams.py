@@ -1,6 +1,7 @@
 """Streams of training items that resume from a cursor, also from easy to hard items."""
 
 import random
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -11,9 +12,9 @@ from temper_trainer.types import DataCursor, Prompt
 Item = TypeVar("Item")
 
 
-def draw_epoch_order(num_items: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+def draw_epoch_order(num_items: int, *, seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
     """Return [num_items] indices, ordered for one epoch."""
-    order = list(range(num_items))
+    order = array("I", range(num_items))  # a list would need ten times as much memory
     if shuffle:
         # Python guarantees that shuffle with a string seed gives the same order in later versions.
         random.Random(f"order {seed} {epoch}").shuffle(order)
@@ -121,7 +122,7 @@ class InMemoryStream(Generic[Item]):
         self._seed = seed
         self._shuffle = shuffle
         self._curriculum = curriculum
-        self._order: list[int] = []
+        self._order: Sequence[int] = []
         self._order_epoch = -1
         self._seek(start)
 

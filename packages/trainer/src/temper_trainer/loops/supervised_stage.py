@@ -114,7 +114,7 @@ def build_demonstration_stage(
     limit = get_demonstration_limit(
         config.actor.engine.model, max_tokens=config.batching.max_tokens
     )
-    if data.streaming:
+    if data.streaming and (warm_start is None or warm_start.data is None):
         open_stream = _stream_demonstrations(data, tokenizer, limit=limit, seed=seed)
         num_examples = None
     else:

@@ -21,6 +21,7 @@ from temper_trainer.config.data import DataConfig
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.memory_mapped import MappedPrompts
 from temper_trainer.data.streams import (
     Curriculum,
     InMemoryStream,
@@ -125,9 +126,9 @@ def build_components(
             _open_scorer(
                 config.reward,
                 selected={
-                    prompt.reward
+                    reward
                     for each in (prompts, *(each.prompts for each in eval_sets.values()))
-                    for prompt in each
+                    for reward in _list_rewards(each)
                 },
                 max_tokens=config.batching.max_tokens,
                 runtime=runtime,
@@ -163,6 +164,13 @@ def build_components(
             teachers=teachers,
             canary=_build_canary(config, actor=roles["actor"], prompt=prompts[0]),
         )
+
+
+def _list_rewards(prompts: Sequence[Prompt]) -> set[str]:
+    """Return the names of the rewards that prompts select."""
+    if isinstance(prompts, MappedPrompts):
+        return {prompts.reward}
+    return {prompt.reward for prompt in prompts}
 
 
 def _open_prompts(

@@ -5,7 +5,7 @@ nothing; then the stop request, so that a signal during the start is handled; th
 so that a damaged one is found before data and models are loaded.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from temper_trainer.config.resume_changes import describe_changes
 from temper_trainer.config.run import INFERENCE_TASKS
 from temper_trainer.config.run_folder_checks import find_inputs_in_run_folder
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.memory_mapped import map_prompts
 from temper_trainer.data.prompts import encode_prompts
 from temper_trainer.loops.evaluation import count_trained_prompts, evaluate_all, generate
 from temper_trainer.loops.held_out import encode_held_out
@@ -56,6 +57,7 @@ from temper_trainer.run_lock import RunLock
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
 from temper_trainer.runtime.runtime_factory import Runtime, open_runtime
 from temper_trainer.temporary_folders import remove_leftovers
+from temper_trainer.types import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +388,11 @@ class _TaskRun:
         """Run task rl or distill, after the warm start if there is one."""
         # First what the data may refuse, because a warm start may take hours.
         data, tokenizer = self.config.data, self.data.tokenizer
-        prompts, num_dropped = encode_prompts(self.data.problems["train"], tokenizer, data)
+        prompts: Sequence[Prompt]
+        if data.streaming:
+            prompts, num_dropped = map_prompts(data, tokenizer), 0
+        else:
+            prompts, num_dropped = encode_prompts(self.data.problems["train"], tokenizer, data)
         eval_sets, eval_dropped = self._encode_eval_sets()
         config = with_run_length(self.config, num_problems=len(prompts))
         trained_rows = list(self.data.problems["train"])
@@ -412,7 +418,10 @@ class _TaskRun:
             eval_sets={
                 name: replace(
                     each,
-                    num_trained=count_trained_prompts(
+                    # To compare all rows of a stream with held-out ones, it would have to be read.
+                    num_trained=None
+                    if data.streaming
+                    else count_trained_prompts(
                         each.prompts, rows=self.data.problems[each.key], trained=trained_rows
                     ),
                 )

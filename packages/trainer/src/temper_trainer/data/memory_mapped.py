@@ -1,0 +1,149 @@
+"""Prompts that are read and tokenized when they are used, of files that are memory-mapped.
+
+A run starts at once, whatever the number of rows. Its prompts and their order are those of a run
+that loads all rows first.
+"""
+
+import mmap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from temper_trainer.config.data import DataConfig, DatasetsSource, FileSource, RecordSource
+from temper_trainer.data.prompts import encode_prompts
+from temper_trainer.data.rows import DataError, Row, build_row
+from temper_trainer.data.sources import load_dataset, make_unreadable_error, parse_json_line
+from temper_trainer.types import Prompt
+
+_CHUNK_BYTES = 1 << 24
+_BLANK_BYTES = 2
+"""A line of this length with its end, or shorter, has no record."""
+
+
+def map_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> "MappedPrompts":
+    """Return the prompts of ``data.train``, each of which is tokenized when it is used.
+
+    Raises:
+        DataError: See `MappedPrompts`.
+    """
+    assert isinstance(data.train, RecordSource)
+
+    def encode(row: Row) -> Prompt:
+        (prompt,), _ = encode_prompts([row], tokenizer, data)
+        return prompt
+
+    return MappedPrompts(data.train, encode)
+
+
+class MappedLines:
+    """The lines of a local file, of which only their positions are in memory.
+
+    It needs 12 bytes per line.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Find the lines.
+
+        Raises:
+            DataError: If the file cannot be read.
+        """
+        self._path = path
+        try:
+            with Path(path).open("rb") as file:
+                starts = _find_line_starts(path)
+                # A mapping must not be empty.
+                self._data = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if starts[-1] else b""
+                )
+        except OSError as error:
+            raise make_unreadable_error(path, error) from error
+        self._starts = starts
+        self._lines = np.flatnonzero(np.diff(starts) > _BLANK_BYTES).astype(np.uint32)
+        """Lines that are not blank."""
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def read(self, index: int) -> tuple[str, object]:
+        """Return file and line, and the record.
+
+        Raises:
+            DataError: If the line is not a JSON object.
+        """
+        line = int(self._lines[index])
+        data = self._data[self._starts[line] : self._starts[line + 1]]
+        return parse_json_line(data, path=self._path, number=line + 1)
+
+
+class MappedPrompts(Sequence[Prompt]):
+    """The prompts of a source by the index of their row."""
+
+    def __init__(self, source: RecordSource, encode: Callable[[Row], Prompt]) -> None:
+        """Find the rows; none is read.
+
+        Args:
+            source: Local JSON lines, or a data set.
+            encode: Tokenizes a row.
+
+        Raises:
+            DataError: If a file cannot be read, or there is no row.
+        """
+        self.reward = source.reward or ""
+        """Name of the reward of all prompts."""
+        self._source = source
+        self._encode = encode
+        self._files: list[MappedLines] = []
+        if isinstance(source, DatasetsSource):
+            self._dataset = load_dataset(source)
+            num_rows = len(self._dataset)
+        else:
+            assert isinstance(source, FileSource)
+            self._files = [MappedLines(path) for path in source.paths]
+            num_rows = sum(map(len, self._files))
+        self._num_rows = num_rows if source.max_rows is None else min(num_rows, source.max_rows)
+        if not self._num_rows:
+            raise DataError(f"the data set {source.location} has no rows: give one that has some.")
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row_id = range(len(self))[index]
+        location, record = self._read(row_id)
+        row = build_row(record, config=self._source, row_id=row_id, location=location)
+        return self._encode(row)
+
+    def _read(self, row_id: int) -> tuple[str, object]:
+        """Return location and record of a row."""
+        if isinstance(self._source, DatasetsSource):
+            return f"{self._source.location} row {row_id}", self._dataset[row_id]
+        for file in self._files:
+            if row_id < len(file):
+                return file.read(row_id)
+            row_id -= len(file)
+        raise IndexError(row_id)
+
+
+def _find_line_starts(path: str) -> npt.NDArray[np.int64]:
+    """Return the position of each line in a file, and the end of the file."""
+    ends: list[npt.NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
+    position = 0
+    # Read and not mapped: the pages of a mapping would count as memory of the process.
+    with Path(path).open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            newlines = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))
+            ends.append(newlines + (position + 1))
+            position += len(chunk)
+    starts = np.concatenate(ends)
+    # The last line may lack its end.
+    return starts if starts[-1] == position else np.append(starts, position)
