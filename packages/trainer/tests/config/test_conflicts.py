@@ -208,6 +208,7 @@ def test_servers_on_other_hosts_need_an_address_that_they_reach() -> None:
     ("servers", "problem"),
     [
         ("127.0.0.1:65536", "has '127.0.0.1:65536', but must have addresses HOST:PORT"),
+        ("127.0.0.1:8100,localhost:8100", "a server can be connected once"),
         ("127.0.0.1:0", "has '127.0.0.1:0', but must have addresses HOST:PORT"),
         ("127.0.0.1:81,127.0.0.1:81", "remove the repeated address"),
     ],

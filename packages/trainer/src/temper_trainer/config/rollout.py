@@ -108,7 +108,7 @@ class VllmConfig:
                 f"{key}.servers has {wrong[0]!r}, but must have addresses HOST:PORT, such as "
                 "10.0.0.5:8100."
             )
-        if len(set(self.servers)) < len(self.servers):
+        if len(set(map(normalize_address, self.servers))) < len(self.servers):
             raise ConfigError(
                 f"{key}.servers is {list(self.servers)}, but a server can be connected once: "
                 "remove the repeated address."
@@ -132,6 +132,17 @@ def is_address(text: str) -> bool:
     """Return True if a text is HOST:PORT."""
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+
+
+def normalize_address(address: str) -> str:
+    """Return the form of an address in which equal servers on this host are equal.
+
+    Example:
+        >>> normalize_address("localhost:8100")
+        '127.0.0.1:8100'
+    """
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host == "localhost" else address
 
 
 @settings

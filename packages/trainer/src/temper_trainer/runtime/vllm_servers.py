@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from temper_trainer.config.rollout import normalize_address
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.sampler import Replica
 from temper_trainer.rollout.vllm.messages import ServerSpec
@@ -76,11 +77,12 @@ def connect_sampler(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase
     """
     spec = build_server_spec(config, tokenizer=tokenizer)
     vllm = config.rollout.vllm
+    configured = [normalize_address(each) for each in vllm.servers]
 
     def read_current() -> Sequence[str]:
         # Unlike at the start, a wrong line must not end the run: others are connected.
         if vllm.servers_file is None:
-            return vllm.servers
+            return configured
         return parse_addresses(Path(vllm.servers_file).read_text(encoding="utf-8"))
 
     def make_server(address: str) -> RemoteServer:
@@ -92,7 +94,7 @@ def connect_sampler(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase
             load_timeout_s=vllm.load_timeout_s,
         )
 
-    first = vllm.servers if vllm.servers_file is None else read_addresses(vllm.servers_file)
+    first = configured if vllm.servers_file is None else read_addresses(vllm.servers_file)
     servers = [make_server(address) for address in first]
     return VllmSampler(
         servers,

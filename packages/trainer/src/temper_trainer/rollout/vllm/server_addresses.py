@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.rollout import is_address
+from temper_trainer.config.rollout import is_address, normalize_address
 
 TOKEN_VARIABLE = "TEMPER_SERVER_TOKEN"
 """Environment variable with the secret that a run and its servers share."""
@@ -37,11 +37,11 @@ def parse_addresses(text: str) -> list[str]:
     """Return the addresses in a file's text: one a line; text after # is ignored.
 
     Example:
-        >>> parse_addresses("10.0.0.5:8100 # next rack")
-        ['10.0.0.5:8100']
+        >>> parse_addresses("localhost:8100 # this host")
+        ['127.0.0.1:8100']
     """
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return list(dict.fromkeys(line for line in lines if line))
+    return list(dict.fromkeys(normalize_address(line) for line in lines if line))
 
 
 def read_addresses(file: str) -> list[str]:
