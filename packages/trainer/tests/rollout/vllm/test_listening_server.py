@@ -173,6 +173,26 @@ def test_server_with_another_version_of_temper_is_refused() -> None:
     assert "has temper-trainer 0.1.9, but the run has 0.2.0" in problem
 
 
+def test_server_that_cannot_end_the_process_of_the_last_run_serves_the_next_one(
+    server: ListeningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect_run(server.port):
+        pass
+
+    def refuse(group: int, number: int) -> None:
+        raise PermissionError(1, "not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", refuse)
+        with (
+            pytest.raises(ConfigError, match="its process could not be started"),
+            connect_run(server.port),
+        ):
+            pass
+    with connect_run(server.port) as remote:
+        assert remote.versions == {"vllm": "0.32.0"}
+
+
 def test_server_whose_disk_was_full_serves_the_next_run(
     server: ListeningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

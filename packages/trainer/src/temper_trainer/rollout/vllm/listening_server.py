@@ -80,12 +80,13 @@ class ListeningServer:
 
     def _serve(self, connection: "Connection[bytes, bytes]", origin: str) -> None:
         """Start the process that serves a run, or tell the run why there is none."""
-        if not self._is_free():
-            self._refuse(
-                connection, "it serves another run; wait for its end, or start a server for each."
-            )
-            return
         try:
+            if not self._is_free():
+                self._refuse(
+                    connection,
+                    "it serves another run; wait for its end, or start a server for each.",
+                )
+                return
             _watch_host(connection)
             self._child = self._launch(connection)
         except OSError as error:
