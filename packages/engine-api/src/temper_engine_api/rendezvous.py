@@ -60,6 +60,8 @@ class StoreServer:
         self._values: dict[bytes, bytes] = {}
         self._arrivals: dict[bytes, threading.Event] = {}
         self._lock = threading.Lock()
+        self._is_abandoned = False
+        """True if no client may wait for a key any more."""
         self._listener = AuthenticatingListener(
             address,
             port=port,
@@ -91,7 +93,7 @@ class StoreServer:
         if method in (b"get", b"wait"):
             wait_s, *keys = parts
             if not self._wait(keys, float(wait_s)):
-                return (b"timeout",)
+                return (b"abandoned" if self._is_abandoned else b"timeout",)
             with self._lock:
                 return (b"", *(self._values.get(key, b"") for key in keys if method == b"get"))
         with self._lock:
@@ -120,6 +122,11 @@ class StoreServer:
                 return b"", b"%d" % all(key in self._values for key in parts)
             if method == b"delete":
                 return b"", b"%d" % (self._values.pop(parts[0], None) is not None)
+            if method == b"abandon":
+                self._is_abandoned = True
+                for event in self._arrivals.values():
+                    event.set()
+                return (b"",)
             if method == b"count":
                 return b"", b"%d" % len(self._values)
         raise EngineStateError(
@@ -141,6 +148,8 @@ class StoreServer:
                 with self._lock:
                     if key in self._values:
                         break
+                    if self._is_abandoned:
+                        return False
                     # Under the same lock as the look-up: a key set in between would not wake us.
                     event = self._arrivals.setdefault(key, threading.Event())
                 if not event.wait(max(0.0, deadline - time.monotonic())):
@@ -259,6 +268,10 @@ class TokenStore(Store):
         """Return the number of keys."""
         return int(self._call(b"count")[0])
 
+    def abandon(self) -> None:
+        """Let all clients that wait for a key fail, now and later: a member cannot join."""
+        self._call(b"abandon")
+
     # C++ code of torch looks these two methods up by their C++ names.
     getNumKeys = num_keys
     deleteKey = delete_key
@@ -271,6 +284,10 @@ class TokenStore(Store):
         # In torch a negative timeout means no limit.
         wait_s = timeout.total_seconds() if timeout.total_seconds() >= 0 else _FOREVER_S
         status, *values = self._send(method, repr(wait_s), *keys)
+        if status == b"abandoned":
+            raise dist.DistStoreError(
+                f"a member cannot join, so keys {', '.join(keys)} are not set"
+            )
         if status == b"timeout":
             raise dist.DistStoreError(
                 f"timed out after {wait_s:g} s waiting for keys {', '.join(keys)}"

@@ -1,6 +1,7 @@
 """A channel between an actor and a server's worker, over gloo: whatever the size of a bucket."""
 
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -62,6 +63,8 @@ class Server:
         self.name = f"rollout replica {number}"
         self.num_starts = 0
         self.dies_at_bucket = dies_at_bucket
+        self.dies_when_it_joins = False
+        self.join_problem = ""
         self._thread = ThreadPoolExecutor(1)
         self.buffer_addresses: set[int] = set()
 
@@ -94,14 +97,19 @@ class Server:
             if not self.is_dead:
                 return getattr(self, method)(*arguments)
         except ChannelError as error:
-            assert self.channel is not None
-            self.channel.close()
+            if self.channel is not None:
+                self.channel.close()
             raise ReplicaError(f"{self.name}: {error}") from error
         raise ReplicaError(f"{self.name} died")
 
     def join_channels(self, specs: list[ChannelSpec]) -> None:
         """Open this end."""
         (spec,) = specs
+        if self.dies_when_it_joins:
+            self.dies_when_it_joins = False
+            self.die()
+        if self.join_problem or self.is_dead:
+            raise ReplicaError(f"{self.name}: {self.join_problem or 'died'}")
         self.channel = join_channel(spec.to_dict(), device=torch.device("cpu"))
 
     def receive_weights(
@@ -296,6 +304,43 @@ def test_server_that_joins_or_leaves_changes_the_receivers_of_the_next_weights()
     transport._sampler.remove(first)
     transport.send(3)
     assert (first.version, second.version) == (2, 3)
+    transport.close()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_death_of_a_server_that_has_not_joined_a_channel_is_noticed_at_once(dead: int) -> None:
+    servers = [Server(0), Server(1)]
+    transport = transport_between(Actor(), *servers, can_resend=False)
+    servers[dead].dies_when_it_joins = True
+    begin = time.monotonic()
+    transport.send(1)
+    assert time.monotonic() - begin < 60, "without notice, it would be the channel's 600 s"
+    assert servers[1 - dead].version == 1
+    wait_for_restart(transport)
+    transport.send(2)
+    assert [each.version for each in servers] == [2, 2]
+    transport.close()
+
+
+def test_server_that_cannot_join_a_channel_leaves_and_the_others_get_the_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = Server(0), Server(1)
+    transport = transport_between(Actor(), first)
+    transport.send(1)
+    second.start()
+    second.can_restart = False
+    second.join_problem = "the store at 10.0.0.1:1234 can't be reached"
+    transport._sampler.add(second)
+    transport.send(2)
+    assert (transport._sampler.replicas, first.version, second.version) == ((first,), 2, -1)
+    assert "has left the run, because it cannot receive weights" in caplog.text
+    assert transport._sampler.has_refused(second)
+    first.can_restart = False
+    first.join_problem = second.join_problem
+    transport._num_changes = -1
+    with pytest.raises(ReplicaError, match="can't be reached"):
+        transport.send(3)
     transport.close()
 
 

@@ -38,6 +38,7 @@ from temper_trainer.rollout.weight_delta import (
 Backend = Literal["nccl", "gloo", "cuda_ipc"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_ABANDON_TIMEOUT_S = 10.0
 
 
 class ChannelError(TemperError, RuntimeError):
@@ -114,7 +115,7 @@ class WeightChannel:
         device: torch.device,
         server: StoreServer | None = None,
     ) -> None:
-        """Join the channel; return when all members have joined (with nccl, at the first transfer).
+        """Join the channel; return when all members have joined.
 
         Args:
             spec: The same for all members but for `rank`.
@@ -140,6 +141,10 @@ class WeightChannel:
         """Connect to the store and to the other members."""
         spec, rank = self._spec, self._spec.rank
         store = TokenStore(spec.address, spec.port, token=spec.token, timeout=timeout)
+        # NCCL would wait for the others at the first transfer, where `abandon_channel` has no
+        # effect.
+        store.set(f"joined {rank}", b"")
+        store.wait([f"joined {other}" for other in range(spec.size)], timeout)
         # The classes are used directly: init_process_group would replace the default group, which
         # belongs to the engine in the actor and to vLLM in a server.
         if spec.backend == "nccl":
@@ -291,6 +296,15 @@ class WeightChannel:
             self._store.get("buffer"), nonce=self._spec.nonce, num_bytes=num_bytes
         )
         return shared.map(num_bytes, device=self._device)
+
+
+def abandon_channel(spec: ChannelSpec) -> None:
+    """Let the members that wait for another one in `WeightChannel` fail at once."""
+    store = TokenStore(
+        spec.address, spec.port, token=spec.token, timeout=timedelta(seconds=_ABANDON_TIMEOUT_S)
+    )
+    store.abandon()
+    store.close()
 
 
 @contextmanager

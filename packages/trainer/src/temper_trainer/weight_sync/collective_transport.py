@@ -10,15 +10,17 @@ import os
 import secrets
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from temper_engine_api.errors import EngineStateError
 from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.run import LOOPBACK
@@ -36,6 +38,7 @@ from temper_trainer.rollout.weight_channel import (
     ChannelSpec,
     DeviceLocation,
     WeightChannel,
+    abandon_channel,
     locate_device,
 )
 from temper_trainer.rollout.weight_delta import (
@@ -55,6 +58,14 @@ from temper_trainer.weight_sync.sender_state import (
 from temper_trainer.weight_sync.transport import RankGroup, SentWeights
 
 logger = logging.getLogger(__name__)
+
+
+class JoinError(ReplicaError):
+    """A server cannot join a channel."""
+
+    def __init__(self, message: str, *, replica: Replica) -> None:
+        super().__init__(message)
+        self.replica = replica
 
 
 class CollectiveTransport:
@@ -131,6 +142,10 @@ class CollectiveTransport:
                 self._sampler.restart_dead(problem=problem)
                 try:
                     self._open_current()
+                except JoinError as error:
+                    has_left = self._sampler.refuse(error.replica, reason=str(error))
+                    problem = "" if has_left else str(error)
+                    continue
                 except ReplicaError as error:
                     problem = str(error)
                     continue
@@ -206,7 +221,8 @@ class CollectiveTransport:
             The spec of each channel, by the rank of the actor that sends.
 
         Raises:
-            ReplicaError: If a server did not join.
+            JoinError: If a server did not join.
+            ReplicaError: If a channel could not be opened for another reason.
         """
         senders = self._choose_senders(replicas)
         sizes = Counter(rank for ranks in senders for rank in ranks)
@@ -224,6 +240,14 @@ class CollectiveTransport:
             )
             for rank, num_workers in sizes.items()
         }
+        failed: list[JoinError] = []
+
+        def abandon_if_failed(replica: Replica, join: "Future[object]") -> None:
+            # The actor and the other servers would wait for this one until their timeout.
+            if (error := join.exception()) is not None:
+                failed.append(JoinError(str(error), replica=replica))
+                abandon_channels(specs.values())
+
         joined: Counter[int] = Counter()
         joins = []
         for replica, ranks in zip(replicas, senders, strict=True):
@@ -231,7 +255,9 @@ class CollectiveTransport:
             for rank in ranks:
                 joined[rank] += 1
                 members.append(replace(specs[rank], rank=joined[rank]))
-            joins.append(replica.call("join_channels", members))
+            join = replica.call("join_channels", members)
+            join.add_done_callback(partial(abandon_if_failed, replica))
+            joins.append(join)
         # Join before waiting for the servers, because each member returns only when all have
         # joined.
         try:
@@ -240,8 +266,11 @@ class CollectiveTransport:
                 join.result()
             if any(problems):
                 raise ReplicaError("; ".join(filter(None, problems)))
-        except BaseException:
+        except BaseException as error:
             self._close_channels(specs)
+            if failed and isinstance(error, ReplicaError):
+                # The first one; the others may have failed because the channel was abandoned.
+                raise failed[0] from error
             raise
         return specs
 
@@ -252,10 +281,14 @@ class CollectiveTransport:
         # Asked every time: servers may have been restarted or have joined on other GPUs.
         answers = [replica.call("device_locations") for replica in replicas]
         workers = [cast("list[tuple[str, str | None]]", answer.result()) for answer in answers]
-        return assign_senders(
-            [[DeviceLocation(host=host, gpu=gpu) for host, gpu in each] for each in workers],
-            senders=self._senders,
-        )
+        ranks = []
+        for replica, locations in zip(replicas, workers, strict=True):
+            server = [DeviceLocation(host=host, gpu=gpu) for host, gpu in locations]
+            try:
+                ranks += assign_senders([server], senders=self._senders)
+            except ReplicaError as error:
+                raise JoinError(f"{replica.name}: {error}", replica=replica) from error
+        return ranks
 
     def _resend(self, replica: Replica) -> "Future[object]":
         """Send the last weights to one restarted server over a separate channel.
@@ -334,6 +367,16 @@ def assign_senders(
             "the actor's host, weight_sync.transport=shared_memory reaches every GPU."
         )
     return [[ranks[worker] for worker in server] for server in workers]
+
+
+def abandon_channels(specs: Iterable[ChannelSpec]) -> None:
+    """Let the members of channels that wait for another one fail at once."""
+    for spec in specs:
+        try:
+            abandon_channel(spec)
+        except EngineStateError as error:
+            # The sender has failed too, and does not listen any more.
+            logger.debug("a channel is closed already: %s", error)
 
 
 def _merge_sent(sent: Sequence[SentWeights]) -> SentWeights:

@@ -156,7 +156,8 @@ class AddressWatch:
             if address in missing & self._missing:
                 self._threads.start(sampler.remove, server)
                 del self._connected[address]
-            elif id(server) not in members:
+            # One that cannot receive weights would be refused again.
+            elif id(server) not in members and not sampler.has_refused(server):
                 server.close()
                 del self._connected[address]
         self._missing = missing

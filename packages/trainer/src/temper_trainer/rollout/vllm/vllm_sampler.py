@@ -82,6 +82,7 @@ class VllmSampler:
         self._lock = self._pool.lock
         self._spec = spec
         self._watch = watch
+        self._refused: list[Replica] = []
         self._threads = DaemonThreads("requests")
         try:
             # In parallel, because building a model takes minutes.
@@ -397,6 +398,31 @@ class VllmSampler:
                 replica.close()
             else:
                 self._pool.add(replica)
+
+    def refuse(self, replica: Replica, *, reason: str) -> bool:
+        """Let a server that others have started leave, because it cannot receive weights.
+
+        Returns:
+            False if it is the run's own server, the last one, or dead; `restart_dead` then decides.
+        """
+        with self._lock:
+            if replica.can_restart or len(self._pool.receivers) < 2:
+                return False
+            try:
+                replica.call("cached_version").result()
+            except ReplicaError:
+                return False  # it may join again when it has been started again
+            self._pool.remove(replica)
+            self._refused.append(replica)
+        logger.warning(
+            "%s has left the run, because it cannot receive weights: %s", replica.name, reason
+        )
+        replica.close()
+        return True
+
+    def has_refused(self, replica: Replica) -> bool:
+        """Return True if a server has left because it cannot receive weights."""
+        return any(each is replica for each in self._refused)
 
     def remove(self, replica: Replica) -> None:
         """Let a server leave: it finishes its requests, and is then disconnected."""
