@@ -53,7 +53,7 @@ from temper_trainer.rollout.weight_delta import (
     count_sent_elements,
     open_delta_file,
 )
-from temper_trainer.weight_sync.collective_transport import (
+from temper_trainer.weight_sync.channel_sender import (
     open_sender_channel,
     open_store,
     plan_buckets,

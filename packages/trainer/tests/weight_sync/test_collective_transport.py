@@ -25,11 +25,8 @@ from temper_trainer.rollout.weight_channel import (
     join_channel,
 )
 from temper_trainer.rollout.weight_delta import apply_delta, check_updated_bucket
-from temper_trainer.weight_sync.collective_transport import (
-    CollectiveTransport,
-    open_sender_channel,
-    open_store,
-)
+from temper_trainer.weight_sync.channel_sender import open_sender_channel, open_store
+from temper_trainer.weight_sync.collective_transport import CollectiveTransport
 
 WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": torch.tensor([7.0])}
 

@@ -12,7 +12,8 @@ from temper_trainer.rollout.sampler import ReplicaError, Sampler
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import Backend, DeviceLocation
 from temper_trainer.weight_sync.buckets import export_buckets
-from temper_trainer.weight_sync.collective_transport import CollectiveTransport, locate_sender
+from temper_trainer.weight_sync.channel_sender import locate_sender
+from temper_trainer.weight_sync.collective_transport import CollectiveTransport
 from temper_trainer.weight_sync.shared_memory_transport import (
     AdapterTransport,
     SharedMemoryDeltaTransport,
