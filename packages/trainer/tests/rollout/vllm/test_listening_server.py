@@ -18,6 +18,7 @@ import pytest
 from packages.trainer.tests.loops.listeners_for_tests import Listeners, rows
 from temper_engine_api import authenticating_listener
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.process_folders import SHARED_MEMORY
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm import listening_server
 from temper_trainer.rollout.vllm.listening_server import ListeningServer
@@ -148,9 +149,11 @@ def test_workers_of_a_process_that_crashed_end_before_the_next_run(
         pass
     worker, folder = (tmp_path / "worker").read_text().split()
     os.kill(int(worker), 0)
-    # In the temporary folder of the server's process, the paths of sockets could be too long.
-    assert folder == tempfile.gettempdir()
+    # In a temporary directory, the paths of sockets could be too long.
+    assert Path(folder).parent == SHARED_MEMORY
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
     with connect_run(server.port):
+        assert not Path(folder).exists()
         deadline = time.monotonic() + 20
         # Its parent has ended too, so the process of the test cannot wait for it.
         while is_running(int(worker)):

@@ -14,7 +14,7 @@ import pytest
 
 from packages.trainer.tests.rollout.models_for_tests import make_requests, make_tokenizer
 from temper_engine_api.errors import ConfigError, WeightError
-from temper_engine_api.process_folders import remove_orphans
+from temper_engine_api.process_folders import SHARED_MEMORY, remove_orphans
 from temper_trainer import redaction
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config_loading import load
@@ -286,9 +286,12 @@ def test_killed_driver_leaves_no_starting_server_and_no_folder_after_the_next_st
         assert wait_until(lambda: len(servers_of(tmp_path)) == 1, timeout_s=60)
         assert wait_until(lambda: len(list(tmp_path.glob("temper-server-*"))) == 1, timeout_s=60)
         time.sleep(2)  # the server has read its spec by then, in which case a thread of it watches
+        (sockets,) = SHARED_MEMORY.glob(f"temper-ipc-*-{driver.pid}-*")
         driver.kill()
     assert wait_until(lambda: servers_of(tmp_path) == [], timeout_s=10)
-    remove_orphans(tmp_path)  # as the next start does
+    for root in (tmp_path, SHARED_MEMORY):
+        remove_orphans(root)  # as the next start does
+    assert not sockets.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 

@@ -14,16 +14,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from temper_engine_api.authenticating_listener import AuthenticatingListener
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.process_folders import make_temporary_folder, remove_folder
 from temper_trainer.rollout.vllm import server as run_server
 from temper_trainer.rollout.vllm.messages import Hello, encode
 from temper_trainer.rollout.vllm.server_addresses import read_token
+from temper_trainer.rollout.vllm.server_folders import ServerFolders
 from temper_trainer.rollout.vllm.server_group import kill_server_group
-from temper_trainer.rollout.vllm.server_process import make_environment
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ class ListeningServer:
         )
         """Connections that the listener's threads have authenticated; None ends `serve_forever`."""
         self._child: subprocess.Popen[bytes] | None = None
-        self._folder: Path | None = None
+        self._folders: ServerFolders | None = None
         self._listener = AuthenticatingListener(
             host,
             port=port,
@@ -76,7 +74,7 @@ class ListeningServer:
         self._listener.close()
         self._connections.put(None)
         self._end_child()
-        self._remove_folder()
+        self._remove_folders()
 
     def _serve(self, connection: "Connection[bytes, bytes]", origin: str) -> None:
         """Start the process that serves a run, or tell the run why there is none."""
@@ -127,18 +125,19 @@ class ListeningServer:
             # In a session of its own, so that it can end with all its workers.
             start_new_session=True,
             pass_fds=(descriptor,),
-            env=make_environment(self._make_folder()),
+            env=self._make_folders().make_environment(),
         )
 
-    def _make_folder(self) -> Path:
-        """Return an empty folder for the files of the next process."""
-        self._remove_folder()
-        self._folder = make_temporary_folder("server")
-        return self._folder
+    def _make_folders(self) -> ServerFolders:
+        """Return empty folders for the next process."""
+        self._remove_folders()
+        self._folders = ServerFolders.make()
+        return self._folders
 
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            remove_folder(self._folder)
+    def _remove_folders(self) -> None:
+        folders, self._folders = self._folders, None
+        if folders is not None:
+            folders.remove()
 
 
 def _watch_host(connection: "Connection[bytes, bytes]") -> None:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import cast
 
 from temper_engine_api.errors import ConfigError, TemperError, WeightError
-from temper_engine_api.process_folders import make_temporary_folder, remove_folder
 from temper_trainer.progress import advance_progress
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.messages import (
@@ -38,6 +36,7 @@ from temper_trainer.rollout.vllm.messages import (
     encode,
     encode_value,
 )
+from temper_trainer.rollout.vllm.server_folders import ServerFolders
 from temper_trainer.rollout.vllm.server_group import kill_server_group
 from temper_trainer.rollout.vllm.vllm_versions import (
     describe_versions,
@@ -83,7 +82,7 @@ class ServerProcess:
         self._stall_timeout_s = stall_timeout_s
         self._load_timeout_s = load_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._directory: Path | None = None
+        self._folders: ServerFolders | None = None
         self._connection: Connection[object, object] | None = None
         self._open_calls: dict[int, Future[object]] = {}
         self._reader: threading.Thread | None = None
@@ -117,7 +116,9 @@ class ServerProcess:
         begin = time.monotonic()
         deadline = begin + self._start_timeout_s
         self._connection = self._connect()
-        spec = replace(self._spec, directory=str(self._directory or ""))
+        # A server that listens makes its own.
+        directory = "" if self._folders is None else str(self._folders.files)
+        spec = replace(self._spec, directory=directory)
         hello = self._receive(deadline=deadline, ended="did not start")
         assert isinstance(hello, Hello)
         problem = hello.problem or find_temper_problem(hello.temper, run=find_temper_version())
@@ -148,17 +149,16 @@ class ServerProcess:
     def _connect(self) -> "Connection[object, object]":
         """Start the process, and return the trainer's end of its connection."""
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        # The server may be killed at any time, so the trainer owns and removes its files.
-        self._directory = make_temporary_folder("server")
+        self._folders = folders = ServerFolders.make()
         # A socket pair instead of a listening socket, so that only the child that inherits the
         # other end can connect.
         connection, other_end = multiprocessing.Pipe()
         with other_end:
-            self._process = self._launch(other_end.fileno(), directory=self._directory)
+            self._process = self._launch(other_end.fileno(), folders=folders)
         self.process_id = self._process.pid
         return connection
 
-    def _launch(self, connection_fd: int, *, directory: Path) -> subprocess.Popen[bytes]:
+    def _launch(self, connection_fd: int, *, folders: ServerFolders) -> subprocess.Popen[bytes]:
         with self._log_file.open("ab") as log:
             try:
                 # In its own session, so that killing its process group ends its workers too, and
@@ -170,7 +170,7 @@ class ServerProcess:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     pass_fds=(connection_fd,),
-                    env=make_environment(directory),
+                    env=folders.make_environment(),
                 )
             except OSError as error:
                 self.close()
@@ -212,7 +212,7 @@ class ServerProcess:
         with self._lock:
             connection, self._connection = self._connection, None
             process, self._process = self._process, None
-            directory, self._directory = self._directory, None
+            folders, self._folders = self._folders, None
             reader, self._reader = self._reader, None
             self.process_id = None
         # SIGKILL and not SIGTERM: the server stores nothing, and a hanging one would ignore the
@@ -223,8 +223,8 @@ class ServerProcess:
             except ProcessLookupError:
                 logger.debug("%s has ended by itself", self._name)
             process.wait()
-        if directory is not None:
-            remove_folder(directory)
+        if folders is not None:
+            folders.remove()
         if connection is None:
             return
         if reader is None:
@@ -347,16 +347,6 @@ class ServerProcess:
             file.seek(max(0, self._log_file.stat().st_size - 32768))
             lines = file.read().decode(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:]) or "    (empty)"
-
-
-def make_environment(folder: Path) -> dict[str, str]:
-    """Return a server's environment with a temporary directory that the trainer removes.
-
-    Every start of vLLM leaves a file `vllm_dist_*` in the temporary directory.
-    """
-    # Sockets stay in the default directory, because their paths are limited to 107 characters.
-    sockets = os.environ.get("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
-    return os.environ | {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": sockets}
 
 
 def _settle(
