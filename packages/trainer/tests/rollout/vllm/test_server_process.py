@@ -128,14 +128,25 @@ def test_server_gets_only_the_secrets_of_its_arguments(monkeypatch: pytest.Monke
     assert spec.secrets == ("hf_abcdefgh",)
 
 
-def test_log_of_a_server_hides_the_secrets_of_its_arguments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_log_of_a_server_and_its_workers_hides_the_secrets_of_its_arguments(
+    tmp_path: Path, method: str
+) -> None:
     secret = "given to the engine"
     package = tmp_path / "vllm"
     package.mkdir()
-    # LLM.__init__ logs its arguments, and errors quote them.
+    # LLM.__init__ logs its arguments, and errors quote them. So do the workers of vLLM.
     (package / "__init__.py").write_text(
-        "import os\nprint('non-default args:', os.environ['GIVEN'], flush=True)\n"
+        "import multiprocessing, os\nimport worker_for_tests\n"
+        "print('non-default args:', os.environ['GIVEN'], flush=True)\n"
+        f"context = multiprocessing.get_context('{method}')\n"
+        "process = context.Process(target=worker_for_tests.run)\n"
+        "process.start()\nprocess.join()\n"
         "raise RuntimeError('no access with ' + os.environ['GIVEN'])\n"
+    )
+    (tmp_path / "worker_for_tests.py").write_text(
+        "import os\n\ndef run():\n    print('worker:', os.environ['GIVEN'], flush=True)\n"
+        "    raise ValueError('no worker with ' + os.environ['GIVEN'])\n"
     )
     server = ServerProcess(
         replace(SPEC, environment={"GIVEN": secret}, secrets=(secret,)),
@@ -152,6 +163,8 @@ def test_log_of_a_server_hides_the_secrets_of_its_arguments(tmp_path: Path) -> N
     log = (tmp_path / "replica.log").read_text()
     assert secret not in log
     assert "non-default args: <hidden>" in log
+    assert "worker: <hidden>" in log
+    assert "ValueError: no worker with <hidden>" in log
     assert "RuntimeError: no access with <hidden>" in log
 
 

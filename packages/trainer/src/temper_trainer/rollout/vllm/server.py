@@ -4,6 +4,7 @@ It exits when its trainer does. FD is the file descriptor for one end of a socke
 inherits it; the trainer has the other end.
 """
 
+import json
 import os
 import queue
 import sys
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 _PROGRESS_INTERVAL_S = 1.0
 _HEARTBEAT_INTERVAL_S = 5.0
+_SECRETS_VARIABLE = "TEMPER_SERVER_SECRETS"
+"""Variable with the spec's secrets, which processes that vLLM starts inherit."""
 
 
 class ServerLoop:
@@ -161,11 +164,17 @@ def kill_process_group() -> None:
         os._exit(1)
 
 
-def main(descriptor: int) -> None:
-    """Build the engine and serve the trainer at the other end of the socket pair."""
+def hide_secrets() -> None:
+    """Hide the secrets of the spec and of the environment in whatever this process prints."""
     # Before vLLM is imported, whose log handlers keep the stream that they find.
     redact_standard_streams()
     sys.excepthook = print_redacted_traceback
+    register_secrets(json.loads(os.environ.get(_SECRETS_VARIABLE, "[]")))
+
+
+def main(descriptor: int) -> None:
+    """Build the engine and serve the trainer at the other end of the socket pair."""
+    hide_secrets()
     # vLLM's workers must not inherit the socket. Otherwise it stays open when this process ends,
     # and the trainer does not notice.
     os.set_inheritable(descriptor, False)
@@ -179,6 +188,7 @@ def main(descriptor: int) -> None:
     spec = decode(connection.recv_bytes())
     assert isinstance(spec, ServerSpec)
     register_secrets(spec.secrets)
+    os.environ[_SECRETS_VARIABLE] = json.dumps(spec.secrets)
     inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(connection, inbox), daemon=True).start()
     if not spec.directory:
@@ -196,3 +206,7 @@ def main(descriptor: int) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
+elif __name__ == "__mp_main__":
+    # In a process that vLLM spawns, such as a worker: multiprocessing imports the main module of
+    # the server before anything else. A fork has the streams of the server.
+    hide_secrets()
