@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from temper_engine_api.errors import ConfigError
 from temper_trainer import redaction
 from temper_trainer.config.reward import RewardConfig, RewardFunctionConfig
-from temper_trainer.process_groups import kill_group
+from temper_trainer.process_groups import kill_group, kill_group_on_exit
 from temper_trainer.reward import reward_processes
 from temper_trainer.reward.registry import register_reward
 from temper_trainer.reward.reward_calls import Item
@@ -190,31 +191,49 @@ def test_group_of_a_worker_is_killed_once_and_before_its_id_is_free(
 ) -> None:
     killed = []
 
-    def kill(group: int) -> None:
+    def check_id_is_used(group: int) -> None:
+        # As the start of any other process does, this waits for those that have died.
+        multiprocessing.active_children()
         # Raises ChildProcessError if the process was waited for, so that its id may be reused.
         os.waitid(os.P_PID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+    def kill(group: int) -> None:
+        check_id_is_used(group)
         killed.append(group)
         kill_group(group)
 
+    @contextmanager
+    def watch(group: int) -> Iterator[None]:
+        with kill_group_on_exit(group):
+            yield
+        check_id_is_used(group)
+
     monkeypatch.setattr(reward_processes, "kill_group", kill)
+    monkeypatch.setattr(reward_processes, "kill_group_on_exit", watch)
     with Scorer(replace(PATIENT, num_workers=1)) as scorer:
         scores = scorer.score(items(text, "2"))
     assert [score.reward for score in scores] == [None, 2.0]
     assert len(killed) == len(set(killed)) == 2
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc (Linux)")
 def test_worker_whose_watcher_does_not_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, "no more processes")
 
-    before = set(multiprocessing.active_children())
+    before = set(children(os.getpid()))
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with (
         pytest.raises(OSError, match="no more processes"),
         Scorer(replace(PATIENT, num_workers=1)),
     ):
         pass
-    assert set(multiprocessing.active_children()) == before
+    left = [
+        pid
+        for pid in set(children(os.getpid())) - before
+        if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert left == []
 
 
 def find_left(processes: list[int]) -> list[int]:

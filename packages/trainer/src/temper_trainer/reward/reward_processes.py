@@ -209,6 +209,9 @@ class _Worker:
             daemon=True,
         )
         self.process.start()
+        # Otherwise multiprocessing waits for it if it dies before another process is started, and
+        # its id, by which `kill` ends its group, may then belong to another process.
+        multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]
         assert self.process.pid is not None
         self._group = self.process.pid
         self._watch = ExitStack()
@@ -261,11 +264,12 @@ class _Worker:
             if self._is_killed:
                 return
             self._is_killed = True
-            # Before join, after which the id of the group may belong to other processes.
+            # All before join, after which the id of the group may belong to other processes: the
+            # watcher kills that group too, if this process is killed.
             kill_group(self._group)
             self.process.kill()  # while it starts, it is not yet in a group of its own
-            self.process.join()
             self._watch.close()
+            self.process.join()
             self.connection.close()
 
 
