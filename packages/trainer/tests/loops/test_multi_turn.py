@@ -465,3 +465,32 @@ def test_later_turns_go_to_the_replica_of_the_first_one() -> None:
     assert len(seen) == 6
     assert len(sessions) == 2
     assert None not in {session for _, session in sessions}
+
+
+class SharedServer:
+    """Makes the environments of a run, and ends what they share."""
+
+    def __call__(self) -> Tool:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.05)
+
+
+def test_cancelled_coroutine_closes_its_connection_before_the_scheduler_ends() -> None:
+    has_started, closed = threading.Event(), []
+
+    async def use_connection() -> None:
+        try:
+            has_started.set()
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.2)  # a server confirms the end
+            closed.append(True)
+
+    with RolloutScheduler(
+        RecordingSampler([]), environment=CONFIG, make_environment=SharedServer()
+    ) as scheduler:
+        scheduler.start(use_connection())
+        assert has_started.wait(10)
+    assert closed == [True]

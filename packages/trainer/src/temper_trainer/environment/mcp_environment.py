@@ -41,7 +41,8 @@ class McpServer:
         """Start nothing yet; `command` is split like a line of a shell."""
         self._command = shlex.split(command)
         self._client: asyncio.Future[Client] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Tasks that serve a connection, or have been cancelled and close it."""
         self._closing = asyncio.Event()
         self._parameters: dict[str, str] = {}
 
@@ -80,17 +81,19 @@ class McpServer:
 
     async def close(self) -> None:
         """End the process. Idempotent."""
-        task, self._task, self._client = self._task, None, None
-        if task is not None:
-            self._closing.set()
-            await asyncio.gather(task, return_exceptions=True)
+        self._client = None
+        self._closing.set()
+        # Shielded, because a task that is cancelled once more would not close its connection.
+        await asyncio.shield(asyncio.gather(*self._tasks, return_exceptions=True))
 
     async def _connect(self) -> Client:
         if self._client is None:
             self._closing = asyncio.Event()
             self._client = asyncio.get_running_loop().create_future()
             # The task that opens a connection must also close it, and rollouts come and go.
-            self._task = asyncio.create_task(self._serve(self._client, self._closing))
+            task = asyncio.create_task(self._serve(self._client, self._closing))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(self._client)
 
     async def _serve(self, opened: "asyncio.Future[Client]", closing: asyncio.Event) -> None:
@@ -121,7 +124,7 @@ class McpServer:
     def _forget(self, opened: "asyncio.Future[Client]") -> None:
         """Let the next call start the server again, unless another one was started."""
         if self._client is opened:
-            self._client = self._task = None
+            self._client = None
 
 
 class McpEnvironment(TextEnvironment):

@@ -55,6 +55,8 @@ Finish = Callable[[int, Conversation], Awaitable[object]]
 CLOSE_TIMEOUT_S = 60.0
 """Maximum time to wait for open calls of the sampler when the run ends. A call that ignores the
 interrupt must not keep the run from ending."""
+CANCEL_TIMEOUT_S = 10.0
+"""Time for cancelled coroutines to end, such as one that closes the connection to a server."""
 
 
 class EnvironmentTimeoutError(TemperError, RuntimeError):
@@ -266,7 +268,10 @@ class RolloutScheduler:
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        # Cancelled tasks run until they have ended; they wait for nothing any more.
+        # `close` has cancelled them. Cancelled twice, a task that closes a connection would leave
+        # it open, so only those that go on are cancelled again.
+        if tasks := asyncio.all_tasks(self._loop):
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S))
         while tasks := asyncio.all_tasks(self._loop):
             self._cancel_tasks()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
