@@ -65,6 +65,8 @@ from .conftest import RL
             "reward.components=1",
             "reward.components is 1, but must be a mapping from names to values.",
         ),
+        ("environments=[a]", "environments is a list, but must be a mapping of keys."),
+        ("rollout.vllm=[a]", "rollout.vllm is a list, but must be a mapping of keys."),
         (
             "teachers.math.engine.model.architecture.sizes=[[1]]",
             (
