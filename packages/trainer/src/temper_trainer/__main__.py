@@ -3,6 +3,9 @@
 Failures that a user can fix are printed as a message without traceback.
 """
 
+from temper_trainer import import_interrupt  # noqa: F401 - sets a hook for the imports below
+
+# isort: split
 import argparse
 import atexit
 import difflib
@@ -66,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         atexit.register(gc.freeze)
     redact_standard_streams()
     configure_logging()
-    sys.excepthook = print_redacted_traceback
     options = _parse(sys.argv[1:] if arguments is None else arguments)
+    sys.excepthook = print_redacted_traceback
     # As with `python -m`, so that reward functions in the current directory can be imported.
     sys.path.insert(0, os.getcwd())
     try:

@@ -240,3 +240,23 @@ def test_what_a_reward_prints_hides_secrets_however_it_is_printed(
     assert "print <hidden>" in out
     for kind in ("thread", "finalizer", "warning", "library", "stderr"):
         assert f"{kind} <hidden>" in err
+
+
+INTERRUPTED_IMPORT = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "temper_engine_api.errors":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupt())
+import temper_trainer.__main__
+"""
+
+
+def test_interrupt_during_the_imports_prints_a_line_and_no_traceback() -> None:
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.stderr == "interrupted before the run was started\n"
+    assert ended.returncode == -signal.SIGINT
