@@ -453,7 +453,7 @@ def test_parts_of_a_makefile_that_were_not_read_are_reported(
         ("TRAIN = $(shell cat cmd)\nall:\n\t$(TRAIN) a=b", "functions of make (shell)"),
         ("TRAIN := $(shell cat cmd)\nall:\n\t$(TRAIN) a=b", "functions of make (shell)"),
         ("r = $(shell cat $(1))\nall:\n\t$(call r,cmd)", "functions of make (shell)"),
-        ("S = run.x\nall:\n\tbash $(S:.x=.sh)", "functions of make ($(S:.x=.sh))"),
+        ("all:\n\tbash $(S:.x=.sh)", "functions of make ($(S:.x=.sh))"),
     ],
 )
 def test_functions_in_expanded_commands_of_a_makefile_are_reported(
@@ -478,6 +478,35 @@ def test_pattern_rule_of_a_makefile_is_followed(tmp_path: Path, command: str) ->
     (tmp_path / "a.in").touch()
     (tmp_path / "Makefile").write_text(f"all: a.out\n%.out: %.in\n\t{TRAINER} {RUN}\n")
     assert "which starts verl" in persons(migrate_script(f"{command}\n", folder=tmp_path))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("run-7b run-14b: run-%: %.sh\n\tbash $<", "make run-7b"),
+        ("run-7b: run-%: ; bash $*.sh", "make run-7b"),
+        ("all: run-7b\nrun-7b run-14b : run-% :\n\tbash $(*).sh", "make"),
+        ("run-%:\n\tbash $*.sh", "make run-7b"),
+        ("out/%.log: %.sh\n\tbash $(<F)", "make out/7b.log"),
+        ("S = 7b 14b\n$(S:%=run-%): run-%: %.sh\n\tbash $<", "make run-7b"),
+        ("R = run-7b\nall: ${R:run-%=%}\n7b: ; bash $@.sh", "make"),
+        ("S = 7b.x\nall:\n\tbash $(S:.x=.sh)", "make"),
+        ("7b.sh:\n\tbash $(@F)\nall: 7b.sh\n\tbash ./$^", "make all"),
+    ],
+)
+def test_rules_with_a_stem_run_the_script_of_their_target(
+    tmp_path: Path, text: str, command: str
+) -> None:
+    (tmp_path / "7b.sh").write_text(f"{TRAINER} {RUN}\n")
+    (tmp_path / "Makefile").write_text(f"{text}\n")
+    (message,) = persons(migrate_script(f"{command}\n", folder=tmp_path))
+    assert "which starts another script with an old trainer" in message
+
+
+def test_target_outside_the_pattern_of_its_static_rule_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text("go:\n\techo\nall: run-%: %.sh\n\tbash $<\n")
+    migration = migrate_script("make go\n", folder=tmp_path)
+    assert "all does not match run-% in Makefile, so its rule was not read" in remarks(migration)[0]
 
 
 def test_pattern_rule_that_matches_its_own_prerequisite_ends(tmp_path: Path) -> None:

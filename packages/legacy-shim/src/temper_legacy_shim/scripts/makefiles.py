@@ -16,7 +16,9 @@ MAKEFILES = ("GNUmakefile", "makefile", "Makefile")
 _ASSIGNMENT = re.compile(r"(?:(?:export|override|private)\s+)*([\w.-]+)\s*(:{0,3}|\?|\+)=\s*(.*)")
 _OF_TARGET = re.compile(r"[^:=#]+::?\s+([\w.-]+\s*(?:\?|\+|:{0,3})=.*)")
 _DEFINITION = re.compile(r"define\s+([\w.-]+)\s*(:{0,3}|\?|\+)=?")
-_REFERENCE = re.compile(r"\$(?:\(([\w.-]+)\)|\{([\w.-]+)\}|([@<^0-9]|\$))")
+_NAME = r"[\w.-]+|[@<^+?*][DF]?"
+_CHANGE = r"(?::([^=(){}\s]*)=([^(){}\s]*))?"
+_REFERENCE = re.compile(rf"\$(?:\(({_NAME}){_CHANGE}\)|\{{({_NAME}){_CHANGE}\}}|([@<^+?*0-9]|\$))")
 _FUNCTION = re.compile(r"(?<!\$)\$[({]((?!call\b)[a-z][a-z-]*)[ \t]")
 _LEFT_FUNCTION = re.compile(r"(?<!\$)\$[({]([a-z][a-z-]*)[ \t]")
 _SUBSTITUTION = re.compile(r"(?<!\$)(\$[({][\w.-]+:[^=(){}]*=[^(){}]*[)}])")
@@ -57,6 +59,8 @@ class Rule:
     prerequisites: tuple[str, ...]
     commands: tuple[str, ...]
     """Lines without their tabulator."""
+    stem: str = ""
+    """Text that % stands for in the rule's pattern."""
 
 
 @dataclass(slots=True)
@@ -84,13 +88,10 @@ class Makefile:
         if (rule := self.rules.get(target)) is not None:
             return rule
         for pattern in self.patterns:
-            before, _, after = pattern.partition("%")
-            is_match = target.startswith(before) and target.endswith(after)
-            if is_match and len(target) > len(before) + len(after):
-                stem = target[len(before) : len(target) - len(after)]
+            if stem := _match_stem(target, pattern):
                 rule = self.rules[pattern]
                 needed = tuple(each.replace("%", stem, 1) for each in rule.prerequisites)
-                return replace(rule, prerequisites=needed)
+                return replace(rule, prerequisites=needed, stem=stem)
         return None
 
     def default_target(self) -> str:
@@ -113,12 +114,14 @@ class Makefile:
 
     def _expand_commands(self, name: str, rule: Rule, variables: dict[str, str]) -> str:
         """Return the commands with their variables expanded, and dollars of bash still doubled."""
-        own = {
-            "@": name,
-            "<": " ".join(rule.prerequisites[:1]),
-            "^": " ".join(rule.prerequisites),
-        }
-        known = self.variables | variables | own
+        needed = rule.prerequisites
+        own = {"@": [name], "<": needed[:1], "^": needed, "+": needed, "?": needed}
+        own |= {"*": [rule.stem]} if rule.stem else {}
+        known = self.variables | variables
+        for sign, words in own.items():
+            known[sign] = " ".join(words)
+            known[f"{sign}D"] = " ".join(os.path.dirname(each) or "." for each in words)
+            known[f"{sign}F"] = " ".join(map(os.path.basename, words))
         return "\n".join(_expand(line, known, self.budget) for line in rule.commands)
 
     def find_gaps(self, target: str, folder: Path, *, variables: dict[str, str]) -> list[str]:
@@ -219,6 +222,7 @@ def read_makefile(path: Path) -> Makefile:
     lines: dict[str, int] = {}
     needed: dict[str, list[str]] = {}
     commands: dict[str, list[str]] = {}
+    stems: dict[str, str] = {}
     variables = _Variables()
     remarks: dict[str, None] = {}
     current: list[str] = []
@@ -232,15 +236,29 @@ def read_makefile(path: Path) -> Makefile:
         if line.startswith("\t"):
             for target in current:
                 commands[target].append(line[1:])
-        elif header := _parse_rule(line.rstrip()):
+        elif header := _parse_rule(_SUBSTITUTION.sub(variables.expand_match, line.rstrip())):
             current, prerequisites = (variables.expand(each).split() for each in header[:2])
+            if pattern := variables.expand(header[2]).strip():
+                for target in current:
+                    stems[target] = _match_stem(target, pattern)
+                    if not stems[target]:
+                        shown = f"{target} does not match {pattern} in {path.name}"
+                        remarks[f"{shown}, so its rule was not read"] = None
+                current = [target for target in current if stems[target]]
             for target in current:
                 lines[target] = number
-                needed.setdefault(target, []).extend(p for p in prerequisites if p != "|")
-                commands.setdefault(target, []).extend(filter(None, header[2:]))
+                needed.setdefault(target, []).extend(
+                    each.replace("%", stems[target], 1) if pattern else each
+                    for each in prerequisites
+                    if each != "|"
+                )
+                commands.setdefault(target, []).extend(filter(None, header[3:]))
     rules = {
         target: Rule(
-            line=number, prerequisites=tuple(needed[target]), commands=tuple(commands[target])
+            line=number,
+            prerequisites=tuple(needed[target]),
+            commands=tuple(commands[target]),
+            stem=stems.get(target, ""),
         )
         for target, number in lines.items()
     }
@@ -254,12 +272,26 @@ def read_makefile(path: Path) -> Makefile:
     )
 
 
-def _parse_rule(line: str) -> tuple[str, str, str] | None:
-    """Return the targets, prerequisites and first command of a rule; None for other lines."""
+def _parse_rule(line: str) -> tuple[str, str, str, str] | None:
+    """Return targets, prerequisites, static pattern and first command; None for other lines."""
     targets, colon, rest = line.partition(":")
     needed, _, command = rest.removeprefix(":").partition(";")
+    pattern, second_colon, static = needed.partition(":")
+    if second_colon and "%" in pattern:
+        needed = static
+    else:
+        pattern = ""
     is_rule = colon and targets.strip() and not targets[0].isspace() and "=" not in needed
-    return (targets, needed, command.strip()) if is_rule and not set("=#") & set(targets) else None
+    if not is_rule or set("=#") & set(targets):
+        return None
+    return targets, needed, pattern, command.strip()
+
+
+def _match_stem(target: str, pattern: str) -> str:
+    """Return the text that % stands for; empty if the target does not match the pattern."""
+    before, _, after = pattern.partition("%")
+    is_match = target.startswith(before) and target.endswith(after)
+    return target[len(before) : len(target) - len(after)] if is_match else ""
 
 
 class _Variables:
@@ -274,6 +306,9 @@ class _Variables:
 
     def expand(self, text: str) -> str:
         return _to_bash(_expand(text, self.texts, self.budget))
+
+    def expand_match(self, match: re.Match[str]) -> str:
+        return self.expand(match[0])
 
     def takes(self, line: str) -> bool:
         """Take a line that assigns, or begins or ends a branch; return False for others."""
@@ -399,9 +434,10 @@ def _follow(
 
     def replace(match: re.Match[str]) -> str:
         nonlocal length
-        if match[3] == "$":
+        if match[7] == "$":
             return "$$"
-        name = match[1] or match[2] or match[3]
+        name = match[1] or match[4] or match[7]
+        old, new = (match[2], match[3]) if match[1] else (match[5], match[6])
         # Make refuses a variable that refers to itself.
         if (
             name not in variables
@@ -410,13 +446,22 @@ def _follow(
             or budget.references <= 0
             or len(active) >= _MOST_LEVELS
         ):
-            return match[0] if match[3] else f"${{{name}}}"
+            return match[0] if match[7] or old is not None else f"${{{name}}}"
         budget.references -= 1
         value = _follow(variables[name], variables, budget, active | {name}, level=level)
+        if old is not None:
+            value = _substitute(value, old, new)
         length += len(value)
         return value
 
     return _REFERENCE.sub(replace, text)
+
+
+def _substitute(text: str, old: str, new: str) -> str:
+    """Return the words of ``$(NAME:old=new)``: a pattern, or a suffix without %."""
+    pattern, template = (old, new) if "%" in old else (f"%{old}", f"%{new}")
+    stems = [(word, _match_stem(word, pattern)) for word in text.split()]
+    return " ".join(template.replace("%", stem, 1) if stem else word for word, stem in stems)
 
 
 def _replace_calls(
