@@ -1,4 +1,4 @@
-"""Read a makefile's rules as bash, in all branches; of make's functions only `call` is followed."""
+"""Read a makefile's rules as bash, in all branches."""
 
 import glob
 import os
@@ -8,34 +8,24 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
+from temper_legacy_shim.scripts.make_variables import (
+    Budget,
+    Variables,
+    expand,
+    match_stem,
+    to_bash,
+)
 from temper_legacy_shim.scripts.script_reading import is_regular, read_bounded
 
 MAKEFILES = ("GNUmakefile", "makefile", "Makefile")
 """Names of the files that make looks for, in its order."""
 
-_ASSIGNMENT = re.compile(r"(?:(?:export|override|private)\s+)*([\w.-]+)\s*(:{0,3}|\?|\+)=\s*(.*)")
-_OF_TARGET = re.compile(r"[^:=#]+::?\s+([\w.-]+\s*(?:\?|\+|:{0,3})=.*)")
-_DEFINITION = re.compile(r"define\s+([\w.-]+)\s*(:{0,3}|\?|\+)=?")
-_NAME = r"[\w.-]+|[@<^+?*][DF]?"
-_CHANGE = r"(?::([^=(){}\s]*)=([^(){}\s]*))?"
-_REFERENCE = re.compile(rf"\$(?:\(({_NAME}){_CHANGE}\)|\{{({_NAME}){_CHANGE}\}}|([@<^+?*0-9]|\$))")
 _FUNCTION = re.compile(r"(?<!\$)\$[({]((?!call\b)[a-z][a-z-]*)[ \t]")
 _LEFT_FUNCTION = re.compile(r"(?<!\$)\$[({]([a-z][a-z-]*)[ \t]")
 _SUBSTITUTION = re.compile(r"(?<!\$)(\$[({][\w.-]+:[^=(){}]*=[^(){}]*[)}])")
 """A reference such as ``$(NAME:.x=.sh)``."""
-_OF_BASH = re.compile(r"\$\$|\$(?![({](?!call\b)[a-z][a-z-]*[ \t])")
-"""A dollar that begins no function of make."""
-_CALL = re.compile(r"(?<!\$)\$([({])call[ \t]+")
 _WITH_VALUE = frozenset(("-j", "-l", "-o", "-W", "-I"))
 """Options of make whose value may be the next word."""
-_MOST_CHARACTERS = 100_000
-"""Length of one expanded text."""
-_MOST_REFERENCES = 200_000
-"""Number of references to variables that are followed in one makefile."""
-_MOST_IN_TEXT = 2_000
-"""Number of references that one text leads to."""
-_MOST_LEVELS = 50
-"""Number of variables that refer to each other in a chain, and of calls in arguments of calls."""
 _MOST_IN_FILE = 500_000
 """Length of a makefile."""
 _MOST_FILES = 100
@@ -63,13 +53,6 @@ class Rule:
     """Text that % stands for in the rule's pattern."""
 
 
-@dataclass(slots=True)
-class _Budget:
-    """References to variables that may still be followed."""
-
-    references: int = _MOST_REFERENCES
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Makefile:
     """Rules by target, and variables as text that is expanded where it is used."""
@@ -79,7 +62,7 @@ class Makefile:
     variables: dict[str, str]
     remarks: tuple[str, ...] = ()
     """Sentences about parts that were not read."""
-    budget: _Budget = field(default_factory=_Budget)
+    budget: Budget = field(default_factory=Budget)
     patterns: tuple[str, ...] = ()
     """Targets with %."""
 
@@ -88,7 +71,7 @@ class Makefile:
         if (rule := self.rules.get(target)) is not None:
             return rule
         for pattern in self.patterns:
-            if stem := _match_stem(target, pattern):
+            if stem := match_stem(target, pattern):
                 rule = self.rules[pattern]
                 needed = tuple(each.replace("%", stem, 1) for each in rule.prerequisites)
                 return replace(rule, prerequisites=needed, stem=stem)
@@ -107,7 +90,7 @@ class Makefile:
         """
         lines: list[str] = []
         for name, rule in self._find_needed(target).items():
-            text = _to_bash(self._expand_commands(name, rule, variables))
+            text = to_bash(self._expand_commands(name, rule, variables))
             # @ hides a line, - ignores its error, + runs it even with -n.
             lines += [line.lstrip("@-+ \t") for line in text.split("\n")]
         return "\n".join(lines) + "\n"
@@ -122,7 +105,7 @@ class Makefile:
             known[sign] = " ".join(words)
             known[f"{sign}D"] = " ".join(os.path.dirname(each) or "." for each in words)
             known[f"{sign}F"] = " ".join(map(os.path.basename, words))
-        return "\n".join(_expand(line, known, self.budget) for line in rule.commands)
+        return "\n".join(expand(line, known, self.budget) for line in rule.commands)
 
     def find_gaps(self, target: str, folder: Path, *, variables: dict[str, str]) -> list[str]:
         """Return sentences about parts of a target's commands that are not known.
@@ -223,7 +206,7 @@ def read_makefile(path: Path) -> Makefile:
     needed: dict[str, list[str]] = {}
     commands: dict[str, list[str]] = {}
     stems: dict[str, str] = {}
-    variables = _Variables()
+    variables = Variables()
     remarks: dict[str, None] = {}
     current: list[str] = []
     for number, line in _iterate_lines(path, path.parent, variables, remarks, seen=set()):
@@ -240,7 +223,7 @@ def read_makefile(path: Path) -> Makefile:
             current, prerequisites = (variables.expand(each).split() for each in header[:2])
             if pattern := variables.expand(header[2]).strip():
                 for target in current:
-                    stems[target] = _match_stem(target, pattern)
+                    stems[target] = match_stem(target, pattern)
                     if not stems[target]:
                         shown = f"{target} does not match {pattern} in {path.name}"
                         remarks[f"{shown}, so its rule was not read"] = None
@@ -287,71 +270,8 @@ def _parse_rule(line: str) -> tuple[str, str, str, str] | None:
     return targets, needed, pattern, command.strip()
 
 
-def _match_stem(target: str, pattern: str) -> str:
-    """Return the text that % stands for; empty if the target does not match the pattern."""
-    before, _, after = pattern.partition("%")
-    is_match = target.startswith(before) and target.endswith(after)
-    return target[len(before) : len(target) - len(after)] if is_match else ""
-
-
-class _Variables:
-    """The variables of a makefile so far."""
-
-    def __init__(self) -> None:
-        self.texts = {"MAKE": "make"}
-        self.budget = _Budget()
-        self._depth = 0
-        self._defined: tuple[str, str] | None = None
-        self._body: list[str] = []
-
-    def expand(self, text: str) -> str:
-        return _to_bash(_expand(text, self.texts, self.budget))
-
-    def expand_match(self, match: re.Match[str]) -> str:
-        return self.expand(match[0])
-
-    def takes(self, line: str) -> bool:
-        """Take a line that assigns, or begins or ends a branch; return False for others."""
-        words = line.split() or [""]
-        if self._defined is not None:
-            if words[0] == "endef":
-                self._assign(*self._defined, "\n".join(self._body))
-                self._defined, self._body = None, []
-            else:
-                self._body.append(line)
-            return True
-        if line.startswith("\t"):
-            return False
-        if words[0] in ("ifeq", "ifneq", "ifdef", "ifndef", "else", "endif"):
-            self._depth += words[0].startswith("if") - (words[0] == "endif")
-            return True
-        if definition := _DEFINITION.fullmatch(line.strip()):
-            self._defined = (definition[1], definition[2])
-            return True
-        # A value of one target is taken for all, so that none is lost.
-        of_target = _OF_TARGET.fullmatch(line.strip())
-        assigned = _ASSIGNMENT.fullmatch(of_target[1] if of_target else line.strip())
-        if assigned is not None:
-            self._assign(*assigned.groups())
-        return assigned is not None
-
-    def _assign(self, name: str, sign: str, value: str) -> None:
-        if sign.startswith(":"):
-            # Expanded at once, and never again: what is left belongs to bash, but for functions.
-            value = _OF_BASH.sub("$$", _expand(value, self.texts, self.budget))
-        earlier = self.texts.get(name)
-        if earlier is not None and sign == "?" and not self._depth:
-            return
-        if earlier is not None and sign == "+":
-            value = f"{earlier} {value}"
-        elif earlier is not None and self._depth:
-            # Only a run knows the branch, so the commands of all are read.
-            value = f"{earlier}\n{value}"
-        self.texts[name] = value
-
-
 def _iterate_lines(
-    path: Path, folder: Path, variables: _Variables, remarks: dict[str, None], *, seen: set[str]
+    path: Path, folder: Path, variables: Variables, remarks: dict[str, None], *, seen: set[str]
 ) -> Iterator[tuple[int, str]]:
     """Yield numbered lines, continued ones joined, without comments outside commands.
 
@@ -408,105 +328,3 @@ def _find_included(name: str, folders: tuple[Path, Path]) -> list[Path]:
 def _leads_outside(name: str) -> bool:
     """Check for a pattern that could walk through the file system."""
     return glob.has_magic(name) and (name.startswith("/") or ".." in name.split("/"))
-
-
-def _to_bash(expanded: str) -> str:
-    return expanded.replace("$$", "$")
-
-
-def _expand(text: str, variables: dict[str, str], budget: _Budget) -> str:
-    """Replace references to known variables; others stay, as variables of the environment.
-
-    ``$$`` stays, so that a text that is expanded is not changed by a second expansion.
-    """
-    given = min(budget.references, _MOST_IN_TEXT)
-    own = _Budget(given)
-    result = _follow(text, variables, own, frozenset(), level=0)
-    budget.references -= given - own.references
-    return result
-
-
-def _follow(
-    text: str, variables: dict[str, str], budget: _Budget, active: frozenset[str], *, level: int
-) -> str:
-    text = _replace_calls(text, variables, budget, active, level=level)
-    length = len(text)
-
-    def replace(match: re.Match[str]) -> str:
-        nonlocal length
-        if match[7] == "$":
-            return "$$"
-        name = match[1] or match[4] or match[7]
-        old, new = (match[2], match[3]) if match[1] else (match[5], match[6])
-        # Make refuses a variable that refers to itself.
-        if (
-            name not in variables
-            or name in active
-            or length > _MOST_CHARACTERS
-            or budget.references <= 0
-            or len(active) >= _MOST_LEVELS
-        ):
-            return match[0] if match[7] or old is not None else f"${{{name}}}"
-        budget.references -= 1
-        value = _follow(variables[name], variables, budget, active | {name}, level=level)
-        if old is not None:
-            value = _substitute(value, old, new)
-        length += len(value)
-        return value
-
-    return _REFERENCE.sub(replace, text)
-
-
-def _substitute(text: str, old: str, new: str) -> str:
-    """Return the words of ``$(NAME:old=new)``: a pattern, or a suffix without %."""
-    pattern, template = (old, new) if "%" in old else (f"%{old}", f"%{new}")
-    stems = [(word, _match_stem(word, pattern)) for word in text.split()]
-    return " ".join(template.replace("%", stem, 1) if stem else word for word, stem in stems)
-
-
-def _replace_calls(
-    text: str, variables: dict[str, str], budget: _Budget, active: frozenset[str], *, level: int
-) -> str:
-    """Replace ``$(call NAME,ARGUMENTS)`` by the text of a known variable with its arguments.
-
-    Args:
-        text: A text with calls.
-        variables: Known variables.
-        budget: Number of references that may still be followed.
-        active: Variables whose text is being expanded.
-        level: Number of calls in whose arguments the text is.
-    """
-    if level >= _MOST_LEVELS:
-        # Under this name the call stays, and is reported as a function that was not evaluated. A
-        # variable that is being expanded would take its place otherwise.
-        return _CALL.sub(r"$\1nested-call ", text)
-    done = ""
-    while (match := _CALL.search(text)) and budget.references > 0:
-        budget.references -= 1
-        opening, closing = match[1], {"(": ")", "{": "}"}[match[1]]
-        parts, depth, at = [""], 1, match.end()
-        while at < len(text):
-            character = text[at]
-            depth += (character == opening) - (character == closing)
-            if depth == 0:
-                break
-            if character == "," and depth == 1:
-                parts.append("")
-            else:
-                parts[-1] += character
-            at += 1
-        name, *arguments = [
-            _follow(part, variables, budget, active, level=level + 1) for part in parts
-        ]
-        name = name.strip()
-        known = variables | {str(number): each for number, each in enumerate(arguments, 1)}
-        is_usable = name in variables and name not in active and len(active) < _MOST_LEVELS
-        # What is unknown becomes a variable of bash, as other references do.
-        value = (
-            _follow(variables[name], known, budget, active | {name}, level=level)
-            if is_usable and len(done) + len(text) < _MOST_CHARACTERS
-            else f"${{{name}}}"
-        )
-        done += text[: match.start()] + value
-        text = text[at + 1 :]
-    return done + text
