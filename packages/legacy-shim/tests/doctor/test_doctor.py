@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from temper_legacy_shim.cli import app
-from temper_legacy_shim.doctor.examination import Effort, Kind, examine
-from temper_legacy_shim.doctor.steps import carry_out
+from temper_legacy_shim.doctor.examination import examine
+from temper_legacy_shim.doctor.steps import Effort, Kind, carry_out
 from temper_legacy_shim.errors import UsageError
 
 RUN = (

@@ -10,7 +10,7 @@ from temper_legacy_shim.cli.shared import print_table
 from temper_legacy_shim.errors import ShimError
 
 if TYPE_CHECKING:
-    from temper_legacy_shim.doctor.examination import Step
+    from temper_legacy_shim.doctor.steps import Step
 
 SCHEMA = "temper-migrate/doctor/1"
 """Name of the form of ``--json``; docs/migration/README.md describes it."""
@@ -52,7 +52,8 @@ def doctor(
 
     Exit code 0: nothing to decide; 10: reports to read; 20: a person has to decide something.
     """
-    from temper_legacy_shim.doctor.examination import Effort, examine
+    from temper_legacy_shim.doctor.examination import examine
+    from temper_legacy_shim.doctor.steps import Effort
 
     steps = examine(folder, version=from_version)
     results: dict[int, str] = {}

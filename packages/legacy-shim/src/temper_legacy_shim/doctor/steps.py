@@ -1,11 +1,85 @@
-"""Carry out one step of a plan into a new folder; the project is not changed."""
+"""The steps of a plan, and how one is carried out into a new folder.
 
+The old project is not changed.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
+from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.configs.reading.config_files import read_old_file, translate_file
 from temper_legacy_shim.configs.report import yaml_of
-from temper_legacy_shim.doctor.examination import TASK_FILES, Effort, Kind, Step
 from temper_legacy_shim.errors import ShimError
+
+TASK_FILES = re.compile(r"\.?justfile|taskfile(?:\.dist)?\.ya?ml", re.IGNORECASE)
+"""Files of `just` and `task`, whose commands are not followed."""
+
+
+class Kind(StrEnum):
+    SCRIPT = "script"
+    CONFIG = "config"
+    CHECKPOINT = "checkpoint"
+    IMPORTS = "imports"
+    RELEASE = "release"
+    """A required release of the old package that is not known here."""
+
+
+class Effort(StrEnum):
+    """Manual work in addition to the step's command."""
+
+    NONE = "none"
+    """Nothing: the result means the same."""
+    REVIEW = "review"
+    """Read the report: it has pinned defaults or hazards."""
+    DECIDE = "decide"
+    """Answer the blockers first."""
+    REWRITE = "rewrite"
+    """There is no counterpart: write it again, or leave it behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    kind: Kind
+    path: Path
+    """Relative to the folder that was examined."""
+    what: str
+    """Description in a few words."""
+    effort: Effort
+    blockers: tuple[str, ...]
+    """Open decisions, one sentence each."""
+    command: str
+    version: str | None = None
+    """Release of the step: given, pinned, or of a checkpoint next to it; None infers it."""
+
+
+def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
+    """Return the effort that a translation's findings ask for, and the findings that block it."""
+    blockers = tuple(
+        finding.message for finding in translation.findings if finding.level == "person"
+    )
+    if not translation.settings:
+        return Effort.REWRITE, blockers
+    if translation.outcome is Outcome.PERSON:
+        return Effort.DECIDE, blockers
+    return (Effort.NONE if translation.outcome is Outcome.CLEAN else Effort.REVIEW), ()
+
+
+def damaged_step(kind: Kind, shown: Path, error: ShimError, *, version: str | None) -> Step:
+    command = f"temper-migrate {kind} {shown}{version_option(version)}"
+    return Step(
+        kind=kind,
+        path=shown,
+        what="not readable",
+        effort=Effort.DECIDE,
+        blockers=(str(error),),
+        command=command,
+    )
+
+
+def version_option(version: str | None) -> str:
+    return f" --from-version {version}" if version else ""
 
 
 def target_of(step: Step, out: Path) -> Path:
