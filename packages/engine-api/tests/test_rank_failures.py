@@ -19,7 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from temper_engine_api.errors import CollectiveTimeoutError, ConfigError, RankFailedError
+from temper_engine_api.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    ConfigError,
+    RankFailedError,
+)
 from temper_engine_api.process_group import join_default_group, report_failed_start
 from temper_engine_api.rank_connections import close_connections, own_connections
 from temper_engine_api.rank_failures import (
@@ -531,6 +536,7 @@ def test_connection_that_was_reset_meanwhile_does_not_end_the_closing() -> None:
             True,
         ),
         (ValueError("Connection closed"), False),
+        (CheckpointError("s3://bucket/run: Connection reset by peer"), False),
     ],
 )
 def test_lost_connections_are_recognized(error: BaseException, is_lost: bool) -> None:

@@ -60,7 +60,7 @@ from temper_engine_api.outputs import (
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.process_group import report_failed_start
 from temper_engine_api.rank_connections import connect_groups
-from temper_engine_api.rank_failures import RankFailures
+from temper_engine_api.rank_failures import RankFailures, leaves_collectives
 from temper_engine_api.reduction import ObjectiveLoss, count_denominators
 from temper_engine_api.schedule import compute_learning_rate
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
@@ -383,7 +383,7 @@ class BaseEngine(ABC):
         Raises:
             RankFailedError: If a rank raised and the process group did not survive.
         """
-        with self._explain_lost_connection():
+        with self._report_failure("optimizer_zero_grad()"):
             if self._update_cycle.has_failed:
                 self._discard_update()
             else:
@@ -565,7 +565,7 @@ class BaseEngine(ABC):
         """
         self._require_adapter()
         self._check_can_export()
-        with self._load("eval"):
+        with self._report_failure("export_adapter()"), self._load("eval"):
             return self._export_adapter()
 
     def load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
@@ -679,7 +679,7 @@ class BaseEngine(ABC):
         Returns:
             Sizes and checksums of this rank's files, for `CheckpointTransaction.commit`.
         """
-        with self._load("update"):
+        with self._report_unfinished("the write of a checkpoint"), self._load("update"):
             return self._stage(self._write_state).write_part(directory)
 
     def stage_part(self, directory: str) -> None:
@@ -697,7 +697,7 @@ class BaseEngine(ABC):
                 "finish_part() first."
             )
         self.finish_saving()
-        with self._load("update"):
+        with self._report_failure("stage_part()"), self._load("update"):
             staged = self._stage(self._stage_state())
         self._background_part = checkpoint.BackgroundSave(
             lambda: staged.write_part(directory), path=Path(directory)
@@ -724,6 +724,7 @@ class BaseEngine(ABC):
     def read_part(self, directory: str) -> None:
         """Load the files of `write_part` or `stage_part`, and reset gradients. Collective."""
         with (
+            self._report_unfinished("the read of a checkpoint"),
             self._load_to_change("update"),
             # By its contract this changes no tensor.
             self._update_cycle.record_load(
@@ -774,10 +775,11 @@ class BaseEngine(ABC):
             max_to_keep=max_ckpt_to_keep,
         )
         if not in_background:
-            return save(self, gather=self.gather_objects)
+            with self._report_failure("save_checkpoint()"):
+                return save(self, gather=self.gather_objects)
         self.require(Capability.BACKGROUND_SAVE)
         path = checkpoint.step_directory(local_path, global_step)
-        with self._load("update"):
+        with self._report_failure("save_checkpoint()"), self._load("update"):
             staged = self._stage(self._stage_state())
         self._background_save = checkpoint.BackgroundSave(
             lambda: save(staged, gather=self._gather_in_background), path=path
@@ -803,13 +805,14 @@ class BaseEngine(ABC):
         """
         self._check_ranks()
         self.finish_saving()
-        checkpoint.load_engine_checkpoint(
-            self,
-            local_path=local_path,
-            remote_url=hdfs_path,
-            delete_download=del_local_after_load,
-            gather=self.gather_objects,
-        )
+        with self._report_failure("load_checkpoint()"):
+            checkpoint.load_engine_checkpoint(
+                self,
+                local_path=local_path,
+                remote_url=hdfs_path,
+                delete_download=del_local_after_load,
+                gather=self.gather_objects,
+            )
 
     def finish_saving(self) -> None:
         """Wait for background saves, including those from `stage_part`. Collective.
@@ -1098,6 +1101,17 @@ class BaseEngine(ABC):
             nullcontext()
             if self._rank_failures is None
             else self._rank_failures.report_failure(call)
+        )
+
+    def _report_unfinished(self, call: str) -> AbstractContextManager[None]:
+        """Report only an exception after which other ranks may wait in a collective of the call.
+
+        The ranks exchange other errors, such as that of a full disk, and the group survives.
+        """
+        return (
+            nullcontext()
+            if self._rank_failures is None
+            else self._rank_failures.report_failure(call, only=leaves_collectives)
         )
 
     @contextmanager

@@ -19,6 +19,9 @@ this wait. Ranks exchange nothing as long as calls succeed. After an exception:
 `train_mode()`, `eval_mode()` and the streams of weights and state count as calls from their begin
 to their end. An exception that a call inside of them has reported is not reported again.
 
+An error of the file system, such as a full disk, raises on one rank only. The ranks exchange it
+after they have written or read a checkpoint, and the group survives.
+
 `init_model` reports too, although its groups do not exist yet. Ranks wait for each other in
 `process_group.join_default_group`, where they also look for a declaration. After that, the
 connections to close are those opened since `init_model` began.
@@ -40,16 +43,22 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
-from temper_engine_api.errors import CollectiveTimeoutError, EngineStateError, RankFailedError
+from temper_engine_api.errors import (
+    CollectiveTimeoutError,
+    EngineStateError,
+    RankFailedError,
+    TemperError,
+)
 from temper_engine_api.rank_connections import (
     abort_device_collectives,
     close_connections,
@@ -273,11 +282,14 @@ class RankFailures:
         self._may_have_messages = False
 
     @contextmanager
-    def report_failure(self, call: str) -> Iterator[None]:
+    def report_failure(
+        self, call: str, *, only: Callable[[BaseException], bool] = lambda error: True
+    ) -> Iterator[None]:
         """Enclose a collective call: report its exception, and take part in the agreement.
 
         Args:
             call: Name for messages, such as `a training call`.
+            only: Returns False for exceptions that the ranks exchange by themselves.
 
         Raises:
             RankFailedError: If another rank failed. An exception of this rank is raised unchanged.
@@ -298,7 +310,8 @@ class RankFailures:
             # A context in a generator that is not read to its end, which is no failure.
             raise
         except BaseException as error:
-            self.handle(error, where=call + self._position, begin=begin)
+            if only(error):
+                self.handle(error, where=call + self._position, begin=begin)
             raise
         finally:
             # The call may be inside another one, such as a stream of weights.
@@ -516,10 +529,21 @@ class RankFailures:
 
 def has_lost_connection(error: BaseException) -> bool:
     """Return True if an error of gloo, NCCL or a store reports a timeout or a lost peer."""
-    return isinstance(error, CollectiveTimeoutError) or (
-        # gloo and NCCL raise plain RuntimeErrors: only the message tells.
-        isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST_CONNECTION)
-    )
+    if isinstance(error, TemperError):
+        # A CheckpointError may report a lost connection to a remote store.
+        return isinstance(error, CollectiveTimeoutError)
+    # gloo and NCCL raise plain RuntimeErrors: only the message tells.
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST_CONNECTION)
+
+
+def leaves_collectives(error: BaseException) -> bool:
+    """Return True if an error may end a checkpoint's write or read between two collectives.
+
+    Engines complete the collectives after an error of the file system, but not after these.
+    """
+    is_interrupt = not isinstance(error, Exception)
+    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_interrupt or is_memory or has_lost_connection(error)
 
 
 def next_event() -> int:

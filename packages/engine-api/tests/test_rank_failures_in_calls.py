@@ -1,0 +1,144 @@
+"""A rank that raises in a call other than a pass: the others raise too, and name it."""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from temper_engine_api import rank_failures
+from temper_engine_api.errors import CheckpointError, RankFailedError
+from temper_engine_api.process_group import gather_objects
+from temper_engine_api.topology import Axis, Topology
+
+from .conftest import BigramConfig, BigramEngine
+from .rank_processes import run_ranks
+
+CULPRIT = 1
+T = TypeVar("T")
+
+
+class ReplicatedBigram(BigramEngine):
+    """The bigram engine in the processes of a group. It writes a checkpoint with collectives."""
+
+    def _build(self) -> Topology:
+        super()._build()
+        self.rank, size = dist.get_rank(), dist.get_world_size()
+        return Topology(world_size=size, global_rank=self.rank, dp=Axis(size=size, rank=self.rank))
+
+    def _gather_objects(self, item: T) -> list[T]:
+        return gather_objects(item)
+
+    def _write_state(self, directory: str) -> list[str]:
+        dist.all_reduce(torch.zeros(2))
+        self.run_between_collectives()
+        dist.all_reduce(torch.zeros(2))
+        self.run_after_collectives()
+        return super()._write_state(directory)
+
+    def run_between_collectives(self) -> None:
+        """Return at once; tests replace it."""
+
+    def run_after_collectives(self) -> None:
+        """Return at once; tests replace it."""
+
+
+def start(rank: int, folder: str) -> ReplicatedBigram:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # The others do not raise, so the failed rank need not wait for them.
+    rank_failures.AGREEMENT_S = 0.2
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    engine = ReplicatedBigram(BigramConfig())
+    engine.init_model()
+    return engine
+
+
+def raise_interrupt(*_arguments: object) -> NoReturn:
+    raise KeyboardInterrupt("injected")
+
+
+def raise_out_of_memory(*_arguments: object) -> NoReturn:
+    raise torch.OutOfMemoryError("injected")
+
+
+def raise_disk_is_full(*_arguments: object) -> NoReturn:
+    raise OSError("injected: no space left on device")
+
+
+def save(engine: ReplicatedBigram, folder: str) -> None:
+    engine.save_checkpoint(f"{folder}/steps", global_step=1)
+
+
+def save_and_load(engine: ReplicatedBigram, folder: str) -> None:
+    save(engine, folder)
+    engine.load_checkpoint(f"{folder}/steps")
+
+
+def zero_gradients(engine: ReplicatedBigram, _folder: str) -> None:
+    engine.optimizer_zero_grad()
+    engine.gather_objects(engine.rank)
+
+
+def fail_on_one(
+    rank: int,
+    folder: str,
+    call: Callable[[ReplicatedBigram, str], None],
+    method: str,
+    failure: Callable[..., NoReturn],
+) -> None:
+    engine = start(rank, folder)
+    if rank == CULPRIT:
+        setattr(engine, method, failure)
+    begin = time.monotonic()
+    with pytest.raises((KeyboardInterrupt, RuntimeError), match="injected") as caught:
+        call(engine, folder)
+    assert time.monotonic() - begin < 10.0
+    if rank != CULPRIT:
+        assert isinstance(caught.value, RankFailedError)
+        assert f"rank {CULPRIT} raised in " in str(caught.value)
+    with pytest.raises(RankFailedError, match="injected"):
+        engine.gather_objects(rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("call", "method", "failure"),
+    [
+        (save, "run_between_collectives", raise_out_of_memory),
+        (save, "run_after_collectives", raise_interrupt),
+        (save_and_load, "_read_state", raise_interrupt),
+        (zero_gradients, "_zero_gradients", raise_out_of_memory),
+    ],
+)
+def test_other_rank_names_the_failed_one(
+    tmp_path: Path,
+    call: Callable[[ReplicatedBigram, str], None],
+    method: str,
+    failure: Callable[..., NoReturn],
+) -> None:
+    run_ranks(fail_on_one, str(tmp_path), call, method, failure)
+
+
+def fill_the_disk_of_one(rank: int, folder: str) -> None:
+    engine = start(rank, folder)
+    if rank == CULPRIT:
+        engine.run_after_collectives = raise_disk_is_full  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="no space left"):
+        save(engine, folder)
+    assert engine.gather_objects(rank) == [0, 1]
+    dist.destroy_process_group()
+
+
+def test_group_survives_a_full_disk_of_one_rank(tmp_path: Path) -> None:
+    run_ranks(fill_the_disk_of_one, str(tmp_path))
