@@ -517,6 +517,8 @@ def test_a_config_json_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
         ),  # released runs of text models write it
         ("data.image_patch_size=16", True),
         ("data.return_multi_modal_inputs=False", True),
+        ("actor_rollout_ref.actor.num_images_in_input=1", True),
+        ("actor_rollout_ref.model.vla=openvla-oft", True),
     ],
 )
 def test_settings_that_only_a_run_of_images_writes(setting: str, sees: bool) -> None:
@@ -558,6 +560,31 @@ def test_encoder_that_the_old_run_trained_is_reported(
     assert [message.partition(",")[0] for message in messages] == ([reason] if reason else [])
     is_adapter = ADAPTER in overrides
     assert all(("an adapter" in message) is is_adapter for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_known"),
+    [
+        ("verl.trainer.main_ppo", True),
+        ("/old/verl/verl/trainer/main_ppo.py", True),
+        ("verl.trainer.main_ppo_sync", True),
+        ("verl.experimental.one_step_off_policy.main_ppo", True),
+        ("recipe.dapo.main_dapo", True),
+        ("verl.mix_src.main_mix_ppo", False),
+        ("verl.agent_trainer.main_ppo", False),
+        ("verl.trainer.main_ppo_mine", False),
+        ("rllm.trainer.verl.train_agent_ppo", False),
+    ],
+)
+def test_program_of_no_release_is_reported(entry: str, is_known: bool) -> None:
+    result = translated("v0.7.0", entry=entry)
+    assert ("fork-program" in rules_found(result, "hazard")) is not is_known
+
+
+def test_logged_losses_of_a_single_update_are_not_mentioned() -> None:
+    single = translated("v0.7.0", "data.train_batch_size=16")
+    assert "summed-metrics" not in rules_found(single, "note")
+    assert "summed-metrics" in rules_found(translated("v0.7.0"), "note")
 
 
 def test_encoder_of_a_text_model_is_not_mentioned() -> None:

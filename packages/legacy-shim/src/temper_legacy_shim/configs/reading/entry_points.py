@@ -148,7 +148,12 @@ _PROGRAMS = re.compile(
     r"main(_\w+)?|fsdp_sft_trainer|sft_trainer(_ray)?|generation|evaluation|generate|fully_async_main|\w+_trainer"
 )
 """Last parts of the entries of all releases and recipes."""
-_HOMES = ("verl", "recipe", "examples", "tests")
+_HOMES = ("recipe", "examples", "tests")
+_IN_VERL = re.compile(
+    r"(?:.+\.)?verl\.(?:experimental\..+"
+    r"|trainer\.(?:main_(?:eval|generation(?:_server)?|ppo(?:_sync)?)|(?:fsdp_)?sft_trainer(?:_ray)?))"
+)
+"""Programs inside the package verl of any release."""
 _CONFIGS = re.compile(
     r"(one_step_off_|fully_async_|transfer_queue_)?(ppo|dapo)(_megatron)?_trainer|sft_trainer(_engine)?|generation|evaluation"
     r"|(entropy|prime|spin|sppo|rm|gkd)_(trainer|config)|ppo_(diffusion|veomni|torchtitan)_trainer"
@@ -177,10 +182,11 @@ def _module(entry: str) -> str:
 
 
 def _is_fork(path: str) -> bool:
-    """Check if a module or file is outside the old packages, wherever they were cloned."""
+    """Check if no release has this module or file, wherever the old packages were cloned."""
     return (
         path not in _KINDS
         and "." in path
+        and not _IN_VERL.fullmatch(path)
         and not any(part in _HOMES for part in path.split(".")[:-1])
     )
 

@@ -104,6 +104,7 @@ _PATHS = (
 _KEYS = ("data.image_key", "data.video_key", "data.audio_key")
 _SETTINGS = re.compile(
     r"mm_preprocessor|limit_images|vision_tower|limit_mm_per_prompt|mm_processor|return_multi_modal_inputs|image_patch_size|freeze_vision"
+    r"|num_images_in_input|model\.vla$"
 )
 _DATA = re.compile(
     r"geo3k|geometry3k|llava|vqa|deepeyes|mm-eureka|multimodal|screenspot|infigui|libero|coco|refcoco|mathvista",

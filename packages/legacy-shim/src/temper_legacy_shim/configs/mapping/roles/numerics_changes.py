@@ -83,13 +83,15 @@ def _differences(draft: Draft) -> None:
             "micro-batch-normalization",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
             roles=roles,
+            verb="were" if needs_critic(draft) else "was",
             detail=mini * n,
             how=how,
             ranks=ranks,
             detail_2=parts * ranks,
             weighing=weighing,
         )
-    draft.find("summed-metrics", sentence=_logged(draft, parts=parts))
+    if sentence := _logged(draft, parts=parts):
+        draft.find("summed-metrics", sentence=sentence)
     divisor = draft.settings.get("algorithm.horizon")
     if divisor is not None:
         draft.find(
@@ -104,7 +106,7 @@ _LOGGED = (("v0.7.0", "summed"), ("v0.6.0", "scaled"), ("v0.2", "averaged"))
 
 
 def _logged(draft: Draft, *, parts: int) -> str:
-    """Describe how the release's logged losses compare with those here."""
+    """Describe how the release's logged losses compare with those here; empty if they are equal."""
     how = (
         "averaged"
         if is_megatron(draft)
@@ -116,6 +118,8 @@ def _logged(draft: Draft, *, parts: int) -> str:
         else "actor/pg_loss and actor/kl_loss"
     )
     updates = updates_per_step(draft)
+    if (updates if how == "summed" else parts) == 1:
+        return ""
     meaning = {
         "averaged": (
             f"were averaged over the {parts} micro-batches of each update, and compare as they are"
