@@ -21,9 +21,15 @@ from torch import Tensor
 
 from tools.peers import openrlhf_adapters, slime_adapters, verl_adapters
 from tools.peers.correction_comparisons import list_correction_rows
+from tools.peers.estimator_comparisons import (
+    NEMO_ESTIMATORS,
+    SKYRL,
+    list_estimator_rows,
+    stub_skyrl,
+)
 from tools.peers.loss_comparisons import list_loss_rows
 from tools.peers.nemo_comparisons import NEMO, list_nemo_rows, load_nemo
-from tools.peers.random_data import Data, Pair, Row, make_kinds
+from tools.peers.random_data import Data, Pair, Row, make_kinds, stretch_ratios
 from tools.peers.trl_comparisons import TRL, list_trl_rows, load_trl
 from tools.peers.trl_policy_comparisons import list_trl_policy_rows
 
@@ -33,6 +39,9 @@ TOLERANCE = 2e-5
 
 It allows for float32 sums of a few hundred terms in another order.
 """
+
+_MIN_LOSS = 0.01
+"""Differences of a smaller loss are relative to this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +92,9 @@ def measure(comparison: Comparison, module: Any) -> ComparisonResult:
 
 def _measure_difference(local: Tensor, remote: Tensor) -> float:
     scale = float(remote.abs().max())
+    if remote.numel() == 1:
+        # A loss near 0 is a sum of terms near 1 that cancel, and has the rounding of these.
+        scale = max(scale, _MIN_LOSS)
     return float((local - remote).abs().max()) / (scale or 1.0)
 
 
@@ -253,7 +265,27 @@ def _list_other_rows() -> list[Row]:
     ]
 
 
-PROJECTS = ("verl", "slime", "openrlhf", "nemo", "trl")
+_EXTREME = {
+    *(f"ppo, dual clip, {mode}" for mode in _MODES),
+    *("ppo with correction weights", "cispo", "sapo"),
+}
+"""Losses of verl that are also compared at ratios of up to e^80, which both sides clamp."""
+
+
+def _stretch(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of `_EXTREME` for data with such ratios."""
+
+    def compute_at_extremes(compute: Callable[[Any, Data], Pair]) -> Callable[[Any, Data], Pair]:
+        return lambda module, data: compute(module, stretch_ratios(data))
+
+    return [
+        (project, module, f"{name}, extreme ratios", compute_at_extremes(compute))
+        for project, module, name, compute in rows
+        if project == "verl" and name in _EXTREME
+    ]
+
+
+PROJECTS = ("verl", "skyrl", "slime", "openrlhf", "nemo", "trl")
 """Projects with comparisons, in the order of the table."""
 
 COMPARISONS = sorted(
@@ -261,9 +293,11 @@ COMPARISONS = sorted(
         Comparison(project=project, module=module, name=name, compute=compute)
         for project, module, name, compute in (
             *_list_verl_rows(),
+            *_stretch([*_list_verl_rows(), *list_loss_rows()]),
             *list_correction_rows(),
             *_list_other_rows(),
             *list_loss_rows(),
+            *list_estimator_rows(),
             *list_nemo_rows(),
             *list_trl_rows(),
             *list_trl_policy_rows(),
@@ -286,8 +320,10 @@ def compare_all(checkouts: Mapping[str, Path]) -> list[ComparisonResult]:
 def _import(name: str, checkout: Path) -> Any:
     if name == _OPENRLHF:
         return _load_openrlhf(checkout)
-    if name == NEMO:
-        return load_nemo(checkout)
+    if name in (NEMO, NEMO_ESTIMATORS):
+        return load_nemo(checkout, name)
+    if name == SKYRL:
+        stub_skyrl()
     if name == TRL:
         return load_trl(checkout)
     if str(checkout) not in sys.path:

@@ -37,8 +37,8 @@ _STUBS = (
 """Modules that the loss's module imports for other losses, and that need Ray or CUDA."""
 
 
-def load_nemo(checkout: Path) -> Any:
-    """Load the module of the loss without the packages around it, which need Ray and CUDA."""
+def load_nemo(checkout: Path, module: str) -> Any:
+    """Load a module of algorithms without the packages around it, which need Ray and CUDA."""
     for name in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
         if name not in sys.modules:
             package = types.ModuleType(name)
@@ -46,7 +46,12 @@ def load_nemo(checkout: Path) -> Any:
             sys.modules[name] = package
     for name in _STUBS:
         sys.modules.setdefault(name, MagicMock())
-    return importlib.import_module(NEMO)
+    losses = importlib.import_module(NEMO)
+    # The estimators import this class from the package, which is empty here.
+    vars(sys.modules["nemo_rl.algorithms.loss"]).setdefault(
+        "ClippedPGLossConfig", losses.ClippedPGLossConfig
+    )
+    return importlib.import_module(module)
 
 
 def _compute_nemo_loss(module: Any, data: Data, advantages: Tensor, **settings: object) -> Tensor:

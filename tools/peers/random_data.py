@@ -76,6 +76,14 @@ def make_kinds(seed: int) -> tuple[Data, Data, Data]:
     )
 
 
+def stretch_ratios(data: Data) -> Data:
+    """Return data with log-probs 50 times as large, and so log-ratios of up to about 80.
+
+    Gradients are still those of the data's own log-probs.
+    """
+    return replace(data, logprobs=50 * data.logprobs, old=50 * data.old)
+
+
 Pair = tuple[Tensor, Tensor]
 """Our result and that of the other project; it may have a gradient."""
 

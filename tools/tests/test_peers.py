@@ -9,7 +9,7 @@ import torch
 from tools.peers.__main__ import _classify, main
 from tools.peers.comparisons import Comparison, measure
 from tools.peers.padded import build_batch, flatten, unflatten
-from tools.peers.random_data import make_data
+from tools.peers.random_data import make_data, stretch_ratios
 from tools.peers.suites import SUITES
 
 
@@ -68,6 +68,27 @@ def test_comparison_finds_another_value_or_gradient(
     )
     module = SimpleNamespace(square=lambda x: factor * x.square())
     assert measure(comparison, module).agrees is agrees
+
+
+@pytest.mark.parametrize(("difference", "agrees"), [(1e-7, True), (1e-6, False)])
+def test_difference_of_a_loss_near_zero_is_relative_to_its_terms(
+    difference: float, agrees: bool
+) -> None:
+    comparison = Comparison(
+        project="none",
+        module="none",
+        name="loss",
+        compute=lambda module, data: (torch.tensor(1e-4 + difference), torch.tensor(1e-4)),
+    )
+    assert measure(comparison, None).agrees is agrees
+
+
+def test_stretched_data_have_extreme_ratios_and_gradients_of_the_data() -> None:
+    data = make_data(0)
+    stretched = stretch_ratios(data)
+    assert 50 < float((stretched.logprobs - stretched.old).detach().abs().max()) < 90
+    (gradient,) = torch.autograd.grad(stretched.logprobs.sum(), data.logprobs)
+    assert gradient.unique().tolist() == [50.0]
 
 
 def test_data_has_an_empty_row_and_depends_only_on_the_seed() -> None:
