@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
+from temper_trainer import algorithms
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.help_text import read_field_docstrings
 from temper_trainer.config_loading.resolved_config import format_value
@@ -114,44 +115,13 @@ NO_UNIT = frozenset(
             "max_changed_fraction",
             "prometheus_port",
         ),
-        *("scale", "low", "high", "penalty", "clip_low", "clip_high", "dual_clip"),
-        *(
-            "fraction",
-            "min_covariance",
-            "max_covariance",
-            "kl_cov_coef",
-            "max_ratio",
-            "positive_temperature",
-            "negative_temperature",
-            "entropy_coef",
-        ),
-        *(
-            "coef_max",
-            "coef_step",
-            "kl_loss_coef",
-            "kl_reward_coef",
-            "gamma",
-            "gae_lambda",
-            "value_lambda",
-            "length_factor",
-            "value_clip",
-            "truncate_at",
-        ),
-        *(
-            "exponent",
-            "weight",
-            "mixture",
-            "coef",
-            "clamp",
-            "turn_discount",
-            "beta",
-            "label_smoothing",
-            "sft_coef",
-        ),
+        *("scale", "low", "high", "penalty", "weight", "coef", "clamp", "label_smoothing"),
+        *("entropy_coef", "coef_max", "coef_step", "kl_loss_coef", "kl_reward_coef"),
+        *("truncate_at", "turn_discount"),
         *("center_coef", "router_aux_loss", "router_z_loss", "reshard_after_forward"),
     )
 )
-"""Numbers without a unit, such as fractions, factors, exponents and seeds."""
+"""Numbers without a unit, such as fractions, factors and seeds, except those of algorithms."""
 
 HEAD = """\
 # Configuration
@@ -312,13 +282,18 @@ def _iterate_table_lines(
             f"`{prefix}{entry.name}`",
             kind,
             default,
-            _find_unit(entry.name) if "number" in kind else "",
+            find_unit(entry) if "number" in kind else "",
             meanings.get(entry.name, ""),
         ]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _find_unit(name: str) -> str:
+def find_unit(entry: Entry) -> str:
     """Return the unit of a number, or an empty string for an unknown key."""
+    name = entry.name
     matching = [end for end in UNITS if name == end or (end.startswith("_") and name.endswith(end))]
-    return UNITS[max(matching, key=len)] if matching else "none" if name in NO_UNIT else ""
+    if matching:
+        return UNITS[max(matching, key=len)]
+    # Most numbers of a formula are factors and bounds, so a new algorithm needs no entry here.
+    is_of_formula = entry.owner.__module__.startswith(f"{algorithms.__name__}.")
+    return "none" if is_of_formula or name in NO_UNIT else ""

@@ -6,15 +6,18 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.specs import EngineConfig
+from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.schema import iterate_entries
+from temper_trainer.settings.ranges import PositiveFloat, PositiveInt
+from temper_trainer.settings.variants import settings
 from tools.docs import find_broken_links
 from tools.environment import PACKAGES
 from tools.pages import split_page
 from tools.project_urls import REPOSITORY_URL
 from tools.site.__main__ import gather_pages
 from tools.site.architecture_figure import FIGURE, contract_layers, draw_architecture
-from tools.site.configuration import build_configuration_pages
+from tools.site.configuration import build_configuration_pages, find_unit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,6 +138,20 @@ def test_every_number_in_the_configuration_has_a_unit_or_none() -> None:
     assert units["run.num_table_rows"] == "completions"
     assert units["algorithm.advantage.gamma"] == "none"
     assert {unit for key, kind, unit in rows if kind in ("text", r"true \| false")} == {""}
+
+
+def test_number_of_a_new_algorithm_has_no_unit_without_being_listed() -> None:
+    @settings
+    class SoftClip(PolicyLoss):
+        width: PositiveFloat = 0.2
+        soft_tokens: PositiveInt = 1
+
+    SoftClip.__module__ = f"{PolicyLoss.__module__}_of_somebody"
+    entries = iterate_entries(SoftClip, engine_class=EngineConfig)
+    assert {entry.name: find_unit(entry) for entry in entries} == {
+        "width": "none",
+        "soft_tokens": "tokens",
+    }
 
 
 def test_figure_shows_the_components_of_the_contracts(tmp_path: Path) -> None:
