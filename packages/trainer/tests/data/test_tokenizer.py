@@ -153,5 +153,7 @@ def test_training_a_tokenizer_without_texts_is_refused(tmp_path: Path) -> None:
 
 
 def test_bpe_with_fewer_entries_than_bytes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vocab_size is 258, but byte-level BPE needs 259"):
+    with pytest.raises(
+        ConfigError, match=r"vocab_size of TokenizerConfig is 258, but must be at least 259"
+    ):
         TokenizerConfig(kind="bpe", vocab_size=258)

@@ -3,12 +3,12 @@
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import field
+from typing import Annotated, ClassVar, Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import INFERENCE_TASKS, RL_TASKS
-from temper_trainer.settings.ranges import PositiveFloat, PositiveInt, UnitFloat
+from temper_trainer.settings.ranges import PositiveFloat, PositiveInt, Range, UnitFloat
 from temper_trainer.settings.variants import Variant, settings, variant
 
 PreferenceKind = Literal["pairs", "labels"]
@@ -207,7 +207,7 @@ MIN_BPE_ENTRIES = 259
 """Entries of byte-level BPE without merges: 256 bytes and three special tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@settings
 class TokenizerConfig:
     """Tokenizer loaded from a directory, or trained on the training source."""
 
@@ -217,8 +217,10 @@ class TokenizerConfig:
     """
     path: str | None = None
     """Directory of a pretrained tokenizer; None takes the actor's model.path."""
-    vocab_size: int | None = None
-    """bpe only, required there: number of vocabulary entries."""
+    vocab_size: Annotated[int, Range(at_least=MIN_BPE_ENTRIES)] | None = None
+    """bpe only, required there: number of vocabulary entries, of which 256 are bytes and three are
+    special tokens.
+    """
 
     def __post_init__(self) -> None:
         if self.kind != "pretrained" and self.path is not None:
@@ -229,11 +231,6 @@ class TokenizerConfig:
             raise ConfigError(
                 f"tokenizer.vocab_size is {self.vocab_size} with kind {self.kind}: bpe needs it, "
                 "and the other kinds do not take it."
-            )
-        if self.vocab_size is not None and self.vocab_size < MIN_BPE_ENTRIES:
-            raise ConfigError(
-                f"tokenizer.vocab_size is {self.vocab_size}, but byte-level BPE needs "
-                f"{MIN_BPE_ENTRIES} for bytes and specials alone."
             )
 
 

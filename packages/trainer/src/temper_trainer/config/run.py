@@ -16,7 +16,6 @@ from temper_trainer.settings.ranges import (
     PositiveInt,
     Range,
     check_pattern,
-    check_range,
 )
 from temper_trainer.settings.variants import settings
 
@@ -239,10 +238,6 @@ class RoleConfig:
     """Number of processes; more than 1 needs runtime.kind=ray."""
     pool: str = "train"
     """ray only: resource pool; roles with the same pool share its devices."""
-
-    def __post_init__(self) -> None:
-        timeout_s = self.engine.collective_timeout_s
-        check_range("engine.collective_timeout_s", timeout_s, Range(above=0))
 
 
 def find_model_conflicts(

@@ -10,11 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from temper_engine_api.errors import ConfigError
 from temper_trainer.algorithms.policy_losses.clipped_losses import ClippedLoss
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
 from temper_trainer.settings.lazy_torch import torch, weighted_mean
-from temper_trainer.settings.ranges import FiniteFloat, PositiveFloat, Range
+from temper_trainer.settings.ranges import FiniteFloat, PositiveFloat, Range, check_order
 from temper_trainer.settings.variants import variant
 
 if TYPE_CHECKING:
@@ -68,11 +67,7 @@ class ClipCov(ClippedLoss):
     """Tokens with a covariance below this may be selected."""
 
     def __post_init__(self) -> None:
-        if self.min_covariance >= self.max_covariance:
-            raise ConfigError(
-                f"min_covariance is {self.min_covariance} and max_covariance is "
-                f"{self.max_covariance}: the first must be smaller than the second."
-            )
+        check_order("min_covariance", self.min_covariance, "max_covariance", self.max_covariance)
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
         """Select tokens once for the mini-batch, independent of its split into micro-batches."""

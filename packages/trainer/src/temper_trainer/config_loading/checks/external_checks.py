@@ -56,7 +56,7 @@ from temper_trainer.rollout.vllm.server_addresses import read_addresses, read_to
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
 from temper_trainer.runtime.placement import AVERAGED_ROLE, find_missing_cpus
-from temper_trainer.settings.names import import_object
+from temper_trainer.settings.names import import_object, is_within
 from temper_trainer.settings.variants import Custom
 
 logger = logging.getLogger(__name__)
@@ -147,10 +147,8 @@ def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str
     adapter and settings that only this engine has.
     """
     own = {field.name for field in fields(engine)} - {field.name for field in fields(EngineConfig)}
-    blocks = tuple(f"{role}.engine.{name}" for name in ("model.architecture", "lora", *own))
-    is_changed = any(
-        key == block or key.startswith(f"{block}.") for key in set_keys for block in blocks
-    )
+    blocks = [f"{role}.engine.{name}" for name in ("model.architecture", "lora", *own)]
+    is_changed = any(is_within(key, *blocks) for key in set_keys)
     unusual = find_required_capabilities(engine) - {Capability(engine.model.model_type)}
     return is_changed or bool(unusual) or engine.model.path is not None
 
