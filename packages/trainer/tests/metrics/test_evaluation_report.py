@@ -24,12 +24,27 @@ def row(step: int, phase: str = "eval") -> Row:
 
 def test_table_has_a_line_for_each_step_set_sampling_and_category() -> None:
     heading, lines = tabulate_evaluations(list_evaluations([row(7, "rl"), row(8)]))
-    assert heading == ("after step", "set", "kind", "category", "reward", "failed", "pass@4")
+    assert heading == (
+        "after step",
+        "set",
+        "kind",
+        "category",
+        "reward (mean@k)",
+        "failed",
+        "pass@4",
+    )
     assert lines == [
         (8, "data.eval", "greedy", "", "0.500", "2", ""),
         (8, "math500", "sampled", "", "0.250 ± 0.125", "", "0.750"),
         (8, "math500", "sampled", "algebra", "1.000", "", ""),
     ]
+
+
+def test_plot_names_the_mean_of_several_completions() -> None:
+    greedy, sampled, _ = list_evaluations([row(8)])
+    assert greedy.format_label("reward") == "greedy reward"
+    assert sampled.format_label("reward") == "math500 sampled mean@4"
+    assert sampled.format_label("pass_at_4") == "math500 sampled pass@4"
 
 
 def test_held_out_pairs_and_demonstrations_have_lines_and_a_plot() -> None:

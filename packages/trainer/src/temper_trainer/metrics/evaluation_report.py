@@ -49,6 +49,18 @@ class EvaluationRow:
         """The value to plot; NaN if there is none."""
         return self.values.get(MAIN_METRICS[self.kind], math.nan)
 
+    @property
+    def num_completions(self) -> int:
+        """Completions per problem, the largest k of its metrics; 1 without such metrics."""
+        matches = filter(None, map(_AT_K.fullmatch, self.values))
+        return max((int(match[2]) for match in matches), default=1)
+
+    def format_label(self, metric: str) -> str:
+        """Return the label of one of its values in a plot, such as ``math500 sampled mean@4``."""
+        is_mean = metric == "reward" and self.num_completions > 1
+        title = f"mean@{self.num_completions}" if is_mean else _AT_K.sub(r"\1@\2", metric)
+        return " ".join(filter(None, (self.set_name, self.kind, self.category, title)))
+
 
 def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
     """Return the evaluations of a run by step, each full set before its categories."""
@@ -87,6 +99,8 @@ def tabulate_evaluations(
         category = (each.category,) if has_categories else ()
         lines.append((each.step, each.set_name or "data.eval", each.kind, *category, *cells))
     titles = [_AT_K.sub(r"\1@\2", name) for name in metrics]
+    if any(each.num_completions > 1 for each in evaluations):
+        titles = ["reward (mean@k)" if title == "reward" else title for title in titles]
     category_title = ("category",) if has_categories else ()
     return ("after step", "set", "kind", *category_title, *titles), lines
 
@@ -140,7 +154,7 @@ def _draw_over_steps(axes: Axes, evaluations: Sequence[EvaluationRow]) -> None:
     series: dict[tuple[str, str], list[EvaluationRow]] = {}
     for each in full_sets:
         series.setdefault((each.set_name, each.kind), []).append(each)
-    for i, ((set_name, kind), rows) in enumerate(series.items()):
+    for i, rows in enumerate(series.values()):
         for name, style in zip(_list_shown(rows), ("-", "--", ":"), strict=False):
             points = sorted(
                 (each.step, each.values[name], each.values.get(name + INTERVAL, 0.0))
@@ -157,7 +171,7 @@ def _draw_over_steps(axes: Axes, evaluations: Sequence[EvaluationRow]) -> None:
                 marker="o",
                 markersize=3,
                 capsize=2,
-                label=_label(set_name, kind, name),
+                label=rows[0].format_label(name),
             )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title("evaluations, 95 % intervals")
@@ -167,7 +181,7 @@ def _draw_over_steps(axes: Axes, evaluations: Sequence[EvaluationRow]) -> None:
 
 def _draw_last(axes: Axes, evaluations: Sequence[EvaluationRow]) -> None:
     bars = [
-        (_label(each.set_name, each.kind, name, each.category), each, name, color)
+        (each.format_label(name), each, name, color)
         for each in evaluations
         for name, color in zip(_list_shown(evaluations), COLORS, strict=False)
         if math.isfinite(each.values.get(name, math.nan))
@@ -183,8 +197,3 @@ def _draw_last(axes: Axes, evaluations: Sequence[EvaluationRow]) -> None:
     )
     axes.set_yticks(positions, [label for label, _, _, _ in bars])
     axes.invert_yaxis()  # in the order of the table, from the top
-
-
-def _label(set_name: str, kind: str, metric: str, category: str = "") -> str:
-    title = _AT_K.sub(r"\1@\2", metric)
-    return " ".join(filter(None, (set_name, kind, category, title)))
