@@ -110,6 +110,7 @@ LEARNING_NAMES = {
     "hinge": "dpo with hinge",
     "ipo": "dpo with ipo",
     "reverse_kl_reward": "reverse_kl as reward",
+    "rm": "reward model",
     "current": "self-distillation with the current policy",
     "ema": "self-distillation with the ema policy",
 }
@@ -123,6 +124,7 @@ LEARNING_NAMES = {
         ("algorithms.md", "## Policy loss (`algorithm.policy_loss`)", None, "Results"),
         ("algorithms.md", "### SFT losses (`sft`)", None, "Results"),
         ("algorithms.md", "### Preference losses (`preference`)", None, "Preferences of pairs"),
+        ("algorithms.md", "### Reward model (`rm`)", None, "Preferences of pairs"),
         ("distillation.md", "## Losses and rewards", None, "Results"),
         (
             "distillation.md",
