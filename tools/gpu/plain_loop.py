@@ -140,7 +140,7 @@ class PlainLoop:
 
     def update(self, batch: PackedBatch) -> float:
         """Run one update over these micro-batches and return the gradient norm."""
-        micro_batches = list(batch.micro_batches())
+        micro_batches = list(batch.iterate_micro_batches())
         # Gradients accumulate locally and are reduced in the last backward pass only.
         for i, micro in enumerate(micro_batches):
             self.model.model.set_requires_gradient_sync(i == len(micro_batches) - 1)

@@ -98,7 +98,7 @@ class TransformersTrainerEngine(AdaptedEngine):
         trainer, model = self._other_engine, self._other_engine.model_wrapped
         was_training, results = model.training, []
         try:
-            for micro in batch.micro_batches():
+            for micro in batch.iterate_micro_batches():
                 self._call = _Call(
                     micro=micro,
                     requested_outputs=requested_outputs,

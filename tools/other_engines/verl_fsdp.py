@@ -114,7 +114,7 @@ class VerlFSDPEngine(AdaptedEngine):
                     micro_batch_loss=micro_batch_loss,
                     forward_only=forward_only,
                 )
-                for micro in batch.micro_batches()
+                for micro in batch.iterate_micro_batches()
             ]
         finally:
             model.train(was_training)

@@ -100,7 +100,7 @@ class BigramEngine(BaseEngine):
         reduce_gradients,
     ) -> list[HeadOutputs]:  # type: ignore[no-untyped-def]
         outputs = []
-        for micro in batch.micro_batches():
+        for micro in batch.iterate_micro_batches():
             with torch.set_grad_enabled(not forward_only):
                 head_outputs = HeadOutputs(
                     columns={

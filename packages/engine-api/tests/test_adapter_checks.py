@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from temper_engine_api.adapter_checks import (
+    build_lora_config,
     check_adapter_directory,
     check_adapter_tensors,
     check_base_weights,
     check_same_adapter,
     check_target_names,
     find_adapter_weights,
-    new_lora_config,
     to_adapter_config,
 )
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
@@ -24,7 +24,7 @@ NAMES = ("model.layers.0.mlp.up_proj", "lm_head")
 
 def test_new_head_of_a_reward_model_is_trained_in_full_and_gets_no_adapter() -> None:
     model = ModelSpec(path="model", model_type="reward_model")
-    config = new_lora_config(LoraSpec(rank=2, alpha=4.0), model=model)
+    config = build_lora_config(LoraSpec(rank=2, alpha=4.0), model=model)
     assert config["modules_to_save"] == ["score"]
     assert config["exclude_modules"] == ["score"]
     assert config["lora_alpha"] == 4
@@ -79,7 +79,7 @@ def test_task_type_of_a_new_adapter_follows_the_model_type() -> None:
     spec = LoraSpec(rank=2, alpha=4.0)
     kinds = ("language_model", "value_model", "reward_model")
     configs = [
-        new_lora_config(spec, model=ModelSpec(path="model", model_type=kind)) for kind in kinds
+        build_lora_config(spec, model=ModelSpec(path="model", model_type=kind)) for kind in kinds
     ]
     assert [config["task_type"] for config in configs] == ["CAUSAL_LM", "TOKEN_CLS", "TOKEN_CLS"]
 

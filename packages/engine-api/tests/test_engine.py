@@ -138,7 +138,7 @@ def test_without_a_cap_a_rank_gets_one_micro_batch(
     engine: BaseEngine, make_batch: MakeBatch
 ) -> None:
     batch = engine.shard_data(make_batch([4, 5, 300]))
-    assert [micro_batch.num_tokens for micro_batch in batch.micro_batches()] == [309]
+    assert [micro_batch.num_tokens for micro_batch in batch.iterate_micro_batches()] == [309]
 
 
 def test_ranks_gather_small_objects_in_rank_order(make_engines: MakeEngines) -> None:

@@ -12,9 +12,9 @@ from temper_engine_api.metrics import (
     LazyMetrics,
     Metric,
     Reduction,
+    compute_weighted_mean,
     materialize_metrics,
     merge_metrics,
-    weighted_mean,
 )
 
 VALUES = st.lists(st.integers(-100, 100), min_size=1, max_size=12)
@@ -55,13 +55,13 @@ def test_a_name_may_be_missing_from_some_ranks() -> None:
 
 
 def test_entries_of_weight_zero_never_leak() -> None:
-    metric = weighted_mean(torch.tensor([2.0, float("nan"), 4.0]), torch.tensor([1, 0, 3]))
+    metric = compute_weighted_mean(torch.tensor([2.0, float("nan"), 4.0]), torch.tensor([1, 0, 3]))
     assert metric.result == 3.5  # (2 + 12) / 4
 
 
 def test_a_weighted_mean_carries_no_graph() -> None:
     values = torch.ones(2, requires_grad=True)
-    metric = weighted_mean(values * 2, torch.ones(2))
+    metric = compute_weighted_mean(values * 2, torch.ones(2))
     assert isinstance(metric.value, torch.Tensor)
     assert not metric.value.requires_grad
 

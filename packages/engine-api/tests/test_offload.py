@@ -136,7 +136,7 @@ def test_each_group_is_offloaded_as_configured(
 ) -> None:
     offloading = OffloadPolicy(groups, spec=spec)
     assert offloaded_groups(groups) == gone
-    with offloading.mode_context("update"):
+    with offloading.load_for_mode("update"):
         assert offloaded_groups(groups) == set()
     assert offloaded_groups(groups) == gone
 
@@ -153,7 +153,7 @@ def test_optimizer_states_prefetched_in_train_mode_stay_for_the_step(groups: Off
         ("train", True, True),
     ]
     for mode, inside, after in [*steps, ("eval", False, False)]:
-        with offloading.mode_context(mode):
+        with offloading.load_for_mode(mode):
             assert groups.is_offloaded(OPTIMIZER) != inside, mode
         assert groups.is_offloaded(OPTIMIZER) != after, mode
 
@@ -162,8 +162,8 @@ def test_prefetched_states_are_offloaded_after_an_exception_in_the_step(groups: 
     offloading = OffloadPolicy(
         groups, spec=OffloadSpec(optimizer=True, load_optimizer_in="train_mode")
     )
-    with offloading.mode_context("train"):
+    with offloading.load_for_mode("train"):
         pass
-    with pytest.raises(KeyError), offloading.mode_context("update"):
+    with pytest.raises(KeyError), offloading.load_for_mode("update"):
         raise KeyError
     assert offloaded_groups(groups) == {OPTIMIZER}

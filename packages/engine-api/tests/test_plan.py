@@ -212,7 +212,7 @@ def test_packing_loses_no_token(
     ]
     packed = {}
     for part in parts:
-        for micro in part.micro_batches():
+        for micro in part.iterate_micro_batches():
             for b, sample in enumerate(micro.sample_ids.tolist()):
                 a, z = micro.sequence_starts[b], micro.sequence_starts[b + 1]
                 packed[sample] = (micro.tokens[a:z], micro.columns["advantages"][a:z])

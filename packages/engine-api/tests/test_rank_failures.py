@@ -26,7 +26,7 @@ from temper_engine_api.errors import (
     RankFailedError,
 )
 from temper_engine_api.process_group import join_default_group, report_failed_start
-from temper_engine_api.rank_connections import close_connections, own_connections
+from temper_engine_api.rank_connections import close_connections, list_own_connections
 from temper_engine_api.rank_failures import (
     BuildStage,
     RankFailures,
@@ -51,7 +51,7 @@ def join(rank: int, folder: str, *, num_stages: int = 1) -> RankFailures:
     )
     failures = RankFailures.join()
     assert failures is not None
-    failures.engine_built(Topology(world_size=2, pp=Axis(size=num_stages)))
+    failures.mark_engine_built(Topology(world_size=2, pp=Axis(size=num_stages)))
     return failures
 
 
@@ -355,7 +355,7 @@ def test_rank_whose_engine_is_built_first_can_close_the_connections_of_the_other
         other_end, _ = server.accept()
     with own, other_end:
         first, _ = build(dist.HashStore())
-        first.engine_built(Topology(world_size=2))
+        first.mark_engine_built(Topology(world_size=2))
         first.handle(RuntimeError("Connection reset by peer"), where="a training call")
         assert own.recv(1) == b""
 
@@ -365,7 +365,7 @@ def fail_in_one_of_two_engines(rank: int, folder: str) -> None:
     later_group = dist.new_group(timeout=timedelta(seconds=15))
     second = RankFailures.join()
     assert second is not None
-    second.engine_built(Topology(world_size=2))
+    second.mark_engine_built(Topology(world_size=2))
     released = Path(folder, "released")
     if rank == 1:
         with pytest.raises(ValueError, match="bad sample"):
@@ -394,7 +394,7 @@ def test_rank_that_waits_in_another_engine_of_the_group_is_released(tmp_path: Pa
 def test_failure_closes_the_connections_of_an_engine_that_is_being_built() -> None:
     store = dist.HashStore()
     first = RankFailures(store, rank=0, world_size=2)
-    first.engine_built(Topology(world_size=2))
+    first.mark_engine_built(Topology(world_size=2))
     second = RankFailures(store, rank=0, world_size=2, group=first._group)
     with connect_elsewhere() as connection:
         first.handle(RuntimeError("Connection reset by peer"), where="a training call")
@@ -406,7 +406,7 @@ def test_failure_closes_the_connections_of_an_engine_that_is_being_built() -> No
 def test_failed_start_that_all_ranks_survive_keeps_later_connections() -> None:
     store = dist.HashStore()
     first = RankFailures(store, rank=0, world_size=2)
-    first.engine_built(Topology(world_size=2))
+    first.mark_engine_built(Topology(world_size=2))
     second = RankFailures(store, rank=0, world_size=2, group=first._group)
     second.start_failed()
     with connect_elsewhere() as connection:
@@ -518,7 +518,7 @@ def test_connection_that_was_reset_meanwhile_does_not_end_the_closing() -> None:
         other_end, _ = server.accept()
     name = "{}:{} {}:{}".format(*other_end.getsockname(), *other_end.getpeername())
     with own:
-        assert name in own_connections()
+        assert name in list_own_connections()
         close_connections(ResetsBeforeItAnswers({name}, other_end))
         with pytest.raises(OSError, match="reset by peer"):
             own.recv(1)

@@ -53,14 +53,14 @@ def make_old() -> type:
 
 
 def test_the_sentence_says_what_since_until_instead_and_how() -> None:
-    assert RECORD.sentence() == (
+    assert RECORD.format_warning() == (
         "old.Thing is deprecated since temper-legacy-shim 0.2 and will be removed in 0.4: use "
         "new.place.Thing instead; pass it a config."
     )
 
 
 def test_a_record_is_read_from_its_sentence_and_another_sentence_is_an_error() -> None:
-    assert Deprecation.from_sentence(RECORD.sentence()) == RECORD
+    assert Deprecation.from_sentence(RECORD.format_warning()) == RECORD
     with pytest.raises(ValueError, match="is not a sentence of a deprecation"):
         Deprecation.from_sentence("old.Thing is deprecated")
 
@@ -174,7 +174,7 @@ def test_type_checkers_and_editors_see_the_sentence_on_the_class(name: str) -> N
     assert importlib.import_module(module).deprecated is typing_extensions.deprecated
     assert (
         literal_of(name)
-        == RECORDS[name].sentence()
+        == RECORDS[name].format_warning()
         == getattr(importlib.import_module(module), kind).__deprecated__
     )
 

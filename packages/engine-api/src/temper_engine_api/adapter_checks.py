@@ -23,7 +23,7 @@ _COMPARED_FIELDS = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern",
 """Fields of the config that decide how the adapter's tensors are scaled and combined."""
 
 
-def new_lora_config(spec: LoraSpec, *, model: ModelSpec) -> dict[str, object]:
+def build_lora_config(spec: LoraSpec, *, model: ModelSpec) -> dict[str, object]:
     """Return the arguments of PEFT's `LoraConfig` for a new adapter."""
     # The head of a value or reward model is newly initialized, so it must be trained in full.
     fully_trained = (

@@ -241,7 +241,7 @@ class PackedBatch(SequenceBatch):
         ...     micro_batch_starts=torch.tensor([0, 1, 3], dtype=torch.int32),
         ...     denominators=Denominators(tokens=4, sequences=3, groups=3),
         ... )
-        >>> [micro.tokens.tolist() for micro in packed.micro_batches()]
+        >>> [micro.tokens.tolist() for micro in packed.iterate_micro_batches()]
         [[5, 6, 7], [8, 9, 3, 4]]
     """
 
@@ -278,7 +278,7 @@ class PackedBatch(SequenceBatch):
         """Number of micro-batches M."""
         return self.micro_batch_starts.shape[0] - 1
 
-    def micro_batches(self) -> Iterator[SequenceBatch]:
+    def iterate_micro_batches(self) -> Iterator[SequenceBatch]:
         """Iterate over the micro-batches, as views of this batch's tensors."""
         for first, last in pairwise(self.micro_batch_starts.tolist()):
             yield slice_sequences(self, first=first, last=last)

@@ -77,7 +77,7 @@ class Deprecation:
                 f"removed_in={major}.{minor + MIN_MINOR_VERSIONS}.0 at the earliest."
             )
 
-    def sentence(self) -> str:
+    def format_warning(self) -> str:
         """Return the text of the warning."""
         return (
             f"{self.what} is deprecated since {self.package} {self.since} and will be removed in "
@@ -110,7 +110,8 @@ def deprecated(record: Deprecation) -> Callable[[Callable[P, T]], Callable[P, T]
         marked = target if isinstance(target, type) else warned
         # category=None marks the name for type checkers only; warn_caller finds the right line.
         return cast(
-            "Callable[P, T]", _mark_for_type_checkers(record.sentence(), category=None)(marked)
+            "Callable[P, T]",
+            _mark_for_type_checkers(record.format_warning(), category=None)(marked),
         )
 
     return mark
@@ -119,7 +120,7 @@ def deprecated(record: Deprecation) -> Callable[[Callable[P, T]], Callable[P, T]
 def warn_caller(record: Deprecation) -> None:
     """Warn at the nearest line outside the package that deprecated the name."""
     warnings.warn(
-        record.sentence(),
+        record.format_warning(),
         TemperDeprecationWarning,
         stacklevel=_distance_of_caller(record.package.replace("-", "_")),
     )

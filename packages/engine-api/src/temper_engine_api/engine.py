@@ -140,7 +140,7 @@ class BaseEngine(ABC):
             start.failures = start.failures or RankFailures.join()
             if start.failures is not None:
                 self._meet_other_ranks(start.failures)
-                start.failures.engine_built(topology)
+                start.failures.mark_engine_built(topology)
         self._topology, self._rank_failures = topology, start.failures
         self._was_initialized = True
 
@@ -360,7 +360,7 @@ class BaseEngine(ABC):
                 requested_outputs=self._loss_fn_outputs or default
                 if self._objective is None
                 else self._objective.required_outputs,
-                micro_batch_loss=None if forward_only else step.loss,
+                micro_batch_loss=None if forward_only else step.compute_loss,
                 forward_only=forward_only,
                 final=False,
             )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from temper_engine_api import errors
 from temper_engine_api.errors import MessageError, TemperError
-from temper_engine_api.gatherable import CLASSES, full_name
+from temper_engine_api.gatherable import CLASSES, format_full_name
 
 _HEADER_BYTES = 8
 _SCALARS = frozenset({str, int, bool, float, type(None)})
@@ -52,7 +52,7 @@ def encode_value(value: object) -> Tensor:
         text = json.dumps(_encode(value, tensors), separators=(",", ":")).encode()
     except RecursionError as error:
         raise MessageError(
-            f"a value of type {full_name(type(value))} cannot be gathered from ranks: "
+            f"a value of type {format_full_name(type(value))} cannot be gathered from ranks: "
             "it is nested too deeply, or contains itself. Gather a flat value."
         ) from error
     header = len(text).to_bytes(_HEADER_BYTES, "little")
@@ -92,12 +92,12 @@ def _encode(value: object, tensors: list[Tensor]) -> object:
     kind = type(value)
     if kind in _SCALARS:
         return value  # first, because most parts of a value are these
-    if CLASSES.get(full_name(kind)) is kind:
+    if CLASSES.get(format_full_name(kind)) is kind:
         if isinstance(value, Enum):
-            return {"enum": [full_name(kind), value.value]}
+            return {"enum": [format_full_name(kind), value.value]}
         assert is_dataclass(value)
         content = {each.name: _encode(getattr(value, each.name), tensors) for each in fields(value)}
-        return {"object": [full_name(kind), content]}
+        return {"object": [format_full_name(kind), content]}
     if isinstance(value, int | float | str) and not isinstance(value, Enum):
         return value  # a subclass, such as numpy's float64
     if kind is list or kind is tuple:
@@ -118,8 +118,8 @@ def _encode(value: object, tensors: list[Tensor]) -> object:
         tensors.append(value.detach().cpu().contiguous())
         return {"tensor": [str(value.dtype), list(value.shape)]}
     raise MessageError(
-        f"a value of type {full_name(kind)} cannot be gathered from ranks: convert it to numbers, "
-        "strings, lists, tuples, dicts or tensors, or mark its dataclass with "
+        f"a value of type {format_full_name(kind)} cannot be gathered from ranks: convert it to "
+        "numbers, strings, lists, tuples, dicts or tensors, or mark its dataclass with "
         "temper_engine_api.gatherable.gatherable."
     )
 

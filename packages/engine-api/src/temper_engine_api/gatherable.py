@@ -17,10 +17,10 @@ def gatherable(cls: TypeT) -> TypeT:
     A rank that receives a message constructs the class with the field values in the message, so
     constructing it with any values must be safe.
     """
-    CLASSES[full_name(cls)] = cls
+    CLASSES[format_full_name(cls)] = cls
     return cls
 
 
-def full_name(cls: type) -> str:
+def format_full_name(cls: type) -> str:
     """Return the name of a class with its module."""
     return f"{cls.__module__}.{cls.__qualname__}"

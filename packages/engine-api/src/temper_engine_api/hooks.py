@@ -85,7 +85,7 @@ class HookedStep:
         self._postprocess = postprocess
         self._dp_size = dp_size
 
-    def loss(self, head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
+    def compute_loss(self, head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
         """Compute the scalar to differentiate; it is 0 for a dummy micro-batch."""
         if bool(micro.is_dummy.all()):
             # Zero with a graph, so that the backward pass of the dummy runs its collectives.

@@ -91,7 +91,7 @@ class LazyMetrics(Mapping[str, Metric]):
         return dict, (dict(self._make()),)
 
 
-def weighted_mean(values: Tensor, weights: Tensor) -> Metric:
+def compute_weighted_mean(values: Tensor, weights: Tensor) -> Metric:
     """Return the weighted mean of values [N] as a metric, summed in float32, detached.
 
     Entries of weight 0 are ignored, even if NaN.

@@ -140,7 +140,7 @@ class OffloadPolicy:
                 offloader.offload(name)
 
     @contextmanager
-    def mode_context(self, mode: Mode) -> Iterator[None]:
+    def load_for_mode(self, mode: Mode) -> Iterator[None]:
         """Load the groups that a mode needs and restore the previous placement afterwards.
 
         With `load_optimizer_in: train_mode` the optimizer states start to arrive in train mode,

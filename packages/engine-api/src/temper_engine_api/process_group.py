@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store  # typ
 
 from temper_engine_api.errors import ConfigError, EngineStateError, MessageError
 from temper_engine_api.gather_codec import decode_value, encode_value
-from temper_engine_api.rank_failures import AGREEMENT_S, RankFailures, next_event
+from temper_engine_api.rank_failures import AGREEMENT_S, RankFailures, take_event_number
 from temper_engine_api.rendezvous import store_from_environment
 
 ObjectT = TypeVar("ObjectT")
@@ -83,7 +83,7 @@ def report_failed_start(*, timeout_s: float) -> Iterator[EngineStart]:
     Raises:
         RankFailedError: If another rank failed.
     """
-    begin = next_event()
+    begin = take_event_number()
     start = EngineStart(failures=RankFailures.join(), timeout_s=timeout_s)
     token = _STARTING.set(start)
     try:

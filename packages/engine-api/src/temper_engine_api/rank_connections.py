@@ -96,7 +96,7 @@ def close_connections(other_ends: set[str]) -> None:
     freed only when no module, mesh or traceback refers to it any more.
 
     Args:
-        other_ends: Connections as the other processes see them, from `own_connections`.
+        other_ends: Connections as the other processes see them, from `list_own_connections`.
     """
     for connection, endpoint in _connections():
         with endpoint:
@@ -111,7 +111,7 @@ def close_connections(other_ends: set[str]) -> None:
                         raise
 
 
-def own_connections() -> set[str]:
+def list_own_connections() -> set[str]:
     """Return the TCP connections of this process as `local remote`, without those to the store."""
     connections = set()
     for connection, endpoint in _connections():

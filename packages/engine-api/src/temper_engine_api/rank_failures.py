@@ -64,7 +64,7 @@ from temper_engine_api.rank_connections import (
     close_connections,
     count_collectives,
     end_interrupted_batches,
-    own_connections,
+    list_own_connections,
 )
 from temper_engine_api.topology import Topology
 
@@ -176,7 +176,7 @@ class RankFailures:
         self._world_size = world_size
         self._has_stages = False
         self._watches = watches
-        self._before_start: set[str] | None = own_connections()
+        self._before_start: set[str] | None = list_own_connections()
         """Connections at the begin of `init_model`; None after its end."""
         # Ranks build their engines in the same order, so they agree on this number.
         engine_number = store.add(f"{_PREFIX}/engines/{rank}", 1)
@@ -208,18 +208,18 @@ class RankFailures:
     def group_joined(self) -> None:
         """Note that the default process group exists, whose connections a failed rank closes."""
         _GROUP_FAILURES.setdefault(_get_default_group(), self._group)
-        self.publish_connections(own_connections())
+        self.publish_connections(list_own_connections())
         if "nccl" in dist.get_backend_config() and not self._watches:
             self._watches = True
             threading.Thread(
                 target=_watch, args=(weakref.ref(self),), name="rank-failures", daemon=True
             ).start()
 
-    def engine_built(self, topology: Topology) -> None:
+    def mark_engine_built(self, topology: Topology) -> None:
         """Note the end of `init_model`: all groups of the engine exist."""
         self._has_stages = topology.pp.size > 1
         self._before_start = None
-        self.publish_connections(own_connections())
+        self.publish_connections(list_own_connections())
 
     def start_failed(self) -> None:
         """Note that `init_model` raised: later connections are not those of the engine."""
@@ -244,7 +244,7 @@ class RankFailures:
         if stage == "build":
             # A rank may fail before this one returns from `init_model`, and must be able to close
             # the connections that this rank waits on.
-            self.publish_connections(own_connections())
+            self.publish_connections(list_own_connections())
         self._store.set(keys[self._rank], "")
         deadline = time.monotonic() + timeout_s
         while True:
@@ -295,7 +295,7 @@ class RankFailures:
             RankFailedError: If another rank failed. An exception of this rank is raised unchanged.
         """
         self.check()
-        begin = next_event()
+        begin = take_event_number()
         self._num_calls += 1
         self._position, self._may_have_messages = "", False
         try:
@@ -337,7 +337,7 @@ class RankFailures:
             RankFailedError: If the connection was lost because another rank failed.
         """
         self.check()
-        begin = next_event()
+        begin = take_event_number()
         try:
             yield
         except RuntimeError as error:
@@ -354,12 +354,12 @@ class RankFailures:
         Args:
             error: The exception of this rank.
             where: Call and position to report; None reports nothing.
-            begin: Result of `next_event` when the call began; None is now.
+            begin: Result of `take_event_number` when the call began; None is now.
         """
         end_interrupted_batches()
         reported_at = getattr(error, _REPORTED_AT, 0)
         # An exception can be raised again in a later call, for example by a cached loader.
-        is_reported = reported_at > (next_event() if begin is None else begin)
+        is_reported = reported_at > (take_event_number() if begin is None else begin)
         if isinstance(error, RankFailedError) or is_reported:
             return
         was_broken = self._group.broken is not None
@@ -367,7 +367,7 @@ class RankFailures:
             failure = self._read_declaration()
             if failure is None and where is not None:
                 failure = self._agree(self._make_report(error, where=where))
-                setattr(error, _REPORTED_AT, next_event())
+                setattr(error, _REPORTED_AT, take_event_number())
         except dist.DistError as store_error:
             # The process that serves the store has ended. Ranks can't exchange reports without it,
             # so each one leaves the group.
@@ -500,7 +500,7 @@ class RankFailures:
         The other ranks have not listed these yet, so some may lead elsewhere. Those to a host
         without a rank do, if the hosts are known.
         """
-        own = own_connections()
+        own = list_own_connections()
         other_ends = set()
         for connection in own - before:
             local, _, remote = connection.partition(" ")
@@ -546,7 +546,7 @@ def leaves_collectives(error: BaseException) -> bool:
     return is_interrupt or is_memory or has_lost_connection(error)
 
 
-def next_event() -> int:
+def take_event_number() -> int:
     """Return a number that is higher than those of all earlier events in this process."""
     return next(_EVENTS)
 

@@ -27,7 +27,7 @@ def save_step(tmp_path: Path) -> Callable[..., Path]:
         step: int, *, content: str = "weights", root: Path = tmp_path, run_id: str | None = None
     ) -> Path:
         with begin_checkpoint(root, step, run_id=run_id) as transaction:
-            engine, trainer = transaction.part("engine"), transaction.part("trainer")
+            engine, trainer = transaction.open_part("engine"), transaction.open_part("trainer")
             (engine / "shards").mkdir()
             (engine / "shards" / "0.bin").write_text(f"{content} of step {step}")
             (trainer / "state.json").write_text("{}")

@@ -166,7 +166,7 @@ def test_damage_is_refused_before_the_first_weight_changes(
 def test_counters_of_a_wrong_type_are_damage(make_engines: MakeEngines, tmp_path: Path) -> None:
     (engine,) = make_engines()
     with begin_checkpoint(tmp_path, 1) as transaction:
-        part = transaction.part("engine")
+        part = transaction.open_part("engine")
         report = engine.write_part(str(part))
         (part / "progress.json").write_text('{"num_updates": "many"}')
         again = report_part(part, [record.path for record in report.files])
@@ -191,7 +191,7 @@ def test_a_step_of_several_participants_is_refused_naming_them(
 ) -> None:
     (engine,) = make_engines()
     with begin_checkpoint(tmp_path, 1) as transaction:
-        report = engine.write_part(str(transaction.part("actor")))
+        report = engine.write_part(str(transaction.open_part("actor")))
         final = transaction.commit(
             {"actor": [report]}, info=ManifestInfo(topology={}, config_hash="")
         )

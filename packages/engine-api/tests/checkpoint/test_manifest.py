@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from temper_engine_api.checkpoint import (
     FileRecord,
-    config_hash,
     list_package_versions,
     lock_for_reading,
     verify,
 )
 from temper_engine_api.checkpoint.manifest import (
     _installed,
+    get_axis_sizes,
+    hash_config,
     parse_manifest,
     partition_by_size,
     read_manifest,
-    topology_sizes,
 )
 from temper_engine_api.checkpoint.part_files import read_json, report_part, write_json
 from temper_engine_api.errors import (
@@ -236,8 +236,8 @@ def test_the_hash_of_a_configuration_depends_on_values_only() -> None:
         model=ModelSpec(architecture=MappingProxyType({"hidden_size": 8, "model_type": "qwen2"}))
     )
     other = EngineConfig(model=one.model, optimizer=OptimizerSpec(lr=2e-6))
-    assert config_hash(one) == config_hash(same)
-    assert config_hash(one) != config_hash(other)
+    assert hash_config(one) == hash_config(same)
+    assert hash_config(one) != hash_config(other)
 
 
 def test_configuration_with_an_arbitrary_object_has_no_hash() -> None:
@@ -246,7 +246,7 @@ def test_configuration_with_an_arbitrary_object_has_no_hash() -> None:
         thing: Mapping[str, object]
 
     with pytest.raises(TypeError, match=r"but contains a object"):
-        config_hash(Odd(thing={"a": object()}))
+        hash_config(Odd(thing={"a": object()}))
 
 
 def test_versions_include_engine_api_and_torch() -> None:
@@ -269,7 +269,7 @@ def test_versions_include_a_distribution_whose_egg_info_is_a_file(
 
 
 def test_topology_sizes_name_every_axis() -> None:
-    sizes = topology_sizes(Topology(world_size=4, dp=Axis(size=2), tp=Axis(size=2)))
+    sizes = get_axis_sizes(Topology(world_size=4, dp=Axis(size=2), tp=Axis(size=2)))
     assert sizes == {"world_size": 4, "dp": 2, "tp": 2, "pp": 1, "cp": 1, "ep": 1, "sp": 1}
 
 

@@ -43,7 +43,7 @@ def test_a_committed_step_holds_its_parts_and_verifies(save_step: SaveStep, tmp_
 
 def test_nothing_is_visible_before_the_commit(tmp_path: Path) -> None:
     transaction = begin_checkpoint(tmp_path, 3)
-    (transaction.part("engine") / "a").write_text("a")
+    (transaction.open_part("engine") / "a").write_text("a")
     assert list_complete_steps(tmp_path) == []
     assert not transaction.final.exists()
 
@@ -55,7 +55,7 @@ def test_leaving_uncommitted_removes_the_staging_directory_only(
 
     def die_while_saving() -> None:
         with begin_checkpoint(tmp_path, 2) as transaction:
-            (transaction.part("engine") / "a").write_text("a")
+            (transaction.open_part("engine") / "a").write_text("a")
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -75,9 +75,11 @@ def test_an_existing_step_is_never_overwritten(save_step: SaveStep, tmp_path: Pa
 def test_steps_can_be_saved_at_the_same_time(tmp_path: Path, info: ManifestInfo) -> None:
     one, two = begin_checkpoint(tmp_path, 1), begin_checkpoint(tmp_path, 2)
     for transaction in (two, one):
-        (transaction.part("engine") / "a").write_text(str(transaction.step))
+        (transaction.open_part("engine") / "a").write_text(str(transaction.step))
     for transaction in (two, one):
-        transaction.commit({"engine": [report_part(transaction.part("engine"), ["a"])]}, info=info)
+        transaction.commit(
+            {"engine": [report_part(transaction.open_part("engine"), ["a"])]}, info=info
+        )
     assert list_complete_steps(tmp_path) == [1, 2]
     assert [(tmp_path / f"step_0000000{step}/engine/a").read_text() for step in (1, 2)] == [
         "1",
@@ -88,10 +90,10 @@ def test_steps_can_be_saved_at_the_same_time(tmp_path: Path, info: ManifestInfo)
 def test_first_commit_of_a_step_wins(tmp_path: Path, info: ManifestInfo) -> None:
     one, two = begin_checkpoint(tmp_path, 1), begin_checkpoint(tmp_path, 1)
     for content, transaction in (("first", one), ("second", two)):
-        (transaction.part("engine") / "a").write_text(content)
-    final = one.commit({"engine": [report_part(one.part("engine"), ["a"])]}, info=info)
+        (transaction.open_part("engine") / "a").write_text(content)
+    final = one.commit({"engine": [report_part(one.open_part("engine"), ["a"])]}, info=info)
     with pytest.raises(CheckpointError, match=r"was committed by another run meanwhile"):
-        two.commit({"engine": [report_part(two.part("engine"), ["a"])]}, info=info)
+        two.commit({"engine": [report_part(two.open_part("engine"), ["a"])]}, info=info)
     verify(final)
     assert (final / "engine" / "a").read_text() == "first"
 
@@ -99,7 +101,7 @@ def test_first_commit_of_a_step_wins(tmp_path: Path, info: ManifestInfo) -> None
 def save_after(damage: Callable[[Path], object], root: Path, info: ManifestInfo) -> None:
     """Commit a step whose part was damaged after its report."""
     with begin_checkpoint(root, 1) as transaction:
-        part = transaction.part("engine")
+        part = transaction.open_part("engine")
         (part / "a").write_text("aaaa")
         report = report_part(part, ["a"])
         damage(part)
@@ -133,7 +135,7 @@ def test_two_ranks_may_report_the_same_file_but_not_different_content(
     tmp_path: Path, info: ManifestInfo
 ) -> None:
     transaction = begin_checkpoint(tmp_path, 1)
-    part = transaction.part("engine")
+    part = transaction.open_part("engine")
     (part / "a").write_text("one")
     early = report_part(part, ["a"])
     (part / "a").write_text("two")
@@ -156,12 +158,12 @@ def test_a_full_disk_is_reported_with_the_damaged_checkpoints_that_take_space(
         pytest.raises(CheckpointError, match=r"; 1 damaged checkpoint takes 0\.1 MiB \(delete"),
         begin_checkpoint(small_disk, 2) as transaction,
     ):
-        (transaction.part("engine") / "big.bin").write_bytes(b"x" * 300_000)
+        (transaction.open_part("engine") / "big.bin").write_bytes(b"x" * 300_000)
 
 
 def test_reason_that_ends_with_a_full_stop_is_followed_by_the_disk_usage(tmp_path: Path) -> None:
     with begin_checkpoint(tmp_path, 2) as transaction:
-        message = str(transaction.failure("the engine failed: free disk space."))
+        message = str(transaction.make_error("the engine failed: free disk space."))
         transaction.abort()
     assert "the engine failed: free disk space. 0.0 MiB of the step were written and " in message
 
@@ -178,7 +180,7 @@ def test_a_full_disk_leaves_the_earlier_step_and_says_how_much_was_needed(
         pytest.raises(CheckpointError, match=sentence) as caught,
         begin_checkpoint(small_disk, 2) as transaction,
     ):
-        (transaction.part("engine") / "big.bin").write_bytes(b"x" * 300_000)
+        (transaction.open_part("engine") / "big.bin").write_bytes(b"x" * 300_000)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert [path.name for path in small_disk.iterdir()] == ["step_00000001"]
@@ -194,7 +196,7 @@ def test_a_damaged_earlier_step_does_not_hide_that_the_disk_is_full(
         pytest.raises(CheckpointError, match=r"step 2 could not be saved"),
         begin_checkpoint(small_disk, 2) as transaction,
     ):
-        (transaction.part("engine") / "big.bin").write_bytes(b"x" * 300_000)
+        (transaction.open_part("engine") / "big.bin").write_bytes(b"x" * 300_000)
 
 
 LIMITED = """
@@ -203,7 +205,7 @@ from pathlib import Path
 from temper_engine_api.checkpoint import begin_checkpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 with begin_checkpoint(sys.argv[1], 2) as transaction:
-    (transaction.part("engine") / "big.bin").write_bytes(b"x" * 100_000)
+    (transaction.open_part("engine") / "big.bin").write_bytes(b"x" * 100_000)
 """
 
 
@@ -237,7 +239,7 @@ def reach(name):
 
 transaction = begin_checkpoint(root, 2)
 reach("begun")
-part = transaction.part("engine")
+part = transaction.open_part("engine")
 (part / "a.bin").write_text("new")
 reach("written")
 reports = {"engine": [report_part(part, ["a.bin"])]}

@@ -183,7 +183,7 @@ class ReportsNoFailureToBuild(DataParallelOracle):
         topology = self._topology = self._build()
         self._rank_failures = RankFailures.join()
         if self._rank_failures is not None:
-            self._rank_failures.engine_built(topology)
+            self._rank_failures.mark_engine_built(topology)
             _set_pg_timeout(timedelta(seconds=2))
 
 

@@ -34,7 +34,7 @@ class RepeatsLastOfOddMicroBatches(_ScaledLoss):
     """Runs the last micro-batch twice if their number is odd and above 1."""
 
     def _factor(self, batch, micro):
-        *_, last = batch.micro_batches()
+        *_, last = batch.iterate_micro_batches()
         is_odd = batch.num_micro_batches % 2 == 1 and batch.num_micro_batches > 1
         return 2.0 if is_odd and torch.equal(micro.sample_ids, last.sample_ids) else 1.0
 

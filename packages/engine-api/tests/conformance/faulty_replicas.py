@@ -39,7 +39,9 @@ class FloorsTokenCounts(_ScaledMicroLoss):
 
     def _factor(self, batch, micro):
         ranks = self.topology.cp.size
-        counted = sum(int(part.loss_mask.sum()) // ranks * ranks for part in batch.micro_batches())
+        counted = sum(
+            int(part.loss_mask.sum()) // ranks * ranks for part in batch.iterate_micro_batches()
+        )
         here = int(batch.loss_mask.sum())
         return here / max(counted, 1) if here else 1.0
 

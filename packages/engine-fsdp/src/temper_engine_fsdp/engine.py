@@ -105,7 +105,7 @@ class FSDPEngine(BaseEngine):
         # Gathered copies would become stale after an update, and take memory during an evaluation.
         if mode != "train":
             self._components.sharded.reshard()
-        return self._components.offload_policy.mode_context(mode)
+        return self._components.offload_policy.load_for_mode(mode)
 
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
@@ -333,7 +333,7 @@ class FSDPEngine(BaseEngine):
             dtype=torch.float32,
             file_names=components.file_names,
         )
-        check_saved_entries(expected, saved.entries(), directory=saved.directory)
+        check_saved_entries(expected, saved.list_entries(), directory=saved.directory)
         if components.optimizer is None:
             # The portable state has no buffers, but `load_weights` expects all names: keep the
             # current values.

@@ -96,7 +96,7 @@ class MegatronEngine(BaseEngine):
         return self._built
 
     def _loaded(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
-        return self._components.offload_policy.mode_context(mode)
+        return self._components.offload_policy.load_for_mode(mode)
 
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True

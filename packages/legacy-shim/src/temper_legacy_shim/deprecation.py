@@ -55,12 +55,12 @@ class Deprecation:
         if match is None:
             raise ValueError(
                 f"{sentence!r} is not a sentence of a deprecation: write one as "
-                "Deprecation.sentence() does."
+                "Deprecation.format_warning() does."
             )
         parts = match.groupdict()
         return cls(instead=f"{parts.pop('module')}:{parts.pop('name')}", **parts)
 
-    def sentence(self) -> str:
+    def format_warning(self) -> str:
         module, _, name = self.instead.partition(":")
         return (
             f"{self.what} is deprecated since {PACKAGE} {self.since} and will be removed in "
@@ -150,7 +150,7 @@ def warn_caller(record: Deprecation) -> None:
     if position in _SEEN:
         return
     _SEEN.add(position)
-    warnings.warn(record.sentence(), LegacyWorkerWarning, stacklevel=level)
+    warnings.warn(record.format_warning(), LegacyWorkerWarning, stacklevel=level)
 
 
 def _caller() -> tuple[FrameType, int] | None:

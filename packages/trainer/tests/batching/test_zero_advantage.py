@@ -42,7 +42,7 @@ def update(samples: SequenceBatch, plan: StepPlan) -> tuple[Tensor, Tensor, list
     theta = torch.tensor(0.01, requires_grad=True)
     objective, loss, ran = PolicyObjective(), torch.zeros(()), []
     for part in pack_mini_batch(samples, plan.mini_batches[0], "actor", objective=objective):
-        for micro in part.micro_batches():
+        for micro in part.iterate_micro_batches():
             logprobs = micro.columns["old_logprobs"] + theta * micro.tokens
             terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: logprobs}), micro)
             loss = loss + reduce_loss(

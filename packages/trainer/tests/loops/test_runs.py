@@ -723,7 +723,7 @@ def as_converted(step: Path, folder: Path, *, roles: Sequence[str]) -> None:
         transaction = begin_checkpoint(
             folder / role if len(roles) > 1 else folder, int(step.name.removeprefix("step_"))
         )
-        part = transaction.part("engine")
+        part = transaction.open_part("engine")
         shutil.copytree(step / role, part, dirs_exist_ok=True)
         files = [str(path.relative_to(part)) for path in sorted(part.rglob("*")) if path.is_file()]
         transaction.commit(

@@ -18,7 +18,7 @@ def test_processes_verify_different_files_and_damage_is_named(tmp_path: Path) ->
 
     names = [f"{i}.bin" for i in range(4)]
     with begin_checkpoint(tmp_path, 1) as transaction:
-        part = transaction.part("actor")
+        part = transaction.open_part("actor")
         for i, name in enumerate(names):
             (part / name).write_bytes(bytes([i]) * (1000 + i))
         step = transaction.commit(

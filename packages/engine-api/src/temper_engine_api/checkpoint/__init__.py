@@ -19,7 +19,7 @@ from temper_engine_api.checkpoint.engine_checkpoint import (
 from temper_engine_api.checkpoint.manifest import (
     Manifest,
     ManifestInfo,
-    config_hash,
+    hash_config,
     list_package_versions,
     verify,
 )
@@ -56,13 +56,13 @@ __all__ = [
     "PartReport",
     "StagedEngine",
     "begin_checkpoint",
-    "config_hash",
     "delete_killed_saves",
     "delete_old_damaged_steps",
     "describe_damaged_steps",
     "download",
     "find_latest_step",
     "find_step",
+    "hash_config",
     "list_complete_steps",
     "list_package_versions",
     "list_partial_saves",

@@ -15,9 +15,9 @@ from typing import Generic, Protocol, TypeVar
 from temper_engine_api.checkpoint.manifest import (
     MANIFEST_NAME,
     ManifestInfo,
-    config_hash,
+    get_axis_sizes,
+    hash_config,
     read_manifest,
-    topology_sizes,
     verify,
 )
 from temper_engine_api.checkpoint.part_files import PartReport, report_part, write_json
@@ -299,7 +299,7 @@ def _write(
 
 def _describe_failure(transaction: CheckpointTransaction | None, reason: str) -> CheckpointError:
     assert transaction is not None, "only rank 0 has the transaction"
-    return transaction.failure(reason)
+    return transaction.make_error(reason)
 
 
 def _commit(
@@ -307,13 +307,13 @@ def _commit(
 ) -> Path:
     assert transaction is not None, "only rank 0 has the transaction"
     info = ManifestInfo(
-        topology=topology_sizes(engine.topology),
-        config_hash=config_hash(engine.config),
+        topology=get_axis_sizes(engine.topology),
+        config_hash=hash_config(engine.config),
     )
     try:
         return transaction.commit({ENGINE_PART: reports}, info=info)
     except OSError as error:
-        raise transaction.failure(str(error)) from error
+        raise transaction.make_error(str(error)) from error
 
 
 def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:

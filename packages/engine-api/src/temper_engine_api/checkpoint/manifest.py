@@ -317,7 +317,7 @@ def make_unreadable_error(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def topology_sizes(topology: Topology) -> dict[str, int]:
+def get_axis_sizes(topology: Topology) -> dict[str, int]:
     """Return the sizes of the axes by name, for the manifest."""
     axes = {
         "dp": topology.dp,
@@ -330,7 +330,7 @@ def topology_sizes(topology: Topology) -> dict[str, int]:
     return {"world_size": topology.world_size, **{name: axis.size for name, axis in axes.items()}}
 
 
-def config_hash(config: object) -> str:
+def hash_config(config: object) -> str:
     """Return the SHA-256 of a configuration. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(_plain(config), sort_keys=True).encode()).hexdigest()
 

@@ -91,7 +91,7 @@ class SavedState:
     buffers: frozenset[str] = frozenset()
     """Names of tensors of the kind `buffer`, which are not trained."""
 
-    def entries(self) -> list[WeightEntry]:
+    def list_entries(self) -> list[WeightEntry]:
         """List the weights, to check them before the first tensor is read."""
         return [
             WeightEntry(name=name, shape=shape, dtype=torch.float32)

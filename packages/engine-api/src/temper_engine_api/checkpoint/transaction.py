@@ -62,11 +62,11 @@ class CheckpointTransaction:
         """Abort if not committed; turn an OSError, such as a full disk, into a CheckpointError."""
         try:
             if isinstance(error, OSError):
-                raise self.failure(str(error)) from error
+                raise self.make_error(str(error)) from error
         finally:
             self.abort()
 
-    def part(self, name: str) -> Path:
+    def open_part(self, name: str) -> Path:
         """Return one participant's directory; create it if it does not exist."""
         return open_part(self.staging, name)
 
@@ -120,7 +120,7 @@ class CheckpointTransaction:
         # Errors are ignored because they would hide the save's error, which is more useful.
         shutil.rmtree(self.staging, ignore_errors=True)
 
-    def failure(self, reason: str) -> CheckpointError:
+    def make_error(self, reason: str) -> CheckpointError:
         """Return the error for a failed save, including disk usage. Call before `abort`."""
         root = self.final.parent
         last, damaged = find_latest_step(root), describe_damaged_steps(root)

@@ -214,7 +214,7 @@ def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpe
         WeightError: If the tensors in the directory do not match its config.
     """
     config = (
-        LoraConfig(**adapter_checks.new_lora_config(spec, model=model))
+        LoraConfig(**adapter_checks.build_lora_config(spec, model=model))
         if spec.path is None
         else _saved_config(spec.path, dropout=spec.dropout)
     )
@@ -320,7 +320,7 @@ def requires_loaded_weights(spec: LoraSpec, *, model: ModelSpec) -> bool:
         CapabilityError: If `spec.path` contains another kind of adapter.
     """
     config = (
-        LoraConfig(**adapter_checks.new_lora_config(spec, model=model))
+        LoraConfig(**adapter_checks.build_lora_config(spec, model=model))
         if spec.path is None
         else _saved_config(spec.path, dropout=spec.dropout)
     )

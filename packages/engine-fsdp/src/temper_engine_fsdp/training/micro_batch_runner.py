@@ -71,7 +71,7 @@ class MicroBatchRunner:
                 "to false."
             )
         # The layout is computed on the host: reading it from the device would sync.
-        micro_batches = list(batch.to("cpu").micro_batches())
+        micro_batches = list(batch.to("cpu").iterate_micro_batches())
         outputs = []
         with self._run_pass(trains=not forward_only):
             for i, micro in enumerate(micro_batches):

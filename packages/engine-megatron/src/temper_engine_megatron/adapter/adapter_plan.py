@@ -71,7 +71,7 @@ class AdapterPlan:
         """
         self.spec, self.head = spec, head
         self.config = (
-            LoraConfig(**adapter_checks.new_lora_config(spec, model=model))
+            LoraConfig(**adapter_checks.build_lora_config(spec, model=model))
             if spec.path is None
             else _saved_config(spec.path, dropout=spec.dropout)
         )

@@ -124,7 +124,7 @@ def load_training_state(components: EngineComponents, *, directory: str) -> None
         components.adapter.check_base_weights(loads_base, directory=directory)
         if loads_base:
             expected = [*base.list_trained_entries(), *expected]
-    check_saved_entries(expected, split_saved.entries(), directory=directory)
+    check_saved_entries(expected, split_saved.list_entries(), directory=directory)
     if loads_base:
         base.load_local_weights(
             checkpoint_files.select_saved(

@@ -99,7 +99,7 @@ class ScheduleRunner:
                 trained_tokens=trained_tokens,
                 records_choices=returns_experts,
             )
-            for micro in batch.micro_batches()
+            for micro in batch.iterate_micro_batches()
         ]
         if not forward_only:
             # Set before the pass, because a pass that fails may have accumulated some gradients.

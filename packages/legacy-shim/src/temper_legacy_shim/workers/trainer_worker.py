@@ -20,7 +20,7 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_api.metrics import Metric, weighted_mean
+from temper_engine_api.metrics import Metric, compute_weighted_mean
 from temper_engine_api.objective import AggregationMode, HeadOutput, Objective
 from temper_engine_api.outputs import ForwardOutputs, StepResult
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
@@ -228,13 +228,14 @@ def _spread(part: PackedBatch) -> dict[str, Metric]:
     columns = {"return_mean": returns, "return_square_mean": returns.square()}
     columns |= {"error_mean": error, "error_square_mean": error.square()}
     return {
-        f"value/{name}": weighted_mean(column, part.loss_mask) for name, column in columns.items()
+        f"value/{name}": compute_weighted_mean(column, part.loss_mask)
+        for name, column in columns.items()
     }
 
 
 def _open_worker(role: str, *, config: FSDPConfig) -> ActorRolloutRefWorker | CriticWorker:
     cls = CriticWorker if role == "critic" else ActorRolloutRefWorker
-    logger.warning("%s", RECORDS[f"{cls.__module__}.{cls.__qualname__}"].sentence())
+    logger.warning("%s", RECORDS[f"{cls.__module__}.{cls.__qualname__}"].format_warning())
     sizes: dict[str, object] = {
         # More than any part has: the trainer has divided the step already, and `_adjust` sets the
         # sizes.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.metrics import Metric, weighted_mean
+from temper_engine_api.metrics import Metric, compute_weighted_mean
 from temper_engine_api.reduction import find_trained_sequences, sum_per_sequence
 from temper_trainer.algorithms.kl import MAX_LOG_RATIO, KlEstimator, estimate_kl
 from temper_trainer.algorithms.rejection_rules import (
@@ -153,16 +153,16 @@ def compute_mismatch_metrics(
     # exp overflows float32 above 88, and one such token would make the means infinite.
     ratio = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return {
-        "mismatch/abs_mean": weighted_mean(distance, loss_mask),
+        "mismatch/abs_mean": compute_weighted_mean(distance, loss_mask),
         "mismatch/abs_max": Metric(value=distance.max(), reduction="max"),
-        "mismatch/kl": weighted_mean(
+        "mismatch/kl": compute_weighted_mean(
             estimate_kl(rollout, ref_logprobs=old, estimator="k3"), loss_mask
         ),
-        "mismatch/ratio_mean": weighted_mean(ratio, loss_mask),
+        "mismatch/ratio_mean": compute_weighted_mean(ratio, loss_mask),
         "mismatch/ratio_max": Metric(
             value=torch.where(loss_mask, ratio, 0.0).max(), reduction="max"
         ),
-        RATIO_SQUARE_MEAN: weighted_mean(ratio.square(), loss_mask),
+        RATIO_SQUARE_MEAN: compute_weighted_mean(ratio.square(), loss_mask),
     }
 
 

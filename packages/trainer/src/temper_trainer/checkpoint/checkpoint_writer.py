@@ -114,7 +114,7 @@ class CheckpointWriter:
         transaction = self._checkpointer.begin(state.step)
         with abort_on_error(transaction):
             for name, role in self._roles.items():
-                role.stage_part(str(transaction.part(name)))
+                role.stage_part(str(transaction.open_part(name)))
         self._pending = _PendingSave(transaction=transaction, state=state)
         return transaction.final
 

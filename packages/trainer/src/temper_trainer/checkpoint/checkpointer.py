@@ -78,7 +78,7 @@ def abort_on_error(transaction: CheckpointTransaction) -> Iterator[None]:
         yield
     except (OSError, CheckpointError) as error:
         # Make the message before `abort` frees the disk space that it reports.
-        failure = transaction.failure(str(error))
+        failure = transaction.make_error(str(error))
         transaction.abort()
         raise failure from error
     except BaseException:
@@ -121,7 +121,9 @@ class Checkpointer:
             return self.commit(
                 transaction,
                 state=state,
-                parts={name: write(str(transaction.part(name))) for name, write in roles.items()},
+                parts={
+                    name: write(str(transaction.open_part(name))) for name, write in roles.items()
+                },
                 topology=topology,
             )
 
@@ -161,7 +163,7 @@ class Checkpointer:
             packages=list_package_versions(),
             run_id=self.run_id,
         )
-        own = transaction.part(TRAINER_PART)
+        own = transaction.open_part(TRAINER_PART)
         (own / STATE_FILE).write_text(state.to_json())
         reports = {**parts, TRAINER_PART: [report_part(own, [STATE_FILE])]}
         committed = transaction.commit(reports, info=info)

@@ -152,7 +152,7 @@ def score_tokens(
         None on ranks that return no outputs, such as earlier pipeline stages.
     """
     micro_scores: list[tuple[ForwardOutputs, Tensor, Tensor]] = []
-    for i, micro in enumerate(part.micro_batches()):
+    for i, micro in enumerate(part.iterate_micro_batches()):
         requested_outputs = [HeadOutput.LOGPROB]
         if top_k:
             all_ids = torch.arange(vocab_size).expand(micro.num_tokens, vocab_size)

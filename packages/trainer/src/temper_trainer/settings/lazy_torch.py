@@ -3,7 +3,7 @@
 The configuration is read in less than a second because that does not import torch, which takes two.
 The settings of an algorithm are next to its formula, so such a module imports torch from here:
 
-    from temper_trainer.settings.lazy_torch import torch, weighted_mean
+    from temper_trainer.settings.lazy_torch import torch, compute_weighted_mean
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["find_trained_sequences", "lazy_module", "sum_per_sequence", "torch", "weighted_mean"]
+__all__ = [
+    "compute_weighted_mean",
+    "find_trained_sequences",
+    "lazy_module",
+    "sum_per_sequence",
+    "torch",
+]
 
 
 class _LazyModule:
@@ -30,7 +36,7 @@ def lazy_module(name: str) -> Any:
 if TYPE_CHECKING:
     import torch
 
-    from temper_engine_api.metrics import weighted_mean
+    from temper_engine_api.metrics import compute_weighted_mean
     from temper_engine_api.reduction import find_trained_sequences, sum_per_sequence
 else:
 
@@ -42,6 +48,6 @@ else:
             return getattr(self._module, self._name)(*args, **kwargs)
 
     torch = lazy_module("torch")
-    weighted_mean = _LazyFunction("temper_engine_api.metrics", "weighted_mean")
+    compute_weighted_mean = _LazyFunction("temper_engine_api.metrics", "compute_weighted_mean")
     sum_per_sequence = _LazyFunction("temper_engine_api.reduction", "sum_per_sequence")
     find_trained_sequences = _LazyFunction("temper_engine_api.reduction", "find_trained_sequences")

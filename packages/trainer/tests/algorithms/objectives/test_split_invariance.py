@@ -141,7 +141,7 @@ def run(
         rank_batch: PackedBatch = build_packed_batch(
             batch, plan=plan, rank=rank, denominators=denominators
         )
-        for micro in rank_batch.micro_batches():
+        for micro in rank_batch.iterate_micro_batches():
             terms = objective(answers_of(theta, micro), micro)
             loss = reduce_loss(
                 terms, micro, denominators=denominators, aggregation=objective.aggregation

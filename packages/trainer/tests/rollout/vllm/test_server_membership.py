@@ -155,7 +155,7 @@ def test_server_that_fails_when_it_joins_is_closed_and_connected_again() -> None
     sampler = make_sampler(first)
     sampler.remove(first)
     request = threading.Thread(
-        target=sampler.logprobs, args=([(2, 3)],), kwargs={"temperature": 1.0}, daemon=True
+        target=sampler.compute_logprobs, args=([(2, 3)],), kwargs={"temperature": 1.0}, daemon=True
     )
     request.start()
     made: list[RemoteReplica] = []

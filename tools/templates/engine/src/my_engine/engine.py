@@ -82,7 +82,7 @@ class MyEngine(BaseEngine):
         results = []
         is_training = micro_batch_loss is not None and not forward_only
         with torch.set_grad_enabled(not forward_only), self._determinism():
-            for micro in batch.micro_batches():
+            for micro in batch.iterate_micro_batches():
                 head_outputs = self._compute_outputs(
                     micro, requested_outputs=requested_outputs, only_trained=is_training
                 )

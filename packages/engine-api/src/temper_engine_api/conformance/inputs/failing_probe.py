@@ -12,7 +12,7 @@ from typing_extensions import override
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms
-from temper_engine_api.rank_connections import close_connections, own_connections
+from temper_engine_api.rank_connections import close_connections, list_own_connections
 
 Kind = Literal[
     "loss",
@@ -117,7 +117,7 @@ def describe(micro_batch: int) -> str:
 
 def cut_connections() -> None:
     """Close all connections of this process to other ranks, as a lost network does."""
-    own = own_connections()
+    own = list_own_connections()
     # Connections are given as their other ends see them. Those of NCCL to its own process stay.
     close_connections({" ".join(reversed(each.split())) for each in own} - own)
     # gloo waits for its timeout if its own process closes a connection while it starts to send (3

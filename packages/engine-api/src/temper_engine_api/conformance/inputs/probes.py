@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.metrics import Metric, weighted_mean
+from temper_engine_api.metrics import Metric, compute_weighted_mean
 from temper_engine_api.objective import (
     LOGPROB_AT_IDS,
     Aggregation,
@@ -74,7 +74,7 @@ class ClippedPpoProbe(Objective):
         loss = -torch.minimum(ratio * advantages, clipped * advantages)
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * head_outputs[HeadOutput.ENTROPY]
-        metrics = {"ratio": weighted_mean(ratio, batch.loss_mask.float())}
+        metrics = {"ratio": compute_weighted_mean(ratio, batch.loss_mask.float())}
         return LossTerms(loss=loss, weight=batch.columns["weights"], metrics=metrics)
 
 

@@ -123,7 +123,7 @@ class OracleEngine(BaseEngine):
         }
         self._router_metrics = {}
         with torch.set_grad_enabled(not forward_only), self._determinism():
-            for micro in batch.micro_batches():
+            for micro in batch.iterate_micro_batches():
                 with record_routers(self.model) as passes:
                     head_outputs = self._compute_outputs(
                         micro,

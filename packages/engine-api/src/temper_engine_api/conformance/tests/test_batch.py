@@ -74,7 +74,7 @@ def recorded_and_planned(
     if not engine.topology.returns_outputs:
         return None
     planned = Counter(
-        name_micro_batch_metric(micro.sample_ids) for micro in local_batch.micro_batches()
+        name_micro_batch_metric(micro.sample_ids) for micro in local_batch.iterate_micro_batches()
     )
     # An engine may add its own metrics.
     recorded = {
@@ -112,7 +112,7 @@ def test_each_sample_is_on_one_rank(
     )
     assert sorted(ids.tolist()) == batch.sample_ids.tolist()
     for local_batch in local_batches:
-        assert all(micro.num_tokens <= 24 for micro in local_batch.micro_batches())
+        assert all(micro.num_tokens <= 24 for micro in local_batch.iterate_micro_batches())
         assert all(
             len(set(micro.pack_group_ids.tolist())) * 2 == micro.num_sequences
             for micro in _real(local_batch)
@@ -120,7 +120,9 @@ def test_each_sample_is_on_one_rank(
 
 
 def _real(local_batch: PackedBatch) -> list[SequenceBatch]:
-    return [micro for micro in local_batch.micro_batches() if not bool(micro.is_dummy.any())]
+    return [
+        micro for micro in local_batch.iterate_micro_batches() if not bool(micro.is_dummy.any())
+    ]
 
 
 def shard_batch(

@@ -220,7 +220,7 @@ def _join(
     state = plan.state
     try:
         with begin_checkpoint(root, job.role.step or 0) as transaction:
-            part = transaction.part(ENGINE_PART)
+            part = transaction.open_part(ENGINE_PART)
             moved = join(part / "dcp", list(groups), plan.tensors, copies=plan.shared_zeros)
             shutil.rmtree(root / _GROUPS)
             data = [

@@ -226,7 +226,7 @@ def pad_part(part: PackedBatch, *, full_rows: bool = False) -> PaddedPart:
         position=within - begins[row] + prompt_width,
         prompt_width=prompt_width,
         response_width=max(1, int((lengths - begins).max())),
-        max_tokens=max(int(micro.lengths.sum()) for micro in part.micro_batches()),
+        max_tokens=max(int(micro.lengths.sum()) for micro in part.iterate_micro_batches()),
         temperature=float(heats[0]),
     )
 

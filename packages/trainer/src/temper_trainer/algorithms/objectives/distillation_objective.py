@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.metrics import Metric, weighted_mean
+from temper_engine_api.metrics import Metric, compute_weighted_mean
 from temper_engine_api.objective import (
     LOGPROB_AT_IDS,
     Aggregation,
@@ -63,13 +63,13 @@ class DistillationObjective(Objective):
         if self._reads_top_k:
             policy = head_outputs[HeadOutput.LOGPROB_AT]
             teacher = torch.where(mask[:, None], batch.columns["teacher_top_logprobs"], -torch.inf)
-            metrics = {"distill/top_k_mass": weighted_mean(teacher.exp().sum(-1), mask)}
+            metrics = {"distill/top_k_mass": compute_weighted_mean(teacher.exp().sum(-1), mask)}
         else:
             # Mask before any arithmetic: with where() afterwards the gradient would be NaN.
             policy = torch.where(mask, head_outputs[HeadOutput.LOGPROB], 0.0)
             teacher = torch.where(mask, batch.columns["teacher_logprobs"], 0.0)
             gap = (policy - teacher).detach()
-            metrics = {"distill/logprob_gap": weighted_mean(gap, mask)}
+            metrics = {"distill/logprob_gap": compute_weighted_mean(gap, mask)}
         divergence = torch.where(mask, self.loss.measure(policy, teacher=teacher), 0.0)
         weights = torch.where(mask, batch.columns["teacher_weights"], 0.0)
         if self.uses_correction_weights:
@@ -119,9 +119,11 @@ def _common_metrics(
     column: Tensor, *, clamp: float | None, mask: Tensor, batch: SequenceBatch
 ) -> dict[str, Metric]:
     metrics = {
-        "distill/divergence": weighted_mean(column, mask),
-        "distill/teacher_token_fraction": weighted_mean(mask, batch.loss_mask),
+        "distill/divergence": compute_weighted_mean(column, mask),
+        "distill/teacher_token_fraction": compute_weighted_mean(mask, batch.loss_mask),
     }
     if clamp is not None:
-        metrics["distill/clamped_fraction"] = weighted_mean(column.detach().abs() > clamp, mask)
+        metrics["distill/clamped_fraction"] = compute_weighted_mean(
+            column.detach().abs() > clamp, mask
+        )
     return metrics

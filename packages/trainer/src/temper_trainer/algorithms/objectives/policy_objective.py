@@ -8,7 +8,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.metrics import Metric, weighted_mean
+from temper_engine_api.metrics import Metric, compute_weighted_mean
 from temper_engine_api.objective import (
     Aggregation,
     HeadOutput,
@@ -117,7 +117,7 @@ class PolicyObjective(Objective):
                 clamp=self.kl_clamp,
             )
             loss = loss + self.kl_coef * kl
-            metrics["policy/ref_kl"] = weighted_mean(kl, mask)
+            metrics["policy/ref_kl"] = compute_weighted_mean(kl, mask)
         return LossTerms(loss=loss, metrics=metrics)
 
 
@@ -127,16 +127,16 @@ def measure_entropy(head_outputs: HeadOutputs, *, mask: Tensor) -> dict[str, Met
         return {}
     # Detached, so that the head can skip the entropy's backward pass.
     entropy = head_outputs[HeadOutput.ENTROPY].detach()
-    return {"policy/entropy": weighted_mean(torch.where(mask, entropy, 0.0), mask)}
+    return {"policy/entropy": compute_weighted_mean(torch.where(mask, entropy, 0.0), mask)}
 
 
 def _ratio_metrics(log_ratio: Tensor, mask: Tensor) -> dict[str, Metric]:
     ratio = log_ratio.exp()
     return {
-        "policy/ratio_mean": weighted_mean(ratio, mask),
+        "policy/ratio_mean": compute_weighted_mean(ratio, mask),
         "policy/ratio_error_max": Metric(
             value=torch.where(mask, (ratio - 1.0).abs(), 0.0).max(), reduction="max"
         ),
         # The k3 estimate of KL(old, current), which unlike the mean log-ratio is never negative.
-        "policy/old_kl": weighted_mean(ratio - 1.0 - log_ratio, mask),
+        "policy/old_kl": compute_weighted_mean(ratio - 1.0 - log_ratio, mask),
     }

@@ -6,7 +6,7 @@ import torch
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.metrics import Metric, weighted_mean
+from temper_engine_api.metrics import Metric, compute_weighted_mean
 from temper_engine_api.objective import (
     Aggregation,
     AggregationMode,
@@ -93,8 +93,8 @@ class PreferenceObjective(Objective):
         # Ranks without samples run a dummy sequence, which must not count in the metrics.
         real, beta = ~batch.is_dummy, self.loss.beta
         return {
-            "preference/accuracy": weighted_mean(measure_order(margin), real),
-            "preference/margin": weighted_mean(beta * margin, real),
-            "preference/chosen_reward": weighted_mean(beta * score, real & is_chosen),
-            "preference/rejected_reward": weighted_mean(beta * score, real & ~is_chosen),
+            "preference/accuracy": compute_weighted_mean(measure_order(margin), real),
+            "preference/margin": compute_weighted_mean(beta * margin, real),
+            "preference/chosen_reward": compute_weighted_mean(beta * score, real & is_chosen),
+            "preference/rejected_reward": compute_weighted_mean(beta * score, real & ~is_chosen),
         }

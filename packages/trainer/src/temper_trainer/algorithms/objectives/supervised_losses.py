@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.metrics import weighted_mean
+from temper_engine_api.metrics import compute_weighted_mean
 from temper_engine_api.objective import (
     Aggregation,
     HeadOutput,
@@ -77,7 +77,7 @@ class SftObjective(Objective):
         """Return the losses [T] of one micro-batch."""
         logprobs = torch.where(batch.loss_mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         # The likelihood also with another loss, so that curves can be compared.
-        metrics = {"sft/nll": weighted_mean(-logprobs, batch.loss_mask)}
+        metrics = {"sft/nll": compute_weighted_mean(-logprobs, batch.loss_mask)}
         metrics |= measure_entropy(head_outputs, mask=batch.loss_mask)
         weight = batch.columns[SCALED_LOSS_WEIGHTS] if self.has_weights else None
         return LossTerms(loss=self.loss.compute_losses(logprobs), weight=weight, metrics=metrics)
@@ -129,9 +129,9 @@ class RewardModelObjective(Objective):
             loss = loss + self.center_coef * sum_over_pair(scores, batch).square()
         real = ~batch.is_dummy
         metrics = {
-            "preference/accuracy": weighted_mean(measure_order(difference), real),
-            "preference/margin": weighted_mean(difference, real),
-            "preference/chosen_score": weighted_mean(scores, real & is_chosen),
-            "preference/rejected_score": weighted_mean(scores, real & ~is_chosen),
+            "preference/accuracy": compute_weighted_mean(measure_order(difference), real),
+            "preference/margin": compute_weighted_mean(difference, real),
+            "preference/chosen_score": compute_weighted_mean(scores, real & is_chosen),
+            "preference/rejected_score": compute_weighted_mean(scores, real & ~is_chosen),
         }
         return LossTerms(loss=0.5 * loss, level="sequence", metrics=metrics)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.metrics import Metric, weighted_mean
+from temper_engine_api.metrics import Metric, compute_weighted_mean
 from temper_engine_api.objective import (
     Aggregation,
     HeadOutput,
@@ -55,7 +55,7 @@ class ValueObjective(Objective):
             old = torch.where(mask, batch.columns["values"], 0.0)
             clipped = torch.clamp(values, old - self.clip, old + self.clip)
             clipped_error = (clipped - returns).square()
-            metrics["value/clip_fraction"] = weighted_mean(
+            metrics["value/clip_fraction"] = compute_weighted_mean(
                 clipped_error.detach() > error.detach(), mask
             )
             # Take the larger error: clipping must not reduce the error of a value that is far from
@@ -91,5 +91,6 @@ def _moment_metrics(values: Tensor, *, returns: Tensor, mask: Tensor) -> dict[st
     error = returns - values
     columns = (returns, returns.square(), error, error.square())
     return {
-        name: weighted_mean(column, mask) for name, column in zip(_MOMENTS, columns, strict=True)
+        name: compute_weighted_mean(column, mask)
+        for name, column in zip(_MOMENTS, columns, strict=True)
     }

@@ -9,7 +9,7 @@ from temper_trainer.algorithms.policy_losses.policy_loss import (
     compute_clip_fractions,
     compute_sequence_mean,
 )
-from temper_trainer.settings.lazy_torch import torch, weighted_mean
+from temper_trainer.settings.lazy_torch import compute_weighted_mean, torch
 from temper_trainer.settings.ranges import NonNegativeFloat, PositiveFloat, Range
 from temper_trainer.settings.variants import settings, variant
 
@@ -87,7 +87,7 @@ class Ppo(ClippedLoss):
         """Return the clip fractions for both sides and the dual clip, if there is one."""
         metrics = ClippedLoss.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         if self.dual_clip is not None:
-            metrics["policy/dual_clip_fraction"] = weighted_mean(
+            metrics["policy/dual_clip_fraction"] = compute_weighted_mean(
                 (log_ratio.exp() > self.dual_clip) & (advantages < 0), batch.loss_mask
             )
         return metrics

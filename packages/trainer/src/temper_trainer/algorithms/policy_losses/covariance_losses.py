@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from temper_trainer.algorithms.policy_losses.clipped_losses import ClippedLoss
 from temper_trainer.algorithms.policy_losses.policy_loss import PolicyLoss
-from temper_trainer.settings.lazy_torch import torch, weighted_mean
+from temper_trainer.settings.lazy_torch import compute_weighted_mean, torch
 from temper_trainer.settings.ranges import FiniteFloat, PositiveFloat, Range, check_order
 from temper_trainer.settings.variants import variant
 
@@ -100,7 +100,7 @@ class ClipCov(ClippedLoss):
         metrics = ClippedLoss.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         return {
             **metrics,
-            "policy/cov_selected_fraction": weighted_mean(
+            "policy/cov_selected_fraction": compute_weighted_mean(
                 batch.columns[IS_SELECTED], batch.loss_mask
             ),
         }
@@ -152,7 +152,7 @@ class KlCov(PolicyLoss):
         metrics = PolicyLoss.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         return {
             **metrics,
-            "policy/cov_selected_fraction": weighted_mean(
+            "policy/cov_selected_fraction": compute_weighted_mean(
                 batch.columns[IS_SELECTED], batch.loss_mask
             ),
         }

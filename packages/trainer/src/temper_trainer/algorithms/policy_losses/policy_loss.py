@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from temper_trainer.settings.lazy_torch import sum_per_sequence, torch, weighted_mean
+from temper_trainer.settings.lazy_torch import compute_weighted_mean, sum_per_sequence, torch
 from temper_trainer.settings.variants import Variant
 
 if TYPE_CHECKING:
@@ -89,6 +89,6 @@ def compute_clip_fractions(
     high clip removes it for tokens above the range with a positive advantage.
     """
     return {
-        "policy/clip_fraction_low": weighted_mean(is_low & (advantages < 0), mask),
-        "policy/clip_fraction_high": weighted_mean(is_high & (advantages > 0), mask),
+        "policy/clip_fraction_low": compute_weighted_mean(is_low & (advantages < 0), mask),
+        "policy/clip_fraction_high": compute_weighted_mean(is_high & (advantages > 0), mask),
     }

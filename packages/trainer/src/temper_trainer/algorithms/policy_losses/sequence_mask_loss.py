@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from temper_trainer.algorithms.policy_losses.clipped_losses import Ppo
 from temper_trainer.algorithms.policy_losses.policy_loss import compute_sequence_mean
-from temper_trainer.settings.lazy_torch import torch, weighted_mean
+from temper_trainer.settings.lazy_torch import compute_weighted_mean, torch
 from temper_trainer.settings.ranges import PositiveFloat
 from temper_trainer.settings.variants import variant
 
@@ -51,7 +51,7 @@ class Opsm(Ppo):
     ) -> dict[str, Metric]:
         """Return the fraction of tokens in masked completions."""
         is_masked = self._find_masked(logprobs, advantages=advantages, batch=batch)
-        return {"policy/opsm_fraction": weighted_mean(is_masked, batch.loss_mask)}
+        return {"policy/opsm_fraction": compute_weighted_mean(is_masked, batch.loss_mask)}
 
     def _find_masked(self, logprobs: Tensor, *, advantages: Tensor, batch: SequenceBatch) -> Tensor:
         """Return [T] bool: True at the tokens of masked completions."""

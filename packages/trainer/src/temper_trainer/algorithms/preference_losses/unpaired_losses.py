@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from temper_trainer.algorithms.preference_losses.preference_loss import PreferenceLoss
-from temper_trainer.settings.lazy_torch import torch, weighted_mean
+from temper_trainer.settings.lazy_torch import compute_weighted_mean, torch
 from temper_trainer.settings.ranges import PositiveFloat
 from temper_trainer.settings.variants import variant
 from temper_trainer.types import IS_CHOSEN, KL_BASELINE
@@ -60,7 +60,7 @@ class Kto(PreferenceLoss):
     def measure(self, batch: SequenceBatch) -> dict[str, Metric]:
         """Return z, the same for all completions in an update."""
         baseline = batch.sequence_columns[KL_BASELINE]
-        return {"preference/kl_baseline": weighted_mean(baseline, ~batch.is_dummy)}
+        return {"preference/kl_baseline": compute_weighted_mean(baseline, ~batch.is_dummy)}
 
     def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
         """Return the weighted 1 - sigmoid(beta * margin) per completion, [B]."""
