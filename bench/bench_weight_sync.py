@@ -443,7 +443,7 @@ def measure_channel(parts: list[list[NamedWeight]], *, with_digest: bool, repeat
 
     def send() -> None:
         for part, bucket in zip(parts, buckets, strict=True):
-            data = channel.bucket_buffer(bucket.num_bytes)
+            data = channel.get_bucket_buffer(bucket.num_bytes)
             pack_tensors(data, part, bucket.entries)
             channel.send(data)
 

@@ -195,7 +195,7 @@ def measure_channel(
 
         def send() -> None:
             for part, bucket in zip(parts, buckets, strict=True):
-                data = channel.bucket_buffer(bucket.num_bytes)
+                data = channel.get_bucket_buffer(bucket.num_bytes)
                 data.zero_()  # The checksum includes the padding between tensors.
                 pack_tensors(data, part, bucket.entries)
                 channel.send(data)

@@ -141,7 +141,8 @@ def _compute_losses(
     )
     batch = build_batch(mask)
     log_ratio = torch.where(batch.loss_mask, flatten((logprobs - old).detach()), 0.0)
-    effective = loss.effective_log_ratio(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), batch)
+    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    effective = loss.compute_effective_log_ratio(clamped, batch)
     ratio = torch.where(batch.loss_mask, effective.exp(), 0.0)
     return _unpad(losses, cu_seqlens), _unpad(unflatten(ratio, mask), cu_seqlens)
 

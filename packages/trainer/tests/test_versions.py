@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from temper_trainer.versions import find_commit_of
+from temper_trainer.versions import read_commit
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -39,11 +39,11 @@ def test_package_from_a_folder_of_a_clone_has_its_commit(clone: Path, is_editabl
         installed = Path(shutil.copytree(source, clone.parent / "site-packages" / "acme"))
     origin = origin_of(clone, editable=is_editable)
     commit = git(clone, "rev-parse", "HEAD")
-    assert find_commit_of(origin, package=installed) == commit
+    assert read_commit(origin, package=installed) == commit
     (installed / "parts" / "loop.py").write_text("steps = 4\n")
-    assert find_commit_of(origin, package=installed) == f"{commit}-changed"
+    assert read_commit(origin, package=installed) == f"{commit}-changed"
     (installed / "parts" / "loop.py").unlink()
-    assert find_commit_of(origin, package=installed) == f"{commit}-changed"
+    assert read_commit(origin, package=installed) == f"{commit}-changed"
 
 
 def test_clone_that_moved_on_does_not_lend_its_new_commit(clone: Path) -> None:
@@ -52,17 +52,17 @@ def test_clone_that_moved_on_does_not_lend_its_new_commit(clone: Path) -> None:
     (source / "parts" / "loop.py").write_text("steps = 4\n")
     git(clone, "commit", "--quiet", "-am", "second")
     second = git(clone, "rev-parse", "HEAD")
-    assert find_commit_of(origin_of(clone), package=installed) == f"{second}-changed"
+    assert read_commit(origin_of(clone), package=installed) == f"{second}-changed"
 
 
 def test_commit_of_a_repository_is_the_installed_one(tmp_path: Path) -> None:
     origin = {"url": "https://example.org/a.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}}
-    assert find_commit_of(origin, package=tmp_path) == "12ab"
+    assert read_commit(origin, package=tmp_path) == "12ab"
 
 
 def test_wheel_and_deleted_clone_have_no_commit(clone: Path, tmp_path: Path) -> None:
     package = clone / "packages" / "trainer" / "src" / "acme"
-    assert find_commit_of({}, package=package) is None
+    assert read_commit({}, package=package) is None
     wheel = {"url": "file:///tmp/a.whl", "archive_info": {}}
-    assert find_commit_of(wheel, package=package) is None
-    assert find_commit_of(origin_of(tmp_path / "deleted"), package=package) is None
+    assert read_commit(wheel, package=package) is None
+    assert read_commit(origin_of(tmp_path / "deleted"), package=package) is None

@@ -42,7 +42,7 @@ class PlainGradient(PolicyLoss):
     Source: Chu et al. 2025, arXiv:2504.02546; verl's loss_mode gpg.
     """
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         return -advantages * logprobs
@@ -67,7 +67,7 @@ class WithinDivergence(PolicyLoss):
     max_ratio: float = 3.0
     """rho weighs at most this much."""
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return the weighted log-probs of the tokens that are kept."""

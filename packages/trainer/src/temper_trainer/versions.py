@@ -50,11 +50,11 @@ def find_commit() -> str | None:
     otherwise.
     """
     text = Distribution.from_name("temper-trainer").read_text("direct_url.json")
-    return find_commit_of(json.loads(text) if text else {}, package=Path(__file__).parent)
+    return read_commit(json.loads(text) if text else {}, package=Path(__file__).parent)
 
 
-def find_commit_of(origin: Mapping[str, Any], *, package: Path) -> str | None:
-    """Return the commit of an installed package, see `find_commit`.
+def read_commit(origin: Mapping[str, Any], *, package: Path) -> str | None:
+    """Return the commit of an installed package; see `find_commit`.
 
     Args:
         origin: Content of its `direct_url.json`; empty if there is none.

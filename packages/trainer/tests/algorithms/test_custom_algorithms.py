@@ -44,7 +44,7 @@ def endless(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
 class Plain(PolicyLoss):
     factor: PositiveFloat = 1.0
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         return -self.factor * log_ratio.exp() * advantages

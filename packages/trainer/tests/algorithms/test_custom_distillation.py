@@ -39,7 +39,7 @@ class Gain(Absolute):
 
 @settings
 class Squares(TopKLoss):
-    def terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
+    def compute_terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
         return (policy.exp() - teacher.exp()).square()
 
 

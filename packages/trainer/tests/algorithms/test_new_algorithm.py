@@ -25,7 +25,7 @@ class SoftClip(PolicyLoss):
     width: PositiveFloat = 0.2
     """Width of the clip."""
 
-    def surrogate(self, log_ratio, *, logprobs, advantages, batch):
+    def compute_surrogate(self, log_ratio, *, logprobs, advantages, batch):
         return -advantages * self.width * torch.tanh((log_ratio.exp() - 1.0) / self.width)
 ''',
     "advantages/estimators/best_of_group.py": '''
@@ -89,7 +89,7 @@ class Linear(PairLoss):
     def score(self, logprobs):
         return logprobs.policy
 
-    def pair_loss(self, difference):
+    def compute_pair_loss(self, difference):
         return -self.beta * difference
 ''',
 }

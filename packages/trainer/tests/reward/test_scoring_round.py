@@ -91,7 +91,7 @@ class CountingModel:
     def __init__(self) -> None:
         self.batches: list[list[Sequence[int]]] = []
 
-    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    def score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
         self.batches.append(list(rows))
         return [float(sum(row)) for row in rows]
 

@@ -84,7 +84,7 @@ def test_every_token_has_version_and_logprob_of_the_weights_that_sampled_it(
     for request, completion in zip(REQUESTS, completions, strict=True):
         row = [(*request.prompt_tokens, *completion.tokens)]
         start = len(request.prompt_tokens) - 1
-        by_version = [s.logprobs(row, temperature=1.0)[0][start:] for s in (old, new)]
+        by_version = [s.compute_logprobs(row, temperature=1.0)[0][start:] for s in (old, new)]
         versions = completion.token_versions or (completion.weight_version,) * len(
             completion.tokens
         )

@@ -140,7 +140,7 @@ def test_teacher_forced_logprobs_equal_those_of_sampling(qwen2: Pair) -> None:
     prompts = make_prompts(6)
     sampler = qwen2.sampler()
     completions = sampler.sample(make_requests(prompts, SAMPLED))
-    logprobs = sampler.logprobs(
+    logprobs = sampler.compute_logprobs(
         [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)], temperature=0.8
     )
     for prompt, completion, row in zip(prompts, completions, logprobs, strict=True):
@@ -268,7 +268,7 @@ def test_closed_sampler_raises(qwen2: Pair) -> None:
 def test_bf16_logprobs_are_close_to_fp32(qwen2: Pair) -> None:
     sequences = make_prompts(6)
     low, high = (
-        qwen2.sampler(dtype=dtype).logprobs(sequences, temperature=1.0)
+        qwen2.sampler(dtype=dtype).compute_logprobs(sequences, temperature=1.0)
         for dtype in ("bf16", "fp32")
     )
     for a, b in zip(low, high, strict=True):

@@ -89,11 +89,11 @@ def test_loaded_weights_are_used_and_their_version_is_returned(name: str, pairs:
 )
 def test_mismatching_weights_change_nothing(broken: Change, complaint: str, qwen2: Pair) -> None:
     sampler = from_scratch("qwen2")
-    before = sampler.logprobs([[3, 4, 5]], temperature=1.0)
+    before = sampler.compute_logprobs([[3, 4, 5]], temperature=1.0)
     with pytest.raises(WeightError, match=complaint):
         sampler.load_weights(broken(list(stream(qwen2))), version=1)
     assert sampler.weight_version == 0
-    assert sampler.logprobs([[3, 4, 5]], temperature=1.0) == before
+    assert sampler.compute_logprobs([[3, 4, 5]], temperature=1.0) == before
 
 
 def test_nonfinite_logits_stop_sampling(qwen2: Pair) -> None:
@@ -107,9 +107,9 @@ def test_nonfinite_logits_stop_sampling(qwen2: Pair) -> None:
 
 def test_random_weights_depend_only_on_the_seed_of_the_spec() -> None:
     torch.manual_seed(1)
-    first = from_scratch("qwen2").logprobs([[3, 4, 5]], temperature=1.0)
+    first = from_scratch("qwen2").compute_logprobs([[3, 4, 5]], temperature=1.0)
     torch.manual_seed(2)
-    assert from_scratch("qwen2").logprobs([[3, 4, 5]], temperature=1.0) == first
+    assert from_scratch("qwen2").compute_logprobs([[3, 4, 5]], temperature=1.0) == first
 
 
 def test_model_that_cannot_be_built_is_refused() -> None:

@@ -144,7 +144,7 @@ def test_broadcast_sends_every_bucket_to_every_receiver(with_digest: bool) -> No
         thread.start()
     channel = WeightChannel(spec, device=torch.device("cpu"))
     for part, weight_file in zip(parts, weight_files, strict=True):
-        data = channel.bucket_buffer(weight_file.num_bytes)
+        data = channel.get_bucket_buffer(weight_file.num_bytes)
         pack_tensors(data, part, weight_file.entries)
         channel.send(data)
     for thread in threads:

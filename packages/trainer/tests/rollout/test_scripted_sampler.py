@@ -27,7 +27,7 @@ def test_script_is_truncated_at_max_tokens_and_has_the_version() -> None:
         FinishReason.MAX_TOKENS,
         (-1.0, -1.0),
     )
-    assert sampler.logprobs([[1, 2, 3]], temperature=1.0) == [[-1.0, -1.0]]
+    assert sampler.compute_logprobs([[1, 2, 3]], temperature=1.0) == [[-1.0, -1.0]]
     assert list(sampler.weights) == ["w"]
 
 

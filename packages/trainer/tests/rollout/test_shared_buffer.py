@@ -160,7 +160,7 @@ def test_buffer_on_the_gpu_is_read_by_another_process(spec: ChannelSpec) -> None
     receiver.start()
     channel = WeightChannel(spec, device=torch.device("cuda", 0), server=server)
     for number in range(2):
-        data = channel.bucket_buffer(256)
+        data = channel.get_bucket_buffer(256)
         data.copy_(torch.arange(256, dtype=torch.uint8) + number)
         channel.send(data)
         assert results.get(timeout=60) == [(i + number) % 256 for i in range(256)]

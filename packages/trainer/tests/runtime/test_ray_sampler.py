@@ -61,7 +61,9 @@ def test_sent_buckets_use_the_engines_memory() -> None:
 
 
 def test_received_weights_equal_the_sent_ones() -> None:
-    arrived = {name: tensor for bucket in given_by(Worker()) for name, tensor in bucket.weights()}
+    arrived = {
+        name: tensor for bucket in given_by(Worker()) for name, tensor in bucket.unpack_weights()
+    }
     assert arrived.keys() == WEIGHTS.keys()
     assert all(
         arrived[name].equal(tensor) and arrived[name].dtype == tensor.dtype
@@ -79,7 +81,7 @@ def test_changed_byte_is_refused() -> None:
         digests=bucket.digests,
     )
     with pytest.raises(WeightError, match="large arrived damaged"):
-        damaged.weights()
+        damaged.unpack_weights()
 
 
 def test_other_ranks_take_part_in_gathering_and_send_nothing() -> None:
@@ -115,7 +117,7 @@ def test_receiver_maps_the_object_store_without_a_copy() -> None:
     )
 
     def look(bucket: StoredBucket) -> tuple[list[bool], list[float]]:
-        weights = bucket.weights()
+        weights = bucket.unpack_weights()
         return [is_in_shared_memory(tensor) for _, tensor in weights], [
             float(tensor.float().sum()) for _, tensor in weights
         ]

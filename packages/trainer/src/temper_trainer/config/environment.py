@@ -112,7 +112,7 @@ class EnvironmentConfig:
                 "call: set a text."
             )
 
-    def max_rollout_tokens(self, max_completion: int) -> int:
+    def compute_max_rollout_tokens(self, max_completion: int) -> int:
         """Return the maximum number of tokens after a prompt, given the maximum per completion."""
         unlimited = (
             self.max_turns * max_completion + (self.max_turns - 1) * self.max_observation_tokens

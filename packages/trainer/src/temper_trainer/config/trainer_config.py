@@ -128,9 +128,9 @@ class TrainerConfig:
     @property
     def max_completion_tokens(self) -> int:
         """Maximum number of tokens after the prompt of a training rollout."""
-        return self.max_rollout_tokens(self.sampling.max_tokens)
+        return self.compute_max_rollout_tokens(self.sampling.max_tokens)
 
-    def max_rollout_tokens(self, length: int) -> int:
+    def compute_max_rollout_tokens(self, length: int) -> int:
         """Return the maximum number of tokens after a prompt, given the maximum per completion."""
         if not self.all_environments:
             return length
@@ -142,7 +142,7 @@ class TrainerConfig:
             for source in self.data.sources.values()
         ]
         return max(
-            length if each is None else each.max_rollout_tokens(length)
+            length if each is None else each.compute_max_rollout_tokens(length)
             for each in environments or [self.environment]
         )
 
@@ -409,7 +409,7 @@ def _find_size_conflicts(config: TrainerConfig) -> Iterator[str]:
     trained = "the turns of environment" if config.all_environments else "sampling.max_tokens"
     lengths = {trained: config.max_completion_tokens}
     if config.data.eval_sources:
-        longest = config.max_rollout_tokens(config.run.eval_sampling.max_tokens)
+        longest = config.compute_max_rollout_tokens(config.run.eval_sampling.max_tokens)
         lengths["run.eval_sampling.max_tokens"] = longest
     for name, length in lengths.items():
         # Evaluations are not batched.

@@ -12,7 +12,7 @@ from temper_engine_api.checkpoint.transaction import write_durably
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.composition import DIGEST_PREFIX
 from temper_trainer.config_loading.schema import Plain, to_plain
-from temper_trainer.metrics.run_files import next_superseded_path
+from temper_trainer.metrics.run_files import choose_superseded_path
 
 
 def format_value(value: object) -> str:
@@ -96,7 +96,7 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     if path.exists():
-        path.rename(next_superseded_path(path))
+        path.rename(choose_superseded_path(path))
     new.replace(path)
 
 

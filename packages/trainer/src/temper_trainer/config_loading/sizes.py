@@ -94,7 +94,7 @@ def _inference_line(config: TrainerConfig) -> str:
     is_eval = config.task == "eval"
     # Task eval samples as evaluations during training do, so that their results can be compared.
     longest = (config.run.eval_sampling if is_eval else config.sampling).max_tokens
-    longest = config.max_rollout_tokens(longest)
+    longest = config.compute_max_rollout_tokens(longest)
     # A greedy evaluation takes one completion.
     num_evaluated = config.run.eval_num_completions if config.run.eval_sampling.temperature else 1
     count = num_evaluated if is_eval else config.generate.num_completions

@@ -226,7 +226,7 @@ class Bubblewrap:
                     or f"status {process.returncode}"
                 )
                 raise BrokenEnvironmentError(f"bubblewrap could not start the program: {reason}")
-        return process.result()
+        return process.to_result()
 
 
 def build_unprivileged_command() -> Sequence[str]:

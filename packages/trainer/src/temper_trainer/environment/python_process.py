@@ -83,7 +83,7 @@ class FinishedProcess:
     killed: KillReason | None
     """None if it ended by itself."""
 
-    def result(self) -> SandboxResult:
+    def to_result(self) -> SandboxResult:
         """Return the outcome as the policy reads it."""
         output, error = (
             data.decode("utf-8", errors="replace") for data in (self.stdout, self.stderr)

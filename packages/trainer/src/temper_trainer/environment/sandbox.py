@@ -61,7 +61,7 @@ class NoSandbox:
                 environment={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
                 has_watcher=True,
             )
-        return process.result()
+        return process.to_result()
 
 
 @cache

@@ -107,7 +107,7 @@ class StepLoop:
         # Sampling changes no weight, so a stop request may abandon it.
         with self._measure_wait(timer), allow_stop_after_half_grace():
             batch, groups = self._take(step)
-        sampled, self._reward_stats = batch.shape(
+        sampled, self._reward_stats = batch.shape_rewards(
             components.config, reward_stats=controllers.reward_stats
         )
         trained_at = time.perf_counter()

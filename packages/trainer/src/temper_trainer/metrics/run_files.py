@@ -133,7 +133,7 @@ def supersede_rows(path: Path, *, after_step: int, phase: str | None = None) -> 
     ]
     moved = [line for line, kept in zip(lines, is_kept, strict=True) if not kept]
     if moved:
-        _write_lines(next_superseded_path(path), moved)
+        _write_lines(choose_superseded_path(path), moved)
     if path.exists():
         # Rewrite the file even if nothing was moved. This drops an incomplete last line, because
         # the next row would otherwise be appended to it.
@@ -149,7 +149,7 @@ def move_damaged_lines(path: Path) -> tuple[int, Path]:
     """
     lines = list(_complete_lines(path)) if path.exists() else []
     damaged = [line for line in lines if parse_line(line) is None]
-    target = next_superseded_path(path)
+    target = choose_superseded_path(path)
     if damaged:
         _write_lines(target, damaged)
         _write_lines(path, [line for line in lines if parse_line(line) is not None])
@@ -222,7 +222,7 @@ class BoundedLines:
             self._num_lines = len(kept)
 
 
-def next_superseded_path(path: Path) -> Path:
+def choose_superseded_path(path: Path) -> Path:
     """Return ``NAME.superseded-N.SUFFIX`` in the same folder, with the first N that is free."""
     number = 1
     while (name := path.with_name(f"{path.stem}.superseded-{number}{path.suffix}")).exists():

@@ -55,7 +55,7 @@ class Outcome:
     usage: "JudgeUsage | None" = None
     """Requests of a judge; None for other rewards."""
 
-    def redacted(self) -> "Outcome":
+    def redact(self) -> "Outcome":
         """Return this outcome with secret values hidden, because exceptions may quote them."""
         if self.kind is None:
             return self

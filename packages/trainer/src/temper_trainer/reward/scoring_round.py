@@ -25,7 +25,7 @@ from temper_trainer.types import Prompt, Score
 class RewardModel(Protocol):
     """A reward model, wherever it runs."""
 
-    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    def score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return one score per token sequence, in order."""
         ...
 
@@ -51,7 +51,7 @@ class ScoredItem:
         samples.jsonl.
         """
         known = list(self.outcomes.values())
-        return next((each for each in known if each.kind is not None), known[0]).redacted()
+        return next((each for each in known if each.kind is not None), known[0]).redact()
 
 
 @dataclass(slots=True)
@@ -254,7 +254,7 @@ def score_with_model(
 ) -> list[Outcome]:
     """Return one outcome per item, in order; a non-finite score is a failure."""
     outcomes = []
-    for (prompt, _), score in zip(items, model.scores(tokens), strict=True):
+    for (prompt, _), score in zip(items, model.score_rows(tokens), strict=True):
         if math.isfinite(score):
             outcomes.append(Outcome(reward=score))
         else:
@@ -269,7 +269,7 @@ def _combine(outcomes: Mapping[str, Outcome], parts: RewardParts) -> Score:
     """Return an item's reward or, if none of its parts failed, their weighted sum."""
     failed = next((each for each in outcomes.values() if each.kind is not None), None)
     if failed is not None or not parts.is_sum:
-        return (failed or next(iter(outcomes.values()))).redacted().to_score()
+        return (failed or next(iter(outcomes.values()))).redact().to_score()
     rewards = [reward for name in parts.weights if (reward := outcomes[name].reward) is not None]
     return Score(
         reward=sum(w * each for w, each in zip(parts.weights.values(), rewards, strict=True)),

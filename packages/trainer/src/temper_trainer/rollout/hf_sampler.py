@@ -364,7 +364,9 @@ class HfSampler:
         self._interrupted.clear()
 
     @torch.inference_mode()
-    def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
+    def compute_logprobs(
+        self, tokens: Sequence[Sequence[int]], *, temperature: float
+    ) -> list[list[float]]:
         """Return the log-prob of every token but the first; see Sampler."""
         model = self._require_model()
         logprobs: list[list[float]] = []

@@ -37,7 +37,9 @@ class Sampler(Protocol):
         """
         ...
 
-    def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
+    def compute_logprobs(
+        self, tokens: Sequence[Sequence[int]], *, temperature: float
+    ) -> list[list[float]]:
         """Return the log-prob of every token but the first, given the tokens before it.
 
         Logits are divided by `temperature` (above 0); log-probs are float32.

@@ -37,7 +37,9 @@ class ScriptedSampler:
         self.weights = {weight.name: weight for weight in stream}
         self._version = version
 
-    def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
+    def compute_logprobs(
+        self, tokens: Sequence[Sequence[int]], *, temperature: float
+    ) -> list[list[float]]:
         """Return the constant for every token but the first."""
         return [[self._logprob] * (len(sequence) - 1) for sequence in tokens]
 

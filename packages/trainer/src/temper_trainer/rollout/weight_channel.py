@@ -184,7 +184,7 @@ class WeightChannel:
         Raises:
             WeightError: If it arrived damaged.
         """
-        data = self.bucket_buffer(bucket.num_bytes)
+        data = self.get_bucket_buffer(bucket.num_bytes)
         if self._spec.backend == "cuda_ipc":
             self._barrier()
             data = data.clone()  # the sender overwrites its buffer after the second barrier
@@ -212,7 +212,7 @@ class WeightChannel:
         self.send_integers([*counts, _to_signed(updated_digest or 0)])
         num_bytes = count_delta_bytes(entries, counts)
         if num_bytes:
-            data = self.bucket_buffer(num_bytes)
+            data = self.get_bucket_buffer(num_bytes)
             pack_delta(data, delta, entries)
             self.send(data)
         return num_bytes
@@ -247,7 +247,7 @@ class WeightChannel:
         self._broadcast(values)
         return values.tolist()
 
-    def bucket_buffer(self, num_bytes: int) -> Tensor:
+    def get_bucket_buffer(self, num_bytes: int) -> Tensor:
         """Return [num_bytes] uint8 for one bucket; the same memory at every call."""
         assert num_bytes <= self._spec.buffer_bytes, "the channel was opened for smaller buckets"
         return self._buffer[:num_bytes]

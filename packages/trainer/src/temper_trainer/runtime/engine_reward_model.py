@@ -32,7 +32,7 @@ class EngineRewardModel:
         self._group = group
         self._max_tokens = max_tokens
 
-    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    def score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return each sequence's score, the head's output at its last token."""
         batch = from_sequences(
             [torch.tensor(row) for row in rows],

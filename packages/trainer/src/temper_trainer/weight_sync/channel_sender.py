@@ -146,7 +146,7 @@ def send_weights(
     with worker.export_weights() as stream, _close_on_error(worker, spec, stream) as problems:
         matched = iterate_checked_buckets(stream, entries, bucket_bytes=bucket_bytes)
         for (weights, expected), bucket in zip(matched, layout, strict=True):
-            data = channel.bucket_buffer(bucket.num_bytes)
+            data = channel.get_bucket_buffer(bucket.num_bytes)
             pack_tensors(data, weights, expected)
             channel.send(data)
             if key is not None:

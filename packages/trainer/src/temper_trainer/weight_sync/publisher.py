@@ -19,7 +19,9 @@ class PublishTarget(Protocol):
         """Version of its weights; -1 or 0 before the first publish."""
         ...
 
-    def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
+    def compute_logprobs(
+        self, tokens: Sequence[Sequence[int]], *, temperature: float
+    ) -> list[list[float]]:
         """Return the log-prob for each token except its sequence's first."""
         ...
 
@@ -97,7 +99,7 @@ class Publisher:
 
     def _compare_canary(self, canary: Canary) -> float:
         """Return the largest difference of a log-prob, or raise WeightError if it is too large."""
-        (sampled,) = self._sampler.logprobs([canary.tokens], temperature=1.0)
+        (sampled,) = self._sampler.compute_logprobs([canary.tokens], temperature=1.0)
         trained = canary.engine_logprobs()
         # torch's max() propagates NaN; Python's max() may hide it behind a number.
         difference = float((torch.tensor(sampled) - torch.tensor(trained)).abs().max())

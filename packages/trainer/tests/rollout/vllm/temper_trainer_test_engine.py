@@ -81,9 +81,9 @@ class TransformersEngine:
             for key, request in opened
         ]
 
-    def logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+    def compute_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs of given tokens."""
-        return self._sampler.logprobs(tokens, temperature=1.0)
+        return self._sampler.compute_logprobs(tokens, temperature=1.0)
 
     def device_locations(self) -> list[tuple[str, str | None]]:
         """Return the CPU of this host."""

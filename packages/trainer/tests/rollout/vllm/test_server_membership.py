@@ -43,7 +43,11 @@ class RemoteReplica(FakeReplica):
         if self.dies:
             future.set_exception(ReplicaError(f"{self.name} died"))
         else:
-            answers = {"logprobs": [[-1.0]], "cached_version": 1, "device_locations": [("a", None)]}
+            answers = {
+                "compute_logprobs": [[-1.0]],
+                "cached_version": 1,
+                "device_locations": [("a", None)],
+            }
             future.set_result(answers[method])
         return future
 
@@ -79,7 +83,7 @@ def test_comparison_of_logprobs_waits_for_a_server_if_all_have_left() -> None:
     sampler = make_sampler(first)
     first.dies = True
     thread = add_when_empty(sampler, second)
-    assert sampler.logprobs([(2, 3)], temperature=1.0) == [[-1.0]]
+    assert sampler.compute_logprobs([(2, 3)], temperature=1.0) == [[-1.0]]
     assert (sampler.replicas, second.loaded) == ((second,), [1])
     thread.join()
 
@@ -106,7 +110,7 @@ def test_waiting_for_a_server_ends_with_the_join_timeout() -> None:
     with pytest.raises(ReplicaError, match="all servers have left"):
         sampler.restart_dead()
     with pytest.raises(ReplicaError, match="no server with the current weights is left"):
-        sampler.logprobs([(2, 3)], temperature=1.0)
+        sampler.compute_logprobs([(2, 3)], temperature=1.0)
 
 
 def start_watch(
@@ -182,7 +186,7 @@ def test_only_server_that_joins_loads_the_weights_when_a_request_waits() -> None
     sampler.remove(first)
     sampler.add(second)
     assert second.loaded == []
-    sampler.logprobs([(2, 3)], temperature=1.0)
+    sampler.compute_logprobs([(2, 3)], temperature=1.0)
     assert second.loaded == [1]
 
 

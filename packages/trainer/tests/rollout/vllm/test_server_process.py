@@ -390,7 +390,7 @@ def test_replicas_with_different_logprobs_are_refused(second: float) -> None:
         says = -1.0
 
         def call(self, method: str, *arguments: object) -> "Future[object]":
-            if method != "logprobs":
+            if method != "compute_logprobs":
                 return super().call(method, *arguments)
             future: Future[object] = Future()
             future.set_result([[self.says]])
@@ -398,12 +398,12 @@ def test_replicas_with_different_logprobs_are_refused(second: float) -> None:
 
     one, two = Judge(0), Judge(1)
     sampler = sampler_of(one, two)
-    assert sampler.logprobs([(2, 3)], temperature=1.0) == [[-1.0]]
+    assert sampler.compute_logprobs([(2, 3)], temperature=1.0) == [[-1.0]]
     two.says = second
     with pytest.raises(
         WeightError, match="rollout replica 0 and rollout replica 1 return different log-probs"
     ):
-        sampler.logprobs([(2, 3)], temperature=1.0)
+        sampler.compute_logprobs([(2, 3)], temperature=1.0)
 
 
 def test_replica_with_old_weights_is_refused() -> None:

@@ -31,7 +31,7 @@ def send(spec: ChannelSpec, server: StoreServer, weights: list[NamedWeight]) -> 
     channel = WeightChannel(spec, device=torch.device("cpu"), server=server)
     for part in split_into_buckets(weights, bucket_bytes=BUCKET_BYTES):
         entries, num_bytes = plan_layout(part)
-        data = channel.bucket_buffer(num_bytes)
+        data = channel.get_bucket_buffer(num_bytes)
         pack_tensors(data, part, entries)
         channel.send(data)
     channel.close()

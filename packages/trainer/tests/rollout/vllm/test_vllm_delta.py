@@ -98,11 +98,13 @@ def transport(request: pytest.FixtureRequest, served: Served, actor: Actor) -> I
 
 def assert_bits_of_full_weights(served: Served) -> None:
     """Log-probs on every replica are exactly those after a whole set of the same weights."""
-    after_changes = [replica.call("logprobs", ROWS).result() for replica in served.sampler.replicas]
+    after_changes = [
+        replica.call("compute_logprobs", ROWS).result() for replica in served.sampler.replicas
+    ]
     buckets = served.write_buckets(served.sampler.weight_version + 1_000_000 * len(after_changes))
     for replica, logprobs in zip(served.sampler.replicas, after_changes, strict=True):
         replica.call("load_files", buckets, served.sampler.weight_version).result()
-        assert replica.call("logprobs", ROWS).result() == logprobs
+        assert replica.call("compute_logprobs", ROWS).result() == logprobs
 
 
 def test_delta_gives_the_bits_of_full_weights(
@@ -115,7 +117,7 @@ def test_delta_gives_the_bits_of_full_weights(
         fractions.append(transport.send(version + step).fraction)
         assert served.sampler.weight_version == version + step
         reference_model = served.pair.model
-        row_logprobs = served.sampler.logprobs(ROWS, temperature=1.0)
+        row_logprobs = served.sampler.compute_logprobs(ROWS, temperature=1.0)
         for row, logprobs in zip(ROWS, row_logprobs, strict=True):
             expected = (
                 reference_model(input_ids=torch.tensor([row]))
@@ -139,13 +141,13 @@ def test_restarted_server_has_the_same_bits_and_accepts_the_next_delta(
     transport.send(version + 1)
     actor.train(version)
     transport.send(version + 2)
-    before = served.sampler.logprobs(ROWS, temperature=1.0)
+    before = served.sampler.compute_logprobs(ROWS, temperature=1.0)
     replica = served.sampler.replicas[0]
     assert isinstance(replica, ServerProcess)
     assert replica.process_id is not None
     restarts = served.sampler.num_restarts
     os.killpg(replica.process_id, signal.SIGKILL)
-    assert served.sampler.logprobs(ROWS, temperature=1.0) == before
+    assert served.sampler.compute_logprobs(ROWS, temperature=1.0) == before
     assert served.sampler.num_restarts == restarts + 1
     actor.train(version + 1)
     assert transport.send(version + 3).fraction < 0.2
@@ -174,7 +176,7 @@ def test_damaged_delta_is_refused_and_the_old_weights_stay(served: Served, actor
     )
     version = served.sampler.weight_version
     transport.send(version + 1)
-    before = served.sampler.logprobs(ROWS, temperature=1.0)
+    before = served.sampler.compute_logprobs(ROWS, temperature=1.0)
     actor.train(version)
     run_on_all = actor.run_on_all
 
@@ -191,7 +193,7 @@ def test_damaged_delta_is_refused_and_the_old_weights_stay(served: Served, actor
     actor.run_on_all = run_and_damage  # type: ignore[method-assign]
     with pytest.raises(WeightError, match=r"rollout replica 0: .* arrived damaged"):
         transport.send(version + 2)
-    assert served.sampler.logprobs(ROWS, temperature=1.0) == before
+    assert served.sampler.compute_logprobs(ROWS, temperature=1.0) == before
     actor.run_on_all = run_on_all  # type: ignore[method-assign]
     transport.send(version + 2)
     assert_bits_of_full_weights(served)

@@ -88,13 +88,13 @@ def test_prefix_cache_is_cleared_after_a_weight_sync(served: Served) -> None:
 
 def test_logprobs_of_given_tokens_equal_the_transformers_samplers(served: Served) -> None:
     rows = [list(range(2, 30)), list(range(5, 9))]
-    hf_completion = served.pair.sampler().logprobs(rows, temperature=1.0)
+    hf_completion = served.pair.sampler().compute_logprobs(rows, temperature=1.0)
     for one, other in zip(
-        hf_completion, served.sampler.logprobs(rows, temperature=1.0), strict=True
+        hf_completion, served.sampler.compute_logprobs(rows, temperature=1.0), strict=True
     ):
         assert other == pytest.approx(one, abs=TOLERANCE)
     with pytest.raises(ConfigError, match=r"only at temperature 1, not at 0\.5"):
-        served.sampler.logprobs(rows, temperature=0.5)
+        served.sampler.compute_logprobs(rows, temperature=0.5)
 
 
 def test_server_scores_given_tokens_and_its_top_k_as_a_teacher(
@@ -124,7 +124,7 @@ def test_sampled_tokens_have_the_models_logprobs_and_depend_on_their_seed(served
         for request, completion in zip(requests, once, strict=True)
     ]
     for row, completion in zip(
-        served.pair.sampler().logprobs(rows, temperature=1.0), once, strict=True
+        served.pair.sampler().compute_logprobs(rows, temperature=1.0), once, strict=True
     ):
         assert completion.rollout_logprobs == pytest.approx(
             row[-len(completion.tokens) :], abs=TOLERANCE
@@ -188,8 +188,8 @@ def test_interrupted_completions_continue_under_new_weights_with_token_versions(
         row = (*request.prompt_tokens, *completion.tokens)
         start = len(request.prompt_tokens) - 1
         expected = (
-            old.logprobs([row], temperature=1.0)[0][start:][:cut]
-            + new.logprobs([row], temperature=1.0)[0][start:][cut:]
+            old.compute_logprobs([row], temperature=1.0)[0][start:][:cut]
+            + new.compute_logprobs([row], temperature=1.0)[0][start:][cut:]
         )
         if completion.token_versions:
             assert completion.rollout_logprobs == pytest.approx(expected, abs=LONG_TOLERANCE)

@@ -40,7 +40,7 @@ class TopKLoss(DistillationLoss):
         return True
 
     @abstractmethod
-    def terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
+    def compute_terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
         """Return the divergence terms, in the shape of the log-probs."""
 
     def measure(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
@@ -48,14 +48,14 @@ class TopKLoss(DistillationLoss):
         is_given = teacher.isfinite()
         # Mask before any arithmetic: with where() afterwards the gradient would be 0 * NaN = NaN.
         policy, teacher = torch.where(is_given, policy, 0.0), torch.where(is_given, teacher, 0.0)
-        total = torch.where(is_given, self.terms(policy, teacher=teacher), 0.0).sum(-1)
+        total = torch.where(is_given, self.compute_terms(policy, teacher=teacher), 0.0).sum(-1)
         if not self.counts_tail:
             return total
         rest_policy, rest_teacher = (
             torch.log1p(-torch.where(is_given, logs.exp(), 0.0).sum(-1).clamp(max=_MAX_MASS))
             for logs in (policy, teacher)
         )
-        return total + self.terms(rest_policy, teacher=rest_teacher)
+        return total + self.compute_terms(rest_policy, teacher=rest_teacher)
 
 
 @variant("forward_kl")
@@ -76,7 +76,7 @@ class ForwardKl(TopKLoss):
     def counts_tail(self) -> bool:
         return self.tail
 
-    def terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
+    def compute_terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
         """Return q * (log q - log p)."""
         return teacher.exp() * (teacher - policy)
 
@@ -98,7 +98,7 @@ class TopKReverseKl(TopKLoss):
     for language models).
     """
 
-    def terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
+    def compute_terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
         """Return p * (log p - log q)."""
         return policy.exp() * (policy - teacher)
 
@@ -123,7 +123,7 @@ class JensenShannon(TopKLoss):
     def counts_tail(self) -> bool:
         return self.tail
 
-    def terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
+    def compute_terms(self, policy: Tensor, *, teacher: Tensor) -> Tensor:
         """Return m * q * (log q - log M) + (1 - m) * p * (log p - log M)."""
         p, q, m = policy.exp(), teacher.exp(), self.mixture
         # log(m * q + (1 - m) * p) would be -inf where both probabilities are 0 in float32.

@@ -90,8 +90,10 @@ class PolicyObjective(Objective):
         )
         # Clamped before exp: an infinite ratio times an advantage of 0 would be NaN.
         token_log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        log_ratio = self.loss.effective_log_ratio(token_log_ratio, batch)
-        loss = self.loss.surrogate(log_ratio, logprobs=logprobs, advantages=advantages, batch=batch)
+        log_ratio = self.loss.compute_effective_log_ratio(token_log_ratio, batch)
+        loss = self.loss.compute_surrogate(
+            log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
+        )
         if self.uses_correction_weights:
             loss = loss * torch.where(mask, batch.columns[CORRECTION_WEIGHTS], 0.0)
         metrics = (

@@ -89,7 +89,7 @@ class PreferenceObjective(Objective):
     ) -> dict[str, Metric]:
         """Return means of the implicit rewards, which are beta times the scores."""
         score, is_chosen = self.loss.score(logprobs), batch.sequence_columns[IS_CHOSEN]
-        margin = self.loss.margin(score, batch)
+        margin = self.loss.compute_margin(score, batch)
         # Ranks without samples run a dummy sequence, which must not count in the metrics.
         real, beta = ~batch.is_dummy, self.loss.beta
         return {

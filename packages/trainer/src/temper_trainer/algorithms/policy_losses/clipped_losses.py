@@ -29,7 +29,7 @@ class ClippedLoss(PolicyLoss):
     clip_high: NonNegativeFloat = 0.2
     """rho is clipped above at 1 + clip_high."""
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return -min(rho * A, clip(rho) * A)."""
@@ -68,13 +68,13 @@ class Ppo(ClippedLoss):
     off.
     """
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return the clipped loss, bounded where the advantage is negative."""
         # super() does not work here: with slots=True the decorator replaces the class that it
         # refers to.
-        loss = ClippedLoss.surrogate(
+        loss = ClippedLoss.compute_surrogate(
             self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
         )
         if self.dual_clip is None:
@@ -117,7 +117,7 @@ class Gspo(Ppo):
     clip_high: NonNegativeFloat = 4e-4
     """The completion's ratio is clipped above at 1 + clip_high."""
 
-    def effective_log_ratio(self, log_ratio: Tensor, batch: SequenceBatch) -> Tensor:
+    def compute_effective_log_ratio(self, log_ratio: Tensor, batch: SequenceBatch) -> Tensor:
         """Return the completion's mean log-ratio in value, with each token's own gradient."""
         # The second summand adds nothing to the value, but gives each token's log-prob the gradient
         # 1.
@@ -140,7 +140,7 @@ class Cispo(ClippedLoss):
     clip_high: NonNegativeFloat = 4.0
     """rho is clipped above at 1 + clip_high."""
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return -sg(clip(rho)) * A * log p."""
@@ -168,7 +168,7 @@ class Gmpo(PolicyLoss):
     clip_high: NonNegativeFloat = 0.4
     """log rho is clipped above at clip_high."""
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return -A * exp(mean of the clipped log-ratios)."""
@@ -211,7 +211,7 @@ class Sapo(PolicyLoss):
     logits of many unsampled tokens.
     """
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return the soft gate times the advantage."""

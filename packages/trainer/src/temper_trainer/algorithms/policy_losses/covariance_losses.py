@@ -84,11 +84,11 @@ class ClipCov(ClippedLoss):
             )
         }
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return the clipped surrogate, 0 at selected tokens."""
-        loss = ClippedLoss.surrogate(
+        loss = ClippedLoss.compute_surrogate(
             self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
         )
         return torch.where(batch.columns[IS_SELECTED] > 0, 0.0, loss)
@@ -138,7 +138,7 @@ class KlCov(PolicyLoss):
         is_selected[ranked[: _num_selected(batch, self.fraction)]] = 1.0
         return {IS_SELECTED: is_selected}
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return -rho * A, plus the distance at selected tokens."""

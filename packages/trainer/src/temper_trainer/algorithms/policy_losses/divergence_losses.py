@@ -50,7 +50,7 @@ class Dppo(PolicyLoss):
     max_ratio: Annotated[float, Range(at_least=1)] = 20.0
     """Upper bound on the importance weight."""
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return -M * sg(min(rho, max_ratio)) * A * log p."""

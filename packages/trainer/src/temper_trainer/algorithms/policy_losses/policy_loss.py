@@ -34,20 +34,20 @@ class PolicyLoss(Variant):
     """Names of the columns that it reads in addition to those that all policy losses read."""
 
     @abstractmethod
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return the surrogate losses [T] to minimize.
 
         Args:
             log_ratio: [T] ``log p - log p_old`` with gradient, clamped, 0 at untrained tokens; see
-                ``effective_log_ratio``.
+                ``compute_effective_log_ratio``.
             logprobs: [T] of the policy with gradient, 0 at untrained tokens.
             advantages: [T], 0 at untrained tokens.
             batch: The micro-batch.
         """
 
-    def effective_log_ratio(self, log_ratio: Tensor, batch: SequenceBatch) -> Tensor:
+    def compute_effective_log_ratio(self, log_ratio: Tensor, batch: SequenceBatch) -> Tensor:
         """Return the log-ratio [T] to use in the surrogate; by default each token's own."""
         return log_ratio
 

@@ -38,11 +38,13 @@ class Opsm(Ppo):
     its advantage is negative.
     """
 
-    def surrogate(
+    def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return the loss of ppo, 0 at masked completions."""
-        loss = Ppo.surrogate(self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch)
+        loss = Ppo.compute_surrogate(
+            self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
+        )
         is_masked = self._find_masked(logprobs, advantages=advantages, batch=batch)
         return torch.where(is_masked, 0.0, loss)
 

@@ -68,7 +68,7 @@ class PreferenceLoss(Variant):
         """Return [B] the quantity that the loss raises for preferred completions."""
 
     @abstractmethod
-    def margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
+    def compute_margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
         """Return [B] the scores' margin, which is above 0 where the policy has the preference."""
 
     def measure(self, batch: SequenceBatch) -> dict[str, Metric]:
@@ -91,21 +91,21 @@ class PairLoss(PreferenceLoss):
         return 0.0
 
     @abstractmethod
-    def pair_loss(self, difference: Tensor) -> Tensor:
+    def compute_pair_loss(self, difference: Tensor) -> Tensor:
         """Return the loss per pair.
 
         Args:
             difference: Score of the chosen completion minus the rejected one's.
         """
 
-    def margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
+    def compute_margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
         """Return [B] each pair's difference, on both completions."""
         return compute_pair_difference(score, batch)
 
     def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
         """Return the losses [B]: half of the pair's on each completion, plus the likelihood."""
         # Both sequences in a pair have the same difference, so each carries half of the loss.
-        loss = 0.5 * self.pair_loss(self.margin(self.score(logprobs), batch))
+        loss = 0.5 * self.compute_pair_loss(self.compute_margin(self.score(logprobs), batch))
         if self.likelihood_coef:
             is_chosen = batch.sequence_columns[IS_CHOSEN]
             loss = loss - self.likelihood_coef * torch.where(is_chosen, logprobs.policy_mean, 0.0)

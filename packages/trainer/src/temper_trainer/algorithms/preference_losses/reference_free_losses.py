@@ -43,7 +43,7 @@ class SimPo(PairLoss):
         """Return [B] the completion's mean log-prob."""
         return logprobs.policy_mean
 
-    def pair_loss(self, difference: Tensor) -> Tensor:
+    def compute_pair_loss(self, difference: Tensor) -> Tensor:
         """Return -log sigmoid(beta * h - gamma)."""
         return -torch.nn.functional.logsigmoid(self.beta * difference - self.gamma)
 
@@ -74,6 +74,6 @@ class Orpo(PairLoss):
         # log(1 - P), exact for P near 1.
         return mean - torch.log(-torch.expm1(mean))
 
-    def pair_loss(self, difference: Tensor) -> Tensor:
+    def compute_pair_loss(self, difference: Tensor) -> Tensor:
         """Return -beta * log sigmoid(log odds_c - log odds_r)."""
         return -self.beta * torch.nn.functional.logsigmoid(difference)

@@ -73,7 +73,7 @@ class Dpo(SumOrMeanLoss):
     label_smoothing: Annotated[float, Range(at_least=0, at_most=0.5)] = 0.0
     """Assumed fraction of pairs with swapped labels, in [0, 0.5]."""
 
-    def pair_loss(self, difference: Tensor) -> Tensor:
+    def compute_pair_loss(self, difference: Tensor) -> Tensor:
         """Return the smoothed -log sigmoid(beta * h)."""
         log_sigmoid, scaled = torch.nn.functional.logsigmoid, self.beta * difference
         loss = -(1.0 - self.label_smoothing) * log_sigmoid(scaled)
@@ -91,7 +91,7 @@ class Hinge(SumOrMeanLoss):
     Source: Zhao et al. 2023, arXiv:2305.10425.
     """
 
-    def pair_loss(self, difference: Tensor) -> Tensor:
+    def compute_pair_loss(self, difference: Tensor) -> Tensor:
         """Return max(0, 1 - beta * h)."""
         return torch.relu(1.0 - self.beta * difference)
 
@@ -111,6 +111,6 @@ class Ipo(LogRatioLoss):
         """Return [B] the mean of log(p / ref) over the completion."""
         return logprobs.log_ratio / logprobs.num_tokens
 
-    def pair_loss(self, difference: Tensor) -> Tensor:
+    def compute_pair_loss(self, difference: Tensor) -> Tensor:
         """Return (h - 1 / (2 * beta))^2."""
         return (difference - 1.0 / (2.0 * self.beta)).square()

@@ -52,7 +52,7 @@ class Kto(PreferenceLoss):
         """Return [B] the sum of log(p / ref) over the completion."""
         return logprobs.log_ratio
 
-    def margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
+    def compute_margin(self, score: Tensor, batch: SequenceBatch) -> Tensor:
         """Return [B] h - z for desirable completions, z - h for undesirable ones."""
         difference = score - batch.sequence_columns[KL_BASELINE]
         return torch.where(batch.sequence_columns[IS_CHOSEN], difference, -difference)
@@ -64,7 +64,7 @@ class Kto(PreferenceLoss):
 
     def compute_losses(self, logprobs: CompletionLogprobs, batch: SequenceBatch) -> Tensor:
         """Return the weighted 1 - sigmoid(beta * margin) per completion, [B]."""
-        margin = self.margin(self.score(logprobs), batch)
+        margin = self.compute_margin(self.score(logprobs), batch)
         is_desirable = batch.sequence_columns[IS_CHOSEN]
         weight = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)
         # sigmoid(-x) instead of 1 - sigmoid(x), which would round small results to 0.

@@ -67,5 +67,5 @@ def _call(config: RewardConfig, name: str, row: Row) -> str | None:
     scoring = ThreadScoring(call, timeout_s=config.timeout_s)
     calls = CallRound(num_items=1, max_failures=1, timeout_s=config.timeout_s)
     item = (prompt, row.answer)
-    outcome = asyncio.run(scoring.score(item, calls=calls, priority=(0, 0))).redacted()
+    outcome = asyncio.run(scoring.score(item, calls=calls, priority=(0, 0))).redact()
     return None if outcome.kind is None else f"{outcome.kind}: {outcome.message}\n{outcome.trace}"

@@ -113,7 +113,7 @@ class RolloutLimits:
         max_completion = max(request.sampling.max_tokens for request in requests)
         return cls(
             max_turns=config.max_turns,
-            max_tokens=config.max_rollout_tokens(max_completion),
+            max_tokens=config.compute_max_rollout_tokens(max_completion),
             stop=config.call_end,
         )
 

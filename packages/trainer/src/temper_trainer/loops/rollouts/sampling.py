@@ -36,7 +36,7 @@ class SampledStep:
     times: Sequence[TimedRollout] = ()
     """Times of all sampled rollouts, also of those that were discarded."""
 
-    def shape(
+    def shape_rewards(
         self, config: TrainerConfig, *, reward_stats: RunningStats
     ) -> tuple["SampledStep", RunningStats]:
         """Return the step with shaped rewards, and the statistics after it.

@@ -23,7 +23,7 @@ from temper_trainer.config.run_folder_checks import (
     contains_run,
     find_wrong_entries,
 )
-from temper_trainer.metrics.run_files import next_superseded_path, read_settings
+from temper_trainer.metrics.run_files import choose_superseded_path, read_settings
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.weight_sync.buckets import (
     WeightExporter,
@@ -78,7 +78,7 @@ class RunFolder:
         A run that trains on would otherwise leave an outdated model until it writes the new one.
         """
         if os.path.lexists(self.model):  # also a link to a disk that is not mounted
-            self.model.rename(next_superseded_path(self.model))
+            self.model.rename(choose_superseded_path(self.model))
 
     def read_trained_settings(self) -> dict[str, object]:
         """Return the settings of the last start that completed a step; empty without one."""
@@ -133,7 +133,7 @@ def open_run_folder(run: RunConfig) -> RunFolder:
     if marker.exists():
         present = [path for name in START_FILES if (path := folder.root / name).exists()]
         for path in present:
-            path.rename(next_superseded_path(path))
+            path.rename(choose_superseded_path(path))
     # Until `mark_used` removes it, another start may use the folder.
     marker.touch()
     return folder

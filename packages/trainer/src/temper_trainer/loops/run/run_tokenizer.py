@@ -26,7 +26,7 @@ from temper_trainer.data.tokenizer import (
     save_tokenizer,
 )
 from temper_trainer.loops.run.run_folder import RunFolder
-from temper_trainer.metrics.run_files import next_superseded_path
+from temper_trainer.metrics.run_files import choose_superseded_path
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def _replace_saved(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
             set_aside(directory, "damaged")
         else:
             if compute_tokenizer_digest(saved) != compute_tokenizer_digest(tokenizer):
-                directory.rename(next_superseded_path(directory))
+                directory.rename(choose_superseded_path(directory))
     save_tokenizer(tokenizer, directory)
 
 

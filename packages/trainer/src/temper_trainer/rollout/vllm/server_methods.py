@@ -27,7 +27,7 @@ class EngineMethods(Protocol):
         """Return host and GPU for each worker."""
         ...
 
-    def logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+    def compute_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs for every token except each sequence's first."""
         ...
 

@@ -158,7 +158,7 @@ class VllmEngine:
             for key, state in stopped.values()
         ]
 
-    def logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
+    def compute_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-prob of every token but the first, at temperature 1.
 
         No request may be open, because `LLM.generate` would step it too.

@@ -191,7 +191,9 @@ class VllmSampler:
             except ReplicaError as error:
                 self._replace_dead(member, restarts_before=restarts_before, cause=error)
 
-    def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
+    def compute_logprobs(
+        self, tokens: Sequence[Sequence[int]], *, temperature: float
+    ) -> list[list[float]]:
         """Return the log-prob of every token but the first, after comparing all replicas.
 
         A replica with old weights would differ from the others.
@@ -212,7 +214,7 @@ class VllmSampler:
         while not answers:
             with self._lock:
                 self._pool.wait_for_ready()
-            answers = self._call_ready("logprobs", rows)
+            answers = self._call_ready("compute_logprobs", rows)
         (first_name, first), *others = answers
         assert isinstance(first, list)
         for name, other in others:

@@ -41,7 +41,7 @@ class StoredBucket:
     digests: tuple[int, ...] | None
     """Checksum of each tensor, see `compute_digest`; None if checksums are off."""
 
-    def weights(self) -> list[NamedWeight]:
+    def unpack_weights(self) -> list[NamedWeight]:
         """Return views of the arrays, which must not be written to.
 
         Raises:
@@ -147,7 +147,7 @@ class SamplerActor:
 
     def stage_bucket(self, bucket: StoredBucket) -> None:
         """Keep a bucket, which stays in the object store, until all have arrived."""
-        self._staged[bucket.index] = bucket.weights()
+        self._staged[bucket.index] = bucket.unpack_weights()
 
     def load_staged(self, count: int, version: int) -> int:
         """Load the staged buckets; return the sampler's version."""
@@ -202,7 +202,9 @@ class RaySampler:
         """Return one completion per request; see Sampler."""
         return cast("list[Completion]", self._call(HfSampler.sample, list(requests)))
 
-    def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
+    def compute_logprobs(
+        self, tokens: Sequence[Sequence[int]], *, temperature: float
+    ) -> list[list[float]]:
         """Return the log-prob of every token but the first; see Sampler."""
         return cast(
             "list[list[float]]",
@@ -267,4 +269,4 @@ def _call_logprobs(
     sampler: HfSampler, tokens: Sequence[Sequence[int]], temperature: float
 ) -> list[list[float]]:
     # A Ray call passes only positional arguments.
-    return sampler.logprobs(tokens, temperature=temperature)
+    return sampler.compute_logprobs(tokens, temperature=temperature)
