@@ -13,7 +13,12 @@ from temper_engine_api.settings_check import check_field_types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSpec:
-    """Learning-rate schedule; see `compute_learning_rate`."""
+    """Learning-rate schedule; see `compute_learning_rate`.
+
+    Example:
+        >>> ScheduleSpec(kind="cosine", warmup_ratio=0.05, total_steps=200).num_warmup_steps
+        10
+    """
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Shape after the warmup. wsd (warmup, stable, decay) stays at the peak and decays linearly in

@@ -83,7 +83,13 @@ def _to_plain(value: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """LoRA adapter. The base model is frozen; only the adapter is trained and saved."""
+    """LoRA adapter. The base model is frozen; only the adapter is trained and saved.
+
+    Example:
+        >>> lora = LoraSpec(rank=16, alpha=32.0, target_modules=("q_proj", "v_proj"))
+        >>> lora.is_enabled, LoraSpec().is_enabled
+        (True, False)
+    """
 
     rank: int = 0
     """Rank of a new adapter; 0 means no adapter."""
@@ -357,7 +363,20 @@ class OffloadSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of every engine; an engine adds fields in a subclass, its `config_class`."""
+    """Settings of every engine; an engine adds fields in a subclass, its `config_class`.
+
+    Example:
+        A model with random weights, whose optimizer states are in host memory between updates:
+
+        >>> config = EngineConfig(
+        ...     model=ModelSpec(architecture={"model_type": "qwen3", "num_hidden_layers": 2}),
+        ...     optimizer=OptimizerSpec(lr=3e-6, clip_grad_norm=0.5),
+        ...     schedule=ScheduleSpec(kind="cosine", warmup_steps=10, total_steps=200),
+        ...     offload=OffloadSpec(optimizer=True),
+        ... )
+        >>> config.precision.compute, config.offload.offloads_anything
+        ('bf16', True)
+    """
 
     model: ModelSpec
     optimizer: OptimizerSpec | None = field(default_factory=OptimizerSpec)

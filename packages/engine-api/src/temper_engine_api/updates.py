@@ -38,7 +38,15 @@ class GradientState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """Result of the last `optimizer_step`; the same on every rank except for `sample_ids`."""
+    """Result of the last `optimizer_step`; the same on every rank except for `sample_ids`.
+
+    Example:
+        An update on a rank with the samples 8 and 9, whose gradients overflowed in fp16:
+
+        >>> report = UpdateReport(grad_norm=math.inf, outcome="nonfinite", sample_ids=(8, 9))
+        >>> report.outcome == "stepped"
+        False
+    """
 
     grad_norm: float
     """Global norm before clipping; NaN or infinite for 'nonfinite', 0.0 for 'nothing_trained'."""

@@ -15,7 +15,13 @@ from temper_engine_api.errors import CheckpointError, EngineStateError, WeightEr
 
 
 class NamedWeight(NamedTuple):
-    """One full tensor under its Hugging Face name."""
+    """One full tensor under its Hugging Face name.
+
+    Example:
+        >>> weight = NamedWeight("model.norm.weight", torch.ones(64, dtype=torch.bfloat16))
+        >>> weight.tensor.shape
+        torch.Size([64])
+    """
 
     name: str
     """Hugging Face name, as in the model's safetensors index."""
@@ -85,6 +91,12 @@ class WeightStream:
     """Iterator over named weights; use it as a context manager.
 
     Iterating outside the context raises EngineStateError, because weights may be offloaded there.
+
+    Example:
+        >>> weights = [NamedWeight("model.norm.weight", torch.ones(64))]
+        >>> with WeightStream(iter(weights)) as stream:
+        ...     print([name for name, _ in stream])
+        ['model.norm.weight']
     """
 
     def __init__(

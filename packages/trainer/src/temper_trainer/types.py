@@ -219,7 +219,24 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A completion after the first one, and the environment's answer before it."""
+    """A completion after the first one, and the environment's answer before it.
+
+    Example:
+        The environment answers a call of a calculator with the tokens 9 and 1:
+
+        >>> turn = Turn(
+        ...     observation=(9, 1),
+        ...     completion=Completion(
+        ...         request_id=0,
+        ...         tokens=(4, 0),
+        ...         rollout_logprobs=(-0.2, -0.01),
+        ...         finish_reason=FinishReason.END_TOKEN,
+        ...         weight_version=3,
+        ...     ),
+        ... )
+        >>> len(turn.observation) + len(turn.completion.tokens)
+        4
+    """
 
     observation: tuple[int, ...]
     """Token ids of the environment's answer to the previous completion; never trained."""
@@ -228,7 +245,22 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """An agent's completions that continue another history than its `Rollout`."""
+    """An agent's completions that continue another history than its `Rollout`.
+
+    Example:
+        An agent that summarized its history continues from the summary (tokens 6, 2 and 8):
+
+        >>> completion = Completion(
+        ...     request_id=1,
+        ...     tokens=(4, 0),
+        ...     rollout_logprobs=(-0.2, -0.01),
+        ...     finish_reason=FinishReason.END_TOKEN,
+        ...     weight_version=3,
+        ... )
+        >>> branch = Branch(prompt_tokens=(6, 2, 8), completion=completion)
+        >>> [each.tokens for each in branch.completions]
+        [(4, 0)]
+    """
 
     prompt_tokens: tuple[int, ...]
     """Token ids that the first completion follows; never trained."""
@@ -371,7 +403,15 @@ class LabeledCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCursor:
-    """A position in the data; with (run.seed, source) it determines all following prompts."""
+    """A position in the data; with (run.seed, source) it determines all following prompts.
+
+    Example:
+        After 132 prompts of a source with 100 prompts:
+
+        >>> epoch, index = divmod(132, 100)
+        >>> DataCursor(epoch=epoch, index=index)
+        DataCursor(epoch=1, index=32)
+    """
 
     epoch: int = 0
     """Number of completed epochs."""

@@ -95,7 +95,7 @@ class ManifestInfo:
     topology: Mapping[str, object]
     """Sizes of the parallel axes that wrote the state, for information only."""
     config_hash: str
-    """Result of `config_hash` for the configuration."""
+    """Result of `hash_config` for the configuration."""
     packages: Mapping[str, str] = field(default_factory=list_package_versions)
     """Versions by distribution, from `list_package_versions`."""
     run_id: str | None = None
@@ -105,7 +105,19 @@ class ManifestInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Step, information and files of a committed step directory."""
+    """Step, information and files of a committed step directory.
+
+    Example:
+        >>> manifest = Manifest(
+        ...     step=20,
+        ...     info=ManifestInfo(topology={"dp": 2}, config_hash="ab12", packages={}),
+        ...     files=(FileRecord(path="engine/progress.json", num_bytes=120, sha256="9f86d081"),),
+        ... )
+        >>> manifest.num_bytes
+        120
+        >>> sorted(json.loads(manifest.to_json()))
+        ['checksum', 'files', 'info', 'schema_version', 'step']
+    """
 
     step: int
     """Global step, >= 0."""

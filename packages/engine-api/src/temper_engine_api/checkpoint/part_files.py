@@ -28,7 +28,13 @@ class FileRecord:
 @gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """Files that one rank of one participant wrote."""
+    """Files that one rank of one participant wrote.
+
+    Example:
+        >>> record = FileRecord(path="optimizer/rank_0.safetensors", num_bytes=3, sha256="ba7816bf")
+        >>> sum(file.num_bytes for file in PartReport(files=(record,)).files)
+        3
+    """
 
     files: tuple[FileRecord, ...]
     """Paths relative to the part's directory; empty for a rank that wrote nothing."""

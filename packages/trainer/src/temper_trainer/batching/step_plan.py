@@ -55,7 +55,21 @@ class RoleLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """The samples for one optimizer update, and each role's plan for them."""
+    """The samples for one optimizer update, and each role's plan for them.
+
+    Example:
+        Samples 2 and 3 of a step, in one micro-batch of the actor's only rank:
+
+        >>> from temper_engine_api.plan import plan_mini_batch
+        >>> mini_batch = MiniBatch(
+        ...     indices=(2, 3),
+        ...     denominators=Denominators(tokens=9, sequences=2, groups=1),
+        ...     plans={"actor": plan_mini_batch([5, 6], dp_size=1, max_tokens=16)},
+        ...     seed=7,
+        ... )
+        >>> mini_batch.plans["actor"].ranks[0].micro_batches
+        ((0, 1),)
+    """
 
     indices: tuple[int, ...]
     """Ascending indices into the step's samples."""

@@ -13,7 +13,19 @@ from temper_trainer.types import DataCursor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """State of the trainer after a completed step."""
+    """State of the trainer after a completed step.
+
+    Example:
+        >>> state = TrainerState(
+        ...     phase="rl",
+        ...     step=20,
+        ...     cursor=DataCursor(epoch=0, index=640),
+        ...     weight_version=20,
+        ...     config_digest="ab12",
+        ... )
+        >>> TrainerState.from_json(state.to_json()) == state
+        True
+    """
 
     phase: str
     """Phase whose steps are counted, such as ``rl``, ``sft`` or ``warm_start``."""

@@ -24,7 +24,19 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One prompt with its reference answer."""
+    """One prompt with its reference answer.
+
+    Example:
+        >>> row = Row(
+        ...     row_id=0,
+        ...     prompt=(ChatMessage(role="user", content="What is 6 * 7?"),),
+        ...     answer="42",
+        ...     solution="6 * 7 = 42",
+        ...     location="train.jsonl:1",
+        ... )
+        >>> row.prompt[0].content
+        'What is 6 * 7?'
+    """
 
     row_id: int
     """Index over all files of the source, in order, from 0."""

@@ -199,7 +199,13 @@ NORMALIZATION_EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningStats:
-    """Running mean and variance of all rewards; its fields are saved in checkpoints."""
+    """Running mean and variance of all rewards; its fields are saved in checkpoints.
+
+    Example:
+        >>> stats = RunningStats().with_rewards([1.0, 0.0, 0.0, 1.0])
+        >>> stats.mean, stats.std
+        (0.5, 0.5)
+    """
 
     count: float = 0.0
     """Number of rewards so far, as a float for checkpoints."""

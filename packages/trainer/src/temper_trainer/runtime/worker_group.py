@@ -38,7 +38,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """The result of one optimizer update on one rank."""
+    """The result of one optimizer update on one rank.
+
+    Example:
+        >>> result = UpdateResult(
+        ...     report=UpdateReport(grad_norm=0.8, outcome="stepped", sample_ids=()),
+        ...     lr=1e-6,
+        ...     elapsed_s=2.5,
+        ... )
+        >>> result.report.outcome
+        'stepped'
+    """
 
     report: UpdateReport
     """Gradient norm and outcome, the same on every rank."""
