@@ -1,8 +1,8 @@
 """Check names and prose against the words of the style guide, which ruff cannot do.
 
 Ruff checks the form of docstrings; this checks how they open, how many of them start with a verb,
-and whether identifiers, file names, docstrings, comments, error messages and log messages use the
-field's words. All words are in tools/wording.toml.
+and whether identifiers, file names, docstrings, comments, error messages, log messages and pages
+for users use the field's words. All words are in tools/wording.toml.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ WORDS = Path("tools") / "wording.toml"
 
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _FIRST_WORD = re.compile(r"[^\W\d_]+")
+# Blocks of code on a page, and inline code.
+_PYTHON_BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"^ *```.*?^ *```|`[^`]+`", re.MULTILINE | re.DOTALL)
 # Methods of a logger, and warnings.warn: their string arguments are read by people.
 _LOG_METHODS = {"debug", "info", "warning", "warn", "error", "exception", "critical"}
 
@@ -64,6 +67,8 @@ class Wording:
     """Glob patterns of folders to check, below the repository."""
     exempt: Mapping[str, str]
     """Reasons for not checking a folder yet, by its path."""
+    pages: tuple[str, ...]
+    """Glob patterns of pages, and tables of messages, for users, below the repository."""
     openings: frozenset[str]
     """Words that no docstring starts with."""
     verbs: frozenset[str]
@@ -117,6 +122,7 @@ def read_wording(file: Path) -> Wording:
     return Wording(
         checked=tuple(data["checked"]),
         exempt=data["exempt"],
+        pages=tuple(data["pages"]),
         openings=frozenset(data["docstrings"]["openings"]),
         verbs=frozenset(data["docstrings"]["verbs"].split()),
         min_verb_fraction=data["docstrings"]["min_verb_fraction"],
@@ -154,6 +160,24 @@ def check_folder(folder: Path, wording: Wording, *, root: Path) -> list[str]:
         ]
         functions += [(shown, each) for each in docstrings if each.kind == "function"]
     return faults + _verb_faults(functions, wording, folder=folder.relative_to(root).as_posix())
+
+
+def check_page(path: Path, wording: Wording, *, root: Path) -> list[str]:
+    """Check sentences of a page or table, and names in its Python; return a line for each fault."""
+    source = path.read_text()
+    faults = []
+    for block in _PYTHON_BLOCK.finditer(source):
+        try:
+            nodes = list(ast.walk(ast.parse(block["code"])))
+        except SyntaxError:  # An excerpt, for example the body of a function.
+            continue
+        first = source.count("\n", 0, block.start("code"))
+        faults += [(first + line, fault) for line, fault in _name_faults(nodes, wording)]
+    # Code is left out with its line breaks in place, so that lines keep their numbers.
+    text = _CODE.sub(lambda code: "`code`" + "\n" * code.group().count("\n"), source)
+    faults += _phrase_faults([Prose(kind="page", line=1, text=text)], wording)
+    shown = path.relative_to(root).as_posix()
+    return [f"{shown}:{line}: {fault}" for line, fault in sorted(faults)]
 
 
 def _file_name_faults(path: Path, folder: Path, wording: Wording) -> Iterator[str]:
@@ -349,8 +373,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for folder in sorted(ROOT.glob(pattern))
         if folder.relative_to(ROOT).as_posix() not in wording.exempt
     ]
-    faults = [line for folder in folders for line in check_folder(folder, wording, root=ROOT)]
-    print("\n".join(faults) or f"wording: {len(folders)} folders use the words of the style guide")
+    pages = [] if chosen else [page for each in wording.pages for page in sorted(ROOT.glob(each))]
+    faults = [
+        *(line for folder in folders for line in check_folder(folder, wording, root=ROOT)),
+        *(line for page in pages for line in check_page(page, wording, root=ROOT)),
+    ]
+    checked = f"{len(folders)} folders and {len(pages)} pages"
+    print("\n".join(faults) or f"wording: {checked} use the words of the style guide")
     return 1 if faults else 0
 
 

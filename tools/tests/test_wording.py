@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.wording import Wording, check_folder, read_wording
+from tools.wording import Wording, check_folder, check_page, read_wording
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -187,3 +187,27 @@ def test_every_exempt_folder_exists_and_would_be_checked(wording: Wording) -> No
         for folder in ROOT.glob(pattern)
     }
     assert set(wording.exempt) <= folders
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        (
+            "# A page\n\nNobody mends it.\n",
+            ["3: the page says 'Nobody'", "3: the page says 'mends'"],
+        ),
+        (
+            "```sh\nwhole rooms\n```\n\nIt runs `the whole`,\nin vain.\n",
+            ["6: the page says 'in vain'"],
+        ),
+        ("```python\nimport torch\n\nwhole = 1\n```\n", ["4: 'whole' in `whole`"]),
+        ("```python\nwhole =\n```\n", []),
+    ],
+)
+def test_sentences_and_python_names_of_a_page_are_checked(
+    tmp_path: Path, wording: Wording, page: str, expected: list[str]
+) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(page)
+    faults = check_page(path, wording, root=tmp_path)
+    assert [fault.split(": write")[0].removeprefix("page.md:") for fault in faults] == expected
