@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def has_experts(self) -> bool:
-        """True with expert parallelism; such a layout is tested with MoE models, not dense ones.
+        """True with expert parallelism; such a layout is tested with MoE instead of dense models.
 
         The field is a number of ranks, or true for all ranks.
         """

@@ -155,7 +155,10 @@ def plan_mini_batch(
 
 
 def plan_single_micro_batch(num_sequences: int, *, constraints: PlanConstraints) -> MiniBatchPlan:
-    """Plan one rank with all sequences in one micro-batch; constraints may add empty ones."""
+    """Plan one rank with all sequences in one micro-batch.
+
+    Further micro-batches are empty, if constraints require a larger number of them.
+    """
     count = _round_up_count(1, constraints)
     return MiniBatchPlan(
         ranks=(RankPlan(micro_batches=(tuple(range(num_sequences)), *[()] * (count - 1))),)
@@ -337,7 +340,7 @@ def _build_rank_plan(
 
 
 def _join_groups(group_ids: Sequence[int], pack_group_ids: Sequence[int]) -> list[list[int]]:
-    """Merge sequences that share a group or a pack group, directly or through others.
+    """Merge sequences that share a group or a pack group, directly or transitively.
 
     Returns:
         Lists of indices that must stay in one mini-batch, in input order.

@@ -31,7 +31,7 @@ def has_image_encoder(model_type: str) -> bool:
 
 
 def list_encoder_modules(model: "nn.Module", *, model_type: str) -> list[str]:
-    """Return the names of the modules that texts do not reach, such as `model.visual`.
+    """Return the names of the modules that text does not reach, such as `model.visual`.
 
     Args:
         model: Model of transformers with its output head.

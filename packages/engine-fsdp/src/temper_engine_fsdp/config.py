@@ -101,7 +101,7 @@ class FSDPConfig(EngineConfig):
     profile_to: str | None = None
     """Folder for torch profiler traces, one file per rank; None disables profiling."""
     profile_from: int = 5
-    """First profiled update, counted from 1 at process start; earlier ones warm up."""
+    """First profiled update, counted from 1 at process start; earlier updates warm up."""
     profile_updates: int = 2
     """Number of profiled updates."""
     profile_memory: bool = False

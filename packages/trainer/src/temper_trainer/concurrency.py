@@ -125,7 +125,7 @@ class DaemonThreads:
         return await asyncio.wrap_future(self.start(function, *args, **kwargs))
 
     def close(self, *, timeout_s: float = 0.0) -> None:
-        """End idle threads at once and others when their calls return; wait up to `timeout_s`."""
+        """End idle threads at once, busy ones when their call returns; wait up to `timeout_s`."""
         for _ in self._threads:
             self._tasks.put(None)
         deadline = time.monotonic() + timeout_s
@@ -141,7 +141,7 @@ class DaemonThreads:
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """Return the results in order; after an error, or if cancelled, cancel all others."""
+    """Return the results in order; cancel the rest after an error or if cancelled."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

@@ -36,7 +36,7 @@ def delete_old_damaged_steps(
     keep_every: int = 0,
     num_to_keep: int = NUM_DAMAGED_TO_KEEP,
 ) -> None:
-    """Delete the damaged steps of a run except for the newest ones; call after a commit.
+    """Delete all but the newest damaged steps of a run; call after a commit.
 
     As in `prune`, nothing is deleted that this run did not write: steps of other runs or without a
     readable manifest, directories with a file that their manifest does not list, and symbolic

@@ -54,7 +54,7 @@ _TEMPORARY_ERRORS = frozenset(
         *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EREMOTEIO, errno.EPIPE),
     }
 )
-"""Errors whose cause is not the file, which may be intact. All others are treated as damage."""
+"""Errors whose cause is not the file, which may be intact. Any other error is treated as damage."""
 
 
 def list_package_versions(

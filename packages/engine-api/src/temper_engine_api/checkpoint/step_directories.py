@@ -107,7 +107,7 @@ def find_latest_step(root: str | Path) -> int | None:
 
 
 def list_partial_saves(root: str | Path) -> list[Path]:
-    """List directories of uncommitted saves: running ones, and ones left by crashed runs."""
+    """List directories of uncommitted saves, which are running or left by crashed runs."""
     if not Path(root).is_dir():
         return []
     return sorted(

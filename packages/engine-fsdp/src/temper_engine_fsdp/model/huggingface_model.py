@@ -1,4 +1,4 @@
-"""Build Hugging Face models from a ModelSpec, in float32 on the CPU, and reject unsupported ones.
+"""Build Hugging Face models from a ModelSpec, in float32 on the CPU, and reject unsupported models.
 
 Weights are loaded strictly, or initialized from a seed.
 """
@@ -222,7 +222,7 @@ def _load_config(path: str, *, allow_code: bool) -> PretrainedConfig:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return an error's first sentence; later ones address callers of transformers."""
+    """Return an error's first sentence; the rest addresses callers of transformers."""
     return " ".join(str(error).split()).partition(". ")[0].rstrip(".") + "."
 
 

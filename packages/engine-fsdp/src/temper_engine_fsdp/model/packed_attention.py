@@ -157,7 +157,7 @@ def _attend_with_sdpa(
 
 
 def _sdpa_backends(query: Tensor, *, length: int) -> AbstractContextManager[None]:
-    """Prefer cuDNN for long buckets on CUDA and FlashAttention 2 for short ones."""
+    """Prefer cuDNN for long buckets on CUDA and FlashAttention 2 for short buckets."""
     if query.device.type != "cuda" or query.dtype == torch.float32:
         return nullcontext()
     preferred = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]

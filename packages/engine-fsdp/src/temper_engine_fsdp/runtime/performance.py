@@ -123,7 +123,7 @@ class _Stopwatch:
         return event
 
     def stop(self) -> None:
-        """Mark where the region ends."""
+        """Mark the end of the region."""
         self._marks.append(self._mark())
 
     def seconds(self) -> float:

@@ -95,7 +95,7 @@ class FSDP2Module:
         # One module per group, since a group shares its FSDP state.
         self._modules = [_first_module([model]), *wrapped]
         self._unused_modules = [module for module in wrapped if cast(nn.Module, module) in encoder]
-        """Groups that no pass over texts reaches; they stay sharded."""
+        """Groups that passes over text do not use; they stay sharded."""
         for module in self._modules:
             # Sum gradients, never average: the denominator of our loss already counts the full
             # mini-batch. Set on every module, because the setting of the root is not inherited.
@@ -187,7 +187,7 @@ def _take_shard_axis(mesh: DeviceMesh) -> DeviceMesh:
 def _group_layers(
     layers: Sequence[nn.Module], *, size: int, encoder: Collection[nn.Module]
 ) -> list[list[nn.Module]]:
-    """Split the layers of the encoder of images, and all others, into groups of at most `size`."""
+    """Split the layers of the encoder of images, and the rest, into groups of at most `size`."""
     for outer in layers if size > 1 else ():
         if inner := next(
             (layer for layer in layers if layer is not outer and layer in outer.modules()), None

@@ -226,7 +226,7 @@ def distribute_rows(full: Tensor, *, mesh: DeviceMesh, placements: Placements) -
 
 
 ShardedParameters = Mapping[str, ShardedParameter]
-"""Parameters by Hugging Face name; tied ones occur once, as in a safetensors index."""
+"""Parameters by Hugging Face name; tied parameters occur once, as in a safetensors index."""
 
 Buffers = Mapping[str, Tensor]
 """Persistent buffers by Hugging Face name; not sharded."""

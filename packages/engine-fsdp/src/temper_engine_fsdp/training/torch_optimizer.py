@@ -42,7 +42,7 @@ ALTERNATIVES = (
     "Torch's elementwise optimizers, such as torch.optim.NAdam or torch.optim.Adagrad, train "
     "sharded parameters."
 )
-"""Advice that ends the error messages."""
+"""Advice at the end of the error messages."""
 STATE_PREFIX = "optimizer_state"
 """First part of the names in a checkpoint."""
 

@@ -77,7 +77,7 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return an error's first sentence; later ones address callers of transformers."""
+    """Return an error's first sentence; the rest addresses callers of transformers."""
     return " ".join(str(error).split()).partition(". ")[0].rstrip(".") + "."
 
 
@@ -135,7 +135,7 @@ def open_initial_weights(
     names: Collection[str],
     file_names: FileNames,
 ) -> Iterator[TensorReader]:
-    """Open the initial weights: those in the model's files, or new ones.
+    """Open the initial weights, from the model's files or drawn at random.
 
     A scalar head that is not in the files is initialized from the model's seed.
 

@@ -78,7 +78,7 @@ class SequenceLossRouter(TopKRouter):
         """Chooses the experts of the current micro-batch, and knows them afterwards."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Choose experts, or take the prescribed ones; count them in a training pass."""
+        """Choose experts unless they are prescribed; count them in a training pass."""
         choices = self._get_tokens().choices
         index = find_sparse_layers(self.config).index(self.layer_number - 1)
         # Megatron passes `router_replay` on to the function that chooses the experts.

@@ -179,7 +179,7 @@ class ShardedState:
                 yield NamedWeight(entry.mapping.names[0], entry.parameter.detach().clone())
 
     def load_buffers(self, read: Callable[[str], Tensor], *, names: Collection[str]) -> None:
-        """Set this rank's buffers with these names; the others stay as they are."""
+        """Set this rank's buffers with these names, and leave all other buffers unchanged."""
         for entry in self._parameter_map.entries:
             if entry.info.is_buffer and entry.mapping.names[0] in names:
                 for buffer in self._parameter_map.local_parameters(entry):

@@ -52,7 +52,7 @@ class EnvironmentConfig:
     call_start: str = "<tool>"
     """Text before a tool call; if empty, the call starts after the last line break."""
     call_end: str = "</tool>"
-    """Text after a tool call; it ends the completion."""
+    """Text after a tool call; it stops the completion."""
     answer_start: str = "<result>"
     """Text before a tool's answer; may be empty."""
     answer_end: str = "</result>"

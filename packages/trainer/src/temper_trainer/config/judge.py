@@ -50,9 +50,9 @@ class JudgeConfig:
     score_field: str | None = None
     """Field with the score in the last JSON object of the answer; a nested field is OUTER.INNER."""
     min_score: FiniteFloat = 0.0
-    """Lowest valid score; others count as failed."""
+    """Lowest valid score; a lower score counts as failed."""
     max_score: FiniteFloat = 1.0
-    """Highest valid score; others count as failed."""
+    """Highest valid score; a higher score counts as failed."""
     api_key_variable: str | None = None
     """Name of the environment variable with the API key; None for endpoints without one. The key
     cannot be given in another way.

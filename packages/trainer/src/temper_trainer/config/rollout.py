@@ -365,7 +365,7 @@ def _is_loopback(address: str) -> bool:
 def _find_remote_conflicts(
     rollout: RolloutConfig, *, sync: WeightSyncConfig, devices: Sequence[str]
 ) -> Iterator[str]:
-    """Yield settings that have no effect on servers that others have started."""
+    """Yield settings that have no effect on servers that the run does not start."""
     key = "rollout.vllm.servers" if rollout.vllm.servers else "rollout.vllm.servers_file"
     if rollout.sampler != "vllm":
         yield f"{key} is set, but rollout.sampler is {rollout.sampler}: use rollout=vllm."

@@ -71,7 +71,7 @@ class Composition:
     values: dict[str, Plain]
     """Nested values with unresolved interpolations."""
     layers: tuple[Layer, ...]
-    """Layers in order of precedence; later ones win. Without the settings of variants that a later
+    """Layers by precedence, lowest first. Without the settings of variants that a later
     layer replaces.
     """
 

@@ -25,7 +25,7 @@ from temper_trainer.settings.names import import_object
 from temper_trainer.types import Prompt
 
 INHERITED_VARIABLES = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR")
-"""Variables that an agent's program gets from the run; others may be secrets."""
+"""Variables that an agent's program gets from the run; other variables may be secrets."""
 _KEPT_BYTES = 1 << 14
 """Maximum number of bytes kept from each output of a program."""
 
@@ -130,7 +130,7 @@ class OpenAiAgent:
 
 
 class AgentFactory:
-    """Makes the agents of a run, and ends the endpoint that they share."""
+    """Makes the agents of a run, and stops their shared endpoint."""
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ def parse_action(text: str, *, space: "gymnasium.Space[Any]") -> object:
 
 
 def format_observation(observation: object) -> str:
-    """Return an observation as text: a string as it is, others as JSON."""
+    """Return an observation as text: a string unchanged, any other value as JSON."""
     return observation if isinstance(observation, str) else json.dumps(observation, default=_plain)
 
 

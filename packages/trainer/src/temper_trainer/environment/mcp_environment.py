@@ -219,7 +219,7 @@ class McpEnvironment(TextEnvironment):
 
 
 class McpFactory:
-    """Makes the environments of a run, and ends the server that they share."""
+    """Makes the environments of a run, and stops their shared server."""
 
     def __init__(
         self, make: Callable[..., McpEnvironment], *, command: str, is_shared: bool

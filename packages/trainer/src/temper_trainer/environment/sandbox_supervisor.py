@@ -55,7 +55,7 @@ class Call:
 
     limits: Limits
     process: int
-    """pidfd of the outermost bubblewrap; its end ends all others."""
+    """pidfd of the outermost bubblewrap; its exit kills all other processes."""
     report: int
     """Pipe to the trainer."""
     status_files: Sequence[int]

@@ -1,4 +1,4 @@
-"""Create environments; the built-in ones have one tool that the policy calls by text.
+"""Create environments; those built in have one tool that the policy calls by text.
 
 The call is found in the decoded completion. The answer is tokenized separately and appended.
 """

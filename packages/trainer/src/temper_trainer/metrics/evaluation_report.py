@@ -115,7 +115,7 @@ def _format_cell(values: dict[str, float], name: str) -> str:
 
 
 def draw_evaluations(evaluations: Sequence[EvaluationRow]) -> bytes | None:
-    """Return a PNG that shows evaluations over steps, and the last ones by category.
+    """Return a PNG that shows evaluations over steps, and the last step by category.
 
     Bars are 95 % confidence intervals. Returns None without evaluations.
     """

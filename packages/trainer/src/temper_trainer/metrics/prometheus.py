@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 32
 """Maximum number of simultaneous connections; a further one replaces the oldest."""
 REQUEST_S = 10.0
-"""Time limit from accepting a connection until its response ends."""
+"""Time limit from accepting a connection until the response is sent."""
 
 
 class _Gauge(Protocol):
@@ -132,7 +132,7 @@ class PrometheusTracker:
 
 
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
-    """Handles each request in a thread, so that a silent client does not block the others.
+    """Handles each request in a thread, so that a silent client does not block other clients.
 
     Unknown clients could exhaust the run's threads or open files. The number of connections
     is therefore limited, and the oldest is dropped for a new one: a scrape takes milliseconds, so

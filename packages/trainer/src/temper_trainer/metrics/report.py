@@ -37,7 +37,7 @@ from temper_trainer.versions import list_installed_versions
 
 REPORT_FILE = "report.html"
 NUM_SAMPLES = 100
-"""Number of completions shown; the newest ones."""
+"""Number of newest completions to show."""
 MAX_OPEN_LINES = 12
 """Evaluation tables with more lines are folded."""
 MAX_SAMPLE_CHARACTERS = 4000

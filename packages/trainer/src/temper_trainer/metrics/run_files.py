@@ -198,7 +198,7 @@ def read_last_lines(path: Path, count: int, *, block_bytes: int = 1 << 16) -> li
 
 
 class BoundedLines:
-    """Appends lines to a file that keeps only the newest ones."""
+    """Appends lines to a file that keeps only the newest lines."""
 
     def __init__(self, path: Path, *, num_kept: int) -> None:
         """Continue a file.
@@ -212,7 +212,7 @@ class BoundedLines:
         self._num_lines = sum(1 for _ in _complete_lines(path)) if path.exists() else 0
 
     def append(self, lines: Sequence[str]) -> None:
-        """Append lines, and remove old ones if there are too many."""
+        """Append lines, and remove the oldest if there are too many."""
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
         self._num_lines += len(lines)

@@ -260,7 +260,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._timeline.append([row])
 
     def add_rollouts(self, step: int, rollouts: Sequence[Rollout], *, decode: Decode) -> None:
-        """Append rollouts to ``rollouts.jsonl``, which keeps the newest ones.
+        """Append rollouts to ``rollouts.jsonl``, which keeps the newest rollouts.
 
         Args:
             step: Number of the step.

@@ -46,7 +46,7 @@ class RolloutTrace:
     requested_at: float = field(default_factory=time.perf_counter)
     """`time.perf_counter` when the rollout was requested."""
     spans: list[Span] = field(default_factory=list)
-    """Spans in the order of their ends. Those of an agent's requests may overlap."""
+    """Spans by end time. Spans of an agent's requests may overlap."""
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
@@ -212,7 +212,7 @@ class TimedRollout:
     weight_version: int
     """Version of the oldest weights that sampled it."""
     spans: Sequence[Span]
-    """Spans in the order of their ends. Those of sampling may overlap each other and others."""
+    """Spans by end time. Sampling spans may overlap with each other and with other spans."""
     requested_at: float
     scored_at: float
 

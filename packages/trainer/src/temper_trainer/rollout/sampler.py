@@ -97,7 +97,7 @@ class Replica(Protocol):
 
     @property
     def can_restart(self) -> bool:
-        """False if others have started the server; a dead one then leaves the sampler."""
+        """False for a server that the run has not started; if it dies, the sampler drops it."""
         ...
 
     @property

@@ -151,7 +151,7 @@ def sample_inverse_cdf(probabilities: Tensor, *, points: Tensor) -> Tensor:
 
 
 def apply_top_k_top_p(probabilities: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Keep the top-k probabilities, and of these the fewest that reach top-p; set others to 0.
+    """Keep the top-k probabilities, and of these the fewest that reach top-p; set the rest to 0.
 
     Top-p is relative to the top-k sum. Among equal probabilities the lower id wins.
 

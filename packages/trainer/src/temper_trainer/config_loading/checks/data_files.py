@@ -41,7 +41,7 @@ class FirstRows:
     """A source's first rows."""
 
     rows: tuple[Row, ...]
-    """The rows; of pairs the preferred ones."""
+    """The rows; for a pair, the row of the preferred completion."""
     preferences: tuple[PreferenceRow, ...]
     """Pairs or labeled completions of tasks dpo and rm."""
     is_complete: bool

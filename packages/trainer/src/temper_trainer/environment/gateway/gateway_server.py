@@ -237,7 +237,7 @@ async def _complete_text(session: GatewaySession, request: web.Request) -> web.S
 async def _stream(
     request: web.Request, events: Sequence[Mapping[str, object]]
 ) -> web.StreamResponse:
-    """Send server-sent events, and the one that ends the stream."""
+    """Send server-sent events, and `[DONE]` at the end of the stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for event in (*map(json.dumps, events), "[DONE]"):

@@ -121,7 +121,7 @@ def preview_tokenizer(
 def _prepare(
     config: TrainerConfig, rows: Sequence[Row]
 ) -> tuple[list[str], Callable[[], PreTrainedTokenizerBase]]:
-    """Return the texts that the tokenizer must represent, and a function that builds a new one."""
+    """Return the text that the tokenizer must represent, and a function that trains one on it."""
     texts = [
         # The words of the template are tokenized in every prompt, so they must be learned, too.
         config.data.prompt_template.replace("{prompt}", ""),

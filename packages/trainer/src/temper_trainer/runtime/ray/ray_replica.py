@@ -86,7 +86,7 @@ class RayReplica:
         return True
 
     def start(self) -> None:
-        """End the old actor and server, if any, and start new ones."""
+        """Replace the old actor and server, if any, with a new actor and server."""
         self.close()
         try:
             self._actor = self._make_actor()
