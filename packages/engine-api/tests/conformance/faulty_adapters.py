@@ -31,6 +31,24 @@ class AdaptsAttentionOnly(_ChangedLora):
         return replace(lora, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
 
 
+class IgnoresRsloraOfNewAdapter(_ChangedLora):
+    """Scales a new adapter by alpha / rank although ``rslora`` is set, and exports it as rsLoRA."""
+
+    def _change(self, lora):
+        return lora if lora.path else replace(lora, rslora=False)
+
+    def _export_adapter(self):
+        config, tensors = super()._export_adapter()
+        return {**config, "use_rslora": True}, tensors
+
+
+class AdaptsExcludedModules(_ChangedLora):
+    """Also adapts the modules that ``exclude_modules`` of a new adapter names."""
+
+    def _change(self, lora):
+        return lora if lora.path else replace(lora, exclude_modules=())
+
+
 class IgnoresAdapterDropout(_ChangedLora):
     """Never applies the adapter's dropout."""
 

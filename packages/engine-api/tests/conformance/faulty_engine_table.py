@@ -536,6 +536,14 @@ FAULTY_ENGINES = (
         ("test_adapter::test_new_adapter_has_the_requested_layers_and_scale",),
     ),
     FaultyEngine(
+        adapters.IgnoresRsloraOfNewAdapter,
+        ("test_adapter::test_new_adapter_has_the_requested_layers_and_scale",),
+    ),
+    FaultyEngine(
+        adapters.AdaptsExcludedModules,
+        ("test_adapter::test_new_adapter_has_the_requested_layers_and_scale",),
+    ),
+    FaultyEngine(
         adapters.IgnoresAdapterDropout, ("test_adapter::test_adapter_dropout_is_on_in_training",)
     ),
     FaultyEngine(adapters.DecaysNoAdapter, ("test_adapter::test_adapter_updates_match_adamw",)),

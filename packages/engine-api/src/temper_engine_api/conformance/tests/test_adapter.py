@@ -155,21 +155,35 @@ def test_new_adapter_has_the_requested_layers_and_scale(
     The oracle loads the exported adapter with the requested alpha, and computes the gradient.
     """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
-    new = replace(setup, lora=oracle.make_lora_spec(rank=4))
-    config, tensors = engine_under_test.run(export_adapter, setup=new)[0]
-    _, oracle_tensors = oracle.run(export_adapter, setup=new)
-    assert {name: tensor.shape for name, tensor in tensors.items()} == {
-        name: tensor.shape for name, tensor in oracle_tensors.items()
-    }
-    assert (config["r"], config["lora_alpha"]) == (new.lora.rank, new.lora.alpha)
-    folder = save_adapter(config, tensors, folder=tmp_path / "adapter")
-    expected = oracle.get_update(
-        replace(setup, lora=LoraSpec(path=str(folder))), ClippedPpoProbe(), batch
+    plain = oracle.make_lora_spec(rank=4)
+    scaled = replace(
+        plain,
+        rslora=True,
+        dora=True,
+        target_modules=("q_proj", "v_proj", "o_proj"),
+        exclude_modules=("o_proj",),
     )
-    update = engine_under_test.run(
-        measure_update, setup=new, objective=ClippedPpoProbe(), batch=batch
-    )[0]
-    assert_all_close(update.gradients, expected.gradients, GRADIENT, quantity="gradient")
+    for number, lora in enumerate((plain, scaled)):
+        new = replace(setup, lora=lora)
+        config, tensors = engine_under_test.run(export_adapter, setup=new)[0]
+        _, oracle_tensors = oracle.run(export_adapter, setup=new)
+        assert {name: tensor.shape for name, tensor in tensors.items()} == {
+            name: tensor.shape for name, tensor in oracle_tensors.items()
+        }
+        assert {name: config[name] for name in ("r", "lora_alpha", "use_rslora", "use_dora")} == {
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "use_rslora": lora.rslora,
+            "use_dora": lora.dora,
+        }
+        folder = save_adapter(config, tensors, folder=tmp_path / f"adapter-{number}")
+        expected = oracle.get_update(
+            replace(setup, lora=LoraSpec(path=str(folder))), ClippedPpoProbe(), batch
+        )
+        update = engine_under_test.run(
+            measure_update, setup=new, objective=ClippedPpoProbe(), batch=batch
+        )[0]
+        assert_all_close(update.gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
 @every_adapter
