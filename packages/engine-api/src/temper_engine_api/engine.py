@@ -941,7 +941,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _write_state(self, directory: str) -> list[str]:
-        """Write parameters, optimizer states and RNG states. Collective.
+        """Write parameters, persistent buffers, optimizer states and RNG states. Collective.
 
         Returns:
             Paths of the files that this rank wrote, relative to the directory.

@@ -334,6 +334,14 @@ FAULTY_ENGINES = (
         ("test_model_settings::test_persistent_buffers_are_exported",),
     ),
     FaultyEngine(
+        inputs.IgnoresLoadedBuffers,
+        ("test_model_settings::test_persistent_buffers_are_exported",),
+    ),
+    FaultyEngine(
+        inputs.OmitsBuffersFromCheckpoints,
+        ("test_model_settings::test_persistent_buffers_are_exported",),
+    ),
+    FaultyEngine(
         inputs.SumsRouterLosses,
         ("test_router::test_router_loss_matches_transformers",),
     ),

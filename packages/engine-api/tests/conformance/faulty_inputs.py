@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from data_parallel_oracle import DataParallelOracle
 from faulty_numerics import LeaksAcrossSequences, _ChangedBatch, _ChangedOutputs, _ScaledLoss
 
+from temper_engine_api.conformance.oracle.oracle_engine import STATE_FILE
 from temper_engine_api.conformance.oracle.oracle_routers import RouterPass, find_routers
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs
 
@@ -235,6 +237,27 @@ class OmitsBuffersFromExport(DataParallelOracle):
         yield from (
             weight for weight in super()._iterate_weights() if weight.name not in self.buffers()
         )
+
+
+class IgnoresLoadedBuffers(DataParallelOracle):
+    """Loads parameters without persistent buffers."""
+
+    def _load_weights(self, stream):
+        own = {name: buffer.clone() for name, buffer in self.buffers().items()}
+        super()._load_weights(stream)
+        for name, buffer in self.buffers().items():
+            buffer.copy_(own[name])
+
+
+class OmitsBuffersFromCheckpoints(DataParallelOracle):
+    """Saves parameters without persistent buffers."""
+
+    def _write_state(self, directory):
+        files = super()._write_state(directory)
+        if self.topology.global_rank == 0:
+            path = Path(directory) / STATE_FILE
+            torch.save({**torch.load(path), "buffers": {}}, path)
+        return files
 
 
 class SumsRouterLosses(DataParallelOracle):

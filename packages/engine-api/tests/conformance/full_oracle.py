@@ -110,6 +110,7 @@ class FullOracle(DataParallelOracle):
     def _stage_state(self):
         staged = {
             "masters": {name: p.detach().clone() for name, p in self.parameters().items()},
+            "buffers": {name: buffer.clone() for name, buffer in self.buffers().items()},
             "first_moments": copy.deepcopy(self.first_moments),
             "second_moments": copy.deepcopy(self.second_moments),
             "update_counts": dict(self.update_counts),

@@ -194,9 +194,12 @@ class MyEngine(BaseEngine):
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the tensors of the model's files: parameters and persistent buffers."""
+        return {**dict(self._model.named_parameters()), **self._buffers()}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the persistent buffers, which are also part of the model's files."""
         saved = self._model.state_dict().keys()
-        buffers = {name: b for name, b in self._model.named_buffers() if name in saved}
-        return {**dict(self._model.named_parameters()), **buffers}
+        return {name: b for name, b in self._model.named_buffers() if name in saved}
 
     def _iterate_state(self) -> Iterator[TrainingState]:
         """Yield master weights and AdamW moments by Hugging Face name."""
@@ -234,7 +237,8 @@ class MyEngine(BaseEngine):
             state.name: (state.master, state.first_moment, state.second_moment, state.update_count)
             for state in self._iterate_state()
         }
-        torch.save({"state": state, "random": torch.get_rng_state()}, Path(directory) / STATE_FILE)
+        saved = {"state": state, "buffers": self._buffers(), "random": torch.get_rng_state()}
+        torch.save(saved, Path(directory) / STATE_FILE)
         return [STATE_FILE]
 
     def _read_state(self, directory: str) -> None:
@@ -244,6 +248,8 @@ class MyEngine(BaseEngine):
         check_saved_entries(self._entries(), entries, directory=directory)
         for name, (master, first, second, count) in saved["state"].items():
             self._restore(name, master, first, second, count)
+        for name, buffer in self._buffers().items():
+            buffer.copy_(saved["buffers"][name])
         torch.set_rng_state(saved["random"])
 
     def _moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:

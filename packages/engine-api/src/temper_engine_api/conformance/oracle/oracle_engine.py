@@ -354,6 +354,7 @@ class OracleEngine(BaseEngine):
     def _write_state(self, directory: str) -> list[str]:
         state = {
             "masters": {name: p.detach() for name, p in self.parameters().items()},
+            "buffers": self.buffers(),
             "first_moments": self.first_moments,
             "second_moments": self.second_moments,
             "update_counts": self.update_counts,
@@ -372,6 +373,9 @@ class OracleEngine(BaseEngine):
         with torch.no_grad():
             for name, parameter in self.parameters().items():
                 parameter.copy_(state["masters"][name])
+            buffers = self.buffers()
+            for name, saved in state["buffers"].items():
+                buffers[name].copy_(saved)
         self.first_moments, self.second_moments = state["first_moments"], state["second_moments"]
         self.update_counts = state["update_counts"]
         torch.set_rng_state(state["random"])

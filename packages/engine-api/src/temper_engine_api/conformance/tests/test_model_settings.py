@@ -1,6 +1,7 @@
 """Conformance tests of a model's settings: each takes effect, or the engine rejects the model."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from temper_engine_api.conformance.inputs.tiny_models import (
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import HeadOutput
+from temper_engine_api.weights import NamedWeight
 
 LENGTHS = (47, 40, 64, 90)
 """Longer than the window of 8 tokens, so that it reaches back through all layers."""
@@ -169,28 +171,54 @@ def test_dropout_of_the_model_is_on_in_training_only(
 
 
 def test_persistent_buffers_are_exported(
-    engine_under_test: EngineUnderTest, oracle: OracleCache
+    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
     """Compare exported tensors with the model's file, which contains buffers.
 
-    The engine may reject the model instead.
-    The kit's MoE model files contain none, so layouts with experts export parameters.
+    Then load other weights, and compare again, also after a resume. The engine may reject the model
+    instead. The kit's MoE model files contain no buffers, so layouts with experts export
+    parameters.
     """
     setup = oracle.make_setup(BUFFERS)
-    on_disk = load_file(Path(setup.model_path) / "model.safetensors")
     family = str(BUFFERS.architecture["model_type"]).partition("_")[0]
     if is_rejected(engine_under_test, setup, names=(family, "buffer")):
         return
-    for exported in engine_under_test.run(export_weights, setup=setup):
-        expected = {
-            name: tensor.bfloat16()
-            if name in exported and exported[name].dtype == torch.bfloat16
-            else tensor
-            for name, tensor in on_disk.items()
-        }
-        assert_all_equal(exported, expected, quantity="weights and buffers")
+    own, other = (
+        load_file(oracle.write_model(BUFFERS, seed=seed) / "model.safetensors") for seed in range(2)
+    )
+    for initial, loaded, resumed in engine_under_test.run(
+        load_and_resume, setup=setup, weights=other, folder=tmp_path
+    ):
+        for exported, expected, origin in (
+            (initial, own, ""),
+            (loaded, other, " after a load"),
+            (resumed, other, " after a resume"),
+        ):
+            assert_exported(exported, expected, quantity=f"weights and buffers{origin}")
 
 
-def export_weights(rank: Rank, *, setup: EngineSetup) -> dict[str, Tensor]:
-    """Return the exported weights."""
-    return collect_weights(rank.cached_engine(setup))
+def assert_exported(
+    exported: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, quantity: str
+) -> None:
+    """Compare tensors bit for bit; bf16 ones with the expected tensors in bf16."""
+    rounded = {
+        name: tensor.bfloat16()
+        if name in exported and exported[name].dtype == torch.bfloat16
+        else tensor
+        for name, tensor in expected.items()
+    }
+    assert_all_equal(exported, rounded, quantity=quantity)
+
+
+def load_and_resume(
+    rank: Rank, *, setup: EngineSetup, weights: Mapping[str, Tensor], folder: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return the exported weights at first, after a load, and after a resume in a new engine."""
+    engine = rank.temporary_engine(setup)
+    initial = collect_weights(engine)
+    engine.load_weights(NamedWeight(*each) for each in weights.items())
+    loaded = collect_weights(engine)
+    engine.save_checkpoint(str(folder), global_step=1)
+    resumed = rank.temporary_engine(setup)
+    resumed.load_checkpoint(str(folder))
+    return initial, loaded, collect_weights(resumed)
