@@ -111,6 +111,7 @@ def test_pickle_in_the_store_of_a_channel_is_not_executed(
 
     def sender() -> None:
         store = TokenStore(spec.address, spec.port, token=spec.token, timeout=SOON)
+        store.set("joined 0", b"")
         dist.ProcessGroupGloo(store, 0, 2, _make_gloo_options(spec, timeout=SOON))  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(1) as pool:
