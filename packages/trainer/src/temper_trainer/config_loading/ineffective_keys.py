@@ -66,17 +66,17 @@ def check_ineffective_keys(config: TrainerConfig, *, set_by_user: Mapping[str, s
 
 
 def _iterate_rules(config: TrainerConfig) -> Iterator[Rule]:
-    yield from _reward_rules(config)
-    yield from _task_rules(config)
-    yield from _runtime_rules(config)
+    yield from _iterate_reward_rules(config)
+    yield from _iterate_task_rules(config)
+    yield from _iterate_runtime_rules(config)
     yield from _run_rules(config)
-    yield from _algorithm_rules(config)
-    yield from _role_rules(config)
-    yield from _data_rules(config)
-    yield from _teacher_rules(config)
+    yield from _iterate_algorithm_rules(config)
+    yield from _iterate_role_rules(config)
+    yield from _iterate_data_rules(config)
+    yield from _iterate_teacher_rules(config)
 
 
-def _task_rules(config: TrainerConfig) -> Iterator[Rule]:
+def _iterate_task_rules(config: TrainerConfig) -> Iterator[Rule]:
     task, is_supervised = config.task, config.task in SUPERVISED_TASKS
     for key, only in {"preference": "dpo", "rm": "rm", "generate": "generate"}.items():
         yield Rule(task != only, key, f"with a task other than {only}")
@@ -95,7 +95,7 @@ def _task_rules(config: TrainerConfig) -> Iterator[Rule]:
     yield Rule(not config.has_teachers, "distillation", "without teachers", remedy)
 
 
-def _reward_rules(config: TrainerConfig) -> Iterator[Rule]:
+def _iterate_reward_rules(config: TrainerConfig) -> Iterator[Rule]:
     reward, environment = config.reward, config.environment
     keys, reason = "reward.function reward.arguments", "with reward.components, which replaces it"
     yield Rule(bool(reward.components), keys, reason, "remove reward.components")
@@ -115,7 +115,7 @@ def _reward_rules(config: TrainerConfig) -> Iterator[Rule]:
     )
 
 
-def _runtime_rules(config: TrainerConfig) -> Iterator[Rule]:
+def _iterate_runtime_rules(config: TrainerConfig) -> Iterator[Rule]:
     runtime, sync = config.runtime, config.weight_sync
     is_inline, is_hf = runtime.kind == "inline", config.rollout.sampler == "hf"
     owners = (*ROLES, "rollout", "reward.model", *(f"teachers.{name}" for name in config.teachers))
@@ -174,7 +174,7 @@ def _run_rules(config: TrainerConfig) -> Iterator[Rule]:
     yield Rule(shows_none, "run.num_table_rows", reason, "raise run.table_every")
 
 
-def _algorithm_rules(config: TrainerConfig) -> Iterator[Rule]:
+def _iterate_algorithm_rules(config: TrainerConfig) -> Iterator[Rule]:
     algorithm, correction = config.algorithm, config.algorithm.rollout_correction
     has_kl = algorithm.kl_loss_coef > 0 or algorithm.kl_reward_coef > 0
     keys = "algorithm.kl_estimator algorithm.kl_clamp"
@@ -207,7 +207,7 @@ def _algorithm_rules(config: TrainerConfig) -> Iterator[Rule]:
     )
 
 
-def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
+def _iterate_role_rules(config: TrainerConfig) -> Iterator[Rule]:
     for name, role in config.roles.items():
         key, model = f"{name}.engine", role.engine.model
         offload = ("optimizer", "load_optimizer_in", "optimizer_on_cpu")
@@ -221,7 +221,7 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
         yield Rule(model.path is None, f"{key}.model.trust_remote_code", reason)
 
 
-def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
+def _iterate_teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
     """Yield settings that a teacher's server does not read.
 
     It loads its weights from disk and never sleeps.
@@ -251,7 +251,7 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
         yield Rule(is_unused, f"{key}.devices", reason)
 
 
-def _data_rules(config: TrainerConfig) -> Iterator[Rule]:
+def _iterate_data_rules(config: TrainerConfig) -> Iterator[Rule]:
     data, sources = config.data, config.sources
     buffers = data.streaming and data.shuffle and config.task == "sft"
     yield Rule(
@@ -273,11 +273,13 @@ def _data_rules(config: TrainerConfig) -> Iterator[Rule]:
         "with sources arithmetic, whose prompts are not chat messages",
     )
     for name, source in sources.items():
-        for rule in _source_rules(name, source, config=config):
+        for rule in _iterate_source_rules(name, source, config=config):
             yield rule._replace(keys=" ".join(f"{name}.{key}" for key in rule.keys.split()))
 
 
-def _source_rules(name: str, source: DataSource, *, config: TrainerConfig) -> Iterator[Rule]:
+def _iterate_source_rules(
+    name: str, source: DataSource, *, config: TrainerConfig
+) -> Iterator[Rule]:
     """Yield the rules of a source, with keys below it."""
     is_trained, is_evaluated = name in config.data.train_sources, name in config.data.eval_sources
     task, kind, distillation = config.task, config.preference_kind, config.distillation

@@ -97,16 +97,16 @@ def write_report(directory: Path) -> Path | None:
         return None
     result = describe_result(rows)
     sections = {
-        "Run": _summary(directory, rows),
-        "Curves": _curves(draw_curves(directory)),
-        "Evaluations": _evaluations(rows),
+        "Run": _render_summary(directory, rows),
+        "Curves": _render_curves(draw_curves(directory)),
+        "Evaluations": _render_evaluations(rows),
         "Timeline": draw_timeline(directory),
         "Rollouts": draw_rollouts(directory),
-        "Samples": _samples(directory / "samples.jsonl"),
+        "Samples": _render_samples(directory / "samples.jsonl"),
         "Time": _format_times(rows),
-        "First and last step": _first_and_last(rows),
-        "Configuration": _configuration(directory),
-        "Environment": _environment(read_starts(directory)),
+        "First and last step": _compare_first_and_last(rows),
+        "Configuration": _render_configuration(directory),
+        "Environment": _render_environment(read_starts(directory)),
     }
     body = "".join(f"<h2>{title}</h2>{text}" for title, text in sections.items() if text)
     title = escape(directory.resolve().name)
@@ -123,7 +123,7 @@ def write_report(directory: Path) -> Path | None:
     return path
 
 
-def _summary(directory: Path, rows: Sequence[Row]) -> str:
+def _render_summary(directory: Path, rows: Sequence[Row]) -> str:
     """Return a table of when and how the run was started, and how long it took."""
     starts = read_starts(directory)
     times = [row.time_s for row in rows]
@@ -144,7 +144,7 @@ def _summary(directory: Path, rows: Sequence[Row]) -> str:
         lines.append(("command", starts[-1]["command"]))
         if commit := starts[-1].get("commit"):
             lines.append(("commit", commit))
-    return _table(("", ""), lines)
+    return _render_table(("", ""), lines)
 
 
 def _list_rewards(settings: Mapping[str, object]) -> list[Cells]:
@@ -181,19 +181,19 @@ def _format_time(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _evaluations(rows: Sequence[Row]) -> str:
+def _render_evaluations(rows: Sequence[Row]) -> str:
     """Return the table of evaluations and their plot."""
     evaluations = list_evaluations(rows)
     picture = draw_evaluations(evaluations)
     plot = "" if picture is None else _embed(picture, alt="evaluations with confidence intervals")
     heading, lines = tabulate_evaluations(evaluations)
-    table = _table(heading, lines)
+    table = _render_table(heading, lines)
     if len(lines) > MAX_OPEN_LINES:
         table = f"<details><summary>{len(lines)} evaluations</summary>{table}</details>"
     return plot + table
 
 
-def _curves(path: Path | None) -> str:
+def _render_curves(path: Path | None) -> str:
     return "" if path is None else _embed(path.read_bytes(), alt="curves of the run")
 
 
@@ -202,7 +202,7 @@ def _embed(picture: bytes, *, alt: str) -> str:
     return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
 
 
-def _first_and_last(rows: Sequence[Row]) -> str:
+def _compare_first_and_last(rows: Sequence[Row]) -> str:
     """Return a table with the first and last value per metric, without evaluations."""
     lines: list[Cells] = []
     for phase in dict.fromkeys(row.phase for row in rows if row.phase != "eval"):
@@ -210,7 +210,7 @@ def _first_and_last(rows: Sequence[Row]) -> str:
         for name in sorted({name for row in phase_rows for name in row.values}):
             points = [(row.step, row.values[name]) for row in phase_rows if name in row.values]
             lines.append((phase, name, *points[0], *points[-1]))
-    table = _table(("phase", "metric", "step", "first", "step", "last"), lines)
+    table = _render_table(("phase", "metric", "step", "first", "step", "last"), lines)
     return f"<details><summary>{len(lines)} metrics</summary>{table}</details>"
 
 
@@ -239,10 +239,10 @@ def _format_times(rows: Sequence[Row]) -> str:
                 )
             )
     heading = ("phase", "operation", "steps", "total", "median per step", "of the step")
-    return _table(heading, lines)
+    return _render_table(heading, lines)
 
 
-def _samples(path: Path) -> str:
+def _render_samples(path: Path) -> str:
     if not path.exists():
         return ""
     parsed = [parse_line(line) for line in read_last_lines(path, NUM_SAMPLES)]
@@ -250,7 +250,7 @@ def _samples(path: Path) -> str:
     names = ("step", "kind", "prompt", "completion", "answer", "reward")
     lines = [tuple(_shorten(row.get(name)) for name in names) for row in reversed(rows)]
     field = '<input id="search" type="search" placeholder="search these samples">'
-    table = f'<div id="samples">{_table(names, lines)}</div>'
+    table = f'<div id="samples">{_render_table(names, lines)}</div>'
     return f"{field}{table}<script>{SEARCH}</script>"
 
 
@@ -261,7 +261,7 @@ def _shorten(value: object) -> object:
     return f"{value[:MAX_SAMPLE_CHARACTERS]} ... {num_left} more characters in samples.jsonl"
 
 
-def _configuration(directory: Path) -> str:
+def _render_configuration(directory: Path) -> str:
     """Return a table with changed settings, and a folded one with all settings."""
     values = read_settings(directory)
     origins = read_settings(directory, name="config_origins.yaml")
@@ -269,16 +269,16 @@ def _configuration(directory: Path) -> str:
         return ""
     lines = [(key, _to_text(values.get(key)), origin) for key, origin in origins.items()]
     heading = ("key", "value", "set by")
-    changed = _table(heading, [line for line in lines if line[2] != "default"])
+    changed = _render_table(heading, [line for line in lines if line[2] != "default"])
     summary = f"<summary>all {len(lines)} settings</summary>"
-    return f"{changed}<details>{summary}{_table(heading, lines)}</details>"
+    return f"{changed}<details>{summary}{_render_table(heading, lines)}</details>"
 
 
 def _to_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _environment(starts: Sequence[Mapping[str, object]]) -> str:
+def _render_environment(starts: Sequence[Mapping[str, object]]) -> str:
     """Return a table with this machine and the versions that the last start recorded."""
     import torch  # slow to import: only when a report is written
 
@@ -292,10 +292,10 @@ def _environment(starts: Sequence[Mapping[str, object]]) -> str:
     recorded = starts[-1].get("versions") if starts else None
     versions = recorded if isinstance(recorded, dict) else list_installed_versions()
     lines += [(str(name), str(version)) for name, version in versions.items()]
-    return _table(("component", "version"), lines)
+    return _render_table(("component", "version"), lines)
 
 
-def _table(heading: Sequence[str], lines: Sequence[Cells]) -> str:
+def _render_table(heading: Sequence[str], lines: Sequence[Cells]) -> str:
     """Return an HTML table, or an empty string if there are no lines."""
     if not lines:
         return ""
@@ -304,10 +304,10 @@ def _table(heading: Sequence[str], lines: Sequence[Cells]) -> str:
         f"<th{' class=number' if right else ''}>{escape(text)}</th>"
         for text, right in zip(heading, is_number, strict=True)
     )
-    return f"<table><tr>{head}</tr>{''.join(map(_table_row, lines))}</table>"
+    return f"<table><tr>{head}</tr>{''.join(map(_render_row, lines))}</table>"
 
 
-def _table_row(cells: Cells) -> str:
+def _render_row(cells: Cells) -> str:
     columns = []
     for cell in cells:
         if isinstance(cell, (int, float)):
