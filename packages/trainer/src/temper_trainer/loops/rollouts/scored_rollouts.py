@@ -70,7 +70,7 @@ async def run_scored_rollouts(
             index,
             conversation,
             prompt=prompts[index],
-            text=components.tokenizer.decode(conversation.tokens, skip_special_tokens=True),
+            text=components.text_decoder.decode(conversation.tokens),
             scoring=scoring,
         )
         if on_scored is not None:

@@ -29,6 +29,7 @@ from temper_trainer.data.streams import (
     PromptFeed,
     get_difficulty,
 )
+from temper_trainer.data.text_decoder import TextDecoder
 from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
@@ -73,6 +74,8 @@ class RunComponents:
     log: RunLog
     tokenizer: PreTrainedTokenizerBase
     """Tokenizer of all roles."""
+    text_decoder: TextDecoder
+    """Returns the text of completions, as the tokenizer does."""
     prompts: PromptFeed
     """Training prompts in the run's order."""
     eval_sets: Mapping[str, EvalSet]
@@ -148,6 +151,7 @@ def build_components(
             config=config,
             log=log,
             tokenizer=tokenizer,
+            text_decoder=TextDecoder(tokenizer),
             prompts=PromptFeed(
                 _open_prompts(prompts, data=config.data, seed=config.run.seed, cursor=state.cursor),
                 num_trained=state.step * config.batching.prompts_per_step,
@@ -338,6 +342,7 @@ def build_inference_components(
             config=config,
             log=log,
             tokenizer=tokenizer,
+            text_decoder=TextDecoder(tokenizer),
             prompts=PromptFeed(
                 InMemoryStream(
                     [prompt for each in eval_sets.values() for prompt in each.prompts],
