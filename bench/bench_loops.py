@@ -44,6 +44,7 @@ from temper_trainer.types import (
     Prompt,
     Rollout,
     SamplingRequest,
+    pack_completion,
 )
 
 LOOPS = {
@@ -255,6 +256,7 @@ def measure_samples(num_rollouts: int = 1024, *, num_tokens: int = 8192) -> floa
         weight_version=1,
     )
     prompt = Prompt(prompt_id=0, text="", tokens=(1,), answer="")
+    completion = pack_completion(completion)  # as the scheduler returns it
     rollouts = [
         Rollout(prompt=prompt, completion=completion, text="", reward=1.0, group_id=i, sample_id=i)
         for i in range(num_rollouts)
