@@ -136,7 +136,7 @@ def plan_mini_batch(
         token_multiple=constraints.token_multiple,
     )
     rank_groups: list[list[_PackGroup]] = [[] for _ in range(dp_size)]
-    # By cost and not by tokens, because attention is quadratic in the length.
+    # Balance costs instead of tokens, because attention is quadratic in the length.
     ranks = assign_to_ranks(torch.tensor([group.cost for group in groups]), num_ranks=dp_size)
     for group, rank in zip(groups, ranks.tolist(), strict=True):
         rank_groups[rank].append(group)

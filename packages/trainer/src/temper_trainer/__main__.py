@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logging()
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     sys.excepthook = print_redacted_traceback
-    # As with `python -m`, so that reward functions in the current directory can be imported.
+    # `python -m` does this too; it lets reward functions in the current directory be imported.
     sys.path.insert(0, os.getcwd())
     try:
         with _end_at_sigterm(options) as early_stop:

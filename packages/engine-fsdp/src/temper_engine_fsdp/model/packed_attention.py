@@ -32,7 +32,7 @@ backward. Below this length attention is a small part of an update.
 """
 
 
-# Without "sdpa", because transformers refuses such names for models with sinks.
+# The name lacks "sdpa", because transformers refuses such names for models with sinks.
 SDPA_VARLEN = "temper_padded_varlen"
 TORCH_VARLEN = "temper_torch_varlen"
 

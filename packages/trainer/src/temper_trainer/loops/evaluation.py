@@ -44,8 +44,8 @@ def _sample(
             request_id=i * num_completions + j,
             prompt_tokens=prompt.tokens,
             sampling=sampling,
-            # Without the step: each evaluation of a run draws with the same seeds. And without the
-            # number of completions: more of them leave the first ones as they are.
+            # The seed does not depend on the step, so that evaluations of a run are comparable, or
+            # on the number of completions, so that a larger number does not change the first ones.
             seed=derive_seed(seed, purpose, i) if j == 0 else derive_seed(seed, purpose, i, j),
         )
         for i, prompt in enumerate(prompts)

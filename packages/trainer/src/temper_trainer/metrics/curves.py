@@ -24,7 +24,7 @@ STYLE = {
     "figure.facecolor": "white",
     "font.size": 9,
     "grid.alpha": 0.25,
-    # Without a frame but on white, so that curves do not cross the texts.
+    # The legend has a white background and no frame, so that curves do not cross its text.
     "legend.edgecolor": "none",
     "legend.fontsize": 8,
     "legend.framealpha": 0.8,

@@ -146,7 +146,7 @@ class ContinuousBatchDecoder:
             slots.setdefault(sequence.request.prompt_tokens[:-1], []).append(slot)
         # A prompt of one token has nothing to prefill: its token is the first input of decoding.
         slots.pop((), None)
-        # By length, so that prompts that are prefilled together need little padding.
+        # Sort by length, so that prompts that are prefilled together need little padding.
         longest_first = sorted(slots, key=len, reverse=True)
         while longest_first:
             count = max(1, _PREFILL_TOKENS // len(longest_first[0]))

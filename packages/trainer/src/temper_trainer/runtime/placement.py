@@ -120,8 +120,8 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
         for name, role in roles.items()
     }
     if config.averaged_engine is not None:
-        # As many workers as the actor in the same pool, so that every device of the actor has one
-        # rank of the second model, and the same memory is left on each.
+        # Use as many workers as the actor in the same pool, so that each device of the actor has
+        # one rank of the second model, and the same memory is left on each.
         requests[AVERAGED_ROLE] = requests["actor"]
     if config.generates_completions and not config.rollout.vllm.has_remote_servers:
         rollout = config.rollout

@@ -59,7 +59,7 @@ def build_token_map(
             f"teachers.{name} has no token in common with the policy, so nothing can be mapped: "
             "use another teacher."
         )
-    # By text, because equal ids of different vocabularies are different tokens.
+    # Match by text, because equal ids of different vocabularies are different tokens.
     policy_to_teacher = {policy_ids[token]: teacher_ids[token] for token in common}
     teacher_to_policy = torch.full((max(teacher_ids.values()) + 1,), -1, dtype=torch.int64)
     for policy_id, teacher_id in policy_to_teacher.items():

@@ -53,7 +53,7 @@ class ReadyGroups(Generic[T]):
         self._num_trained = 0
         self._deadlines: dict[int, int] = {}
         self._ready: dict[int, T] = {}  # in the order of their arrival
-        # By deadline, so that a batch that must wait is noticed without a look at every group.
+        # Count by deadline, so that a batch that must wait is noticed without a scan of all groups.
         self._num_started = Counter[int]()
         self._num_ready = Counter[int]()
 

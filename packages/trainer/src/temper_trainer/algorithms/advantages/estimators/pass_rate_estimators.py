@@ -33,7 +33,7 @@ class MaxRl(AdvantageEstimator):
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_maxrl_advantages``; warn once about negative ones."""
-        # Without the KL penalty, which is subtracted from them; the tolerance is that of rounding.
+        # Add the KL penalty back, which was subtracted; the tolerance is for rounding.
         negative = step.rewards + step.penalty < -1e-6
         if negative.any():
             _warn_about_negative_rewards()
