@@ -568,6 +568,7 @@ def test_encoder_that_the_old_run_trained_is_reported(
         ("verl.trainer.main_ppo", True),
         ("/old/verl/verl/trainer/main_ppo.py", True),
         ("verl.trainer.main_ppo_sync", True),
+        ("verl.trainer.main_ppo_v0", True),
         ("verl.experimental.one_step_off_policy.main_ppo", True),
         ("recipe.dapo.main_dapo", True),
         ("verl.mix_src.main_mix_ppo", False),

@@ -151,7 +151,7 @@ _PROGRAMS = re.compile(
 _HOMES = ("recipe", "examples", "tests")
 _IN_VERL = re.compile(
     r"(?:.+\.)?verl\.(?:experimental\..+"
-    r"|trainer\.(?:main_(?:eval|generation(?:_server)?|ppo(?:_sync)?)|(?:fsdp_)?sft_trainer(?:_ray)?))"
+    r"|trainer\.(?:main_(?:eval|generation(?:_server)?|ppo(?:_sync|_v0)?)|(?:fsdp_)?sft_trainer(?:_ray)?))"
 )
 """Programs inside the package verl of any release."""
 _CONFIGS = re.compile(
