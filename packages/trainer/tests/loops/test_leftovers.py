@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,35 +84,18 @@ def start_time(process: int) -> str | None:
     return None if state in ("Z", "X") else fields[18]
 
 
-def leftover_in_shared_memory(names: frozenset[str]) -> list[str]:
-    """Return those of these files that exist and that no living process maps.
-
-    Semaphores of other programs on the host have no owner in their names. Python removes that of a
-    program that was killed a moment after its end.
-    """
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        unmapped = find_unmapped(names)
-        if not any(name.startswith("sem.") for name in unmapped) or time.monotonic() > deadline:
-            return [f"/dev/shm/{name}" for name in unmapped]
-        time.sleep(0.2)
-
-
-def find_unmapped(names: frozenset[str]) -> list[str]:
-    """Return the files in shared memory with these names that no living process maps."""
+def find_mapped(processes: Iterable[Path]) -> set[str]:
+    """Return the inodes of files in shared memory that processes, given in /proc, map."""
     mapped: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+    for process in processes:
         with contextlib.suppress(OSError):
             # Inodes, because the C library renames a semaphore's file after mapping it.
             mapped |= {
-                line.split()[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line
+                line.split()[4]
+                for line in (process / "maps").read_text().splitlines()
+                if "/dev/shm/" in line
             }
-    unmapped = []
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):  # its program has ended since
-            if str((Path("/dev/shm") / name).stat().st_ino) not in mapped:
-                unmapped.append(name)
-    return unmapped
+    return mapped
 
 
 @dataclass
@@ -123,6 +106,8 @@ class Site:
     shared_before: frozenset[str]
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     seen: dict[int, str] = field(default_factory=dict)
+    mapped: set[str] = field(default_factory=set)
+    """Inodes of files in shared memory that processes of this site were seen to map."""
     runs: int = 0
 
     @property
@@ -162,6 +147,7 @@ class Site:
             self.look()
             time.sleep(0.05)
         self.look()
+        self.mapped |= find_mapped(Path(f"/proc/{process}") for process in self.seen)
 
     def look(self) -> None:
         """Note which processes there are, also those that will hide their environment later."""
@@ -197,9 +183,25 @@ class Site:
         assert left == [], "\n".join(left)
         return time.monotonic() - begin
 
+    def shared_files(self) -> list[str]:
+        """Return files of ended runs in shared memory, which no living process maps.
+
+        Semaphores have no owner in their names. Those of other programs on the host, such as one
+        that was killed a moment ago, are left out.
+        """
+        names = frozenset(os.listdir("/dev/shm")) - self.shared_before
+        mapped = find_mapped(Path("/proc").glob("[0-9]*")) if names else set()
+        files = []
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # its program has ended since
+                inode = str((Path("/dev/shm") / name).stat().st_ino)
+                is_own = inode in self.mapped or not name.startswith("sem.")
+                if is_own and inode not in mapped:
+                    files.append(f"/dev/shm/{name}")
+        return files
+
     def files(self) -> list[str]:
         """Return files of ended runs in the temporary directory and in shared memory."""
-        shared = frozenset(os.listdir("/dev/shm")) - self.shared_before
         temporary_files = [
             str(path.relative_to(self.folder))
             for path in self.folder.glob("*")
@@ -213,7 +215,7 @@ class Site:
         return sorted(
             [
                 *temporary_files,
-                *leftover_in_shared_memory(shared),
+                *self.shared_files(),
                 *(str(path.relative_to(self.folder)) for path in sessions),
             ]
         )
@@ -244,14 +246,19 @@ def has_step(run: Path, step: int) -> Callable[[], bool]:
     return reached
 
 
-def test_only_files_that_no_living_process_maps_are_leftovers(site: Site) -> None:
+def test_only_own_files_that_no_living_process_maps_are_leftovers(site: Site) -> None:
     semaphore = multiprocessing.get_context("spawn").Semaphore()
-    leftover = Path("/dev/shm") / f"sem.mp-{site.token}"
-    leftover.touch()
+    site.mapped |= find_mapped([Path("/proc/self")])
+    names = [f"sem.mp-{site.token}", f"sem.mp-other-{site.token}", f"psm_{site.token}"]
+    own, other, memory = (Path("/dev/shm") / name for name in names)
     try:
-        assert site.files() == [str(leftover)]
+        for file in (own, other, memory):
+            file.touch()
+        site.mapped.add(str(own.stat().st_ino))
+        assert site.files() == [str(memory), str(own)]
     finally:
-        leftover.unlink()
+        for file in (own, other, memory):
+            file.unlink(missing_ok=True)
     assert semaphore.acquire(block=False)
 
 
