@@ -6,6 +6,7 @@ import torch
 from packages.trainer.tests.rollout.conftest import Pairs
 from packages.trainer.tests.rollout.models_for_tests import Pair, make_prompts, make_requests
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.types import Completion
 
 from .conftest import Serve, Served
@@ -18,7 +19,12 @@ SAMPLED = SamplingConfig(max_tokens=24)
 @pytest.fixture(scope="module")
 def served(serve: Serve, pairs: Pairs) -> Served:
     """One server of a mixture of experts, which reports its choices."""
-    servers = serve(pairs.get("qwen3_moe_wide"), has_expert_choices=True)
+    try:
+        servers = serve(pairs.get("qwen3_moe_wide"), has_expert_choices=True)
+    except ReplicaError as error:
+        if "requires Model Runner V2" not in str(error):
+            raise
+        pytest.skip("needs vLLM 0.27 on a CPU: 0.32 reports experts only where Triton runs")
     servers.publish(1)
     return servers
 
