@@ -34,18 +34,20 @@ else:
 time.sleep(600)
 """
 CLAIMING_LEADER = """
-import sys, time
+import multiprocessing, sys, time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from temper_trainer.rollout.vllm import server_group
 server_group.CLAIM_INTERVAL_S = 0.01
 first = SharedMemory(create=True, size=4096)
+lock = multiprocessing.get_context("spawn").Lock()
+semaphore = "sem." + lock._semlock.name[1:]
 with server_group.claim_worker_memory(Path(sys.argv[1])):
     if sys.argv[2] == "starts":
-        print(first.name, flush=True)
+        print(first.name, semaphore, flush=True)
         time.sleep(600)
     last = SharedMemory(create=True, size=4096)
-print(first.name, last.name, flush=True)
+print(first.name, semaphore, last.name, flush=True)
 time.sleep(600)
 """
 MAPPER = """
@@ -156,7 +158,7 @@ def test_server_starts_although_its_shared_memory_cannot_be_claimed(
         os.killpg(leader.pid, signal.SIGKILL)
     for name in names:
         (SHARED_MEMORY / name).unlink()
-    assert len(names) == 2
+    assert len(names) == 3
     assert log.read_text().count(message) == 1
     assert "Traceback" not in log.read_text()
 

@@ -18,8 +18,14 @@ CLAIM_INTERVAL_S = 5.0
 """Time between two looks for shared memory while a server starts, which takes minutes."""
 SCAN_TIMEOUT_S = 2.0
 """Time to look for shared memory before a group is killed, and before a server is ready."""
-_WORKER_NAME = re.compile(r"psm_[0-9a-f]+|[0-9]+-[a-z]+:.*cpushm_.*")
-"""Names that Python's SharedMemory chooses, and those of vLLM's collectives between CPU workers."""
+_SEMAPHORES = "sem.mp-*"
+"""Files of the locks of Python's multiprocessing. Its resource tracker removes them, unless it is
+killed, too.
+"""
+_WORKER_NAME = re.compile(r"psm_[0-9a-f]+|[0-9]+-[a-z]+:.*cpushm_.*|sem\.mp-[0-9a-z_]+")
+"""Names that Python's SharedMemory and locks choose, and those of vLLM's collectives between CPU
+workers.
+"""
 
 _File = tuple[int, int]
 """Device and inode."""
@@ -121,6 +127,8 @@ def _find_shared_memory(group: int) -> list[Path]:
                 others.append(process)
         except (ProcessLookupError, FileNotFoundError, PermissionError):
             continue  # it has ended, or is a member with other rights, whose files stay
+    if own:
+        own |= {file: path for file, path in _find_semaphores().items() if file in own}
     candidates = {file: path for file, path in own.items() if _is_of_worker(path, file=file)}
     for process in others:
         if not candidates:
@@ -153,6 +161,19 @@ def _find_mapped_files(process: Path) -> dict[_File, Path]:
         if path.parent == SHARED_MEMORY:
             major, minor = fields[3].split(b":")
             files[os.makedev(int(major, 16), int(minor, 16)), int(fields[4])] = path
+    return files
+
+
+def _find_semaphores() -> dict[_File, Path]:
+    """Return the files of semaphores, which processes map under names that no longer exist.
+
+    The C library gives a semaphore its name after it has mapped the file.
+    """
+    files = {}
+    for path in SHARED_MEMORY.glob(_SEMAPHORES):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            files[status.st_dev, status.st_ino] = path
     return files
 
 
