@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from temper_engine_api.process_folders import FOLDER_NAME, is_orphan, make_folder_path
+
 from .conftest import SMALL
 
 pytestmark = [
@@ -129,9 +131,11 @@ class Site:
         command = [sys.executable, "-m", "temper_trainer", *SHORT_RUN, f"run.dir={run}", *overrides]
         self.runs += 1
         with (self.folder.parent / f"{self.runs}.log").open("wb") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
             )
+        self.look()
+        return process
 
     def finish(self, run: Path, *overrides: str) -> None:
         """Run to the end."""
@@ -184,21 +188,23 @@ class Site:
         return time.monotonic() - begin
 
     def shared_files(self) -> list[str]:
-        """Return files of ended runs in shared memory, which no living process maps.
-
-        Semaphores have no owner in their names. Those of other programs on the host, such as one
-        that was killed a moment ago, are left out.
-        """
+        """Return files in shared memory, which no living process maps."""
         names = frozenset(os.listdir("/dev/shm")) - self.shared_before
         mapped = find_mapped(Path("/proc").glob("[0-9]*")) if names else set()
         files = []
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # its program has ended since
                 inode = str((Path("/dev/shm") / name).stat().st_ino)
-                is_own = inode in self.mapped or not name.startswith("sem.")
-                if is_own and inode not in mapped:
+                if self._may_own(name, inode=inode) and inode not in mapped:
                     files.append(f"/dev/shm/{name}")
         return files
+
+    def _may_own(self, name: str, *, inode: str) -> bool:
+        """Return False for a file in shared memory of another program on the host."""
+        if name.startswith("sem."):  # such as one that was killed a moment ago
+            return inode in self.mapped
+        folder = FOLDER_NAME.fullmatch(name)
+        return folder is None or int(folder["process"]) in self.seen or is_orphan(name)
 
     def files(self) -> list[str]:
         """Return files of ended runs in the temporary directory and in shared memory."""
@@ -249,15 +255,20 @@ def has_step(run: Path, step: int) -> Callable[[], bool]:
 def test_only_own_files_that_no_living_process_maps_are_leftovers(site: Site) -> None:
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     site.mapped |= find_mapped([Path("/proc/self")])
-    names = [f"sem.mp-{site.token}", f"sem.mp-other-{site.token}", f"psm_{site.token}"]
-    own, other, memory = (Path("/dev/shm") / name for name in names)
+    names = [f"psm_{site.token}", f"sem.mp-{site.token}", f"sem.mp-other-{site.token}"]
+    folder = make_folder_path("test", root=Path("/dev/shm"))
+    folder.mkdir()  # of a living process that is none of the site's
+    memory, own, _ = files = [Path("/dev/shm") / name for name in names]
     try:
-        for file in (own, other, memory):
+        for file in files:
             file.touch()
         site.mapped.add(str(own.stat().st_ino))
         assert site.files() == [str(memory), str(own)]
+        site.seen[os.getpid()] = ""
+        assert site.files() == [str(memory), str(own), str(folder)]
     finally:
-        for file in (own, other, memory):
+        folder.rmdir()
+        for file in files:
             file.unlink(missing_ok=True)
     assert semaphore.acquire(block=False)
 
