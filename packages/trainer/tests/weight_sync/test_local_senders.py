@@ -212,5 +212,21 @@ def test_worker_on_a_gpu_without_a_rank_is_refused() -> None:
         assign_senders([[GPUS[0], GPUS[3]]], senders=GPUS[:2])
 
 
+def test_server_that_joins_on_a_gpu_without_a_rank_leaves_again() -> None:
+    first, second = Server(0, GPUS[:2]), Server(1, GPUS[2:])
+    transport = transport_between(Actor(2), first, senders=2)
+    transport.send(1)
+    second.start()
+    second.can_restart = False
+    sampler = transport._sampler
+    sampler.add(second)
+    first.received = [{} for _ in first.gpus]
+    transport.send(2)
+    assert first.has_all
+    assert sampler.replicas == (first,)
+    assert sampler.has_refused(second)
+    transport.close()
+
+
 def test_ranks_on_one_gpu_have_one_sender() -> None:
     assert assign_senders([[GPUS[1]]], senders=[GPUS[0], GPUS[1], GPUS[1]]) == [[1]]

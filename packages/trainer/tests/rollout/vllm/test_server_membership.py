@@ -263,6 +263,31 @@ def test_slow_server_does_not_keep_another_from_joining() -> None:
     watch.stop()
 
 
+def test_server_that_cannot_receive_weights_is_not_connected_again() -> None:
+    first, second = RemoteReplica(0), RemoteReplica(1)
+    sampler = make_sampler(first)
+    connected: list[str] = []
+    num_looks = 0
+
+    def read() -> Sequence[str]:
+        nonlocal num_looks
+        num_looks += 1
+        return [first.address, second.address]
+
+    def connect(address: str) -> RemoteReplica:
+        connected.append(address)
+        return second
+
+    watch = start_watch(read, sampler, first, connect=connect)
+    wait_until(lambda: second in sampler.replicas)
+    assert sampler.refuse(second, reason="no rank is on its GPU")
+    seen = num_looks
+    wait_until(lambda: num_looks > seen + 5)
+    watch.stop()
+    assert not sampler.refuse(first, reason="it is the last one")
+    assert (connected, sampler.replicas, second.is_closed) == ([second.address], (first,), True)
+
+
 def test_transport_is_chosen_for_the_servers_that_are_left() -> None:
     first, second = RemoteReplica(0), RemoteReplica(1)
     sampler = make_sampler(first, second)
