@@ -232,7 +232,11 @@ def test_interrupted_load_is_completed_before_training(
 def interrupt_load(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, call: Load
 ) -> tuple[Update, Update]:
-    """Return the update after an interrupted load and a complete one, and that of a new engine."""
+    """Return the update after an interrupted load and a complete one, and after a complete one.
+
+    The second engine loads, too: under bf16 compute, weights are exported in bf16 and change the
+    float32 parameters.
+    """
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
@@ -252,6 +256,7 @@ def interrupt_load(
     update = run_update(engine, [local_batch])
     other = rank.temporary_engine(setup)
     other.set_loss_fn(ClippedPpoProbe())
+    getattr(other, call)(iter(tensors))
     return update, run_update(other, [rank_slice(other, batch, split=ONE_MICRO_BATCH)])
 
 
