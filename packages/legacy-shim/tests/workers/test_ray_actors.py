@@ -3,7 +3,9 @@
 Ray.remote on the class, one actor a rank.
 """
 
+import contextlib
 import os
+import random
 import socket
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,15 +29,25 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+def find_port() -> int:
+    """Return a free port that no other process gets before rank 0 listens, seconds later.
+
+    The kernel gives out ports from 32768 on, and Ray gives 10002 to 19999 to its workers.
+    """
+    for port in random.sample(range(20000, 32768), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("100 ports from 20000 to 32767 are in use")
+
+
 @pytest.mark.bitwise
 @pytest.mark.usefixtures("cluster")
 def test_two_ray_actors_train_on_their_chunks_and_agree_with_each_other(
     actor_config: dict[str, Any], make_data: Callable[..., DataProto]
 ) -> None:
     actor_config["actor"]["ppo_mini_batch_size"] = 4
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_port()
     actors = []
     for rank in range(2):
         env = {
