@@ -123,14 +123,16 @@ def test_run_on_a_listening_server_opens_only_the_sockets_in_security_md(
     ):
         assert process.stdout is not None
         address = process.stdout.readline().split()[-1]
-        run(
-            tmp_path / "run",
-            *SHORT_RUN,
-            *on_vllm,
-            f"rollout.vllm.servers=['{address}']",
-            "weight_sync.transport=collective",
-        )
-        process.terminate()
+        try:
+            run(
+                tmp_path / "run",
+                *SHORT_RUN,
+                *on_vllm,
+                f"rollout.vllm.servers=['{address}']",
+                "weight_sync.transport=collective",
+            )
+        finally:
+            process.terminate()
     expected = [*listed(run="vllm"), *listed(run="listening server")]
     if version_of_vllm() < (0, 32):
         expected += listed(run="vllm 0.27")
