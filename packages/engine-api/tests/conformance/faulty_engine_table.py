@@ -486,6 +486,10 @@ FAULTY_ENGINES = (
         training.IgnoresDeterministic,
         ("test_settings::test_deterministic_allows_only_deterministic_kernels",),
     ),
+    FaultyEngine(
+        training.IgnoresComputeDtype,
+        ("test_logprob::test_head_outputs_are_float32_under_bf16",),
+    ),
     FaultyEngine(failures.KeepsGradientsOfFailedCalls, (AFTER_FAILURE,)),
     FaultyEngine(failures.KeepsUnreducedSumsOfFailedCalls, (AFTER_FAILURE,)),
     FaultyEngine(failures.DropsCompleteGradientsOnly, (AFTER_FAILURE,)),

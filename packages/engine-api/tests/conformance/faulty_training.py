@@ -345,3 +345,11 @@ class IgnoresDeterministic(DataParallelOracle):
     @contextmanager
     def _determinism(self):
         yield
+
+
+class IgnoresComputeDtype(DataParallelOracle):
+    """Computes in float32 whatever ``precision.compute`` says."""
+
+    @contextmanager
+    def _autocast(self):
+        yield

@@ -370,7 +370,10 @@ def test_one_token_sequences_are_accepted(
 def test_head_outputs_are_float32_under_bf16(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Head outputs are float32 with bf16 compute, and not rounded to bf16 on the way."""
+    """Head outputs are float32 with bf16 compute, and not rounded to bf16 on the way.
+
+    They also differ from those with float32 compute, so that bf16 has an effect.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED, compute="bf16"), oracle.get_batch()
     exact = oracle.make_setup(QWEN2_GROUPED)
     outputs = engine_under_test.run(
@@ -383,9 +386,14 @@ def test_head_outputs_are_float32_under_bf16(
         assert not torch.equal(column, column.bfloat16().float()), (
             f"{head_output.value} was rounded to bf16"
         )
+        expected = oracle.get_outputs(exact, batch, head_output)
+        distance = float((column - expected).abs().max())
+        assert distance > 1e-3, (
+            f"{head_output.value} is only {distance} from that with float32 compute"
+        )
         assert_close(
             column,
-            oracle.get_outputs(exact, batch, head_output),
+            expected,
             BF16,
             quantity=head_output.value,
             batch=batch,
